@@ -1,0 +1,215 @@
+"""What an agent manages: specs, workers, groups, results; and the `ElasticAgent` interface.
+
+Names, fields and defaults are those of `torch.distributed.elastic.agent.server` (2.13).
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regrow.rendezvous import RendezvousHandler
+    from regrow.workers import ProcessFailure, Std
+
+DEFAULT_ROLE = "default"
+
+
+@dataclass
+class WorkerSpec:
+    """What to run on this node, and how often to try again.
+
+    Args:
+        role: the workers' role.
+        local_world_size: workers on this node, at least 1.
+        rdzv_handler: forms the rounds that the workers run in.
+        fn: deprecated spelling of `entrypoint`.
+        entrypoint: a function, or a command's executable.
+        args: its arguments; `${local_rank}` is substituted in strings.
+        max_restarts: failures after which the group is started again.
+        monitor_interval: seconds between polls where nothing pushes changes; more than 0.
+        master_port: port for worker rank 0's store; None picks a free one for each attempt.
+        master_addr: address of worker rank 0; None takes the rendezvous's.
+        local_addr: address under which this node is reached.
+        event_log_handler: name of the handler for torch-style events.
+        numa_options: how workers are bound to NUMA nodes.
+        duplicate_stdout_filters, duplicate_stderr_filters: see `LaunchConfig`.
+        virtual_local_rank: see `LaunchConfig`.
+        redirects, tee: as in releases before `LogsSpecs`; used when the agent is given a log
+            directory instead of a `LogsSpecs`.
+
+    Raises:
+        AssertionError: a size or interval is not positive, or there is no entry point.
+    """
+
+    role: str
+    local_world_size: int
+    rdzv_handler: RendezvousHandler
+    fn: Callable[..., Any] | None = None
+    entrypoint: Callable[..., Any] | str | None = None
+    args: tuple[Any, ...] = ()
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    master_port: int | None = None
+    master_addr: str | None = None
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    redirects: Std | dict[int, Std] | None = None
+    tee: Std | dict[int, Std] | None = None
+
+    def __post_init__(self) -> None:
+        if self.local_world_size <= 0:
+            raise AssertionError(f"local_world_size must be positive, got {self.local_world_size}")
+        if self.monitor_interval <= 0:
+            raise AssertionError(f"monitor_interval must be positive, got {self.monitor_interval}")
+        if self.max_restarts < 0:
+            raise AssertionError(f"max_restarts must not be negative, got {self.max_restarts}")
+        if self.fn:
+            import warnings
+
+            warnings.warn(
+                "WorkerSpec.fn is deprecated, use WorkerSpec.entrypoint",
+                category=DeprecationWarning,
+                stacklevel=3,
+            )
+            self.entrypoint = self.fn
+        if not self.entrypoint:
+            raise AssertionError("WorkerSpec needs an entrypoint: a function or a command")
+
+    def get_entrypoint_name(self) -> str:
+        """The function's qualified name, or the command's base name."""
+        if isinstance(self.entrypoint, str):
+            return os.path.basename(self.entrypoint)
+        assert self.entrypoint is not None
+        return self.entrypoint.__qualname__
+
+
+class Worker:
+    """One worker process of a round; `id` is its pid once started.
+
+    Args:
+        local_rank: rank among this node's workers.
+        global_rank: rank in the world; -1 before the rendezvous, as the sizes are.
+        role_rank: rank among the workers of the same role.
+        world_size: workers in the world.
+        role_world_size: workers of the same role.
+    """
+
+    __slots__ = ["global_rank", "id", "local_rank", "role_rank", "role_world_size", "world_size"]
+
+    def __init__(
+        self,
+        local_rank: int,
+        global_rank: int = -1,
+        role_rank: int = -1,
+        world_size: int = -1,
+        role_world_size: int = -1,
+    ) -> None:
+        self.id: Any = None
+        self.local_rank = local_rank
+        self.global_rank = global_rank
+        self.role_rank = role_rank
+        self.world_size = world_size
+        self.role_world_size = role_world_size
+
+    def __str__(self) -> str:
+        return (
+            f"local_rank={self.local_rank},global_rank={self.global_rank}"
+            f",role_rank={self.role_rank},world_size={self.world_size}"
+            f",role_world_size={self.role_world_size}"
+        )
+
+    __repr__ = __str__
+
+
+class WorkerState(StrEnum):
+    """State of a worker group; its workers change state as one.
+
+    UNKNOWN: the agent lost track of the group; unrecoverable. INIT: not yet started.
+    HEALTHY, UNHEALTHY: running. STOPPED: stopped by the agent, to be started again.
+    SUCCEEDED, FAILED: ended.
+    """
+
+    UNKNOWN = "UNKNOWN"
+    INIT = "INIT"
+    HEALTHY = "HEALTHY"
+    UNHEALTHY = "UNHEALTHY"
+    STOPPED = "STOPPED"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether the processes of a group in this state exist."""
+        return state in {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+class WorkerGroup:
+    """This node's workers for one spec, and what the latest rendezvous gave them."""
+
+    __slots__ = [
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    ]
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.workers = [Worker(local_rank=i) for i in range(spec.local_world_size)]
+        self.store: Any = None
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.state = WorkerState.INIT
+
+
+@dataclass
+class RunResult:
+    """What became of this node's workers, all or nothing.
+
+    Args:
+        state: the group's state.
+        return_values: by global rank; empty for commands' values are None.
+        failures: by global rank; workers the agent stopped itself are in neither.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+
+    def is_failed(self) -> bool:
+        """Whether the group ended as FAILED."""
+        return self.state == WorkerState.FAILED
+
+
+class ElasticAgent(abc.ABC):
+    """Runs the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to their end, starting them again as the spec allows.
+
+        Returns:
+            The last attempt's result.
+
+        Raises:
+            Exception: whatever failed that is not a worker.
+        """
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group the agent manages; mutable, shared with the agent."""

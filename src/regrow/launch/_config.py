@@ -1,0 +1,111 @@
+"""What a launch is made of: `LaunchConfig`, torch's fields plus event sinks.
+
+The field names, defaults and their order are those of
+`torch.distributed.launcher.api.LaunchConfig` (PyTorch 2.13), so that code which builds one keeps
+working with the import changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regrow.events import Event
+    from regrow.workers import LogsSpecs
+
+DEFAULT_RDZV_TIMEOUT_S = 900
+DEFAULT_SHUTDOWN_TIMEOUT_S = 30
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@dataclass
+class LaunchConfig:
+    """How to launch a job on this node.
+
+    Args:
+        min_nodes: fewest nodes a round may complete with.
+        max_nodes: most nodes a round may complete with.
+        nproc_per_node: workers to start on this node.
+        logs_specs: where the workers' output goes; None makes a `DefaultLogsSpecs()`.
+        run_id: the job's id; empty makes a random one, with a warning.
+        role: the workers' role; also the prefix of their log lines.
+        rdzv_endpoint: `host[:port]` of the rendezvous.
+        rdzv_backend: a registered rendezvous name (`static`, `c10d`, or a plug-in's).
+        rdzv_configs: the backend's own settings.
+        rdzv_timeout: seconds; the legacy spelling of `rdzv_configs["timeout"]`; -1 is unset.
+        max_restarts: failures after which the worker group is started again.
+        monitor_interval: seconds between polls of a rendezvous or agent that cannot push changes;
+            regrow's own push, and are never polled.
+        start_method: `spawn`, `fork` or `forkserver`; for function entry points only.
+        log_line_prefix_template: prefix of tee'd lines, with `${role_name} ${local_rank} ${rank}`.
+        metrics_cfg: passed to `metrics.initialize_metrics`.
+        local_addr: address under which this node is reached; None is the loopback on a single
+            node, and the host's name on several.
+        event_log_handler: name of the handler that torch-style events are recorded with.
+        numa_options: how workers are bound to NUMA nodes.
+        signals_to_handle: comma-separated signals that stop the job gracefully.
+        duplicate_stdout_filters: lines of tee'd stdout containing any of these are also written to
+            `filtered_stdout.log`.
+        duplicate_stderr_filters: the same for stderr.
+        virtual_local_rank: LOCAL_RANK=0 for every worker, each seeing only its own GPU.
+        shutdown_timeout: seconds between the stop signal and SIGKILL, wherever workers are
+            stopped; None takes `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, else 30.
+        event_sinks: called with every event of the job as it happens, from the agent's threads;
+            regrow's own addition.
+
+    Raises:
+        ValueError: `shutdown_timeout` is negative, or the environment variable is no integer.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
+    logs_specs: LogsSpecs | None = None
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = "etcd"
+    rdzv_configs: dict[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    max_restarts: int = 3
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_line_prefix_template: str | None = None
+    metrics_cfg: dict[str, str] = field(default_factory=dict)
+    local_addr: str | None = None
+    event_log_handler: str = "null"
+    numa_options: Any = None
+    signals_to_handle: str = DEFAULT_SIGNALS
+    duplicate_stdout_filters: list[str] | None = None
+    duplicate_stderr_filters: list[str] | None = None
+    virtual_local_rank: bool = False
+    shutdown_timeout: int | None = None
+    event_sinks: tuple[Callable[[Event], None], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rdzv_timeout != -1:
+            self.rdzv_configs["timeout"] = self.rdzv_timeout
+        else:
+            self.rdzv_configs.setdefault("timeout", DEFAULT_RDZV_TIMEOUT_S)
+        if self.logs_specs is None:
+            from regrow.workers import DefaultLogsSpecs
+
+            self.logs_specs = DefaultLogsSpecs()
+        if self.shutdown_timeout is None:
+            self.shutdown_timeout = _shutdown_timeout_from_env()
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
+
+
+def _shutdown_timeout_from_env() -> int:
+    text = os.environ.get(SHUTDOWN_TIMEOUT_ENV, str(DEFAULT_SHUTDOWN_TIMEOUT_S))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"{SHUTDOWN_TIMEOUT_ENV}={text!r} is not a whole number of seconds; set it to e.g. 30"
+        ) from None
