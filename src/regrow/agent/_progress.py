@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from regrow._progress import PROGRESS_ENV, SLOT
+
+_CLOSE = b"q"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,42 +28,33 @@ class Steps:
 
 
 class ProgressBoard:
-    """One attempt's page and the pipe by which a worker's first step is heard of.
+    """One attempt's page, and the thread that hears of its workers' first steps.
 
     Args:
         slots: number of local ranks.
+        on_first_step: called from the thread when a worker has reported its first step.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, on_first_step: Callable[[], None]) -> None:
         self._slots = slots
+        self._on_first_step = on_first_step
         size = slots * SLOT.size
         self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._memory_fd, 0, size)
             self._memory = mmap.mmap(self._memory_fd, size)
-            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
         except OSError:
             os.close(self._memory_fd)
             raise
+        self._thread = threading.Thread(target=self._listen, name="regrow-first-steps", daemon=True)
+        self._thread.start()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """The variable that tells the worker of `local_rank` where to report."""
         root = f"/proc/{os.getpid()}/fd"
         address = f"{root}/{self._memory_fd}|{root}/{self._write_fd}|{local_rank}"
         return {PROGRESS_ENV: address}
-
-    @property
-    def wake_fd(self) -> int:
-        """Readable when a worker has reported its first step."""
-        return self._read_fd
-
-    def acknowledge(self) -> None:
-        """Empty the pipe behind `wake_fd`."""
-        try:
-            while os.read(self._read_fd, 4096):
-                pass
-        except BlockingIOError:
-            return
 
     def read(self) -> dict[int, Steps]:
         """The steps of every local rank that has reported any."""
@@ -71,7 +66,13 @@ class ProgressBoard:
         return found
 
     def close(self) -> None:
-        """Give the memory and the descriptors back; workers that still run keep their view."""
+        """End the thread and give everything back; workers that still run keep their own view."""
+        os.write(self._write_fd, _CLOSE)
+        self._thread.join()
         self._memory.close()
         for fd in (self._memory_fd, self._read_fd, self._write_fd):
             os.close(fd)
+
+    def _listen(self) -> None:
+        while _CLOSE not in os.read(self._read_fd, 4096):
+            self._on_first_step()

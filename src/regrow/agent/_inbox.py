@@ -1,0 +1,125 @@
+"""One queue that everything the agent must hear of is put into, and what feeds it.
+
+The agent's main thread does nothing but take the next message and act on it. What takes time runs
+in an `Operations` thread, one after the other, and is heard of when it is done; signals are turned
+into messages by handlers that do nothing else, so they are safe at any point of the program.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+from regrow.agent._decide import Signaled
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An operation has ended."""
+
+    operation: object  # what `submit` returned for it
+    result: Any
+    error: BaseException | None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Somebody asks whether the loop turns; the loop answers by setting `answered`."""
+
+    answered: threading.Event
+
+
+class Inbox:
+    """The queue; `put` is safe from any thread and from signal handlers."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[object] = SimpleQueue()
+        self.put: Callable[[object], None] = self._queue.put
+
+    def get(self, timeout: float | None = None) -> object | None:
+        """The next message, or None after `timeout` seconds."""
+        try:
+            return self._queue.get(timeout=timeout)
+        except Empty:
+            return None
+
+
+class Operations:
+    """A thread that runs one submitted call after the other and reports each to the inbox.
+
+    It lives as long as the agent runs, since a worker forked from a function is bound to the life
+    of the thread that forked it.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._calls: SimpleQueue[tuple[object, Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="regrow-operations", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], Any]) -> object:
+        """Run `call` after those submitted before; returns the `operation` of its Done."""
+        operation = object()
+        self._calls.put((operation, call))
+        return operation
+
+    def close(self) -> None:
+        """Let the thread end after what is already submitted; does not wait."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            operation, call = item
+            try:
+                done = Done(operation, call(), None)
+            except BaseException as error:  # noqa: BLE001 - handed to the loop, which raises it
+                done = Done(operation, None, error)
+            self._inbox.put(done)
+
+
+@contextmanager
+def signals_into(inbox: Inbox, names: str) -> Iterator[None]:
+    """While inside, the named signals arrive in `inbox` as `Signaled`.
+
+    Outside the main thread nothing is done: only the main thread can set handlers.
+
+    Args:
+        inbox: where they go.
+        names: comma-separated names such as `SIGTERM,SIGINT`; unknown ones are warned of.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        inbox.put(Signaled(signum))
+
+    previous = {}
+    for signum in parse_signals(names):
+        previous[signum] = signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, before in previous.items():
+            signal.signal(signum, before)
+
+
+def parse_signals(names: str) -> list[signal.Signals]:
+    """The signals named in a comma-separated list; those that cannot be handled are warned of."""
+    found = []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        signum = signal.Signals.__members__.get(name.upper())
+        if signum is None or signum in (signal.SIGKILL, signal.SIGSTOP):
+            import warnings
+
+            why = "no signal of this system" if signum is None else "cannot be handled"
+            warnings.warn(f"signal {name!r} {why}; it is ignored", stacklevel=3)
+        else:
+            found.append(signum)
+    return found

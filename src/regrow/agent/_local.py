@@ -1,0 +1,350 @@
+"""`LocalElasticAgent`: workers as processes of this host, every change of which is pushed.
+
+Ends of workers come from the guardian by way of the process context, changes of membership from
+the rendezvous handler, first steps through the progress board: all are messages in the inbox, so
+an idle agent sleeps. What cannot be pushed is polled at the spec's `monitor_interval`, and only
+then: a rendezvous of a plug-in that offers no `subscribe`, a `_monitor_workers` that a subclass
+replaced, and the watch for workers in uninterruptible sleep where it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, time
+from typing import TYPE_CHECKING, Any
+
+from regrow.agent import _decide as core
+from regrow.agent._environment import worker_environment
+from regrow.agent._inbox import Probe
+from regrow.agent._progress import ProgressBoard, Steps
+from regrow.agent._simple import SimpleElasticAgent
+from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
+from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from regrow.metrics import prof
+from regrow.utils import get_logger, macros
+from regrow.workers import DefaultLogsSpecs, Guardian, PContext, Std, WorkerChange, start_processes
+
+if TYPE_CHECKING:
+    from regrow.agent._health import HealthCheckServer
+    from regrow.events import Event
+    from regrow.utils import PortReservation
+    from regrow.workers import LogsSpecs
+
+HEALTH_CHECK_PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
+HEALTH_CHECK_TIMEOUT_S = 60
+PROBE_TIMEOUT_S = 1.0
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _StepsSeen:
+    """A worker of this attempt reported its first step."""
+
+    attempt: int
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs `spec.local_world_size` workers on this host.
+
+    Args:
+        spec: what to run.
+        logs_specs: where the workers' output goes. A start method or None here is reference
+            002's older form, `LocalElasticAgent(spec, start_method, exit_barrier_timeout,
+            log_dir)`.
+        start_method: how function entry points are started.
+        exit_barrier_timeout: seconds to wait at the end for the other agents.
+        log_line_prefix_template: prefix of tee'd lines.
+        shutdown_timeout: seconds between the stop signal and SIGKILL, on every path.
+        health_check_server: a server to use instead of one made for
+            `TORCHELASTIC_HEALTH_CHECK_PORT`; it is started and stopped with the agent.
+        uninterruptible_state_timeout: seconds after which a worker in uninterruptible sleep
+            (state D) makes the group UNHEALTHY and ends the job; 0 or None with no
+            `TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT` is off.
+        log_dir: of the older form.
+        event_sinks: called with each of the job's events.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs | str | None = None,
+        start_method: str | float = "spawn",
+        exit_barrier_timeout: float | str | None = 300,
+        log_line_prefix_template: str | None = None,
+        shutdown_timeout: float = 30,
+        health_check_server: HealthCheckServer | None = None,
+        uninterruptible_state_timeout: float | None = None,
+        *,
+        log_dir: str | None = None,
+        event_sinks: tuple[Callable[[Event], None], ...] = (),
+    ) -> None:
+        if logs_specs is None or isinstance(logs_specs, str):
+            method = logs_specs if logs_specs is not None else start_method
+            if isinstance(start_method, (int, float)):  # (spec, method, barrier timeout, log_dir)
+                log_dir = log_dir or (
+                    exit_barrier_timeout if isinstance(exit_barrier_timeout, str) else None
+                )
+                exit_barrier_timeout = start_method
+            start_method = method
+            logs_specs = DefaultLogsSpecs(
+                log_dir=log_dir, redirects=spec.redirects or Std.NONE, tee=spec.tee or Std.NONE
+            )
+        if not isinstance(exit_barrier_timeout, (int, float)):
+            exit_barrier_timeout = 300
+        super().__init__(spec, exit_barrier_timeout, shutdown_timeout)
+        self._start_method = str(start_method)
+        self._logs_specs = logs_specs
+        self._log_line_prefix_template = log_line_prefix_template
+        self._health_check_server = health_check_server
+        if uninterruptible_state_timeout is None:
+            uninterruptible_state_timeout = timeout_from_environment(os.environ)
+        self._sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
+        self._event_sinks = event_sinks
+        self._pcontext: PContext | None = None
+        self._guardian: Guardian | None = None
+        self._board: ProgressBoard | None = None
+        self._first_steps: set[int] = set()
+        self._port: PortReservation | None = None
+        self._last_turn = time()
+
+    # --- the run
+
+    def run(self, role: str = "default") -> RunResult:
+        """Run the workers to their end; see `SimpleElasticAgent.run`."""
+        # Started first: its interpreter starts while the round forms.
+        self._guardian = Guardian()
+        self._guardian.start()
+        unsubscribe = self._subscribe()
+        try:
+            self._setup_healthcheck()
+            return super().run(role)
+        finally:
+            unsubscribe()
+            self._release_attempt()
+
+    def _subscribe(self) -> Callable[[], None]:
+        subscribe = getattr(self._worker_group.spec.rdzv_handler, "subscribe", None)
+        self._handler_pushes = subscribe is not None
+        if subscribe is None:
+            return lambda: None
+        unsubscribe: Callable[[], None] = subscribe(
+            lambda change: self._inbox.put(core.MembershipChanged(str(change)))
+        )
+        return unsubscribe
+
+    def _poll_interval(self) -> float | None:
+        replaced = type(self)._monitor_workers is not LocalElasticAgent._monitor_workers
+        if replaced or not self._handler_pushes or self._sleepers.timeout > 0:
+            return self._worker_group.spec.monitor_interval
+        return None
+
+    def _heed(self, message: object) -> core.Event | None:
+        match message:
+            case WorkerChange():
+                return self._heed_worker(message)
+            case _StepsSeen(attempt):
+                if attempt == self._attempt:
+                    self._emit_first_steps()
+                return None
+        return super()._heed(message)
+
+    def _heed_worker(self, change: WorkerChange) -> core.Event | None:
+        if change.kind in ("suspended", "resumed"):
+            worker = self._worker_group.workers[change.local_rank]
+            self._emit(
+                f"regrow.worker.{change.kind}",
+                rank=worker.global_rank,
+                local_rank=change.local_rank,
+                pid=change.pid,
+                signal=signal.Signals(change.status).name if change.status else None,
+            )
+            if change.kind == "suspended":
+                logger.warning(
+                    "rank %s (pid %s) was stopped by %s; the job waits for it: kill -CONT %s",
+                    worker.global_rank,
+                    change.pid,
+                    signal.Signals(change.status).name,
+                    change.pid,
+                )
+            return None
+        if self._noticed is None and change.status != 0:
+            self._noticed = monotonic()
+        return core.Changed()
+
+    # --- the hooks
+
+    @prof
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        self._release_attempt()
+        if not worker_group.master_port:
+            from regrow.utils import PortReservation
+
+            # Held until the attempt is over, or another process could take it before rank 0 does.
+            self._port = PortReservation()
+            worker_group.master_port = self._port.port
+        seen = _StepsSeen(self._attempt)
+        board = ProgressBoard(spec.local_world_size, lambda: self._inbox.put(seen))
+        self._board = board
+        envs: dict[int, dict[str, str]] = {}
+        args: dict[int, tuple[Any, ...]] = {}
+        prefixes: dict[int, str] | None = {} if self._log_line_prefix_template else None
+        for worker in worker_group.workers:
+            rank = worker.local_rank
+            envs[rank] = worker_environment(
+                worker_group,
+                worker,
+                run_id=spec.rdzv_handler.get_run_id(),
+                restart_count=self._restart_count(),
+                attempt=self._attempt,
+                use_agent_store=spec.rdzv_handler.use_agent_store,
+                outer=os.environ,
+            ) | board.environment(rank)
+            args[rank] = tuple(macros.substitute(list(spec.args), str(rank)))
+            if prefixes is not None and self._log_line_prefix_template:
+                prefixes[rank] = _prefix(self._log_line_prefix_template, spec.role, worker)
+        assert spec.entrypoint is not None
+        self._pcontext = start_processes(
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args=args,
+            envs=envs,
+            logs_specs=self._logs_specs,
+            log_line_prefixes=prefixes,
+            start_method=self._start_method,
+            numa_options=spec.numa_options,
+            duplicate_stdout_filters=spec.duplicate_stdout_filters,
+            duplicate_stderr_filters=spec.duplicate_stderr_filters,
+            shutdown_timeout=self._shutdown_timeout,
+            guardian=self._guardian,
+            on_change=self._inbox.put,
+            signals_to_handle="",
+        )
+        return dict(self._pcontext.pids())
+
+    @prof
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        timeout: float = 30,
+        is_restart: bool = False,
+    ) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout)
+        if is_restart:
+            return
+        if self._guardian is not None:
+            self._guardian.close()
+            self._guardian = None
+        if self._health_check_server is not None:
+            self._health_check_server.stop()
+            self._health_check_server = None
+
+    def _kill_now(self) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL, 0)
+
+    @prof
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        context = self._pcontext
+        assert context is not None, "there are no workers to look at before they are started"
+        started = {worker.id for worker in worker_group.workers}
+        running = set(context.pids().values())
+        if started != running:
+            logger.error("worker pids %s do not match the context's %s", started, running)
+            return RunResult(state=WorkerState.UNKNOWN)
+        result = context.wait(0)
+        if result is None:
+            return self._watch_sleepers(running)
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        if result.is_failed():
+            failures = {ranks[local]: failure for local, failure in result.failures.items()}
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        values = {ranks[local]: value for local, value in result.return_values.items()}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _watch_sleepers(self, pids: set[int]) -> RunResult:
+        stuck = self._sleepers.stuck(pids, monotonic())
+        if not stuck:
+            return RunResult(state=WorkerState.HEALTHY)
+        logger.error(
+            "workers %s have been in uninterruptible sleep (state D) for %s s or more: they hold"
+            " a device that no new worker could use, so the job ends on this node",
+            sorted(stuck),
+            self._sleepers.timeout,
+        )
+        self._remaining_restarts = 0
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    # --- an attempt's belongings
+
+    def _release_attempt(self) -> None:
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        self._first_steps = set()
+        if self._port is not None:
+            self._port.close()
+            # The next attempt picks anew: the old port may still be bound by a dying connection.
+            self._port = None
+
+    def _steps(self) -> dict[int, Steps]:
+        return self._board.read() if self._board is not None else {}
+
+    def _emit_first_steps(self) -> None:
+        for local_rank, steps in self._steps().items():
+            if local_rank not in self._first_steps:
+                self._first_steps.add(local_rank)
+                self._emit(
+                    "regrow.worker.first_step",
+                    rank=self._worker_group.workers[local_rank].global_rank,
+                    local_rank=local_rank,
+                    step=steps.first_step,
+                    step_monotonic=steps.first_monotonic,
+                )
+
+    # --- health
+
+    def _setup_healthcheck(self) -> None:
+        if self._health_check_server is None:
+            text = os.environ.get(HEALTH_CHECK_PORT_ENV)
+            if text is None:
+                return
+            if not text.isdecimal():
+                logger.error(
+                    "%s=%r is not a port number; no health server", HEALTH_CHECK_PORT_ENV, text
+                )
+                return
+            from regrow.agent._health import create_healthcheck_server
+
+            self._health_check_server = create_healthcheck_server(
+                alive_callback=self._get_alive_time,
+                port=int(text),
+                timeout=HEALTH_CHECK_TIMEOUT_S,
+            )
+        self._health_check_server.start()
+
+    def _get_alive_time(self) -> int:
+        """When the loop last turned, in seconds since the epoch; asks it, and waits a moment."""
+        answered = threading.Event()
+        self._inbox.put(Probe(answered))
+        if answered.wait(PROBE_TIMEOUT_S):
+            self._last_turn = time()
+        return int(self._last_turn)
+
+
+def _prefix(template: str, role: str, worker: Any) -> str:
+    from string import Template
+
+    return Template(template).safe_substitute(
+        role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
+    )

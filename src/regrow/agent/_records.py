@@ -1,0 +1,300 @@
+"""What an agent records: the job's own events, and the events and metrics torch's agent has.
+
+The job's events (`regrow.*`) go to the event sinks; the story, the status line and the log of
+events are made of nothing else. Torch-style events go to the handler named in the worker spec.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING, Any
+
+from regrow import events
+from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerState
+from regrow.events import Event, EventSource
+from regrow.metrics import put_metric
+
+if TYPE_CHECKING:
+    import signal
+
+    from regrow.agent._progress import Steps
+    from regrow.workers import ProcessFailure
+
+
+class AgentRecords:
+    """The recording half of an agent; `SimpleElasticAgent` is the other."""
+
+    _worker_group: WorkerGroup
+    _remaining_restarts: int
+    _total_execution_time: int
+    _attempt: int
+    _round: int
+    _event_sinks: tuple[Callable[[Event], None], ...] = ()
+    _attempt_open = False
+    _restarts = 0  # how often workers were started again, for whatever reason
+    _noticed: float | None = None  # monotonic: when the loop first heard of a failed worker
+
+    # --- the job's events
+
+    def _emit(self, name: str, **metadata: Any) -> None:
+        if not self._event_sinks:
+            return
+        common = {
+            "monotonic": monotonic(),
+            "run_id": self._worker_group.spec.rdzv_handler.get_run_id(),
+            "attempt": self._attempt,
+            "round": self._round,
+            "host": socket.gethostname(),
+        }
+        event = Event(name, EventSource.AGENT, metadata=common | metadata)
+        for sink in self._event_sinks:
+            sink(event)
+
+    def _emit_job_started(self) -> None:
+        """Say what the job is; an agent that knows more than its spec says more."""
+        spec = self._worker_group.spec
+        self._emit(
+            "regrow.job.started",
+            command=[spec.get_entrypoint_name(), *map(str, spec.args)],
+            nproc_per_node=spec.local_world_size,
+            max_restarts=spec.max_restarts,
+        )
+
+    def _emit_attempt_started(self) -> None:
+        self._attempt_open = True
+        workers = self._worker_group.workers
+        self._emit(
+            "regrow.attempt.started",
+            restart_count=self._restart_count(),
+            world_size=workers[0].world_size,
+            ranks=[worker.global_rank for worker in workers],
+            pids={str(worker.global_rank): worker.id for worker in workers},
+        )
+
+    def _end_attempt(self, result: RunResult) -> None:
+        """Tell how the running attempt ended, once; its workers are gone by now."""
+        if not self._attempt_open:
+            return
+        self._attempt_open = False
+        root = _root_cause(result)
+        for rank, failure in sorted(result.failures.items()):
+            self._emit_failure(rank, failure, root_cause=failure is root)
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        last_steps = {
+            str(ranks[local_rank]): {
+                "first_step": steps.first_step,
+                "first_monotonic": steps.first_monotonic,
+                "last_step": steps.last_step,
+                "last_monotonic": steps.last_monotonic,
+            }
+            for local_rank, steps in self._steps().items()
+        }
+        state = WorkerState.FAILED if result.failures else result.state
+        self._emit(
+            "regrow.attempt.ended",
+            state=state.value,
+            reason=_failure_line(root) if root is not None else state.value.lower(),
+            last_steps=last_steps,
+        )
+        self._noticed = None
+
+    def _steps(self) -> dict[int, Steps]:
+        """How far each local rank of the running attempt came; empty where nobody reports."""
+        return {}
+
+    def _emit_failure(self, rank: int, failure: ProcessFailure, *, root_cause: bool) -> None:
+        self._emit(
+            "regrow.worker.failed",
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            signal=failure.signal_name() if failure.exitcode < 0 else None,
+            message=_failure_line(failure),
+            traceback=_traceback(failure),
+            error_file=failure.error_file,
+            failed_monotonic=failure.failed_monotonic,
+            detected_monotonic=self._noticed if self._noticed is not None else monotonic(),
+            root_cause=root_cause,
+        )
+
+    def _emit_restarting(self, reason: str, delay_s: float) -> None:
+        self._restarts += 1
+        self._emit(
+            "regrow.job.restarting",
+            restart_count=self._restart_count(),
+            restarts_left=self._remaining_restarts,
+            delay_s=delay_s,
+            reason=reason,
+        )
+
+    def _emit_job_finished(self, result: RunResult, start: float) -> None:
+        failed = result.is_failed()
+        root = _root_cause(result)
+        self._finish(
+            WorkerState.FAILED.value if failed else WorkerState.SUCCEEDED.value,
+            start,
+            exit_code=1 if failed else 0,
+            reason=_failure_line(root) if root is not None else result.state.value.lower(),
+        )
+
+    def _emit_job_signaled(self, sigval: signal.Signals, start: float) -> None:
+        self._finish(
+            "SIGNALED",
+            start,
+            exit_code=128 + sigval,
+            signal=sigval.name,
+            reason=f"the launcher got {sigval.name}",
+        )
+
+    def _emit_job_error(self, error: BaseException, start: float) -> None:
+        self._finish("ERROR", start, exit_code=None, reason=f"{type(error).__name__}: {error}")
+
+    def _finish(self, state: str, start: float, *, signal: str | None = None, **more: Any) -> None:
+        self._emit(
+            "regrow.job.finished",
+            state=state,
+            signal=signal,
+            duration_s=monotonic() - start,
+            restarts=self._restarts,
+            **more,
+        )
+
+    def _restart_count(self) -> int:
+        return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    # --- torch's events
+
+    def _record(self, event: Event) -> None:
+        # Looked up on the module, where users replace it.
+        events.record(event, self._worker_group.spec.event_log_handler)
+
+    def get_event_failed(self) -> Event:
+        """The event for an agent that ended by the exception being handled."""
+        import traceback
+
+        return self._construct_event(
+            "FAILED", EventSource.AGENT, raw_error=traceback.format_exc()
+        )
+
+    def get_event_succeeded(self) -> Event:
+        """The event for an agent whose loop returned, whatever became of its workers."""
+        return self._construct_event("SUCCEEDED", EventSource.AGENT)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        for worker in self._worker_group.workers:
+            failure = result.failures.get(worker.global_rank)
+            self._record(
+                self._construct_event(
+                    self._get_worker_state(worker, result),
+                    EventSource.WORKER,
+                    worker,
+                    raw_error=json.dumps(failure.error_file_data) if failure else None,
+                    exit_code=failure.exitcode if failure else None,
+                    worker_pid=failure.pid if failure else None,
+                )
+            )
+
+    def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+        rank = worker.global_rank
+        if rank in result.failures or rank in result.return_values:
+            return result.state.value
+        if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
+            return "TERMINATED"
+        raise ValueError(f"rank {rank} is in neither the failures nor the return values")
+
+    @contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Record an event `state` with the milliseconds its body took."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            duration_ms = (perf_counter() - start) * 1000
+            self._record(
+                self._construct_event(state, EventSource.AGENT, duration_ms=duration_ms)
+            )
+
+    def _construct_event(
+        self,
+        state: str,
+        source: EventSource,
+        worker: Worker | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+        exit_code: int | None = None,
+        worker_pid: int | None = None,
+    ) -> Event:
+        group = self._worker_group
+        spec = group.spec
+        inner: dict[str, Any] = {
+            "group_world_size": group.group_world_size,
+            "entry_point": spec.get_entrypoint_name(),
+        }
+        if worker is not None:
+            # One-element lists, as readers of torch's events expect them.
+            inner["local_rank"] = (worker.local_rank,)
+            inner["role_rank"] = (worker.role_rank,)
+            inner["role_world_size"] = (worker.role_world_size,)
+            inner["exit_code"] = (exit_code,)
+            inner["worker_pid"] = (worker_pid,)
+        metadata = {
+            "run_id": spec.rdzv_handler.get_run_id(),
+            "global_rank": worker.global_rank if worker is not None else None,
+            "group_rank": group.group_rank,
+            "worker_id": str(worker.id) if worker is not None else None,
+            "role": spec.role,
+            "hostname": socket.gethostname(),
+            "state": state,
+            "total_run_time": self._total_execution_time,
+            "rdzv_backend": spec.rdzv_handler.get_backend(),
+            "raw_error": raw_error,
+            "metadata": json.dumps(inner),
+            "agent_restarts": self._restart_count(),
+            "duration_ms": duration_ms,
+        }
+        return Event(f"torchelastic.worker.status.{state}", source=source, metadata=metadata)
+
+    # --- torch's metrics
+
+    def _record_metrics(self, group_results: RunResult) -> None:
+        failed = group_results.is_failed()
+        restarted = self._restart_count() != 0
+        role = self._worker_group.spec.role
+        self._record_flakiness_metric(failed)
+        put_metric(f"workers.{role}.run_total", 1)
+        outcomes = {
+            "run_success_with_retries": not failed and restarted,
+            "run_success_no_retries": not failed and not restarted,
+            "run_failed_with_retries": failed and restarted,
+            "run_failed_no_retries": failed and not restarted,
+        }
+        for name, holds in outcomes.items():
+            put_metric(f"workers.{role}.{name}", int(holds))
+
+    def _record_flakiness_metric(self, is_failed: bool = False) -> None:
+        spec = self._worker_group.spec
+        spent = 1 - (self._remaining_restarts + 1) / (spec.max_restarts + 1)
+        put_metric(f"workers.{spec.role}.flakiness", 100 if is_failed else int(100 * spent))
+
+
+def _root_cause(result: RunResult) -> ProcessFailure | None:
+    failures = list(result.failures.values())
+    return min(failures, key=lambda failure: failure.failed_monotonic) if failures else None
+
+
+def _failure_line(failure: ProcessFailure) -> str:
+    """The failure in one line: the last line of a traceback says more than its first."""
+    lines = [line for line in failure.message.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"exit code {failure.exitcode}"
+
+
+def _traceback(failure: ProcessFailure) -> str | None:
+    message = failure.error_file_data.get("message") if failure.error_file_data else None
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+    return callstack if isinstance(callstack, str) else None

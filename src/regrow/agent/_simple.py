@@ -1,0 +1,405 @@
+"""`SimpleElasticAgent`: the loop that runs one worker group, over abstract ways to start workers.
+
+The loop takes one message from the inbox, lets `_decide.decide` say what it means, and carries the
+actions out; see there for the phases. The methods keep the names that subclasses written for
+torch's agent override: four abstract ones, and `_rendezvous`, `_initialize_workers`,
+`_restart_workers`, `_exit_barrier` with the meaning they have there. Hooks of both generations of
+torch are called with the arguments they accept.
+
+A subclass that does not push changes is looked at every `monitor_interval`; see `_poll_interval`.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from regrow.agent import _decide as core
+from regrow.agent import _ranks
+from regrow.agent._inbox import Done, Inbox, Operations, Probe, signals_into
+from regrow.agent._records import AgentRecords
+from regrow.agent._types import (
+    DEFAULT_ROLE,
+    ElasticAgent,
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from regrow.events import EventSource
+from regrow.metrics import prof, put_metric
+from regrow.rendezvous import RendezvousGracefulExitError
+from regrow.utils import get_logger
+from regrow.workers import SignalException
+
+if TYPE_CHECKING:
+    from regrow.store import Store
+
+_TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
+SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
+
+logger = get_logger(__name__)
+
+
+class SimpleElasticAgent(AgentRecords, ElasticAgent):
+    """Manages the workers of a single spec.
+
+    Args:
+        spec: what to run.
+        exit_barrier_timeout: seconds to wait at the end for the other agents.
+        shutdown_timeout: seconds between the stop signal and SIGKILL.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        exit_barrier_timeout: float = 300,
+        shutdown_timeout: float = 30,
+    ) -> None:
+        self._worker_group = WorkerGroup(spec)
+        self._remaining_restarts = spec.max_restarts
+        self._store: Store | None = None
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._total_execution_time = 0
+        self._in_exit_barrier = False
+        self._attempt = -1  # counts every start of workers
+        self._round = -1
+        self._inbox = Inbox()
+        self._operations: Operations | None = None
+        # Held while workers are being started, so that nobody leaves half-started ones behind.
+        self._starting = threading.Lock()
+        self._leaving = False
+        self._last_result = RunResult(WorkerState.INIT)
+
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        """The group; the agent has only one, whatever the role."""
+        return self._worker_group
+
+    # --- what a subclass provides
+
+    @abc.abstractmethod
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the group's workers; returns each local rank's worker id."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the group's workers, in whatever state they are."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the workers and say how they are."""
+
+    @abc.abstractmethod
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30
+    ) -> None:
+        """Stop the workers by `death_sig`, give back everything; after `timeout` s SIGKILL."""
+
+    def _kill_now(self) -> None:
+        """End whatever grace a running stop still gives; called beside `_shutdown`."""
+
+    def _poll_interval(self) -> float | None:
+        """Seconds between looks at the workers; None where every change is pushed."""
+        return self._worker_group.spec.monitor_interval
+
+    # --- the run
+
+    @prof
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Run the workers to their end; see `ElasticAgent.run`.
+
+        Returns:
+            The last attempt's result; state STOPPED when the rendezvous ended this node's part
+            in the job gracefully.
+
+        Raises:
+            SignalException: a signal ended the job; the workers have been stopped with it.
+        """
+        start = monotonic()
+        names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
+        with signals_into(self._inbox, names):
+            self._operations = Operations(self._inbox)
+            death_sig = signal.SIGTERM
+            try:
+                self._emit_job_started()
+                result = self._invoke_run(role)
+                self._total_execution_time = int(monotonic() - start)
+                self._record_metrics(result)
+                self._record_worker_events(result)
+                self._emit_job_finished(result, start)
+                return result
+            except RendezvousGracefulExitError as error:
+                logger.info("Rendezvous gracefully exited: %s", error)
+                result = RunResult(WorkerState.STOPPED)
+                self._emit_job_finished(result, start)
+                return result
+            except SignalException as error:
+                logger.warning("Received %s death signal, shutting down workers", error.sigval)
+                death_sig = error.sigval
+                self._interrupt_rendezvous()
+                self._shut_down(death_sig)
+                self._emit_job_signaled(death_sig, start)
+                raise
+            except BaseException as error:
+                self._interrupt_rendezvous()
+                self._shut_down(death_sig)
+                self._emit_job_error(error, start)
+                raise
+            finally:
+                self._shut_down(death_sig)
+                self._operations.close()
+                self._total_execution_time = int(monotonic() - start)
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        state = core.State(remaining_restarts=self._remaining_restarts)
+        event: core.Event | None = core.Begin()
+        deadline: float | None = None  # of the running back-off
+        in_flight: dict[object, Callable[[Any], core.Event]] = {}
+        while True:
+            if event is not None:
+                state = core.replace(state, remaining_restarts=self._remaining_restarts)
+                state, actions = core.decide(state, event)
+                self._remaining_restarts = state.remaining_restarts
+                for action in actions:
+                    match action:
+                        case core.Finish(final):
+                            self._worker_group.state = final
+                            return self._last_result
+                        case core.Interrupt(signum):
+                            sigval = signal.Signals(signum)
+                            raise SignalException(f"the agent got {sigval.name}", sigval=sigval)
+                        case core.GiveUp(message):
+                            raise RuntimeError(f"[{self._worker_group.spec.role}] {message}")
+                        case core.Delay(seconds):
+                            self._emit_restarting("worker failure", seconds)
+                            deadline = monotonic() + seconds
+                        case _:
+                            self._perform(action, in_flight, delayed=deadline is not None)
+                            deadline = None
+            event = self._next_event(state, deadline, in_flight)
+
+    def _perform(
+        self,
+        action: core.Action,
+        in_flight: dict[object, Callable[[Any], core.Event]],
+        *,
+        delayed: bool,
+    ) -> None:
+        group = self._worker_group
+        match action:
+            case core.Form():
+                call: Callable[[], Any] = lambda: self._initialize_workers(group)  # noqa: E731
+                then: Callable[[Any], core.Event] = lambda _: core.Formed(monotonic())  # noqa: E731
+            case core.Restart(reason):
+                if not delayed:
+                    self._emit_restarting(reason, 0.0)
+                call = lambda: self._restart_workers(group)  # noqa: E731
+                then = lambda _: core.Formed(monotonic())  # noqa: E731
+            case core.Look():
+                call, then = self._look, self._report
+            case core.Stop():
+                call = lambda: self._call_stop_workers(group)  # noqa: E731
+                then = lambda _: core.Stopped()  # noqa: E731
+            case core.Barrier():
+                call, then = self._exit_barrier, lambda _: core.BarrierPassed()
+            case _:
+                raise AssertionError(f"not an operation: {action}")
+        assert self._operations is not None
+        in_flight[self._operations.submit(call)] = then
+
+    def _next_event(
+        self,
+        state: core.State,
+        deadline: float | None,
+        in_flight: dict[object, Callable[[Any], core.Event]],
+    ) -> core.Event | None:
+        timeout = None
+        if deadline is not None:
+            timeout = max(0.0, deadline - monotonic())
+        elif state.phase is core.Phase.RUNNING and not state.looking:
+            timeout = self._poll_interval()
+        message = self._inbox.get(timeout)
+        match message:
+            case None:
+                return core.Changed() if deadline is None else core.DelayOver()
+            case Done(operation, result, error):
+                then = in_flight.pop(operation, None)
+                if error is not None and then is not None:
+                    raise error
+                return then(result) if then is not None else None
+            case Probe(answered):
+                answered.set()
+                return None
+        return self._heed(message)
+
+    def _heed(self, message: object) -> core.Event | None:
+        """What a message means that is no operation's end; subclasses add their own kinds."""
+        return message if isinstance(message, core.Event) else None
+
+    def _look(self) -> tuple[RunResult, int]:
+        result = self._monitor_workers(self._worker_group)
+        waiting = 0
+        if result.state == WorkerState.HEALTHY:
+            waiting = self._worker_group.spec.rdzv_handler.num_nodes_waiting()
+        return result, waiting
+
+    def _report(self, found: tuple[RunResult, int]) -> core.Event:
+        result, waiting = found
+        role = self._worker_group.spec.role
+        self._last_result = result
+        self._worker_group.state = result.state
+        put_metric(f"workers.{role}.remaining_restarts", self._remaining_restarts)
+        put_metric(f"workers.{role}.{result.state.name.lower()}", 1)
+        if not WorkerState.is_running(result.state):
+            self._end_attempt(result)
+        return core.Report(result.state, waiting, monotonic())
+
+    def _interrupt_rendezvous(self) -> None:
+        interrupt = getattr(self._worker_group.spec.rdzv_handler, "interrupt", None)
+        if interrupt is not None:
+            interrupt()
+
+    def _shut_down(self, death_sig: signal.Signals) -> None:
+        """`_shutdown` once, off this thread, so that a further signal can cut its grace short."""
+        if self._leaving:
+            return
+        with self._starting:
+            self._leaving = True
+        stop = Operations(self._inbox)
+        operation = stop.submit(lambda: self._call_shutdown(death_sig))
+        stop.close()
+        while True:
+            match self._inbox.get():
+                case Done(ended, _, error) if ended is operation:
+                    if error is not None:
+                        raise error
+                    break
+                case core.Signaled():
+                    self._kill_now()
+                case Probe(answered):
+                    answered.set()
+        self._end_attempt(RunResult(WorkerState.STOPPED))
+
+    # --- the steps of one attempt
+
+    @prof
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents in the next round; take over its ranks, store and address."""
+        spec = worker_group.spec
+        start = monotonic()
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
+        store, group_rank, group_world_size = info
+        bootstrap = getattr(info, "bootstrap_store_info", None)  # the reference's triple has none
+        self._store = store
+        self._round += 1
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            assigned = self._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        worker_group.workers = assigned
+        worker_group.store = store
+        worker_group.group_rank = group_rank
+        worker_group.group_world_size = group_world_size
+        worker_group.master_addr = (
+            spec.master_addr or getattr(bootstrap, "master_addr", None) or "127.0.0.1"
+        )
+        worker_group.master_port = spec.master_port or getattr(bootstrap, "master_port", None)
+        self._emit(
+            "regrow.rendezvous.completed",
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            world_size=assigned[0].world_size,
+            duration_s=monotonic() - start,
+        )
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """This agent's workers with their ranks; see `_ranks`."""
+        size = spec.local_world_size
+        if os.environ.get(WORKERS_IDENTICAL_ENV, "0") == "1":
+            base, world_size = group_rank * size, group_world_size * size
+            assignment = _ranks.Assignment(base, world_size, base, world_size)
+        else:
+            own = _ranks.RoleInfo(spec.role, group_rank, size)
+            assignment = _ranks.exchange(store, own, group_world_size)
+        return _ranks.workers(assignment, size)
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Form a round and start fresh workers in it."""
+        self._rendezvous(worker_group)
+        with self._starting:
+            if self._leaving:
+                raise RendezvousGracefulExitError("the agent is leaving the job")
+            self._attempt += 1
+            worker_ids = self._start_workers(worker_group)
+        for local_rank, worker_id in worker_ids.items():
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            self._record(self._construct_event("START", EventSource.WORKER, worker))
+        worker_group.state = WorkerState.HEALTHY
+        self._emit_attempt_started()
+
+    @prof
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, form the next round and start them again."""
+        self._call_stop_workers(worker_group)
+        worker_group.state = WorkerState.STOPPED
+        self._end_attempt(RunResult(WorkerState.STOPPED))
+        self._initialize_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Wait until every agent of the round is done; a failure of that is logged, no more."""
+        world_size = self._worker_group.group_world_size
+        if world_size == 1 or self._store is None:
+            return
+        from regrow.utils import store as store_util
+
+        self._in_exit_barrier = True
+        try:
+            store_util.barrier(
+                store=self._store,
+                world_size=world_size,
+                key_prefix=_TERMINAL_STATE_SYNC_ID,
+                barrier_timeout=self._exit_barrier_timeout,
+            )
+        except SignalException:
+            raise
+        except Exception:
+            logger.exception("Error waiting on the exit barrier for %s agents", world_size)
+        finally:
+            self._in_exit_barrier = False
+
+    # --- both generations of hooks
+
+    def _call_stop_workers(self, worker_group: WorkerGroup) -> None:
+        _call(self._stop_workers, worker_group, is_restart=True)
+
+    def _call_shutdown(self, death_sig: signal.Signals) -> None:
+        _call(self._shutdown, death_sig, timeout=self._shutdown_timeout, is_restart=False)
+
+
+def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
+    """Call `hook` with those of the `offered` keywords that it has parameters for."""
+    function = hook
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    return hook(*args, **{name: value for name, value in offered.items() if name in names})
+
+
+def short_hostname() -> str:
+    """This host's name without asking any name service, which may take seconds."""
+    return socket.gethostname()
