@@ -249,9 +249,7 @@ def _after_failure(state: State, report: Report) -> tuple[State, tuple[Action, .
     if state.remaining_restarts <= 0:
         return replace(state, phase=Phase.STOPPING), (Stop(),)
     quick = state.quick_failures + 1 if report.now - state.started_at < QUICK_S else 0
-    healed = replace(
-        state, remaining_restarts=state.remaining_restarts - 1, quick_failures=quick
-    )
+    healed = replace(state, remaining_restarts=state.remaining_restarts - 1, quick_failures=quick)
     delay = backoff(quick)
     if delay > 0:
         return replace(healed, phase=Phase.BACKOFF), (Delay(delay),)

@@ -177,9 +177,7 @@ class AgentRecords:
         """The event for an agent that ended by the exception being handled."""
         import traceback
 
-        return self._construct_event(
-            "FAILED", EventSource.AGENT, raw_error=traceback.format_exc()
-        )
+        return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def get_event_succeeded(self) -> Event:
         """The event for an agent whose loop returned, whatever became of its workers."""
@@ -215,9 +213,7 @@ class AgentRecords:
             yield
         finally:
             duration_ms = (perf_counter() - start) * 1000
-            self._record(
-                self._construct_event(state, EventSource.AGENT, duration_ms=duration_ms)
-            )
+            self._record(self._construct_event(state, EventSource.AGENT, duration_ms=duration_ms))
 
     def _construct_event(
         self,

@@ -100,9 +100,7 @@ class SimpleElasticAgent(AgentRecords, ElasticAgent):
         """Look at the workers and say how they are."""
 
     @abc.abstractmethod
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30
-    ) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         """Stop the workers by `death_sig`, give back everything; after `timeout` s SIGKILL."""
 
     def _kill_now(self) -> None:

@@ -1,0 +1,26 @@
+"""The `launch` fixture: a whole job under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from e2e_job import Job
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Start `regrow run` on a script; `launch(script, *flags, nproc=2, env={})`."""
+    jobs: list[Job] = []
+
+    def start(script: str, *flags: str, nproc: int = 2, env: dict[str, str] | None = None) -> Job:
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        job = Job(folder, script, [f"--nproc-per-node={nproc}", *flags], env or {})
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        job.close()

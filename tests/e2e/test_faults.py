@@ -1,0 +1,351 @@
+"""Every fault a single host can throw at a job, and the outcome its user would want."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e_job import Job, wait_gone
+
+Launch = Callable[..., Job]
+
+HOLD_FIRST_ATTEMPT = """
+tell("pid", os.getpid())
+if ATTEMPT == 0:
+    forever()
+"""
+
+
+def pids(job: Job, count: int = 2) -> dict[int, int]:
+    return {int(rank): int(pid) for rank, _, _, pid in job.news(count)}
+
+
+def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
+    launch: Launch,
+) -> None:
+    job = launch(HOLD_FIRST_ATTEMPT, "--max-restarts=1")
+    first = pids(job)
+    os.kill(first[1], signal.SIGKILL)
+    second = pids(job)
+    assert job.finish() == 0, job.output
+    assert not set(first.values()) & set(second.values())
+    (failure,) = job.events("worker.failed")
+    assert (failure["rank"], failure["signal"], failure["root_cause"]) == (1, "SIGKILL", True)
+    assert failure["failed_monotonic"] <= failure["detected_monotonic"]
+    assert "rank 1" in job.stderr
+    assert "SIGKILL" in job.stderr
+
+
+def test_without_restarts_left_the_job_fails_with_exit_code_1_and_a_report(launch: Launch) -> None:
+    job = launch(HOLD_FIRST_ATTEMPT)
+    os.kill(pids(job)[0], signal.SIGSEGV)
+    assert job.finish() == 1, job.output
+    assert "Root Cause (first observed failure):" in job.stderr
+    assert "SIGSEGV" in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+def test_no_worker_nor_any_of_its_children_outlives_an_agent_killed_by_sigkill(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+daemon = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 & sleep 1000"])
+tell("pid", os.getpid())
+tell("pid", child.pid)
+tell("pid", daemon.pid)
+forever()
+"""
+    )
+    told = [int(pid) for _, _, _, pid in job.news(6)]
+    job.signal(signal.SIGKILL)
+    assert job.finish() == -signal.SIGKILL
+    for pid in told:
+        wait_gone(pid)
+
+
+def test_a_workers_child_that_is_killed_is_the_workers_own_affair(launch: Launch) -> None:
+    job = launch(
+        """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+tell("pid", child.pid)
+sys.exit(0 if child.wait() == -signal.SIGKILL else 4)
+"""
+    )
+    for pid in pids(job).values():
+        os.kill(pid, signal.SIGKILL)
+    assert job.finish() == 0, job.output
+    assert job.events("worker.failed") == []
+
+
+def test_the_children_of_a_worker_that_died_are_stopped_before_the_next_attempt(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+import subprocess
+if ATTEMPT == 0:
+    tell("child", subprocess.Popen(["sleep", "1000"]).pid)
+    forever() if RANK else os.kill(os.getpid(), signal.SIGKILL)
+tell("started")
+forever()
+""",
+        "--max-restarts=1",
+    )
+    children = [int(pid) for _, _, _, pid in job.news(2)]
+    assert all(words == ["started"] for _, _, *words in job.news(2))
+    for pid in children:
+        assert not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch) -> None:
+    job = launch("tell('pid', os.getpid())\nforever()\n", nproc=2)
+    stopped = pids(job)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+    (event,) = job.events("worker.suspended")
+    assert (event["rank"], event["pid"], event["signal"]) == (1, stopped, "SIGSTOP")
+
+
+def test_a_stopped_worker_that_goes_on_costs_nothing(launch: Launch) -> None:
+    job = launch(
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\ntell('pid', os.getpid())\nforever()"
+    )
+    found = pids(job)
+    os.kill(found[0], signal.SIGSTOP)
+    os.kill(found[0], signal.SIGCONT)
+    for pid in found.values():
+        os.kill(pid, signal.SIGUSR1)
+    assert job.finish() == 0, job.output
+    assert job.events("worker.failed") == []
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_reaches_every_worker_with_its_grace_and_ends_the_job(
+    launch: Launch, signum: signal.Signals
+) -> None:
+    job = launch(
+        f"""
+def checkpoint(*_):
+    tell("checkpoint")
+    sys.exit(0)
+signal.signal({int(signum)}, checkpoint)
+tell("pid", os.getpid())
+forever()
+"""
+    )
+    pids(job)
+    job.signal(signum)
+    assert sorted(rank for rank, _, word in job.news(2) if word == "checkpoint") == ["0", "1"]
+    assert job.finish() == 128 + signum, job.output
+    (finished,) = job.events("job.finished")
+    assert (finished["state"], finished["signal"]) == ("SIGNALED", signum.name)
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_the_very_start_leaves_nothing_behind(
+    launch: Launch, signum: signal.Signals
+) -> None:
+    # As soon as the launcher exists, and again when its guardian or its first worker does.
+    early = launch("tell('pid', os.getpid())\nforever()\n")
+    early.signal(signum)
+    later = launch("tell('pid', os.getpid())\nforever()\n", nproc=4)
+    later.news(1)
+    later.signal(signum)
+    assert early.finish() in (128 + signum, -signum), early.output
+    assert later.finish() == 128 + signum, later.output
+
+
+def test_a_signal_while_the_workers_are_being_stopped_for_a_restart_ends_the_job(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+def stubborn(*_):
+    tell("stopping")
+signal.signal(signal.SIGTERM, stubborn)
+tell("pid", os.getpid())
+forever()
+""",
+        "--max-restarts=3",
+        "--shutdown-timeout=1",
+    )
+    os.kill(pids(job)[0], signal.SIGKILL)
+    assert job.news(1)[0][2] == "stopping"
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+    assert len(job.events("attempt.started")) == 1
+
+
+def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(launch: Launch) -> None:
+    job = launch("tell('x')\nsys.exit(1)\n", "--max-restarts=100", nproc=1)
+    job.news(4)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+
+
+def test_a_second_ctrl_c_ends_the_grace_at_once(launch: Launch) -> None:
+    job = launch(
+        """
+signal.signal(signal.SIGINT, lambda *_: tell("ignored"))
+tell("pid", os.getpid())
+forever()
+""",
+        "--shutdown-timeout=3600",
+    )
+    pids(job)
+    job.signal(signal.SIGINT)
+    job.news(2)
+    job.signal(signal.SIGINT)
+    assert job.finish() == 128 + signal.SIGINT, job.output
+
+
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+    job = launch(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+tell("pid", os.getpid())
+forever()
+""",
+        "--shutdown-timeout=1",
+    )
+    os.kill(pids(job)[0], signal.SIGKILL)
+    assert job.finish() == 1, job.output
+    assert [failure["rank"] for failure in job.events("worker.failed")] == [0]
+
+
+def test_a_worker_that_closes_its_stdout_runs_on(launch: Launch) -> None:
+    job = launch("os.close(1)\nos.close(2)\ntell('on')\n", "--redirects=3")
+    assert len(job.news(2)) == 2
+    assert job.finish() == 0, job.output
+
+
+def test_a_gigabyte_of_output_is_stored_to_the_last_byte(launch: Launch) -> None:
+    job = launch(
+        """
+block = (b"x" * 127 + b"\\n") * 8192
+for _ in range(1024):
+    os.write(1, block)
+""",
+        "--redirects=1",
+        nproc=1,
+    )
+    assert job.finish() == 0, job.output
+    (log,) = job.log_dir.glob("*/attempt_0/0/stdout.log")
+    assert log.stat().st_size == 1 << 30
+    log.unlink()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system takes root")
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_under_the_logs_costs_no_training_and_no_line(
+    launch: Launch, tiny_disk: Path
+) -> None:
+    job = launch(
+        """
+if ATTEMPT == 0:
+    for i in range(20000):
+        print("line", i, "of rank", RANK)
+    sys.exit(RANK)
+""",
+        f"--log-dir={tiny_disk}",
+        "--redirects=3",
+        "--max-restarts=1",
+    )
+    assert job.finish() == 0, job.output
+    assert "No space left on device" in job.stderr
+    stored = "".join(path.read_text() for path in tiny_disk.glob("*/attempt_0/*/stdout.log"))
+    shown = job.stdout + job.stderr
+    for rank in (0, 1):
+        for i in (0, 10000, 19999):
+            line = f"line {i} of rank {rank}\n"
+            assert line in stored or line in shown, line
+
+
+def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch) -> None:
+    job = launch("")
+    assert job.finish() == 0
+    job.script.unlink()
+    again = launch("", "/nonexistent/train.py")
+    assert again.finish() == 2
+    assert "/nonexistent/train.py" in again.stderr
+    assert len(again.stderr.splitlines()) == 1, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "shown"),
+    [
+        ("this is no python", "SyntaxError"),
+        ("raise ValueError('bad learning rate')", "ValueError: bad learning rate"),
+        ("sys.exit(3)", "exitcode  : 3"),
+    ],
+)
+def test_a_script_that_fails_by_itself_ends_the_job_with_exit_code_1_and_says_why(
+    launch: Launch, script: str, shown: str
+) -> None:
+    job = launch(script, nproc=1)
+    assert job.finish() == 1, job.output
+    assert shown in job.stderr
+
+
+def test_a_recorded_exception_is_the_root_cause_though_another_rank_dies_first(
+    launch: Launch, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    job = launch(
+        """
+from regrow.workers.errors import record
+peer = os.environ["PEER"]
+@record
+def main():
+    if RANK == 0:
+        raise RuntimeError("the first thing that went wrong")
+    with open(peer) as gate:
+        gate.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+if RANK == 0:
+    try:
+        main()
+    except RuntimeError:
+        with open(peer, "w") as gate:
+            gate.write("raised")
+        forever()
+else:
+    main()
+""",
+        env={"PEER": str(gate)},
+    )
+    assert job.finish() == 1, job.output
+    root = [event["rank"] for event in job.events("worker.failed") if event["root_cause"]]
+    assert root == [0]
+    assert "the first thing that went wrong" in job.stderr
