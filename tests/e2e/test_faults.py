@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from e2e_job import Job, wait_gone
 
 Launch = Callable[..., Job]

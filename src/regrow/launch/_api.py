@@ -23,7 +23,6 @@ from regrow.workers import ChildFailedError, SignalException
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
-    from regrow.events import Event
 
 EVENTS_FILE = "events.jsonl"
 
