@@ -1,0 +1,243 @@
+"""`SimpleElasticAgent` under subclasses as users write them, without any process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from regrow.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from regrow.store import MemoryStore
+from regrow.workers import ProcessFailure, SignalException
+
+
+class Rendezvous(RendezvousHandler):
+    """A world of one node that does what the test says."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.waiting: list[int] = []
+        self.before: Callable[[], None] = lambda: None
+        self.triple = False
+
+    def get_backend(self) -> str:
+        return "test"
+
+    def next_rendezvous(self) -> Any:
+        self.before()
+        self.rounds += 1
+        if self.triple:
+            return MemoryStore(), 0, 1
+        return RendezvousInfo(MemoryStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29501))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return self.waiting.pop(0) if self.waiting else 0
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Agent(SimpleElasticAgent):
+    """Its workers are what `states` says, one look after the other."""
+
+    def __init__(self, states: list[WorkerState], max_restarts: int = 1) -> None:
+        self.rendezvous = Rendezvous()
+        self.calls: list[str] = []
+        self.states = states
+        super().__init__(
+            WorkerSpec(
+                role="trainer",
+                local_world_size=2,
+                rdzv_handler=self.rendezvous,
+                entrypoint="train",
+                max_restarts=max_restarts,
+                monitor_interval=0.001,
+            )
+        )
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.calls.append("start")
+        return {0: 100, 1: 101}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self.calls.append("stop")
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        state = self.states.pop(0)
+        if state is WorkerState.SUCCEEDED:
+            return RunResult(state, return_values={0: "a", 1: "b"})
+        if state is WorkerState.FAILED:
+            return RunResult(state, failures={1: ProcessFailure(1, 101, 3, "<N/A>")})
+        return RunResult(state)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        self.calls.append(f"shutdown {death_sig.name} {timeout}")
+
+
+HEALTHY, FAILED, SUCCEEDED = WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.SUCCEEDED
+
+
+def test_workers_that_succeed_end_the_run_with_their_values() -> None:
+    agent = Agent([HEALTHY, HEALTHY, SUCCEEDED])
+    assert agent.run().return_values == {0: "a", 1: "b"}
+    assert agent.calls == ["start", "shutdown SIGTERM 30"]
+
+
+def test_a_failure_is_restarted_in_a_new_round_and_spends_the_budget() -> None:
+    agent = Agent([HEALTHY, FAILED, SUCCEEDED])
+    assert not agent.run().is_failed()
+    assert agent.calls == ["start", "stop", "start", "shutdown SIGTERM 30"]
+    assert (agent.rendezvous.rounds, agent._remaining_restarts) == (2, 0)
+
+
+def test_a_failure_without_budget_is_the_result() -> None:
+    agent = Agent([FAILED], max_restarts=0)
+    result = agent.run()
+    assert result.is_failed()
+    assert result.failures[1].exitcode == 3
+    assert agent.calls == ["start", "stop", "shutdown SIGTERM 30"]
+
+
+def test_waiting_nodes_restart_the_group_for_free() -> None:
+    agent = Agent([HEALTHY, HEALTHY, SUCCEEDED], max_restarts=0)
+    agent.rendezvous.waiting = [1]
+    assert not agent.run().is_failed()
+    assert agent.rendezvous.rounds == 2
+
+
+def test_a_state_nobody_can_act_on_raises() -> None:
+    agent = Agent([WorkerState.UNKNOWN])
+    with pytest.raises(RuntimeError, match="Worker group in UNKNOWN state"):
+        agent.run()
+    assert agent.calls[-1] == "shutdown SIGTERM 30"
+
+
+def test_a_handler_that_returns_the_references_triple_works() -> None:
+    agent = Agent([SUCCEEDED])
+    agent.rendezvous.triple = True
+    assert not agent.run().is_failed()
+    assert agent.get_worker_group().master_addr == "127.0.0.1"
+
+
+def test_a_graceful_exit_of_the_rendezvous_ends_the_run_quietly() -> None:
+    agent = Agent([])
+
+    def leave() -> None:
+        raise RendezvousGracefulExitError("enough nodes without this one")
+
+    agent.rendezvous.before = leave
+    assert agent.run().state is WorkerState.STOPPED
+    assert agent.calls == ["shutdown SIGTERM 30"]
+
+
+def test_an_error_of_a_hook_is_raised_and_the_workers_are_stopped() -> None:
+    agent = Agent([])
+    with pytest.raises(IndexError):
+        agent.run()
+    assert agent.calls == ["start", "shutdown SIGTERM 30"]
+
+
+def test_a_signal_during_a_rendezvous_that_blocks_ends_the_run_with_that_signal() -> None:
+    agent = Agent([])
+    release = threading.Event()
+
+    def blocked() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        release.wait()
+
+    agent.rendezvous.before = blocked
+    before = signal.getsignal(signal.SIGUSR1)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR1"
+    try:
+        with pytest.raises(SignalException) as caught:
+            agent.run()
+    finally:
+        release.set()
+        del os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    assert caught.value.sigval is signal.SIGUSR1
+    assert agent.calls == ["shutdown SIGUSR1 30"]
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_the_hooks_of_torch_2_6_are_called_with_the_arguments_they_have() -> None:
+    seen: list[Any] = []
+
+    class Older(Agent):
+        def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+            seen.append(("stop", is_restart))
+
+        def _shutdown(  # type: ignore[override]
+            self, death_sig: signal.Signals = signal.SIGTERM, is_restart: bool = False
+        ) -> None:
+            seen.append(("shutdown", death_sig, is_restart))
+
+    assert not Older([FAILED, SUCCEEDED]).run().is_failed()
+    assert seen == [("stop", True), ("shutdown", signal.SIGTERM, False)]
+
+
+def test_overridden_steps_of_the_loop_are_used() -> None:
+    class Counting(Agent):
+        def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+            self.calls.append("initialize")
+            super()._initialize_workers(worker_group)
+
+        def _restart_workers(self, worker_group: WorkerGroup) -> None:
+            self.calls.append("restart")
+            super()._restart_workers(worker_group)
+
+        def _exit_barrier(self) -> None:
+            self.calls.append("barrier")
+
+    agent = Counting([FAILED, SUCCEEDED])
+    agent.run()
+    assert agent.calls == [
+        *("initialize", "start", "restart", "stop", "initialize", "start", "barrier"),
+        "shutdown SIGTERM 30",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"local_world_size": 0}, "local_world_size must be positive, got 0"),
+        ({"monitor_interval": 0}, "monitor_interval must be positive, got 0"),
+        ({"max_restarts": -1}, "max_restarts must not be negative, got -1"),
+        ({"entrypoint": None}, "needs an entrypoint"),
+    ],
+)
+def test_a_spec_that_cannot_work_is_refused_with_its_value(
+    wrong: dict[str, Any], message: str
+) -> None:
+    fields: dict[str, Any] = {
+        "role": "r",
+        "local_world_size": 1,
+        "rdzv_handler": Rendezvous(),
+        "entrypoint": "train",
+    }
+    with pytest.raises(AssertionError, match=message):
+        WorkerSpec(**fields | wrong)
+
+
+def test_the_deprecated_fn_is_an_entrypoint_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="entrypoint"):
+        spec = WorkerSpec("r", 1, Rendezvous(), fn=print)
+    assert spec.entrypoint is print
