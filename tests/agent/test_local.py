@@ -1,0 +1,195 @@
+"""`LocalElasticAgent` with real processes, used as a library."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regrow
+from regrow.agent import LocalElasticAgent, WorkerSpec, WorkerState
+from regrow.agent._sleepers import UninterruptibleSleepers
+from regrow.events import Event
+from regrow.launch import LaunchConfig, elastic_launch
+from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
+from regrow.workers import ChildFailedError, DefaultLogsSpecs
+
+
+def config(tmp_path: Path, **more: Any) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+        **more,
+    )
+
+
+def spec(entrypoint: Any, *args: Any, nproc: int = 2, max_restarts: int = 0) -> WorkerSpec:
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    return WorkerSpec(
+        role="trainer",
+        local_world_size=nproc,
+        rdzv_handler=handler,
+        entrypoint=entrypoint,
+        args=args,
+        max_restarts=max_restarts,
+    )
+
+
+def rank_and_argument(argument: str) -> str:
+    return os.environ["RANK"] + argument
+
+
+def fail_once_and_report_steps() -> int:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    for step in range(10 + 3 * attempt, 15 + 3 * attempt):
+        regrow.step(step)
+    if attempt == 0 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if attempt == 0:
+        signal.pause()
+    return attempt
+
+
+def raise_with_rank() -> None:
+    raise ValueError(f"rank {os.environ['RANK']} has had enough")
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_functions_return_their_values_by_global_rank(tmp_path: Path, method: str) -> None:
+    launched = elastic_launch(config(tmp_path, start_method=method), rank_and_argument)
+    assert launched("!") == {0: "0!", 1: "1!"}
+
+
+def test_a_function_that_raises_is_the_root_cause_with_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(config(tmp_path, max_restarts=0), raise_with_rank)()
+    assert "has had enough" in str(caught.value)
+    assert "Traceback" in str(caught.value)
+
+
+def test_the_older_form_of_the_constructor_runs(tmp_path: Path) -> None:
+    agent = LocalElasticAgent(spec(rank_and_argument, "?"), "fork", 10, str(tmp_path))
+    assert agent.run().return_values == {0: "0?", 1: "1?"}
+    assert [path.name.split("_")[0] for path in tmp_path.iterdir()] == ["job"]
+
+
+def test_steps_are_exact_though_the_worker_was_killed(tmp_path: Path) -> None:
+    events: list[Event] = []
+    result = elastic_launch(
+        config(tmp_path, event_sinks=(events.append,)), fail_once_and_report_steps
+    )()
+    assert result == {0: 1, 1: 1}
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        by_name.setdefault(event.name, []).append(event.metadata)
+    first, last = by_name["regrow.attempt.ended"]
+    assert (first["state"], last["state"]) == ("FAILED", "SUCCEEDED")
+    steps = first["last_steps"]["0"]
+    assert (steps["first_step"], steps["last_step"]) == (10, 14)
+    assert steps["first_monotonic"] <= steps["last_monotonic"]
+    assert last["last_steps"]["1"]["first_step"] == 13
+    resumed = {e["rank"]: e["step"] for e in by_name["regrow.worker.first_step"] if e["attempt"]}
+    assert resumed.items() <= {0: 13, 1: 13}.items()
+
+
+def test_the_events_tell_the_job_in_order(tmp_path: Path) -> None:
+    events: list[Event] = []
+    elastic_launch(config(tmp_path, event_sinks=(events.append,)), fail_once_and_report_steps)()
+    told = [event.name for event in events if "step" not in event.name]
+    once = ["regrow.rendezvous.completed", "regrow.attempt.started"]
+    assert told == [
+        "regrow.job.started",
+        *once,
+        "regrow.worker.failed",
+        "regrow.attempt.ended",
+        "regrow.job.restarting",
+        *once,
+        "regrow.attempt.ended",
+        "regrow.job.finished",
+    ]
+    stamps = [event.metadata["monotonic"] for event in events]
+    assert stamps == sorted(stamps)
+    (log,) = tmp_path.glob("job_*/events.jsonl")
+    assert [json.loads(line)["name"] for line in log.read_text().splitlines()] == [
+        event.name for event in events
+    ]
+
+
+def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> None:
+    def run() -> None:
+        elastic_launch(config(tmp_path), "true")()
+
+    run()
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run()
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_the_health_server_is_healthy_while_the_loop_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
+    answers: list[int] = []
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def ask(event: Event) -> None:
+        if event.name == "regrow.attempt.started":
+            threading.Thread(target=answer).start()
+
+    def answer() -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=20) as response:
+            answers.append(response.status)
+        gate.write_text("done")
+
+    elastic_launch(config(tmp_path / "logs", event_sinks=(ask,)), "cat")(str(gate))
+    # Two workers read the gate, one of them gets the text, both get its end.
+    assert answers == [200]
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=20)
+
+
+def test_a_worker_stuck_in_uninterruptible_sleep_is_found_after_the_time_out() -> None:
+    states = {7: "D", 8: "S"}
+    sleepers = UninterruptibleSleepers(5.0, lambda _: dict(states))
+    assert sleepers.stuck([7, 8], now=100.0) == set()
+    assert sleepers.stuck([7, 8], now=104.9) == set()
+    states[7] = "R"
+    assert sleepers.stuck([7, 8], now=105.0) == set()
+    states[7] = "D"
+    assert sleepers.stuck([7, 8], now=106.0) == set()
+    assert sleepers.stuck([7, 8], now=111.0) == {7}
+
+
+def test_a_stuck_worker_ends_the_job_without_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = LocalElasticAgent(
+        spec("sleep", "1000", max_restarts=3),
+        DefaultLogsSpecs(log_dir=str(tmp_path)),
+        uninterruptible_state_timeout=0.001,
+        shutdown_timeout=1,
+    )
+    agent._sleepers._states = lambda pids: dict.fromkeys(pids, "D")
+    result = agent.run()
+    assert result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED)
+    assert agent._attempt == 0
