@@ -1,0 +1,98 @@
+"""The key-value store that everything meets in.
+
+`MemoryStore` lives in one process; `start_server` runs a store in a process of its own
+and `connect` reaches it. `PrefixStore` gives a part of any store its own names. All of
+them, and PyTorch's c10d stores, are a `Store`; ours are also a `WatchStore`.
+
+Names that need sockets or msgspec are loaded when first used, so that a program that
+only uses a `MemoryStore` does not pay for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from regrow.store._api import (
+    Change,
+    Changes,
+    Characteristics,
+    Store,
+    WatchStore,
+    characteristics_of,
+    require,
+)
+from regrow.store._errors import (
+    StoreAuthError,
+    StoreClosedError,
+    StoreConnectionError,
+    StoreError,
+    StoreLimitError,
+    StoreProtocolError,
+    StoreSessionLost,
+    StoreTimeout,
+    StoreTooWeakError,
+    StoreValueError,
+)
+from regrow.store._limits import Limits
+from regrow.store._memory import MemoryStore
+from regrow.store._prefix import PrefixStore
+from regrow.store._token import load_token, make_token
+
+if TYPE_CHECKING:
+    from regrow.store._client import ConnectionState, StoreClient, connect
+    from regrow.store._process import ServerProcess, start_server
+    from regrow.store._server import StoreServer
+    from regrow.store._tls import Tls
+
+__all__ = [
+    "Change",
+    "Changes",
+    "Characteristics",
+    "ConnectionState",
+    "Limits",
+    "MemoryStore",
+    "PrefixStore",
+    "ServerProcess",
+    "Store",
+    "StoreAuthError",
+    "StoreClient",
+    "StoreClosedError",
+    "StoreConnectionError",
+    "StoreError",
+    "StoreLimitError",
+    "StoreProtocolError",
+    "StoreServer",
+    "StoreSessionLost",
+    "StoreTimeout",
+    "StoreTooWeakError",
+    "StoreValueError",
+    "Tls",
+    "WatchStore",
+    "characteristics_of",
+    "connect",
+    "load_token",
+    "make_token",
+    "require",
+    "start_server",
+]
+
+_LAZY = {
+    "ConnectionState": "_client",
+    "StoreClient": "_client",
+    "connect": "_client",
+    "ServerProcess": "_process",
+    "start_server": "_process",
+    "StoreServer": "_server",
+    "Tls": "_tls",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
