@@ -1,0 +1,114 @@
+"""What can be found wrong with a command line before anything is started.
+
+Every function returns the fault as one line, or None; `regrow.run.main` prints it and ends with
+exit code 2. Programs that call `config_from_args` themselves get torch's exceptions instead.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+
+from regrow.cli._flags import FLAGS
+
+_DYNAMIC = {
+    "close_timeout",
+    "heartbeat",
+    "heartbeat_timeout",
+    "join_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "last_call_timeout",
+    "timeout",
+}
+_KNOWN_KEYS: Mapping[str, set[str]] = {
+    "static": {"rank", "timeout"},
+    "c10d": _DYNAMIC | {"is_host", "read_timeout", "store_type"},
+    "etcd-v2": _DYNAMIC | {"ca_cert", "protocol", "read_timeout", "ssl_cert", "ssl_cert_key"},
+    "etcd": {
+        "cacert",
+        "cert",
+        "etcd_prefix",
+        "key",
+        "last_call_timeout",
+        "protocol",
+        "timeout",
+    },
+}
+BUILT_IN_BACKENDS = tuple(_KNOWN_KEYS)
+HANDLER_GROUPS = ("regrow.handlers", "torchrun.handlers")
+
+
+def unknown_rendezvous_keys(backend: str, keys: Iterable[str]) -> list[str]:
+    """The keys of --rdzv-conf that nobody will read; a plug-in's keys are its own affair."""
+    known = _KNOWN_KEYS.get(backend)
+    return [] if known is None else sorted(set(keys) - known)
+
+
+def script_fault(args: Namespace, environ: Mapping[str, str], cwd: str) -> str | None:
+    """Whether the script, and what is to run it, can be there; a module is not looked for."""
+    script: str = args.training_script
+    if args.no_python and not args.run_path:
+        return _program_fault(script, environ, cwd)
+    if not args.run_path:
+        python = environ.get("PYTHON_EXEC", sys.executable)
+        fault = _program_fault(python, environ, cwd)
+        if fault is not None:
+            return f"PYTHON_EXEC: {fault}" if "PYTHON_EXEC" in environ else fault
+        if args.module or script == "-":
+            return None
+    if os.path.exists(script):
+        return None
+    where = "" if script.startswith(os.sep) else f" in {cwd}"
+    return f"there is no script {script!r}{where}"
+
+
+def _program_fault(program: str, environ: Mapping[str, str], cwd: str) -> str | None:
+    if os.sep in program:
+        where = "" if program.startswith(os.sep) else f" in {cwd}"
+        if not os.path.exists(program):
+            return f"there is no program {program!r}{where}"
+        if not os.access(program, os.X_OK) or os.path.isdir(program):
+            return f"the program {program!r}{where} cannot be executed"
+        return None
+    folders = environ.get("PATH", os.defpath).split(os.pathsep)
+    if any(os.access(os.path.join(folder, program), os.X_OK) for folder in folders):
+        return None
+    return f"there is no program {program!r} on the PATH"
+
+
+def size_fault(args: Namespace, nproc_per_node: int) -> str | None:
+    """Whether the numbers can make a job."""
+    if nproc_per_node < 1:
+        return f"--nproc-per-node: {args.nproc_per_node} is no number of workers; give 1 or more"
+    if args.monitor_interval <= 0:
+        return f"--monitor-interval: {args.monitor_interval} must be more than 0 seconds"
+    return None
+
+
+def backend_fault(backend: str, registered: Iterable[str]) -> str | None:
+    """Whether somebody provides the rendezvous."""
+    known = {*BUILT_IN_BACKENDS, *registered}
+    if backend in known:
+        return None
+    from importlib.metadata import entry_points
+
+    plugins = {point.name for group in HANDLER_GROUPS for point in entry_points(group=group)}
+    if backend in plugins:
+        return None
+    names = ", ".join(sorted(known | plugins))
+    return f"--rdzv-backend: {backend!r} is not known; there are {names}"
+
+
+def origin(message: str, args: Namespace, environ: Mapping[str, str]) -> str:
+    """Where the value that a message complains of came from, if it was a variable."""
+    for flag in FLAGS:
+        variable = f"PET_{flag.attribute.upper()}"
+        text = environ.get(variable)
+        if flag.environment and text and text in message:
+            value = getattr(args, flag.attribute, None)
+            if str(value) == text:
+                return f" ({variable}={text!r})"
+    return ""

@@ -1,0 +1,398 @@
+"""The flags of `regrow run`: torchrun's, each declared once.
+
+A row of `FLAGS` is all there is to a flag. From its dash spelling follow the underscore spelling
+(`--nproc_per_node`), the attribute (`nproc_per_node`) and the environment variable that holds its
+default (`PET_NPROC_PER_NODE`); the command line beats the variable. Names, defaults and the order
+are those of torchrun in PyTorch 2.13, so that a command line, a set of `PET_` variables, or a
+program that extends `get_args_parser()` works unchanged.
+
+Three things differ from a plain `argparse` parser, all of them for the one who mistypes:
+`error` prints one line instead of the whole usage, a bad default names the variable that it came
+from, and an abbreviation is ambiguous only if it could mean two different flags (before Python
+3.12.8 `--nproc` was ambiguous between the two spellings of one).
+"""
+
+from __future__ import annotations
+
+import os
+from argparse import (
+    REMAINDER,
+    Action,
+    ArgumentParser,
+    ArgumentTypeError,
+    HelpFormatter,
+    Namespace,
+)
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+START_METHODS = ("spawn", "fork", "forkserver")
+
+
+class EnvironmentDefault(str):
+    """A flag's default that was read from an environment variable, and remembers which."""
+
+    __slots__ = ("variable",)
+    variable: str
+
+    @classmethod
+    def read(cls, variable: str) -> EnvironmentDefault | None:
+        if variable not in os.environ:
+            return None
+        default = cls(os.environ[variable])
+        default.variable = variable
+        return default
+
+
+def _shown(value: str) -> str:
+    return f"{value.variable}={value!r}" if isinstance(value, EnvironmentDefault) else repr(value)
+
+
+# Types of values. Each is called with the text of the command line or an EnvironmentDefault.
+
+
+def _integer(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{_shown(value)} is not a whole number") from None
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{_shown(value)} is not a number") from None
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+    def choose(value: str) -> str:
+        if value not in choices:
+            raise ArgumentTypeError(f"{_shown(value)} is not one of {', '.join(choices)}")
+        return str(value)
+
+    return choose
+
+
+def comma_separated_list(value: str) -> list[str]:
+    """Split at commas; a doubled comma is one literal comma (`a,b,,c` is `["a", "b,c"]`)."""
+    return [item.replace("\0", ",") for item in value.replace(",,", "\0").split(",")]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of `regrow run`."""
+
+    name: str
+    """Dash spelling without the leading dashes."""
+    group: str
+    """Heading of the help that it stands under."""
+    help: str
+    """What it does, without its default."""
+    default: Any = None
+    """Value if neither the command line nor the environment gives one."""
+    type: Callable[[str], Any] = str
+    """Turns the text into the value; raises ArgumentTypeError."""
+    switch: bool = False
+    """Takes no value; its `PET_` variable is 0 or 1."""
+    short: str = ""
+    """One-letter spelling, with its dash."""
+    metavar: str | None = None
+    """Stands for the value in the help."""
+    environment: bool = True
+    """Whether a `PET_` variable gives the default."""
+    choices: Sequence[str] | None = None
+    """The only values allowed."""
+
+    @property
+    def attribute(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def spellings(self) -> list[str]:
+        dashed = f"--{self.name}"
+        underscored = f"--{self.attribute}"
+        return list(dict.fromkeys(s for s in (self.short, dashed, underscored) if s))
+
+
+SIZE = "how many workers"
+MEETING = "meeting the other nodes"
+WORKERS = "what the workers run"
+RECOVERY = "failures and signals"
+LOGS = "logs and events"
+
+FLAGS: tuple[Flag, ...] = (
+    Flag("nnodes", SIZE, "nodes, N or MIN:MAX", "1:1", metavar="N[:MAX]"),
+    Flag(
+        "nproc-per-node",
+        SIZE,
+        "workers on this node: a number, or one per gpu, xpu or cpu; auto is one per accelerator, "
+        "or per cpu where there is none",
+        "1",
+        metavar="N",
+    ),
+    Flag("rdzv-backend", MEETING, "how nodes meet: static, c10d, or a plug-in's name", "static"),
+    Flag("rdzv-endpoint", MEETING, "where nodes meet", "", metavar="HOST[:PORT]"),
+    Flag("rdzv-id", MEETING, "id of the job, the same on every node", "none"),
+    Flag("rdzv-conf", MEETING, "the backend's own settings", "", metavar="KEY=VALUE,..."),
+    Flag(
+        "standalone",
+        MEETING,
+        "a job of this node alone: needs no port, no network and no name look-up; overrides "
+        "--rdzv-backend, --rdzv-endpoint and --rdzv-id",
+        switch=True,
+    ),
+    Flag(
+        "max-restarts",
+        RECOVERY,
+        "failures after which the workers are started again",
+        0,
+        _integer,
+        metavar="N",
+    ),
+    Flag(
+        "monitor-interval",
+        RECOVERY,
+        "seconds between polls of a rendezvous plug-in that cannot push its changes",
+        0.1,
+        _number,
+        metavar="SECONDS",
+    ),
+    Flag(
+        "start-method",
+        WORKERS,
+        "how the process of a function (--run-path) is made",
+        "spawn",
+        _one_of(START_METHODS),
+        choices=START_METHODS,
+    ),
+    Flag("event-log-handler", LOGS, "name of the handler that records torch-style events", "null"),
+    Flag("role", WORKERS, "role of the workers, and the prefix of their log lines", "default"),
+    Flag("module", WORKERS, "SCRIPT is a module, as in `python -m`", switch=True, short="-m"),
+    Flag("no-python", WORKERS, "SCRIPT is a program: run it without python", switch=True),
+    Flag(
+        "run-path",
+        WORKERS,
+        "run SCRIPT by runpy.run_path in a process started by --start-method",
+        switch=True,
+    ),
+    Flag("log-dir", LOGS, "parent of the job's log directory", metavar="DIR"),
+    Flag(
+        "redirects",
+        LOGS,
+        "streams that go to files: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank (0:1,1:3)",
+        "0",
+        short="-r",
+        metavar="STREAMS",
+    ),
+    Flag(
+        "tee",
+        LOGS,
+        "streams that go to files and to the console, in the form of --redirects",
+        "0",
+        short="-t",
+        metavar="STREAMS",
+    ),
+    Flag(
+        "local-ranks-filter",
+        LOGS,
+        "only these local ranks reach the console; files keep all",
+        "",
+        metavar="RANK,...",
+    ),
+    Flag(
+        "duplicate-stdout-filters",
+        LOGS,
+        "copy tee'd lines of stdout that contain any of these texts to filtered_stdout.log (two "
+        "commas stand for one)",
+        (),
+        comma_separated_list,
+        metavar="TEXT,...",
+    ),
+    Flag(
+        "duplicate-stderr-filters",
+        LOGS,
+        "the same for stderr",
+        (),
+        comma_separated_list,
+        metavar="TEXT,...",
+    ),
+    Flag("node-rank", MEETING, "rank of this node (static)", 0, _integer, metavar="RANK"),
+    Flag("master-addr", MEETING, "address of node 0 (static)", "127.0.0.1", metavar="HOST"),
+    Flag(
+        "master-port",
+        MEETING,
+        "port on node 0 (static); 29500 if several nodes meet and none is given",
+        None,
+        _integer,
+        metavar="PORT",
+    ),
+    Flag("local-addr", MEETING, "address under which others reach this node", metavar="HOST"),
+    Flag(
+        "logs-specs",
+        LOGS,
+        "plug-in that decides where output goes: an entry point of regrow.logs_specs or "
+        "torchrun.logs_specs",
+        metavar="NAME",
+        environment=False,
+    ),
+    Flag(
+        "numa-binding",
+        WORKERS,
+        "bind each worker to the CPUs near its GPU",
+        type=_one_of(NUMA_MODES),
+        environment=False,
+        choices=NUMA_MODES,
+    ),
+    Flag(
+        "signals-to-handle",
+        RECOVERY,
+        "signals that stop the job gracefully and are passed on to the workers",
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        metavar="SIGNAL,...",
+    ),
+    Flag(
+        "shutdown-timeout",
+        RECOVERY,
+        "seconds between the stop signal and SIGKILL; unset takes TORCH_ELASTIC_SHUTDOWN_TIMEOUT, "
+        "else 30",
+        None,
+        _integer,
+        metavar="SECONDS",
+    ),
+    Flag(
+        "virtual-local-rank",
+        WORKERS,
+        "LOCAL_RANK is 0 for every worker, and each sees only its own GPU",
+        switch=True,
+    ),
+)
+
+
+class _Value(Action):
+    """A flag with a value; `PET_<DEST>` gives its default."""
+
+    def __init__(self, dest: str, default: Any = None, **kwargs: Any) -> None:
+        found = EnvironmentDefault.read(f"PET_{dest.upper()}")
+        super().__init__(dest=dest, default=default if found is None else found, **kwargs)
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+
+
+class _Switch(Action):
+    """A flag without a value; `PET_<DEST>` is 0 (off, the default) or another number (on)."""
+
+    def __init__(self, dest: str, **kwargs: Any) -> None:
+        variable = f"PET_{dest.upper()}"
+        text = os.environ.get(variable, "0")
+        try:
+            default = bool(int(text))
+        except ValueError:
+            raise ValueError(f"{variable}={text!r} is not 0 (off) or 1 (on)") from None
+        super().__init__(dest=dest, const=True, default=default, nargs=0, **kwargs)
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
+    ) -> None:
+        setattr(namespace, self.dest, self.const)
+
+
+class _Formatter(HelpFormatter):
+    """Help without the underscore spellings: they would double its length and say nothing."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=min(_columns(), 100))
+
+    def _format_action_invocation(self, action: Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(s for s in action.option_strings if "_" not in s)
+        if action.nargs == 0:
+            return names
+        return f"{names} {self._format_args(action, action.dest.upper())}"
+
+
+def _columns() -> int:
+    try:
+        return max(40, os.get_terminal_size(1).columns - 2)
+    except OSError:
+        return 98
+
+
+class RunParser(ArgumentParser):
+    """The parser of `regrow run`; mistakes are one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {_clear(message, self)} (see {self.prog} --help)\n")
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        by_flag: dict[int, Any] = {}
+        for match in super()._get_option_tuples(option_string):
+            by_flag.setdefault(id(match[0]), match)
+        return list(by_flag.values())
+
+
+def _clear(message: str, parser: ArgumentParser) -> str:
+    """Argparse's message in plain words, with a suggestion for an unknown flag."""
+    what, _, rest = message.partition(": ")
+    if what == "unrecognized arguments":
+        unknown = next((word for word in rest.split() if word.startswith("-")), rest.split()[0])
+        from difflib import get_close_matches
+
+        known = [s for action in parser._actions for s in action.option_strings if "_" not in s]
+        close = get_close_matches(unknown.split("=")[0].replace("_", "-"), known, 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"unknown flag {unknown}{hint}"
+    if what == "the following arguments are required" and rest.startswith("SCRIPT"):
+        return "which script? give the training script after the flags"
+    if what.startswith("argument "):
+        names = [s for s in what.removeprefix("argument ").split("/") if "_" not in s]
+        return f"{'/'.join(names)}: {rest}"
+    return message
+
+
+def build_parser(prog: str = "regrow run") -> RunParser:
+    """Make the parser; reads the `PET_` variables.
+
+    Raises:
+        ValueError: the variable of a switch holds no number.
+    """
+    parser = RunParser(
+        prog=prog,
+        usage=f"{prog} [flags] SCRIPT [the script's arguments]",
+        description="Start a distributed training on this node and keep it running.",
+        epilog="Every flag can be abbreviated, written with underscores, and given by a variable: "
+        "--max-restarts by PET_MAX_RESTARTS.",
+        formatter_class=_Formatter,
+    )
+    groups = {name: parser.add_argument_group(name) for name in (SIZE, WORKERS, RECOVERY)}
+    groups |= {name: parser.add_argument_group(name) for name in (LOGS, MEETING)}
+    for flag in FLAGS:
+        settings: dict[str, Any] = {"help": flag.help}
+        if flag.switch:
+            settings["action"] = _Switch
+        else:
+            shown = flag.default not in (None, "", ())
+            default = [] if flag.default == () else flag.default
+            settings |= {
+                "default": default,
+                "type": flag.type,
+                "metavar": flag.metavar or flag.name.rpartition("-")[2].upper(),
+                "help": f"{flag.help} (default: %(default)s)" if shown else flag.help,
+                "action": _Value if flag.environment else "store",
+            }
+            if flag.choices:
+                settings |= {"choices": list(flag.choices), "metavar": None}
+        groups[flag.group].add_argument(*flag.spellings, **settings)
+    parser.add_argument(
+        "training_script", metavar="SCRIPT", help="script, module (-m) or program (--no-python)"
+    )
+    parser.add_argument(
+        "training_script_args", metavar="...", nargs=REMAINDER, help="arguments of the script"
+    )
+    return parser

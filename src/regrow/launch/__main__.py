@@ -1,0 +1,71 @@
+"""`python -m regrow.launch`: the command line of the old `torch.distributed.launch`.
+
+It is `regrow run` with one difference: the script is given its local rank as `--local-rank=N`,
+unless `--use-env` says that it reads LOCAL_RANK.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    import sys
+
+    from regrow.cli import guarded
+
+    def _main() -> None:
+        from regrow.launch.__main__ import main
+
+        main()
+
+    sys.exit(guarded(_main))
+
+import warnings
+from argparse import Namespace
+from collections.abc import Sequence
+
+from regrow import run
+from regrow.workers.errors import record
+
+__all__ = ["launch", "main", "parse_args"]
+
+PROG = "python -m regrow.launch"
+
+
+def parse_args(args: Sequence[str] | None) -> Namespace:
+    """Parse a command line; None takes the process's own arguments."""
+    parser = run.build_parser(PROG)
+    parser.add_argument(
+        "--use-env",
+        "--use_env",
+        action="store_true",
+        help="the script reads LOCAL_RANK and is not given --local-rank",
+    )
+    return parser.parse_args(args)
+
+
+def launch(args: Namespace) -> None:
+    """Launch what a parsed command line asks for; see `regrow.run.run`."""
+    _check(args)
+    run.run(args)
+
+
+@record
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; see `regrow.run.main`."""
+    warnings.warn(
+        "regrow.launch is the command line of torch.distributed.launch, which is deprecated: use"
+        " `regrow run`, and read the local rank from os.environ['LOCAL_RANK']",
+        FutureWarning,
+        stacklevel=2,
+    )
+
+    def parse_checked(arguments: Sequence[str] | None) -> Namespace:
+        namespace = parse_args(arguments)
+        _check(namespace)
+        return namespace
+
+    run.launch_checked(parse_checked, args, PROG)
+
+
+def _check(args: Namespace) -> None:
+    if args.no_python and not args.use_env:
+        raise ValueError("--no-python needs --use-env: a program cannot be given --local-rank")

@@ -1,0 +1,78 @@
+"""What torchrun makes of command lines, as JSON: `python ask_torchrun.py < questions > answers`.
+
+A question is `{"argv": [...], "env": {...}}`. The answer has the launch configuration and the
+command, or the exception's name; beside the answers stands the parser's table of flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from typing import Any
+
+
+def table(parser: ArgumentParser) -> dict[str, Any]:
+    """Every flag's spelling with what it does."""
+    return {
+        spelling: {
+            "dest": action.dest,
+            "default": action.default,
+            "nargs": action.nargs,
+            "required": action.required,
+            "choices": list(action.choices) if action.choices else None,
+        }
+        for action in parser._actions
+        for spelling in action.option_strings or [action.dest]
+        if action.dest != "help"
+    }
+
+
+def answer(run: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """The configuration for a command line, by a module with the names of torchrun's."""
+    os.environ.update(question["env"])
+    try:
+        args = run.parse_args(question["argv"])
+        config, command, arguments = run.config_from_args(args)
+    except SystemExit as error:
+        return {"exit": error.code}
+    except (ValueError, RuntimeError, AssertionError, OSError) as error:
+        return {"error": type(error).__name__}
+    finally:
+        threads = os.environ.pop("OMP_NUM_THREADS", None)
+        for name in question["env"]:
+            os.environ.pop(name, None)
+    logs = config.logs_specs
+    return {
+        "command": command if isinstance(command, str) else command.__name__,
+        "arguments": arguments,
+        "omp_num_threads": threads,
+        "logs": {
+            "class": type(logs).__name__,
+            "redirects": shown(logs._redirects),
+            "tee": shown(logs._tee),
+            "filter": sorted(logs._local_ranks_filter or ()),
+        },
+        "config": {
+            name: shown(getattr(config, name))
+            for name in config.__dataclass_fields__
+            if name not in ("logs_specs", "event_sinks", "numa_options")
+        },
+        "numa": config.numa_options and config.numa_options.affinity_mode.value,
+    }
+
+
+def shown(value: Any) -> Any:
+    """The value as JSON can say it; flags of the workers' streams as numbers."""
+    if isinstance(value, dict):
+        return {str(key): shown(item) for key, item in value.items()}
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+if __name__ == "__main__":
+    import torch.distributed.run as torchrun
+
+    questions = json.load(sys.stdin)
+    answers = [answer(torchrun, question) for question in questions]
+    json.dump({"table": table(torchrun.get_args_parser()), "answers": answers}, sys.stdout)

@@ -1,0 +1,98 @@
+"""What the status line says: a reducer and a renderer, without a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.cli._status import Status, advance, render
+
+STARTED = ("regrow.job.started", {"monotonic": 100.0})
+MET = ("regrow.rendezvous.completed", {"world_size": 4})
+RUNNING = ("regrow.attempt.started", {"ranks": [0, 1], "world_size": 4})
+KILLED = ("regrow.worker.failed", {"rank": 1, "signal": "SIGKILL", "message": "Signal 9"})
+RAISED = ("regrow.worker.failed", {"rank": 0, "signal": None, "message": "ValueError: x"})
+ENDED = ("regrow.attempt.ended", {"state": "FAILED"})
+RESTARTING = ("regrow.job.restarting", {"delay_s": 0.0, "reason": "worker failure"})
+
+
+def after(*events: tuple[str, dict[str, Any]]) -> Status:
+    status = Status()
+    for name, metadata in events:
+        status = advance(status, name, metadata)
+    return status
+
+
+def line(*events: tuple[str, dict[str, Any]], now: float = 165.0, width: int = 120) -> str:
+    return render(after(*events), width, now)
+
+
+def test_a_running_job_shows_attempt_world_and_living_workers() -> None:
+    shown = line(STARTED, MET, RUNNING)
+    assert shown == "regrow: running | 01:05 | attempt 1 | 2/2 alive | world 4"
+
+
+def test_the_world_is_left_out_where_it_is_this_node() -> None:
+    alone = ("regrow.attempt.started", {"ranks": [0, 1], "world_size": 2})
+    assert "world" not in line(STARTED, alone)
+
+
+def test_the_first_failure_is_the_news() -> None:
+    assert "1/2 alive | world 4 | rank 1: SIGKILL" in line(STARTED, RUNNING, KILLED)
+    shown = line(STARTED, RUNNING, KILLED, RAISED)
+    assert "0/2 alive" in shown
+    assert "rank 1: SIGKILL" in shown
+
+
+def test_a_restart_is_counted_and_its_cause_stays() -> None:
+    shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING)
+    assert shown.startswith("regrow: restarting | 01:05 | attempt 1")
+    shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, RUNNING)
+    assert "running" in shown
+    assert "attempt 2 | 2/2 alive | world 4 | 1 restart | rank 1: SIGKILL" in shown
+
+
+def test_a_back_off_is_shown_with_its_length() -> None:
+    shown = line(STARTED, ("regrow.job.restarting", {"delay_s": 8.2, "reason": "crash loop"}))
+    assert "restarting in 8 s" in shown
+    assert "crash loop" in shown
+
+
+def test_the_first_step_after_a_restart_is_news() -> None:
+    step = ("regrow.worker.first_step", {"rank": 0, "step": 41})
+    assert "step" not in line(STARTED, RUNNING, step)
+    assert "rank 0 is at step 41" in line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, step)
+
+
+def test_a_worker_that_was_halted_is_shown_until_it_goes_on() -> None:
+    halted = ("regrow.worker.suspended", {"rank": 1, "signal": "SIGSTOP"})
+    resumed = ("regrow.worker.resumed", {"rank": 1, "signal": "SIGCONT"})
+    assert "1 halted | rank 1 is stopped by SIGSTOP" in line(STARTED, RUNNING, halted)
+    assert "halted" not in line(STARTED, RUNNING, halted, resumed)
+
+
+def test_the_end_is_shown() -> None:
+    assert "regrow: failed" in line(STARTED, ("regrow.job.finished", {"state": "FAILED"}))
+
+
+def test_events_of_others_change_nothing() -> None:
+    assert after(STARTED, ("torchelastic.worker.status.FAILED", {})) == after(STARTED)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "clock"), [(0, "00:00"), (59.9, "00:59"), (3599, "59:59"), (90061, "25:01:01")]
+)
+def test_the_time_is_a_clock(seconds: float, clock: str) -> None:
+    assert f"| {clock}" in line(STARTED, now=100.0 + seconds)
+
+
+@given(st.text(), st.integers(0, 200))
+def test_whatever_a_worker_says_the_line_is_plain_and_fits(message: str, width: int) -> None:
+    failed = ("regrow.worker.failed", {"rank": 0, "signal": None, "message": message})
+    shown = line(STARTED, RUNNING, failed, width=width)
+    assert len(shown) <= width
+    assert shown.isascii()
+    assert shown.isprintable()
