@@ -191,5 +191,6 @@ def test_a_stuck_worker_ends_the_job_without_restarts(
     )
     agent._sleepers._states = lambda pids: dict.fromkeys(pids, "D")
     result = agent.run()
-    assert result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED)
+    assert result.state is WorkerState.FAILED
+    assert "uninterruptible sleep" in result.failures[0].message
     assert agent._attempt == 0

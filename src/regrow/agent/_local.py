@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,15 @@ from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environ
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
 from regrow.utils import get_logger, macros
-from regrow.workers import DefaultLogsSpecs, Guardian, PContext, Std, WorkerChange, start_processes
+from regrow.workers import (
+    DefaultLogsSpecs,
+    Guardian,
+    PContext,
+    ProcessFailure,
+    Std,
+    WorkerChange,
+    start_processes,
+)
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
@@ -264,7 +272,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.UNKNOWN)
         result = context.wait(0)
         if result is None:
-            return self._watch_sleepers(running)
+            return self._watch_sleepers(context.pids())
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if result.is_failed():
             failures = {ranks[local]: failure for local, failure in result.failures.items()}
@@ -272,18 +280,22 @@ class LocalElasticAgent(SimpleElasticAgent):
         values = {ranks[local]: value for local, value in result.return_values.items()}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
-    def _watch_sleepers(self, pids: set[int]) -> RunResult:
-        stuck = self._sleepers.stuck(pids, monotonic())
+    def _watch_sleepers(self, pids: Mapping[int, int]) -> RunResult:
+        stuck = self._sleepers.stuck(set(pids.values()), monotonic())
         if not stuck:
             return RunResult(state=WorkerState.HEALTHY)
-        logger.error(
-            "workers %s have been in uninterruptible sleep (state D) for %s s or more: they hold"
-            " a device that no new worker could use, so the job ends on this node",
-            sorted(stuck),
-            self._sleepers.timeout,
-        )
         self._remaining_restarts = 0
-        return RunResult(state=WorkerState.UNHEALTHY)
+        failures = {}
+        for local_rank, pid in pids.items():
+            if pid in stuck:
+                failure = ProcessFailure(local_rank, pid, -signal.SIGKILL, "<N/A>")
+                failure.message = (
+                    f"in uninterruptible sleep (state D) for {self._sleepers.timeout} s or more:"
+                    " it holds a device that no new worker could use, so there is no restart here"
+                )
+                logger.error("worker with pid %s is %s", pid, failure.message)
+                failures[self._worker_group.workers[local_rank].global_rank] = failure
+        return RunResult(state=WorkerState.UNHEALTHY, failures=failures)
 
     # --- an attempt's belongings
 

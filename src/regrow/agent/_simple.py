@@ -172,6 +172,8 @@ class SimpleElasticAgent(AgentRecords, ElasticAgent):
                     match action:
                         case core.Finish(final):
                             self._worker_group.state = final
+                            self._last_result.state = final
+                            self._end_attempt(self._last_result)
                             return self._last_result
                         case core.Interrupt(signum):
                             sigval = signal.Signals(signum)
@@ -354,7 +356,8 @@ class SimpleElasticAgent(AgentRecords, ElasticAgent):
         """Stop the workers, form the next round and start them again."""
         self._call_stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
-        self._end_attempt(RunResult(WorkerState.STOPPED))
+        unhealthy = self._last_result.state is WorkerState.UNHEALTHY
+        self._end_attempt(self._last_result if unhealthy else RunResult(WorkerState.STOPPED))
         self._initialize_workers(worker_group)
 
     def _exit_barrier(self) -> None:
