@@ -1,0 +1,159 @@
+"""`ProcessFailure`: what is known of a worker that failed.
+
+Which of several failures came first decides what the user is told, and whole seconds do not tell:
+when one rank dies, the others fail within milliseconds in the collective that it left. So each
+failure carries `failed_monotonic`, the best estimate of its moment on this host's monotonic
+clock, from the most exact source there is:
+
+1. the stamp that `regrow.workers.errors.record` wrote with the exception,
+2. the modification time of an error file that somebody else wrote (torch's `record` stamps whole
+   seconds of wall time; the file's own time is exact),
+3. the process's exit,
+4. now.
+
+A process cannot fail after it ended, so the exit also bounds the first two from above.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+NOT_AVAILABLE = "<N/A>"
+NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+
+
+@dataclass
+class ProcessFailure:
+    """The end of a worker that did not succeed, with its error file where it left one."""
+
+    local_rank: int
+    """Of the worker, on this node."""
+    pid: int
+    """Of the worker's process, which is gone."""
+    exitcode: int
+    """What it exited with; negative is the signal that killed it."""
+    error_file: str
+    """Path of its error file; `<N/A>` when it left none."""
+    _: KW_ONLY
+    exited_monotonic: float | None = None
+    """When the process ended, in seconds of this host's monotonic clock; None if unknown."""
+    error_file_data: dict[str, Any] = field(init=False)
+    """The content of the error file; `{"message": "<NONE>"}` without one."""
+    message: str | dict[str, Any] = field(init=False)
+    """The file's message: a text, or for an exception that `record` wrote a dict of `message` and
+    `extraInfo`; made up from the exit code where there is no file. `summary` is always text."""
+    timestamp: int = field(init=False)
+    """When it failed, in whole seconds since the epoch."""
+    failed_monotonic: float = field(init=False)
+    """When it failed, in seconds of this host's monotonic clock, as exactly as is known."""
+
+    def __post_init__(self) -> None:
+        self.error_file_data = {"message": "<NONE>"}
+        now, wall = time.monotonic(), time.time()
+        failed = self.exited_monotonic if self.exited_monotonic is not None else now
+        stamp: int | None = None
+        if not os.path.isfile(self.error_file):
+            self.error_file = NOT_AVAILABLE
+            self.message = self._how_it_ended()
+            if self.exitcode >= 0:
+                self.error_file_data["errorTraits"] = {
+                    "category": "system_terminated_error",
+                    "retryability": "False",
+                }
+        else:
+            try:
+                data, written = _read(self.error_file)
+            except OSError as error:
+                self.message = self._broken(f"cannot be read: {error.strerror}")
+            except (ValueError, RecursionError) as error:
+                self.message = self._broken(f"is not valid JSON: {error}")
+            else:
+                failed = min(failed, now - max(0.0, wall - written))
+                message = data.get("message") if isinstance(data, dict) else None
+                if isinstance(data, dict) and isinstance(message, (str, dict)):
+                    self.error_file_data = data
+                    self.message = message or self._how_it_ended()
+                    stamp, precise = _stamps(data)
+                    if precise is not None and 0 <= precise <= now:
+                        failed = min(precise, self.exited_monotonic or now)
+                else:
+                    self.message = self._broken("has no message")
+        self.failed_monotonic = failed
+        self.timestamp = stamp if stamp is not None else int(wall - (now - failed))
+
+    @property
+    def has_error_file(self) -> bool:
+        """Whether the worker left an error file."""
+        return self.error_file != NOT_AVAILABLE
+
+    @property
+    def summary(self) -> str:
+        """The failure in one line, such as `ValueError: no such layer`."""
+        text = self.message
+        if isinstance(text, dict):
+            text = str(text.get("message") or NOT_AVAILABLE)
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        if not lines:
+            return self._how_it_ended()
+        return lines[-1] if lines[0].startswith("Traceback ") else lines[0]
+
+    @property
+    def traceback(self) -> str | None:
+        """The exception's traceback from the error file, if it has one."""
+        extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
+        stack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        return stack if isinstance(stack, str) else None
+
+    def signal_name(self) -> str:
+        """The name of the signal that ended the process, such as SIGKILL; else `<N/A>`."""
+        if self.exitcode >= 0:
+            return NOT_AVAILABLE
+        number = -self.exitcode
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            if signal.SIGRTMIN < number < signal.SIGRTMAX:
+                return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+            return NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """When it failed, in local time, as YYYY-MM-DD_HH:MM:SS."""
+        return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(self.timestamp))
+
+    def _how_it_ended(self) -> str:
+        if self.exitcode >= 0:
+            return NO_TRACEBACK
+        return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+
+    def _broken(self, how: str) -> str:
+        """The message for an error file of no use, which may be all there is to go by."""
+        text = f"error file {self.error_file} {how}"
+        return text if self.exitcode >= 0 else f"{self._how_it_ended()}; {text}"
+
+
+def _read(path: str) -> tuple[Any, float]:
+    """What is in an error file, and when it was written (seconds since the epoch)."""
+    import json
+
+    with open(path, "rb") as file:
+        return json.load(file), os.fstat(file.fileno()).st_mtime
+
+
+def _stamps(data: dict[str, Any]) -> tuple[int | None, float | None]:
+    """The stamps in an error file: (seconds since the epoch, seconds of the monotonic clock)."""
+    message = data["message"]
+    stamps = message.get("extraInfo") if isinstance(message, dict) else data
+    if not isinstance(stamps, dict):
+        return None, None
+    monotonic = stamps.get("monotonic")
+    try:
+        # A wall time beyond what the platform's calendar knows is no time.
+        wall = int(stamps["timestamp"])
+        time.localtime(wall)
+    except (KeyError, TypeError, ValueError, OverflowError, OSError):
+        return None, monotonic if isinstance(monotonic, float) else None
+    return wall, monotonic if isinstance(monotonic, float) else None
