@@ -97,7 +97,7 @@ class AgentRecords:
         self._emit(
             "regrow.attempt.ended",
             state=state.value,
-            reason=_failure_line(root) if root is not None else state.value.lower(),
+            reason=root.summary if root is not None else state.value.lower(),
             last_steps=last_steps,
         )
         self._noticed = None
@@ -114,8 +114,8 @@ class AgentRecords:
             pid=failure.pid,
             exit_code=failure.exitcode,
             signal=failure.signal_name() if failure.exitcode < 0 else None,
-            message=_failure_line(failure),
-            traceback=_traceback(failure),
+            message=failure.summary,
+            traceback=failure.traceback,
             error_file=failure.error_file,
             failed_monotonic=failure.failed_monotonic,
             detected_monotonic=self._noticed if self._noticed is not None else monotonic(),
@@ -139,7 +139,7 @@ class AgentRecords:
             WorkerState.FAILED.value if failed else WorkerState.SUCCEEDED.value,
             start,
             exit_code=1 if failed else 0,
-            reason=_failure_line(root) if root is not None else result.state.value.lower(),
+            reason=root.summary if root is not None else result.state.value.lower(),
         )
 
     def _emit_job_signaled(self, sigval: signal.Signals, start: float) -> None:
@@ -281,16 +281,3 @@ class AgentRecords:
 def _root_cause(result: RunResult) -> ProcessFailure | None:
     failures = list(result.failures.values())
     return min(failures, key=lambda failure: failure.failed_monotonic) if failures else None
-
-
-def _failure_line(failure: ProcessFailure) -> str:
-    """The failure in one line: the last line of a traceback says more than its first."""
-    lines = [line for line in failure.message.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"exit code {failure.exitcode}"
-
-
-def _traceback(failure: ProcessFailure) -> str | None:
-    message = failure.error_file_data.get("message") if failure.error_file_data else None
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
-    return callstack if isinstance(callstack, str) else None

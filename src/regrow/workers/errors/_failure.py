@@ -92,7 +92,9 @@ class ProcessFailure:
 
     @property
     def summary(self) -> str:
-        """The failure in one line, such as `ValueError: no such layer`."""
+        """The failure in one line, such as `ValueError: no such layer` or `exit code 3`."""
+        if not self.has_error_file and self.exitcode >= 0:
+            return f"exit code {self.exitcode}"
         text = self.message
         if isinstance(text, dict):
             text = str(text.get("message") or NOT_AVAILABLE)
