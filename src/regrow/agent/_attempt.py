@@ -1,0 +1,154 @@
+"""The steps of one attempt: form a round, start the workers in it, stop them, wait for the others.
+
+They are methods, with the names torch's agent has, because subclasses override them; each blocks,
+and runs as an operation beside the agent's loop. Hooks of both generations of torch (2.6 passes
+`is_restart`, 2.13 a `timeout`) are called with the arguments they accept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from regrow.agent import _ranks
+from regrow.agent._records import AgentRecords
+from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from regrow.events import EventSource
+from regrow.metrics import prof
+from regrow.rendezvous import RendezvousGracefulExitError
+from regrow.utils import get_logger
+from regrow.workers import SignalException
+
+if TYPE_CHECKING:
+    from regrow.store import Store
+
+_TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
+WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
+
+logger = get_logger(__name__)
+
+
+class AttemptSteps(AgentRecords):
+    """The steps, over what a subclass of `SimpleElasticAgent` provides."""
+
+    _store: Store | None
+    _exit_barrier_timeout: float
+    _shutdown_timeout: float
+    _in_exit_barrier: bool
+    _last_result: RunResult
+    _starting: threading.Lock  # held while workers are being started
+    _leaving: bool  # the agent has begun to leave the job: start nothing any more
+
+    _start_workers: Callable[[WorkerGroup], dict[int, Any]]
+    _stop_workers: Callable[..., None]
+    _shutdown: Callable[..., None]
+
+    @prof
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Meet the other agents in the next round; take over its ranks, store and address."""
+        spec = worker_group.spec
+        start = monotonic()
+        with self.record_duration("RENDEZVOUS"):
+            info = spec.rdzv_handler.next_rendezvous()
+        store, group_rank, group_world_size = info
+        bootstrap = getattr(info, "bootstrap_store_info", None)  # the reference's triple has none
+        self._store = store
+        self._round += 1
+        with self.record_duration("ASSIGN_WORKER_RANKS"):
+            assigned = self._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        worker_group.workers = assigned
+        worker_group.store = store
+        worker_group.group_rank = group_rank
+        worker_group.group_world_size = group_world_size
+        worker_group.master_addr = (
+            spec.master_addr or getattr(bootstrap, "master_addr", None) or "127.0.0.1"
+        )
+        worker_group.master_port = spec.master_port or getattr(bootstrap, "master_port", None)
+        self._emit(
+            "regrow.rendezvous.completed",
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            world_size=assigned[0].world_size,
+            duration_s=monotonic() - start,
+        )
+
+    @prof
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """This agent's workers with their ranks; see `_ranks`."""
+        size = spec.local_world_size
+        if os.environ.get(WORKERS_IDENTICAL_ENV, "0") == "1":
+            base, world_size = group_rank * size, group_world_size * size
+            assignment = _ranks.Assignment(base, world_size, base, world_size)
+        else:
+            own = _ranks.RoleInfo(spec.role, group_rank, size)
+            assignment = _ranks.exchange(store, own, group_world_size)
+        return _ranks.workers(assignment, size)
+
+    @prof
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Form a round and start fresh workers in it."""
+        self._rendezvous(worker_group)
+        with self._starting:
+            if self._leaving:
+                raise RendezvousGracefulExitError("the agent is leaving the job")
+            self._attempt += 1
+            worker_ids = self._start_workers(worker_group)
+        for local_rank, worker_id in worker_ids.items():
+            worker = worker_group.workers[local_rank]
+            worker.id = worker_id
+            self._record(self._construct_event("START", EventSource.WORKER, worker))
+        worker_group.state = WorkerState.HEALTHY
+        self._emit_attempt_started()
+
+    @prof
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, form the next round and start them again."""
+        self._call_stop_workers(worker_group)
+        worker_group.state = WorkerState.STOPPED
+        unhealthy = self._last_result.state is WorkerState.UNHEALTHY
+        self._end_attempt(self._last_result if unhealthy else RunResult(WorkerState.STOPPED))
+        self._initialize_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        """Wait until every agent of the round is done; a failure of that is logged, no more."""
+        world_size = self._worker_group.group_world_size
+        if world_size == 1 or self._store is None:
+            return
+        from regrow.utils import store as store_util
+
+        self._in_exit_barrier = True
+        try:
+            store_util.barrier(
+                store=self._store,
+                world_size=world_size,
+                key_prefix=_TERMINAL_STATE_SYNC_ID,
+                barrier_timeout=self._exit_barrier_timeout,
+            )
+        except SignalException:
+            raise
+        except Exception:
+            logger.exception("Error waiting on the exit barrier for %s agents", world_size)
+        finally:
+            self._in_exit_barrier = False
+
+    def _call_stop_workers(self, worker_group: WorkerGroup) -> None:
+        _call(self._stop_workers, worker_group, is_restart=True)
+
+    def _call_shutdown(self, death_sig: signal.Signals) -> None:
+        _call(self._shutdown, death_sig, timeout=self._shutdown_timeout, is_restart=False)
+
+
+def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
+    """Call `hook` with those of the `offered` keywords that it has parameters for."""
+    function = hook
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    return hook(*args, **{name: value for name, value in offered.items() if name in names})
