@@ -1,0 +1,48 @@
+"""What happened in a job.
+
+`Event` and `record` are torch's; `EventLog` keeps a job's events as JSON lines,
+`read_events` gives them back, and `story` tells them: what failed first, and
+what it cost.
+"""
+
+from __future__ import annotations
+
+from ._log import (
+    EVENTS_FILE,
+    EventFile,
+    EventLog,
+    as_record,
+    find_event_file,
+    read_events,
+)
+from ._record import construct_and_record_rdzv_event, record, record_rdzv_event
+from ._story import Failure, OtherFailure, Step, Story, Suspension, story
+from ._tell import print_story
+from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
+from .handlers import get_logging_handler, register_logging_handler
+
+__all__ = [
+    "EVENTS_FILE",
+    "Event",
+    "EventFile",
+    "EventLog",
+    "EventMetadataValue",
+    "EventSource",
+    "Failure",
+    "NodeState",
+    "OtherFailure",
+    "RdzvEvent",
+    "Step",
+    "Story",
+    "Suspension",
+    "as_record",
+    "construct_and_record_rdzv_event",
+    "find_event_file",
+    "get_logging_handler",
+    "print_story",
+    "read_events",
+    "record",
+    "record_rdzv_event",
+    "register_logging_handler",
+    "story",
+]

@@ -1,0 +1,52 @@
+"""A worker's failure in one line, as a person would say it: "was killed by SIGKILL"."""
+
+from __future__ import annotations
+
+from ._fields import Record, integer, text
+
+__all__ = ["describe", "one_line", "signal_name"]
+
+
+def describe(event: Record) -> str:
+    """How a worker failed, in one line without a subject."""
+    signal = signal_name(event)
+    code = integer(event, "exit_code")
+    if signal is not None:
+        return f"was killed by {signal}"
+    how = "failed" if code is None else f"exited with code {code}"
+    traceback = text(event, "traceback")
+    detail = _last_line(traceback) if traceback else _detail(text(event, "message") or "")
+    return f"{how}: {detail}" if detail else how
+
+
+def signal_name(event: Record) -> str | None:
+    name = text(event, "signal")
+    code = integer(event, "exit_code")
+    if name is not None or code is None or code >= 0:
+        return name
+    import signal
+
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _last_line(traceback: str) -> str:
+    """The line that names the exception; its message may go on over more lines."""
+    last = traceback.rpartition("Traceback (most recent call last):")[2]
+    lines = [line for line in last.splitlines() if line.strip()]
+    # The frames are indented, what follows them is not.
+    named = next((line for line in lines if not line[0].isspace()), None)
+    return one_line(named or (lines[-1] if lines else ""))
+
+
+def _detail(message: str) -> str:
+    """A failure's message, unless it only says again that and how the worker ended."""
+    line = one_line(message)
+    empty = ("<N/A>", "exit code", "exitcode", "To enable traceback", "Signal ", "None")
+    return "" if line.startswith(empty) else line
+
+
+def one_line(message: str) -> str:
+    return " ".join(message.split())
