@@ -1,0 +1,71 @@
+# Everything a developer runs. Each target makes the virtual environment that it needs: a fresh
+# machine needs python3 (3.11 or newer, with its venv module) and make, nothing else.
+#
+#   make test      the test suite              make demo    a training that survives a kill -9
+#   make lint      ruff and mypy --strict      make bench   beside torchrun, with the bounds checked
+#   make repeat    the suite N times           make soak    20 suites and 20 demos
+#   make clean     remove what the targets made
+
+PYTHON ?= python3
+# Test processes at once, more arguments for pytest, and how often `repeat` and `soak` repeat.
+JOBS ?= 4
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --check
+N ?= 20
+
+DEV := .venv
+DEMO := .venv-demo
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DELETE_ON_ERROR:
+.PHONY: help test demo lint bench repeat soak clean check-python
+
+help:
+	@sed -n '/^#  /s/^# //p' Makefile
+
+test: $(DEV)/.installed
+	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+demo: $(DEMO)/.installed
+	$(DEMO)/bin/python examples/demo.py
+
+lint: $(DEV)/.installed
+	$(DEV)/bin/python -m ruff check .
+	$(DEV)/bin/python -m ruff format --check .
+	$(DEV)/bin/python -m mypy --strict
+
+bench: $(DEV)/.installed
+	$(DEV)/bin/python benchmarks/launch.py $(BENCH_ARGS)
+
+repeat: $(DEV)/.installed
+	@for run in $$(seq $(N)); do \
+	  echo "== suite $$run of $(N)"; \
+	  $(DEV)/bin/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS) || exit 1; \
+	done
+
+soak: repeat $(DEMO)/.installed
+	@for run in $$(seq $(N)); do \
+	  echo "== demo $$run of $(N)"; \
+	  $(DEMO)/bin/python examples/demo.py || exit 1; \
+	done
+
+clean:
+	rm -rf $(DEV) $(DEMO) .hypothesis .mypy_cache .ruff_cache build dist runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One rule for both environments. The stamp is touched last: an install that was interrupted is
+# taken up again, one that is complete is re-used until pyproject.toml changes.
+$(DEV)/.installed: EXTRA = dev
+$(DEMO)/.installed: EXTRA = demo
+$(DEV)/.installed $(DEMO)/.installed: pyproject.toml | check-python
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	@touch $@
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: '$(PYTHON)' not found: install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: regrow needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | cut -d" " -f2): name another: make PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: '$(PYTHON)' cannot make virtual environments: install its venv module (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }

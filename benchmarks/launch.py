@@ -1,0 +1,224 @@
+"""What the launcher itself costs, beside torchrun of the installed torch.
+
+    python benchmarks/launch.py [-n RUNS] [--nproc WORKERS] [--json FILE] [--check]
+
+Both launchers start the same worker script with the same arguments, alternating, so that a
+machine that grows slower half-way slows both. Four questions:
+
+1. command to the first line of every worker, of a script that imports nothing
+2. a worker's exit(1) to every worker of the next attempt having started
+3. the same to the end of their first all-reduce over gloo
+4. resident memory and processor time of the idle agent, with every helper process it has, while
+   the workers sleep; one long window with both launchers at once, because the kernel counts
+   processor time in ticks of 10 ms and neither figure depends on what else runs
+
+Every time is the difference of two stamps of the monotonic clock, the later one taken by the last
+worker. `--check` compares with the bounds in BOUNDS and exits with 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from _procs import Usage, descendants, usage
+
+WORKER = Path(__file__).with_name("_worker.py")
+LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
+FIRST_LINE = "command to first line of every worker"
+RESTART = "exit(1) to all workers of the next attempt"
+ALL_REDUCE = "exit(1) to their first all-reduce"
+
+# (measure, bound): for the times a share of torchrun's median, for the idle agent absolute.
+BOUNDS = {FIRST_LINE: 0.15, RESTART: 0.30}
+IDLE_MB_BOUND = 50.0
+IDLE_CPU_BOUND = 0.2  # per cent of one core
+
+DEADLINE_S = 120.0
+SETTLE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A line that a worker wrote."""
+
+    what: str
+    attempt: int
+    rank: int
+    pid: int
+    monotonic_s: float
+
+
+def read_stamps(path: Path) -> list[Stamp]:
+    """Return what the workers noted so far."""
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [Stamp(w, int(a), int(r), int(p), int(ns) / 1e9) for w, a, r, p, ns in rows]
+
+
+@contextmanager
+def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a launcher on `_worker.py mode` in the folder `work`; stop it at the end."""
+    command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={workers}"]
+    command += ["--max-restarts=3", f"--log-dir={work / 'logs'}", str(WORKER), mode]
+    env = {**os.environ, "BENCH_STAMPS": str(work / "stamps"), "OMP_NUM_THREADS": "1"}
+    with open(work / "output", "wb") as output:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(DEADLINE_S)
+
+
+def crash_run(module: str, mode: str, workers: int) -> tuple[float, float]:
+    """Run a job whose last rank exits with 1 in the first attempt.
+
+    Returns the seconds from the command to the first line of every worker, and from that exit to
+    the last `started` (mode `crash`) or `reduced` (mode `allreduce`) of the next attempt.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench_launch_") as folder:
+        work = Path(folder)
+        began_s = time.monotonic()
+        with launched(module, mode, workers, work) as process:
+            code = process.wait(DEADLINE_S)
+        stamps = read_stamps(work / "stamps")
+        goal = "reduced" if mode == "allreduce" else "started"
+        first = [s.monotonic_s for s in stamps if (s.what, s.attempt) == ("started", 0)]
+        again = [s.monotonic_s for s in stamps if (s.what, s.attempt) == (goal, 1)]
+        crash = [s.monotonic_s for s in stamps if s.what == "crashed"]
+        if code != 0 or (len(first), len(again), len(crash)) != (workers, workers, 1):
+            text = (work / "output").read_text(errors="replace")
+            sys.exit(f"{module} {mode}: exit code {code}, stamps {stamps}; its output:\n{text}")
+        return max(first) - began_s, max(again) - crash[0]
+
+
+def idle_run(workers: int, seconds: float) -> dict[str, list[Usage]]:
+    """Return for each launcher what its own processes hold and used in `seconds` of idleness."""
+    with tempfile.TemporaryDirectory(prefix="bench_launch_") as folder:
+        works = {name: Path(folder) / name for name in LAUNCHERS}
+        for work in works.values():
+            work.mkdir()
+        with (
+            launched(LAUNCHERS["regrow"], "idle", workers, works["regrow"]) as regrow,
+            launched(LAUNCHERS["torchrun"], "idle", workers, works["torchrun"]) as torchrun,
+        ):
+            roots = {"regrow": regrow.pid, "torchrun": torchrun.pid}
+            deadline_s = time.monotonic() + DEADLINE_S
+            while any(len(read_stamps(work / "stamps")) < workers for work in works.values()):
+                if time.monotonic() > deadline_s:
+                    sys.exit(f"the idle workers did not start within {DEADLINE_S} s")
+                time.sleep(0.05)
+            time.sleep(SETTLE_S)
+            before = {name: _own(pid, works[name]) for name, pid in roots.items()}
+            time.sleep(seconds)
+            after = {name: _own(pid, works[name]) for name, pid in roots.items()}
+    return {name: _difference(before[name], after[name]) for name in LAUNCHERS}
+
+
+def _own(root: int, work: Path) -> list[Usage]:
+    """Return the usage of the launcher and its helpers: all below it but the workers."""
+    workers = {stamp.pid for stamp in read_stamps(work / "stamps")}
+    below_workers = set().union(*(descendants(pid) for pid in workers))
+    return [usage(pid) for pid in sorted(descendants(root) - below_workers)]
+
+
+def _difference(before: list[Usage], after: list[Usage]) -> list[Usage]:
+    """Return `after` with the processor time since `before`."""
+    spent = {entry.pid: entry.cpu_s for entry in before}
+    return [
+        Usage(u.pid, u.command, u.resident_mb, u.proportional_mb, u.cpu_s - spent.get(u.pid, 0.0))
+        for u in after
+    ]
+
+
+def measure(runs: int, workers: int) -> dict[str, dict[str, list[float]]]:
+    """Return for each measure and launcher the seconds of every run."""
+    measures = (FIRST_LINE, RESTART, ALL_REDUCE)
+    times: dict[str, dict[str, list[float]]] = {m: {n: [] for n in LAUNCHERS} for m in measures}
+    for run in range(runs):
+        for name in sorted(LAUNCHERS, reverse=bool(run % 2)):
+            first_line, restart = crash_run(LAUNCHERS[name], "crash", workers)
+            _, all_reduce = crash_run(LAUNCHERS[name], "allreduce", workers)
+            for what, seconds in zip(measures, (first_line, restart, all_reduce), strict=True):
+                times[what][name].append(seconds)
+            print(
+                f"run {run + 1}/{runs} {name:8}  {first_line:.3f}  {restart:.3f}  {all_reduce:.3f}",
+                file=sys.stderr,
+            )
+    return times
+
+
+def main() -> int:
+    """Measure, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Measure the launcher beside torchrun.")
+    parser.add_argument("-n", "--runs", type=int, default=5)
+    parser.add_argument("--nproc", type=int, default=2, help="workers of each job")
+    parser.add_argument("--idle-seconds", type=float, default=20.0, help="window of measure 4")
+    parser.add_argument("--json", type=Path, help="write every single figure to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
+    args = parser.parse_args()
+
+    times = measure(args.runs, args.nproc)
+    idle = idle_run(args.nproc, args.idle_seconds)
+    missed: list[str] = []
+
+    def verdict(value: float, bound: float | None, unit: str = "") -> str:
+        if bound is None:
+            return ""
+        if value > bound:
+            missed.append(f"{value:.3g}{unit} is over {bound:g}{unit}")
+        return f"{'ok' if value <= bound else 'MISSED'} (<= {bound:g}{unit})"
+
+    print(f"{args.nproc} workers, {args.runs} runs, medians of seconds (least to most)")
+    print(f"{'':45}{'regrow':>24}{'torchrun':>24}{'ratio':>8}")
+    for what, by_name in times.items():
+        ratio = statistics.median(by_name["regrow"]) / statistics.median(by_name["torchrun"])
+        cells = "".join(f"{_median_and_range(by_name[name]):>24}" for name in LAUNCHERS)
+        print(f"{what:45}{cells}{ratio:8.3f}  {verdict(ratio, BOUNDS.get(what))}")
+    resident = {name: sum(u.resident_mb for u in used) for name, used in idle.items()}
+    cpu = {
+        name: 100 * sum(u.cpu_s for u in used) / args.idle_seconds for name, used in idle.items()
+    }
+    for what, unit, by, bound in (
+        ("idle agent and helpers, resident", " MB", resident, IDLE_MB_BOUND),
+        ("idle agent and helpers, processor", " %", cpu, IDLE_CPU_BOUND),
+    ):
+        cells = "".join(f"{by[name]:>{24 - len(unit)}.2f}{unit}" for name in LAUNCHERS)
+        ratio = by["regrow"] / by["torchrun"] if by["torchrun"] else float("nan")
+        print(f"{what:45}{cells}{ratio:8.3f}  {verdict(by['regrow'], bound, unit)}")
+    for name, used in idle.items():
+        for entry in used:
+            memory = (
+                f"{entry.resident_mb:.1f} MB resident, {entry.proportional_mb:.1f} MB own share"
+            )
+            print(f"  {name}: {memory}, {entry.cpu_s:.2f} s: {entry.command}")
+    if args.json:
+        used_by = {name: [asdict(u) for u in used] for name, used in idle.items()}
+        figures = {"workers": args.nproc, "seconds": times, "idle": used_by, "missed": missed}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if missed and args.check:
+        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _median_and_range(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
