@@ -1,0 +1,312 @@
+"""The follower: a thread that shows files of workers' output, line by line, on a console.
+
+The pump stores what workers print and says how far the files reach; this thread reads them from
+there and writes to the console at whatever pace the console has. A terminal that is slow, or
+stopped by Ctrl-S, so costs neither the workers their time, nor the agent memory, nor anyone a
+line: what is not yet shown waits in the file.
+
+What could not be stored (a full disk) is handed over in memory instead, up to `MAX_SPILLED`
+bytes, with its place between the bytes that could. The same thread, with other descriptors to
+write to, keeps the files of filtered lines.
+
+A write to a console may block for ever, and no way to bound it spares the other users of a
+terminal (non-blocking mode belongs to all who hold it open). So nobody waits for this thread
+beyond a limit, and it is a daemon: a process can end while it is blocked.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from regrow.workers._lines import Lines
+
+CHUNK = 128 * 1024
+"""Bytes read from a file at once."""
+SLICE = 16 * 1024
+"""Bytes written at once: what a slow console must take for us to notice that it takes anything."""
+MAX_SPILLED = 4 * 1024 * 1024
+"""Bytes held in memory that no file would take."""
+
+
+class Sink:
+    """A file descriptor to write lines to.
+
+    Args:
+        fd: the descriptor; what is written to one that is not open is dropped.
+        owned: whether the follower closes it at its end.
+    """
+
+    __slots__ = ("_dead", "_fd", "owned", "taken")
+
+    def __init__(self, fd: int, *, owned: bool = False) -> None:
+        self._fd = fd
+        self.owned = owned
+        self.taken = 0
+        """Writes that came back: it grows as long as the console takes something."""
+        self._dead = False
+        try:
+            os.fstat(fd)
+        except OSError:  # closed; somebody may open another file under the same number
+            self._dead = True
+
+    def write(self, data: bytes) -> None:
+        """Write all of it, for as long as that takes; a console that is gone hears nothing."""
+        left = memoryview(data)
+        while left and not self._dead:
+            try:
+                left = left[os.write(self._fd, left[:SLICE]) :]
+                self.taken += 1
+            except BlockingIOError:  # somebody else made the terminal non-blocking
+                self._room().poll()
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return  # a file on a full disk: the next lines may fit again
+                self._dead = True
+
+    def write_if_ready(self, text: str) -> None:
+        """Write a short line unless that could block."""
+        data = text.encode(errors="surrogateescape") + b"\n"
+        if not self._dead and self._room().poll(0):
+            with suppress(OSError):
+                os.write(self._fd, data[: select.PIPE_BUF])
+
+    def _room(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        return poll
+
+    def close(self) -> None:
+        """Close the descriptor if it is owned."""
+        if self.owned and not self._dead:
+            os.close(self._fd)
+            self._dead = True
+
+
+class Source:
+    """What the follower knows of one stream. The pump makes it and hands it back, no more.
+
+    Args:
+        sink: where its lines go.
+        lines: how they are made up.
+    """
+
+    __slots__ = ("done", "ended", "file", "lines", "position", "sink", "spilled", "stored")
+
+    def __init__(self, sink: Sink, lines: Lines) -> None:
+        self.sink = sink
+        self.lines = lines
+        self.file = -1
+        """Descriptor to read from; -1 for a stream of which only what is spilled is shown."""
+        self.position = 0
+        """How far the file was read."""
+        self.stored = 0
+        """How far it may be read."""
+        self.spilled: deque[tuple[int, bytes]] = deque()
+        """What the file lacks: where in the file it belongs, and the bytes. No bytes at all
+        stand for an end of the gap in a stream whose file is not shown."""
+        self.ended = False
+        """Nothing more will come."""
+        self.done = False
+        """All is shown, or given up."""
+
+
+class Follower:
+    """Shows the sources given to it; starts its thread when there is something to do.
+
+    Args:
+        notes: where messages of our own go.
+    """
+
+    def __init__(self, notes: Sink) -> None:
+        self._notes_sink = notes
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._shown = threading.Condition(self._lock)
+        self._notes: deque[bytes] = deque()
+        self._due: dict[Source, None] = {}
+        """Sources with something to show, in the order of their turns."""
+        self._live: set[Source] = set()
+        """Sources that are not done."""
+        self._spilled = 0
+        """Bytes in all sources' `spilled`."""
+        self._sinks: set[Sink] = set()
+        self._thread: threading.Thread | None = None
+
+    # --- what the pump calls: none of it waits for the console
+
+    def add(self, source: Source) -> None:
+        """Follow a source until it is ended or given up."""
+        with self._lock:
+            self._live.add(source)
+            self._sinks.add(source.sink)
+
+    def opened(self, source: Source, file: int, start: int) -> None:
+        """Say where the stream is stored.
+
+        Args:
+            source: the stream.
+            file: descriptor open for reading; from now on the follower's.
+            start: offset in bytes from which on the file holds the stream.
+        """
+        with self._lock:
+            source.file = file
+            source.position = source.stored = start
+
+    def stored(self, source: Source, end: int) -> None:
+        """Say that the file holds the stream up to the offset `end`."""
+        with self._lock:
+            source.stored = end
+            self._wake(source)
+
+    def spill(self, source: Source, data: bytes) -> bool:
+        """Show bytes that follow what is stored but are in no file.
+
+        Returns:
+            Whether they will be shown: not if too much waits already.
+        """
+        with self._lock:
+            if self._spilled + len(data) > MAX_SPILLED:
+                return False
+            self._spilled += len(data)
+            source.spilled.append((source.stored, data))
+            self._wake(source)
+            return True
+
+    def end(self, source: Source) -> None:
+        """Say that the stream has ended."""
+        with self._lock:
+            source.ended = True
+            self._wake(source)
+
+    def say(self, text: str) -> None:
+        """Show a message of our own, a line."""
+        with self._lock:
+            self._notes.append(text.encode(errors="surrogateescape") + b"\n")
+            self._wake(None)
+
+    def _wake(self, source: Source | None) -> None:
+        if source is not None:
+            self._due[source] = None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="regrow-console", daemon=True)
+            self._thread.start()
+        self._news.notify()
+
+    # --- what a stopping pump calls
+
+    def wait(self, sources: Sequence[Source], stall: float) -> bool:
+        """Wait until all that is known of some ended sources is shown.
+
+        Args:
+            sources: which.
+            stall: seconds without anything shown after which to give up.
+
+        Returns:
+            Whether all is shown (or was abandoned by another thread).
+        """
+        before = -1
+        with self._lock:
+            while self._notes or not all(source.done for source in sources):
+                now = self._notes_sink.taken
+                now += sum(source.position + source.sink.taken for source in sources)
+                if now == before:
+                    return False
+                before = now
+                self._shown.wait_for(
+                    lambda: not self._notes and all(source.done for source in sources), stall
+                )
+        return True
+
+    def abandon(self, sources: Sequence[Source]) -> int:
+        """Show no more of some sources.
+
+        Returns:
+            How many bytes of them were not shown.
+        """
+        unshown = 0
+        with self._lock:
+            for source in sources:
+                unshown += max(0, source.stored - source.position)
+                unshown += sum(len(data) for _, data in source.spilled)
+                self._spilled -= sum(len(data) for _, data in source.spilled)
+                source.spilled.clear()
+                source.position = source.stored
+                source.ended = source.done = True
+                self._wake(source)
+            self._shown.notify_all()
+        return unshown
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._due and not self._notes:
+                    if not self._live:
+                        self._thread = None
+                        for sink in self._sinks:
+                            sink.close()
+                        return
+                    self._news.wait()
+                note = self._notes[0] if self._notes else None
+                source = next(iter(self._due)) if note is None else None
+                if source is not None:
+                    del self._due[source]
+            if source is not None:
+                self._turn(source)
+            elif note is not None:
+                self._notes_sink.write(note)
+                with self._lock:
+                    self._notes.popleft()
+                    self._shown.notify_all()
+
+    def _turn(self, source: Source) -> None:
+        """Show the next piece of a source, and queue it again if there is more."""
+        with self._lock:
+            spilled = source.spilled[0] if source.spilled else None
+            limit = spilled[0] if spilled is not None else source.stored
+            stored = source.position != limit and not source.done
+            if not stored and spilled is not None:
+                source.spilled.popleft()
+                self._spilled -= len(spilled[1])
+            last = source.ended and not stored and spilled is None
+        if stored:
+            text = source.lines.feed(_read(source, limit))
+        elif spilled is not None and spilled[1]:
+            text = source.lines.feed(spilled[1])
+        else:
+            text = source.lines.rest() if spilled is not None or last else b""
+        if not source.done:
+            source.sink.write(text)
+        with self._lock:
+            if last:
+                self._finish(source)
+            elif source.ended or source.spilled or source.position != source.stored:
+                self._due[source] = None
+
+    def _finish(self, source: Source) -> None:
+        source.done = True
+        self._live.discard(source)
+        self._due.pop(source, None)
+        if source.file >= 0:
+            os.close(source.file)
+            source.file = -1
+        self._shown.notify_all()
+
+
+def _read(source: Source, limit: int) -> bytes:
+    """The next bytes that the file has for a source, and moves its position on."""
+    if source.position > limit:
+        source.position = 0  # somebody emptied the file
+    try:
+        data = os.pread(source.file, min(CHUNK, limit - source.position), source.position)
+    except OSError:
+        data = b""
+    source.position = source.position + len(data) if data else limit
+    return data

@@ -1,0 +1,402 @@
+"""The pump: one thread that moves what workers print from their pipes into their log files.
+
+Each redirected stream is a pipe. The worker writes to the pipe and never to the disk, so a full
+or failing disk is the pump's trouble, not the training's: the pump goes on reading, hands what
+no file takes to the console, and stores again once the disk takes it. What was read is stored at
+once, with append, so that `tail -f` and a log shipper see it, and so that the guardian can go on
+where we were if this process is killed: the pipes outlive it, and so does what is in them.
+
+Showing output on the console (tee) and keeping the files of filtered lines is the follower's
+part; it reads what is stored, and the pump never waits for it. A stream that is not redirected
+has no pipe: the worker inherits our own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Literal
+
+from regrow.workers._console import Follower, Sink, Source
+from regrow.workers._lines import Lines
+
+if TYPE_CHECKING:
+    from regrow.workers._logs import LogsDest
+
+PIPE_SIZE = 1024 * 1024
+"""Bytes a pipe holds, so that a burst does not wait for us. 1 MiB is what any user may have."""
+BUFFER_SIZE = 256 * 1024
+"""Bytes moved at once: few system calls, and the buffer stays in the processor's cache."""
+MIN_FLUSH_S = 0.5
+"""Seconds that a console has for the last lines also when all must stop at once."""
+STUCK_S = 5.0
+"""Seconds after the deadline of a stop in which a pump ends unless its file system hangs."""
+
+
+class _Stream:
+    """One redirected stream of a worker.
+
+    Args:
+        path: its log file.
+        shown: whether what is stored is shown on the console, too (tee).
+        console: who shows it, and what cannot be stored in any case.
+        sieve: who keeps the file of its filtered lines, if anyone does.
+    """
+
+    __slots__ = ("_console", "_file", "_readers", "_shown", "failing", "path", "reader", "writer")
+
+    def __init__(
+        self,
+        path: str,
+        shown: bool,
+        console: tuple[Follower, Source],
+        sieve: tuple[Follower, Source] | None,
+    ) -> None:
+        self.path = path
+        self._shown = shown
+        self._console = console
+        self._readers = [console] if shown else []
+        if sieve is not None:
+            self._readers.append(sieve)
+        self._file = -1
+        self.failing = False
+        """Whether the last bytes could not be stored."""
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        # Refused once the user's pipes hold 64 MiB in all; the default of 64 KiB does, too.
+        with suppress(OSError):
+            fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+        with suppress(OSError):  # tried again, and reported, when there is something to store
+            self._open()
+
+    def _open(self) -> None:
+        mode = os.O_RDWR if self._readers else os.O_WRONLY
+        file = os.open(self.path, mode | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            for follower, source in self._readers:
+                follower.opened(source, os.dup(file), os.lseek(file, 0, os.SEEK_END))
+        except OSError:
+            os.close(file)
+            raise
+        self._file = file
+
+    def store(self, data: memoryview) -> tuple[int, OSError | None]:
+        """Append to the file as much as it takes: how many bytes, and why not all."""
+        done, trouble = 0, None
+        try:
+            if self._file < 0:
+                self._open()
+            while done < len(data):
+                done += os.write(self._file, data[done:])
+        except OSError as error:
+            trouble = error
+        if done and self._readers:
+            # Asked of the kernel, not counted: somebody may have emptied the file.
+            end = os.lseek(self._file, 0, os.SEEK_CUR)
+            for follower, source in self._readers:
+                follower.stored(source, end)
+        return done, trouble
+
+    def spill(self, data: bytes) -> bool:
+        """Show bytes that no file takes; whether the console will."""
+        for follower, source in self._readers[self._shown :]:
+            follower.spill(source, data)
+        return self._console[0].spill(self._console[1], data)
+
+    def mended(self) -> None:
+        """What comes now is stored again."""
+        self.failing = False
+        if not self._shown:  # and so it is not shown: what is left of a line is the last of it
+            self._console[0].spill(self._console[1], b"")
+
+    def close_writer(self) -> None:
+        """Close our copy of the worker's end."""
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def end(self) -> None:
+        """Read no more."""
+        os.close(self.reader)
+        self.reader = -1
+        if self._file >= 0:
+            os.close(self._file)
+        for follower, source in [self._console, *self._readers[self._shown :]]:
+            follower.end(source)
+
+
+class LogPump:
+    """Stores and shows the output of the workers of one attempt.
+
+    Make it before the workers, give each the descriptors of `writer_fd`, and `start` it; when the
+    workers have their descriptors, `close_writers`; when they have ended, `stop`. Where nothing
+    is redirected no thread runs.
+
+    Args:
+        name: of the workers' role; lines on the console start with `[<name><local_rank>]:`.
+        dest: where each stream goes.
+        prefixes: another start of the lines, by local rank.
+        stdout_filters: lines of tee'd stdouts that contain one of these are copied to
+            `dest.filtered_stdout`.
+        stderr_filters: the same for stderr and `dest.filtered_stderr`.
+        stdout_fd: the console for stdout.
+        stderr_fd: the console for stderr, and for messages of our own.
+        console: shows the lines. With one console for the pumps of several attempts, the lines
+            of an attempt that is over can be shown while the next one runs already.
+
+    Raises:
+        ValueError: a stream is to be shown from a file that it does not go to.
+        OSError: there are no more descriptors to be had.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dest: LogsDest,
+        prefixes: Mapping[int, str] | None = None,
+        *,
+        stdout_filters: Sequence[str] | None = None,
+        stderr_filters: Sequence[str] | None = None,
+        stdout_fd: int = 1,
+        stderr_fd: int = 2,
+        console: Follower | None = None,
+    ) -> None:
+        self.unstored = 0
+        """Bytes that no file took."""
+        self.lost = 0
+        """Bytes among them that the console could not be given either."""
+        self._notes, stdout = Sink(stderr_fd), Sink(stdout_fd)
+        self._console = console if console is not None else Follower(self._notes)
+        self._sieve = Follower(self._notes)
+        self._prefixes = {rank: f"[{name}{rank}]:" for rank in dest.stdouts} | dict(prefixes or {})
+        self._streams: dict[tuple[int, str], _Stream] = {}
+        self._dropped: set[tuple[int, str]] = set()
+        self._sources: list[Source] = []
+        self._sieved: list[Source] = []
+        self._null = -1
+        self._said: set[str] = set()
+        self._lock = threading.Lock()
+        self._control = -1
+        self._deadline: float | None = None
+        self._thread: threading.Thread | None = None
+        self._told = False
+        try:
+            self._add(
+                "stdout",
+                dest.stdouts,
+                dest.tee_stdouts,
+                stdout,
+                stdout_filters,
+                dest.filtered_stdout,
+            )
+            self._add(
+                "stderr",
+                dest.stderrs,
+                dest.tee_stderrs,
+                self._notes,
+                stderr_filters,
+                dest.filtered_stderr,
+            )
+            if self._streams:
+                self._control = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            if self._dropped:
+                self._null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        except BaseException:
+            self.close_writers()
+            self._end()
+            raise
+
+    def _add(
+        self,
+        name: str,
+        paths: Mapping[int, str],
+        tees: Mapping[int, str],
+        sink: Sink,
+        filters: Sequence[str] | None,
+        filtered: str,
+    ) -> None:
+        for rank, path in tees.items():
+            if path not in (paths.get(rank), os.devnull):
+                raise ValueError(
+                    f"{name} of local rank {rank} cannot be shown from {path}: it goes to"
+                    f" {paths.get(rank) or 'the console'}; a stream is tee'd from the file that"
+                    " it is redirected to"
+                )
+        sieve = self._open_sieve(filtered) if filters and filtered and tees else None
+        for rank, path in paths.items():
+            if path == os.devnull:
+                self._dropped.add((rank, name))
+            if path in ("", os.devnull):
+                continue
+            prefix, shown = self._prefixes[rank], rank in tees
+            source = Source(sink, Lines(prefix))
+            reader = None
+            if sieve is not None and filters and shown:
+                reader = (self._sieve, Source(sieve, Lines(prefix, filters)))
+                self._sieve.add(reader[1])
+                self._sieved.append(reader[1])
+            self._console.add(source)
+            self._sources.append(source)
+            stream = _Stream(path, shown, (self._console, source), reader)
+            self._streams[rank, name] = stream
+
+    def _open_sieve(self, path: str) -> Sink | None:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            return Sink(os.open(path, flags, 0o644), owned=True)
+        except OSError as error:
+            self._say(f"no filtered lines are kept: {path} cannot be made: {_why(error)}")
+            return None
+
+    def writer_fd(self, local_rank: int, stream: Literal["stdout", "stderr"]) -> int | None:
+        """The descriptor that a worker gets as its stdout or stderr; None to inherit ours."""
+        if (local_rank, stream) in self._dropped:
+            return self._null
+        found = self._streams.get((local_rank, stream))
+        return found.writer if found is not None else None
+
+    def drain_fds(self) -> list[tuple[int, str]]:
+        """The ends that are read, non-blocking, each with its file.
+
+        For the guardian, which stores what is left in the pipes if this process is killed.
+        """
+        return [(stream.reader, stream.path) for stream in self._streams.values()]
+
+    def start(self) -> None:
+        """Begin to store what the workers print."""
+        if self._streams and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="regrow-pump", daemon=True)
+            self._thread.start()
+
+    def close_writers(self) -> None:
+        """Close our copies of the workers' ends, without which no stream ever ends."""
+        for stream in self._streams.values():
+            stream.close_writer()
+        if self._null >= 0:
+            os.close(self._null)
+            self._null = -1
+
+    def stop(self, timeout: float = 5.0, *, flush: bool = True) -> None:
+        """Store all that the workers printed, and show it.
+
+        A second call from another thread, with a smaller timeout, hurries the first.
+
+        Args:
+            timeout: seconds to wait for streams that somebody holds open still (a process that a
+                worker left behind); what they contain then is stored and they are closed. The
+                same time without the console taking anything, and it is waited for no longer:
+                what it did not show is in the files, and it is told so if it listens.
+            flush: wait for the console; else it goes on by itself.
+        """
+        self.close_writers()
+        deadline = monotonic() + timeout
+        with self._lock:
+            if self._deadline is None or deadline < self._deadline:
+                self._deadline = deadline
+            if self._control >= 0:
+                os.eventfd_write(self._control, 1)
+        if self._thread is None:
+            self._end()
+        else:
+            self._thread.join(timeout + STUCK_S)
+            if self._thread.is_alive():
+                path = next(iter(self._streams.values())).path
+                self._notes.write_if_ready(
+                    f"regrow: the file system of {path} hangs; output may be missing there"
+                )
+        if flush:
+            self._flush(max(timeout, MIN_FLUSH_S))
+
+    def _flush(self, stall: float) -> None:
+        self._sieve.wait(self._sieved, stall)
+        self._sieve.abandon(self._sieved)
+        shown = self._console.wait(self._sources, stall)
+        unshown = self._console.abandon(self._sources)
+        if not shown and unshown:
+            self._notes.write_if_ready(
+                f"regrow: {unshown} bytes of output are not shown here: the console took nothing"
+                f" for {stall:g} s; they are in the log files"
+            )
+
+    # --- the thread
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(BUFFER_SIZE))
+        live = {stream.reader: stream for stream in self._streams.values()}
+        with select.epoll() as poll:
+            poll.register(self._control, select.EPOLLIN)
+            for reader in live:
+                poll.register(reader, select.EPOLLIN)
+            while live and (left := self._time_left()) != 0:
+                for fd, _ in poll.poll(left):
+                    if fd == self._control:
+                        os.eventfd_read(fd)
+                    elif not self._move(live[fd], buffer):
+                        poll.unregister(fd)
+                        live.pop(fd).end()
+            for stream in live.values():  # held open by others: what is in the pipe, no more
+                for _ in range(PIPE_SIZE // BUFFER_SIZE + 1):
+                    self._move(stream, buffer)
+        self._end()
+
+    def _time_left(self) -> float | None:
+        """Seconds until all must be over; None before a stop."""
+        deadline = self._deadline
+        return None if deadline is None else max(0.0, deadline - monotonic())
+
+    def _move(self, stream: _Stream, buffer: memoryview) -> bool:
+        """Store what a pipe holds, up to a buffer full; False at its end."""
+        try:
+            size = os.readv(stream.reader, [buffer])
+        except BlockingIOError:
+            return True
+        if size == 0:
+            return False
+        done, trouble = stream.store(buffer[:size])
+        if trouble is None:
+            if stream.failing:
+                stream.mended()
+                self._say_once("output is stored again")
+            return True
+        stream.failing = True
+        self._say_once(
+            f"{stream.path} cannot be written: {_why(trouble)}; the workers run on, and what they"
+            " print goes to the console as long as no file takes it",
+            kind="trouble",
+        )
+        self.unstored += size - done
+        if not stream.spill(bytes(buffer[done:size])):
+            self.lost += size - done
+        return True
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._control >= 0:
+                os.close(self._control)
+                self._control = -1
+        for stream in self._streams.values():
+            if stream.reader >= 0:
+                stream.end()
+        if self.unstored and not self._told:
+            self._told = True
+            self._say(
+                f"{self.unstored} bytes of output are in no file; the console took"
+                f" {'all' if not self.lost else f'all but {self.lost}'} of them"
+            )
+
+    def _say(self, text: str) -> None:
+        self._console.say(f"regrow: {text}")
+
+    def _say_once(self, text: str, kind: str = "") -> None:
+        if (kind or text) not in self._said:
+            self._said.add(kind or text)
+            self._say(text)
+
+
+def _why(error: OSError) -> str:
+    return f"[Errno {error.errno}] {error.strerror}"
