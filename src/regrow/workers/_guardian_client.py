@@ -1,0 +1,460 @@
+"""`Guardian`: the agent's handle on its guardian process.
+
+Everything asked for is a message and every answer an event, so that nothing here waits: `start`
+returns while the guardian's interpreter is still starting, and a thousand workers are asked for
+without an answer to the first. Events come to the worker's listener on one thread, in the order in
+which things happened.
+
+A guardian that dies takes the workers with it (they have PDEATHSIG); what they leave behind is
+killed from here, and then every listener gets `GuardianLost`. The next `spawn` starts another one,
+so one handle serves a job through all its attempts.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+
+from regrow.workers import _procfs
+from regrow.workers._frames import Decoder, encode
+
+#: Runs `_guardian.main` as a module, so that its byte code is cached, but without `regrow` and
+#: its imports: a bare package that knows only where the files are.
+_BOOTSTRAP = (
+    "import sys;p=type(sys)('regrow_guardian');p.__path__=[sys.argv.pop()];"
+    "sys.modules[p.__name__]=p;from regrow_guardian._guardian import main;main()"
+)
+#: Seconds that killing the orphans of a dead guardian may take before the loss is reported.
+_LOSS_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program to run as a worker."""
+
+    argv: Sequence[str]
+    """The program, looked up in PATH of `env` unless it has a slash, and its arguments."""
+    env: Mapping[str, str]
+    """Its whole environment; the worker's mark is added."""
+    cwd: str | None = None
+    """Where it runs; None is where the agent is."""
+    fds: Mapping[int, int] = field(default_factory=dict)
+    """Its file descriptors: number there -> number here. 0 to 2 are the agent's unless given."""
+    drains: Sequence[tuple[int, str]] = ()
+    """Pipes to be emptied into files by the guardian if the agent is killed."""
+    grace: float = 30.0
+    """Seconds between SIGTERM and SIGKILL for processes that it leaves behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The worker's program runs."""
+
+    worker: int
+    pid: int
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The program could not be run; nothing but `Gone` follows."""
+
+    worker: int
+    error: OSError
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The worker's process ended."""
+
+    worker: int
+    code: int | None
+    """Its exit code, negative for a signal; None for an adopted worker, whose parent knows."""
+    stopping: bool
+    """A stop had been asked for before it ended."""
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """The worker was stopped by a signal such as SIGSTOP."""
+
+    worker: int
+    signal: int
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The worker runs again after a SIGCONT."""
+
+    worker: int
+    signal: int
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Nothing of the worker is left: it has ended, and so has all that it started."""
+
+    worker: int
+    left_behind: int
+    """How many processes outlived it and had to be stopped."""
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class GuardianLost:
+    """The guardian is gone, and the worker with it; nothing follows."""
+
+    worker: int
+    monotonic: float
+
+
+GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | GuardianLost
+Listener = Callable[[GuardianEvent], None]
+
+
+class Guardian:
+    """One guardian process and its workers. Thread-safe; use again after `close` starts anew."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._link: _Link | None = None
+        self._next_worker = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The guardian's process, if one was started and is not known to be gone."""
+        link = self._link
+        return link.pid if link is not None else None
+
+    def start(self) -> None:
+        """Start the process, if there is none; does not wait for it.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        with self._lock:
+            self._ensure()
+
+    def spawn(self, command: Command, listener: Listener) -> int:
+        """Start a worker; `Started` or `Refused` tells how that went.
+
+        Args:
+            command: what to run.
+            listener: called with all events of this worker, on the handle's own thread; it must
+                not block, nor raise.
+
+        Returns:
+            The handle's number for the worker.
+
+        Raises:
+            OSError: `cwd` cannot be opened, or no guardian can be started.
+            ValueError: arguments or environment have a null byte, or exceed the message limit.
+        """
+        fds, opened = {number: number for number in (0, 1, 2)} | dict(command.fds), []
+        try:
+            opened.append(os.open(command.cwd or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+            for number, source in fds.items():
+                if number <= 2 and source == number and not _is_open(source):
+                    opened.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
+                    fds[number] = opened[-1]
+            with self._lock:
+                link = self._ensure()
+                worker, token = self._register(link, listener)
+                env = dict(command.env) | {_procfs.MARK: token}
+                words = [os.fsencode(word) for word in command.argv]
+                variables = [os.fsencode(f"{name}={value}") for name, value in env.items()]
+                for word in (*words, *variables):
+                    if b"\0" in word:
+                        del link.listeners[worker]
+                        raise ValueError(f"embedded null byte in a worker's {os.fsdecode(word)!r}")
+                message: list[bytes | int] = [b"spawn", worker, token.encode()]
+                message += [round(command.grace * 1e9)]
+                message += [len(fds), len(command.drains), len(words), len(variables)]
+                message += [*fds, *(os.fsencode(path) for _, path in command.drains)]
+                message += [*words, *variables]
+                drains = [fd for fd, _ in command.drains]
+                link.send(message, [opened[0], *fds.values(), *drains])
+            return worker
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    def mark(self) -> str:
+        """A mark for a worker that will be adopted, for its environment's `REGROW_WORKER`."""
+        with self._lock:
+            link = self._ensure()
+            self._next_worker += 1
+            return f"{link.prefix}{self._next_worker}/"
+
+    def adopt(
+        self,
+        pid: int,
+        token: str,
+        listener: Listener,
+        *,
+        drains: Sequence[tuple[int, str]] = (),
+        grace: float = 30.0,
+    ) -> int:
+        """Watch a worker that somebody else forked, and kill it and all it starts like any other.
+
+        Args:
+            pid: its process, a child of this one that has not been waited for.
+            token: what `mark` returned for it.
+            listener: as in `spawn`; the first event is `Exited`.
+            drains: as in `Command`.
+            grace: as in `Command`.
+
+        Returns:
+            The handle's number for the worker.
+
+        Raises:
+            OSError: there is no such process, or no guardian can be started.
+        """
+        pidfd = os.pidfd_open(pid)
+        try:
+            with self._lock:
+                link = self._ensure()
+                worker, _ = self._register(link, listener, token)
+                link.pids.add(pid)
+                message: list[bytes | int] = [b"adopt", worker, token.encode(), round(grace * 1e9)]
+                message += [pid, *(os.fsencode(path) for _, path in drains)]
+                link.send(message, [pidfd, *(fd for fd, _ in drains)])
+            return worker
+        finally:
+            os.close(pidfd)
+
+    def signal(self, worker: int, signum: int) -> None:
+        """Signal a worker's process group; nothing happens if it has ended."""
+        self._send([b"signal", worker, signum])
+
+    def stop(self, workers: Sequence[int], signum: int, grace: float) -> None:
+        """End workers: `signum` to their process groups, after `grace` seconds SIGKILL to all.
+
+        Args:
+            workers: which; those that are gone are passed over. A later call may shorten the
+                grace of an earlier one.
+            signum: such as SIGTERM. SIGCONT follows it, for suspended workers.
+            grace: seconds.
+        """
+        self._send([b"stop", signum, round(max(0.0, grace) * 1e9), *workers])
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """End the guardian, which kills all workers that are left.
+
+        Args:
+            timeout: seconds to wait for it. It lasts as long as a process that SIGKILL does not
+                end (one in uninterruptible sleep), and then still watches over that one.
+
+        Returns:
+            Whether it ended.
+        """
+        with self._lock:
+            link = self._link
+            self._link = None
+        return link is None or link.close(timeout)
+
+    def _ensure(self) -> _Link:
+        if self._link is None or self._link.lost:
+            self._link = _Link(self._lock)
+        return self._link
+
+    def _register(
+        self, link: _Link, listener: Listener, token: str | None = None
+    ) -> tuple[int, str]:
+        self._next_worker += 1
+        link.listeners[self._next_worker] = listener
+        return self._next_worker, token or f"{link.prefix}{self._next_worker}/"
+
+    def _send(self, message: list[bytes | int]) -> None:
+        with self._lock:
+            if self._link is not None and not self._link.lost:
+                self._link.send(message)
+
+
+class _Link:
+    """One guardian process, the socket to it and the thread that listens there."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock  # of the handle: held while a listener is registered
+        outer = os.environ.get(_procfs.MARK, "/")
+        #: Marks begin with it; see `_procfs.MARK`.
+        self.prefix = f"{outer}{os.getpid()}-{os.urandom(6).hex()}/"
+        self.listeners: dict[int, Listener] = {}
+        self.pids: set[int] = set()
+        self.lost = False
+        self._closing = False
+        self._socket, theirs = socket.socketpair()
+        try:
+            self.pid = _start_process(theirs)
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
+        self._pidfd = os.pidfd_open(self.pid)
+        self._thread = threading.Thread(target=self._listen, name="regrow-guardian", daemon=True)
+        self._thread.start()
+
+    def send(self, message: list[bytes | int], fds: Sequence[int] = ()) -> None:
+        data = memoryview(encode(message))
+        try:
+            sent = socket.send_fds(self._socket, [data], list(fds)) if fds else 0
+            self._socket.sendall(data[sent:])
+        except (BrokenPipeError, ConnectionResetError):
+            return  # its end is the listening thread's to tell
+
+    def close(self, timeout: float) -> bool:
+        self._closing = True
+        self.send([b"bye"])
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        else:
+            self._reap(timeout)
+        return self.lost or not _alive(self._pidfd)
+
+    def _listen(self) -> None:
+        decoder = Decoder()
+        while data := self._receive():
+            for frame in decoder.feed(data):
+                self._dispatch(_event(frame))
+        with self._lock:
+            self.lost = True
+        now = monotonic()
+        self._reap(None if self._closing else _LOSS_TIMEOUT)
+        if not self._closing:
+            _procfs.kill_family(self.pids, (self.prefix.encode(),), _LOSS_TIMEOUT)
+        self._socket.close()
+        os.close(self._pidfd)
+        while self.listeners:
+            worker, listener = self.listeners.popitem()
+            listener(GuardianLost(worker, now))
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(1 << 16)
+        except ConnectionResetError:
+            return b""
+
+    def _dispatch(self, event: GuardianEvent) -> None:
+        match event:
+            case Started(pid=pid):
+                self.pids.add(pid)
+            case Gone():
+                listener = self.listeners.pop(event.worker)
+                listener(event)
+                return
+        self.listeners[event.worker](event)
+
+    def _reap(self, timeout: float | None) -> None:
+        """Wait for the guardian's end and collect it."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            return
+        try:
+            os.waitpid(self.pid, 0)
+        except ChildProcessError:  # somebody in this process collects every child
+            return
+
+
+def _event(frame: list[bytes]) -> GuardianEvent:
+    kind, worker, rest = frame[0], int(frame[1]), frame[2:]
+    if kind == b"refused":  # stage, errno, path
+        return Refused(worker, _refusal(rest[0].decode(), int(rest[1]), os.fsdecode(rest[2])))
+    stamp = int(rest[-1]) / 1e9
+    match kind:
+        case b"started":
+            return Started(worker, int(rest[0]), stamp)
+        case b"exited":
+            code = os.waitstatus_to_exitcode(int(rest[0])) if rest[0] else None
+            return Exited(worker, code, rest[1] == b"1", stamp)
+        case b"stopped":
+            return Suspended(worker, int(rest[0]), stamp)
+        case b"continued":
+            return Resumed(worker, int(rest[0]), stamp)
+        case b"gone":
+            return Gone(worker, int(rest[0]), stamp)
+    raise ValueError(f"the guardian sent an event {kind!r} that no agent knows")
+
+
+def _refusal(stage: str, code: int, path: str) -> OSError:
+    """Why a program did not run, as the exception class of its errno and in words that help."""
+    text = os.strerror(code) if code else path
+    if stage == "exec" and code == errno.ENOENT:
+        interpreter = _interpreter(path)
+        if interpreter is None:
+            place = "" if "/" in path else " in PATH"
+            text = f"cannot start a worker: there is no such program{place}"
+        else:
+            text = (
+                f"cannot start a worker: the interpreter {interpreter!r} of its #! line is missing"
+            )
+    elif stage == "exec" and code == errno.EACCES:
+        text = "cannot start a worker: not executable (chmod +x), or a folder"
+    elif stage == "exec" and code == errno.ENOEXEC:
+        text = (
+            "cannot start a worker: neither a program of this machine nor a script with a #! line"
+        )
+    elif stage == "exec":
+        text = f"cannot start a worker: {text}"
+    elif stage == "fork":
+        text = f"cannot start a worker: fork: {text} (limits of processes or memory: ulimit -u)"
+    else:
+        text = f"cannot start a worker: {stage}: {text}"
+    return OSError(code, text, path or None) if code else OSError(text)
+
+
+def _interpreter(path: str) -> str | None:
+    """The interpreter that a script's first line names; None: no such file, or no such line."""
+    try:
+        with open(path, "rb") as file:
+            line = file.readline(256)
+    except OSError:
+        return None
+    words = line[2:].split() if line.startswith(b"#!") else []
+    return os.fsdecode(words[0]) if words else None
+
+
+def _start_process(theirs: socket.socket) -> int:
+    if not sys.executable:
+        raise OSError(
+            "cannot start the guardian: sys.executable does not name a Python interpreter"
+        )
+    number = 3 if theirs.fileno() != 3 else 4  # a copy, since only that one is inherited
+    return os.posix_spawn(
+        sys.executable,
+        [
+            *(sys.executable, "-I", "-S", "-c", _BOOTSTRAP),
+            *(str(os.getpid()), str(number), os.path.dirname(os.path.abspath(__file__))),
+        ],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), number),
+        ],
+    )
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def _alive(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return not poll.poll(0)

@@ -1,0 +1,3 @@
+"""torch's path to the same names: `torch.distributed.elastic.multiprocessing.api`."""
+
+from regrow.workers import *
