@@ -163,6 +163,8 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         )
     if args.rdzv_backend == "static":
         rdzv_configs["rank"] = args.node_rank
+    entrypoint, arguments = _entrypoint(args)
+    numa_options = _numa_options(args.numa_binding)
     logs_specs = _logs_specs_class(args.logs_specs)(
         log_dir=args.log_dir,
         redirects=Std.from_str(args.redirects),
@@ -185,14 +187,13 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         local_addr=args.local_addr,
         logs_specs=logs_specs,
         event_log_handler=args.event_log_handler,
-        numa_options=_numa_options(args.numa_binding),
+        numa_options=numa_options,
         signals_to_handle=args.signals_to_handle,
         duplicate_stdout_filters=args.duplicate_stdout_filters,
         duplicate_stderr_filters=args.duplicate_stderr_filters,
         virtual_local_rank=args.virtual_local_rank,
         shutdown_timeout=args.shutdown_timeout,
     )
-    entrypoint, arguments = _entrypoint(args)
     if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         logger.warning(
             "OMP_NUM_THREADS is unset: each of the %s workers gets 1 thread, lest they overload"
@@ -323,10 +324,12 @@ def launch_checked(
         namespace = parse(args)
     with _mistakes_of(prog, namespace):
         _refuse(_check.script_fault(namespace, os.environ, os.getcwd()))
+        _refuse(_check.number_fault(namespace))
         _settle(namespace)
+        _refuse(_check.backend_fault(namespace.rdzv_backend))
         config, entrypoint, arguments = config_from_args(namespace)
-        _refuse(_check.size_fault(namespace, config.nproc_per_node))
-        _refuse(_check.backend_fault(config.rdzv_backend))
+        if isinstance(config.logs_specs, DefaultLogsSpecs) and config.run_id:
+            config.logs_specs.run_log_dir(config.run_id)
     _launch(config, entrypoint, arguments)
 
 
@@ -341,7 +344,8 @@ def _mistakes_of(prog: str, namespace: Namespace | None = None) -> Iterator[None
     try:
         yield
     except (ValueError, RuntimeError, AssertionError, OSError) as error:
-        line = " ".join(str(error).split())
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        line = " ".join(text.split())
         if namespace is not None:
             line += _check.origin(line, namespace, os.environ)
         say(sys.stderr, f"{prog}: {line} (see {prog} --help)")

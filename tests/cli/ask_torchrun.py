@@ -1,4 +1,6 @@
-"""What torchrun makes of command lines, as JSON: `python ask_torchrun.py < questions > answers`.
+"""What torchrun makes of command lines: `python ask_torchrun.py MODULE < questions > answers`.
+
+MODULE is `torch.distributed.run`, or another with its names.
 
 A question is `{"argv": [...], "env": {...}}`. The answer has the launch configuration and the
 command, or the exception's name; beside the answers stands the parser's table of flags.
@@ -6,6 +8,7 @@ command, or the exception's name; beside the answers stands the parser's table o
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -71,8 +74,7 @@ def shown(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    import torch.distributed.run as torchrun
-
+    run = importlib.import_module(sys.argv[1])
     questions = json.load(sys.stdin)
-    answers = [answer(torchrun, question) for question in questions]
-    json.dump({"table": table(torchrun.get_args_parser()), "answers": answers}, sys.stdout)
+    answers = [answer(run, question) for question in questions]
+    json.dump({"table": table(run.get_args_parser()), "answers": answers}, sys.stdout)

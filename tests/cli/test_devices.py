@@ -129,7 +129,7 @@ def test_a_driver_that_does_not_answer_is_no_driver() -> None:
 
 @dataclass
 class FakeTorch:
-    answer: int | None | str
+    answer: int | str | None
     asked: str = ""
 
     def __call__(self, kind: str) -> int | None:
@@ -139,7 +139,7 @@ class FakeTorch:
         return self.answer
 
 
-def devices(gpus: Sequence[Gpu] | None, answer: int | None | str = "not to be asked") -> Devices:
+def devices(gpus: Sequence[Gpu] | None, answer: int | str | None = "not to be asked") -> Devices:
     nvml = None if gpus is None else list(gpus)
     return Devices(nvml=lambda: nvml, torch=FakeTorch(answer), cpus=lambda: 12)
 

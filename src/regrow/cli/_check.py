@@ -79,16 +79,25 @@ def _program_fault(program: str, environ: Mapping[str, str], cwd: str) -> str | 
     return f"there is no program {program!r} on the PATH"
 
 
-def size_fault(args: Namespace, nproc_per_node: int) -> str | None:
+def number_fault(args: Namespace) -> str | None:
     """Whether the numbers can make a job."""
-    if nproc_per_node < 1:
-        return f"--nproc-per-node: {args.nproc_per_node} is no number of workers; give 1 or more"
+    try:
+        if int(args.nproc_per_node) < 1:
+            return (
+                f"--nproc-per-node: {args.nproc_per_node} is no number of workers; give 1 or more"
+            )
+    except ValueError:
+        pass  # a kind of device; counting them finds one at least, or fails
     if args.monitor_interval <= 0:
         return f"--monitor-interval: {args.monitor_interval} must be more than 0 seconds"
+    if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
+        return f"--shutdown-timeout: {args.shutdown_timeout} must not be negative; it is in seconds"
+    if args.master_port is not None and not 0 <= args.master_port <= 65535:
+        return f"--master-port: {args.master_port} is no port; ports are 0 to 65535"
     return None
 
 
-def backend_fault(backend: str, registered: Iterable[str]) -> str | None:
+def backend_fault(backend: str, registered: Iterable[str] = ()) -> str | None:
     """Whether somebody provides the rendezvous."""
     known = {*BUILT_IN_BACKENDS, *registered}
     if backend in known:

@@ -47,8 +47,10 @@ class Console:
 
     def __call__(self, event: Event) -> None:
         """Take note of an event of the job."""
-        data: dict[str, Any] = event.metadata
-        self._events.append({"name": event.name, "source": event.source.name} | data)
+        from regrow.events import as_record
+
+        data = event.metadata
+        self._events.append(as_record(event))
         if event.name == "regrow.job.started":
             self._log_dir = data.get("log_dir") or ""
             if self._greets:

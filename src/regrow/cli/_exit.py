@@ -35,14 +35,12 @@ def outcome(error: BaseException) -> tuple[int, str]:
     if _is(error, "regrow.workers", "ChildFailedError"):
         return FAILED, _with_notes(str(error), error)
     if isinstance(error, KeyboardInterrupt):
-        return SIGNALED + SIGINT, "regrow: stopped by SIGINT"
+        return SIGNALED + SIGINT, _with_notes("regrow: stopped by SIGINT", error)
     if _is(error, "regrow.workers", "SignalException"):
         signal = error.sigval  # type: ignore[attr-defined]
         return SIGNALED + signal, _with_notes(f"regrow: stopped by {signal.name}", error)
     if isinstance(error, SystemExit):
         return _of_system_exit(error)
-    if isinstance(error, BrokenPipeError):
-        return FAILED, ""
     for name in ("RendezvousConnectionError", "RendezvousTimeoutError"):
         if _is(error, "regrow.rendezvous", name):
             line = f"regrow: {_described(error)} (running the command again may succeed)"

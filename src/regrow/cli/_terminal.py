@@ -40,6 +40,8 @@ MIN_ROWS, MIN_COLUMNS = 5, 30
 
 REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
+RELEASE_PATIENCE_MS = 500
+"""How long the end of a job waits for a terminal that takes no output, to give it back."""
 
 _SAVE, _RESTORE = "\0337", "\0338"
 _WHOLE_SCREEN = "\033[r"
@@ -133,7 +135,7 @@ class StatusLine:
             while self._take_news():
                 self._refresh()
         finally:
-            self._hide()
+            self._hide(RELEASE_PATIENCE_MS)
 
     def _take_news(self) -> bool:
         """Wait for something to draw, and reduce all there is; False at the end."""
@@ -163,8 +165,8 @@ class StatusLine:
         if self._write(text):
             self._reserved = size.lines
 
-    def _hide(self) -> None:
-        if self._reserved is not None and self._write(release(self._reserved)):
+    def _hide(self, patience_ms: int = 0) -> None:
+        if self._reserved is not None and self._write(release(self._reserved), patience_ms):
             self._reserved = None
 
     def _room(self) -> os.terminal_size | None:
@@ -183,11 +185,11 @@ class StatusLine:
         except OSError:  # not the controlling terminal: nobody else's job runs on it
             return True
 
-    def _write(self, text: str) -> bool:
+    def _write(self, text: str, patience_ms: int = 0) -> bool:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         try:
-            if not any(mask & select.POLLOUT for _, mask in poll.poll(0)):
+            if not any(mask & select.POLLOUT for _, mask in poll.poll(patience_ms)):
                 return False
             os.write(self._fd, text.encode("ascii"))
         except OSError:  # the terminal is gone, and with it what was to be restored

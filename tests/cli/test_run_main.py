@@ -1,0 +1,513 @@
+"""`regrow run` as a command: usage errors, exit codes, and what it says at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow import run
+from regrow.cli import main
+from regrow.events import Event, EventSource
+from regrow.launch import LaunchConfig
+from regrow.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+from regrow.workers import ChildFailedError, ProcessFailure, SignalException
+
+
+class Launcher:
+    """In place of `elastic_launch`: takes note of the call, emits events, raises an error."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[LaunchConfig, Any, tuple[Any, ...]]] = []
+        self.events: list[Event] = []
+        self.error: BaseException | None = None
+
+    def __call__(self, config: LaunchConfig, entrypoint: Any) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            self.launched.append((config, entrypoint, args))
+            for happened in self.events:
+                for sink in config.event_sinks:
+                    sink(happened)
+            if self.error is not None:
+                raise self.error
+
+        return launch
+
+    @property
+    def config(self) -> LaunchConfig:
+        return self.launched[0][0]
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    fake = Launcher()
+    monkeypatch.setattr(run, "elastic_launch", fake)
+    return fake
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script, and temporary files of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    return tmp_path
+
+
+def event(name: str, **metadata: Any) -> Event:
+    common = {"monotonic": 1.0, "run_id": "job", "attempt": 0, "round": 0, "host": "here"}
+    return Event(f"regrow.{name}", EventSource.AGENT, metadata=common | metadata)
+
+
+STARTED = event(
+    "job.started",
+    command=["train.py"],
+    nnodes="1:1",
+    nproc_per_node=2,
+    max_restarts=3,
+    log_dir="/logs/job_1",
+    bounds={"a dead worker is acted on": 0.1},
+)
+FAILED = event(
+    "worker.failed",
+    rank=1,
+    local_rank=1,
+    pid=77,
+    exit_code=-9,
+    signal="SIGKILL",
+    message="Signal 9 (SIGKILL) received by PID 77",
+    traceback=None,
+    error_file="<N/A>",
+    failed_monotonic=5.0,
+    detected_monotonic=5.25,
+    root_cause=True,
+)
+
+
+def finished(state: str) -> Event:
+    return event(
+        "job.finished", state=state, exit_code=1, signal=None, reason="", duration_s=9, restarts=0
+    )
+
+
+def said_one_line(err: str, prog: str = "regrow run") -> str:
+    assert err.count("\n") == 1, err
+    assert err.startswith(f"{prog}: ")
+    assert err.rstrip().endswith(f"(see {prog} --help)")
+    return err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "which script?"),
+        ("--frobnicate train.py", "unknown flag --frobnicate"),
+        ("trian.py", "there is no script 'trian.py' in {cwd}"),
+        ("/no/such/train.py", "there is no script '/no/such/train.py'"),
+        ("--run-path trian.py", "there is no script 'trian.py' in {cwd}"),
+        ("--no-python ./run.sh", "there is no program './run.sh' in {cwd}"),
+        ("--no-python ./train.py", "the program './train.py' in {cwd} cannot be executed"),
+        ("--no-python no-such-program", "there is no program 'no-such-program' on the PATH"),
+        ("--no-python -m sh", "exclude each other"),
+        ("--nnodes abc train.py", "nnodes=abc is neither"),
+        ("--nnodes 1:2:3 train.py", 'nnodes=1:2:3 is not in "MIN:MAX" format'),
+        ("--nnodes 3:2 train.py", "nnodes=3:2"),
+        ("--nnodes 0 train.py", "nnodes=0"),
+        ("--nproc-per-node 0 train.py", "--nproc-per-node: 0 is no number of workers"),
+        ("--nproc-per-node 1.5 train.py", "Unsupported nproc_per_node value: 1.5"),
+        ("--max-restarts -1 train.py", "max_restarts must be >= 0"),
+        ("--max-restarts many train.py", "--max-restarts: 'many' is not a whole number"),
+        ("--monitor-interval 0 train.py", "--monitor-interval: 0.0 must be more than 0"),
+        ("--shutdown-timeout -1 train.py", "--shutdown-timeout: -1 must not be negative"),
+        ("--rdzv-backend carrier-pigeon train.py", "'carrier-pigeon' is not known; there are"),
+        ("--rdzv-conf timeout train.py", "'timeout' must have a value"),
+        ("--redirects 4 train.py", "4"),
+        ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),
+        ("--logs-specs nobody train.py", "torchrun.logs_specs[nobody]"),
+        ("--log-dir train.py train.py", "train.py is a file"),
+        ("--master-port 70000 train.py", "--master-port: 70000 is no port"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_started(
+    line: str, words: str, launcher: Launcher, capfd: pytest.CaptureFixture[str], place: Path
+) -> None:
+    assert main(["run", *line.split()]) == 2
+    out, err = capfd.readouterr()
+    assert words.format(cwd=place) in said_one_line(err)
+    assert out == ""
+    assert not launcher.launched
+    assert sorted(os.listdir(place)) == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("PET_NNODES", "abc", "(PET_NNODES='abc')"),
+        ("PET_NPROC_PER_NODE", "1.5", "(PET_NPROC_PER_NODE='1.5')"),
+        ("PET_REDIRECTS", "0:9", "(PET_REDIRECTS='0:9')"),
+        ("PET_RDZV_BACKEND", "pigeon", "(PET_RDZV_BACKEND='pigeon')"),
+        ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS='x'"),
+        ("PET_STANDALONE", "x", "PET_STANDALONE='x'"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='x'"),
+        ("PYTHON_EXEC", "/no/python", "PYTHON_EXEC: there is no program '/no/python'"),
+    ],
+)
+def test_a_mistake_in_a_variable_names_the_variable(
+    variable: str,
+    value: str,
+    words: str,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main(["run", "train.py"]) == 2
+    assert words in said_one_line(capfd.readouterr().err)
+    assert not launcher.launched
+
+
+def test_a_log_directory_that_cannot_be_made_is_a_mistake_too(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str], place: Path
+) -> None:
+    # A file in the way: permissions would not stop root.
+    assert main(["run", "--log-dir", "train.py/logs", "train.py"]) == 2
+    line = said_one_line(capfd.readouterr().err)
+    assert "train.py/logs" in line
+    assert "--log-dir" in line
+    assert not launcher.launched
+
+
+@pytest.mark.parametrize(
+    "line", ["-m package.module", "--no-python sh train.py", "--run-path train.py", "-", "."]
+)
+def test_what_can_be_run_is_launched(line: str, launcher: Launcher) -> None:
+    assert main(["run", *line.split()]) == 0
+    assert len(launcher.launched) == 1
+
+
+def test_a_job_of_one_node_needs_no_address(launcher: Launcher) -> None:
+    assert main(["run", "train.py"]) == 0
+    assert (launcher.config.rdzv_backend, launcher.config.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert len(launcher.config.run_id) == 32
+    assert "rank" not in launcher.config.rdzv_configs
+
+
+def test_a_job_of_one_node_keeps_the_id_it_was_given(launcher: Launcher) -> None:
+    assert main(["run", "--rdzv-id", "mine", "train.py"]) == 0
+    assert launcher.config.run_id == "mine"
+
+
+@pytest.mark.parametrize("place_of_meeting", ["--master-port=1234", "--rdzv-endpoint=here:1234"])
+def test_an_address_that_was_given_is_used(place_of_meeting: str, launcher: Launcher) -> None:
+    assert main(["run", place_of_meeting, "train.py"]) == 0
+    assert launcher.config.rdzv_backend == "static"
+    assert launcher.config.rdzv_endpoint.endswith(":1234")
+
+
+def test_several_nodes_meet_at_torchruns_port(launcher: Launcher) -> None:
+    assert main(["run", "--nnodes", "2", "--master-addr", "node0", "train.py"]) == 0
+    assert launcher.config.rdzv_backend == "static"
+    assert launcher.config.rdzv_endpoint == "node0:29500"
+
+
+def test_standalone_overrides_what_else_was_said(launcher: Launcher) -> None:
+    flags = "--standalone --rdzv-backend static --rdzv-endpoint x:1 --rdzv-id mine"
+    assert main(["run", *flags.split(), "train.py"]) == 0
+    config = launcher.config
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert config.run_id != "mine"
+
+
+def test_several_workers_get_one_thread_each_unless_told_otherwise(
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert main(["run", "--nproc", "2", "train.py"]) == 0
+    assert not caplog.messages
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert main(["run", "--nproc", "1", "train.py"]) == 0
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert main(["run", "--nproc", "2", "train.py"]) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    (message,) = caplog.messages
+    assert "OMP_NUM_THREADS" in message
+
+
+def test_a_key_that_the_rendezvous_does_not_know_is_warned_of(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = "join_timeout=3,jion_timeout=4,last=5"
+    assert main(["run", "--standalone", "--rdzv-conf", conf, "train.py"]) == 0
+    (message,) = caplog.messages
+    assert message.endswith("the c10d rendezvous does not know jion_timeout, last")
+    assert launcher.config.rdzv_configs["jion_timeout"] == "4"
+
+
+def test_a_node_rank_that_nobody_uses_is_warned_of(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["run", "--standalone", "--node-rank", "3", "train.py"]) == 0
+    assert "--node-rank 3 is ignored" in caplog.text
+
+
+def child_failed() -> ChildFailedError:
+    failure = ProcessFailure(local_rank=1, pid=77, exitcode=-9, error_file="<N/A>")
+    return ChildFailedError(name="train.py", failures={1: failure})
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (None, 0),
+        (child_failed(), 1),
+        (RendezvousClosedError("the job is over"), 1),
+        (RuntimeError("a bug"), 70),
+        (RendezvousConnectionError("no connection to node0"), 75),
+        (RendezvousTimeoutError("nobody came"), 75),
+        (KeyboardInterrupt(), 130),
+        (SignalException("stop", signal.SIGINT), 130),
+        (SignalException("stop", signal.SIGTERM), 143),
+        (SignalException("stop", signal.SIGHUP), 129),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_how_the_job_ended_is_told_by_the_exit_code(
+    error: BaseException | None,
+    code: int,
+    launcher: Launcher,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    launcher.error = error
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["run", "train.py"]) == code
+    finally:
+        signal.signal(signal.SIGINT, before)
+    err = capfd.readouterr().err
+    assert ("Traceback" in err) == (code == 70)
+    assert (err == "") == (code == 0)
+    if code in (75, 129, 130, 143) or isinstance(error, RendezvousClosedError):
+        assert err.count("\n") == 1
+        assert err.startswith("regrow: ")
+
+
+def test_a_library_call_of_main_raises_what_torchruns_raises(launcher: Launcher) -> None:
+    launcher.error = child_failed()
+    with pytest.raises(ChildFailedError):
+        run.main(["train.py"])
+    with pytest.raises(SystemExit):
+        run.main(["no-such.py"])
+
+
+def test_config_from_args_and_run_raise_torchs_exceptions(launcher: Launcher) -> None:
+    with pytest.raises(RuntimeError, match=r"nnodes=1:2:3 is not in \"MIN:MAX\" format"):
+        run.run(run.parse_args(["--nnodes", "1:2:3", "train.py"]))
+    with pytest.raises(AssertionError, match="max_restarts"):
+        run.config_from_args(run.parse_args(["--max-restarts", "-1", "train.py"]))
+    assert not launcher.launched
+
+
+def test_the_error_file_of_whoever_started_the_launcher_is_written(
+    launcher: Launcher, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
+    launcher.error = RuntimeError("a bug")
+    assert main(["run", "train.py"]) == 70
+    written = json.loads((place / "error.json").read_text())
+    assert "a bug" in written["message"]["message"]
+
+
+def test_a_job_that_succeeds_says_nothing(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher.events = [STARTED, event("attempt.started", ranks=[0, 1]), finished("SUCCEEDED")]
+    assert main(["run", "train.py"]) == 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_failed_job_tells_its_report_then_its_story_then_where_the_logs_are(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher.events = [STARTED, FAILED, finished("FAILED")]
+    launcher.error = child_failed()
+    assert main(["run", "train.py"]) == 1
+    err = capfd.readouterr().err
+    assert err.count("train.py FAILED") == 1
+    report, story = err.index("train.py FAILED"), err.rindex("SIGKILL")
+    assert report < story
+    assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
+
+
+def test_the_story_of_a_stopped_job_follows_the_line_that_says_so(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher.events = [STARTED, finished("SIGNALED")]
+    launcher.error = SignalException("stop", signal.SIGTERM)
+    assert main(["run", "train.py"]) == 143
+    err = capfd.readouterr().err
+    assert err.startswith("regrow: stopped by SIGTERM\n")
+    assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
+
+
+def test_a_job_that_succeeds_after_a_restart_tells_its_story(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    restarting = event(
+        "job.restarting", restart_count=1, restarts_left=2, delay_s=0.0, reason="worker failure"
+    )
+    launcher.events = [STARTED, FAILED, restarting, finished("SUCCEEDED")]
+    assert main(["run", "train.py"]) == 0
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "SIGKILL" in err
+    assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
+
+
+def test_the_start_is_told_where_it_was_asked_for(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REGROW_VERBOSE", "1")
+    launcher.events = [STARTED, finished("SUCCEEDED")]
+    assert main(["run", "train.py"]) == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == (
+        "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
+        " logs in /logs/job_1"
+    )
+
+
+# The commands themselves, in processes of their own.
+
+
+def command(
+    *words: str, module: str = "regrow", **environ: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | environ,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "prog"),
+    [
+        ("regrow", ("run",), "regrow run"),
+        ("regrow.run", (), "regrow run"),
+        ("regrow.launch", (), "python -m regrow.launch"),
+    ],
+)
+def test_every_way_to_start_it_answers_a_mistake_alike(
+    module: str, words: tuple[str, ...], prog: str
+) -> None:
+    done = command(*words, "no-such.py", module=module, PYTHONWARNINGS="ignore")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no script 'no-such.py'" in said_one_line(done.stderr, prog)
+
+
+def test_the_installed_command_answers_too() -> None:
+    program = Path(sys.executable).with_name("regrow")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("regrow ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
+        (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
+        (["--nproc-per-node", "2"], "did you mean regrow run --nproc-per-node 2"),
+        (["frobnicate"], "the commands are run and events"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_a_suggestion(
+    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_help_is_printed_where_it_was_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out, err = capfd.readouterr()
+    assert "regrow events LOGDIR" in out
+    assert err == ""
+    assert main([]) == 2
+    assert capfd.readouterr() == ("", out)
+
+
+def test_ctrl_c_during_the_imports_is_one_line(place: Path) -> None:
+    interrupting = place / "interrupting"
+    interrupting.mkdir()
+    # Stands in for a module that is imported after the command has begun.
+    (interrupting / "argparse.py").write_text(
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(99)\n"
+    )
+    for module, words in (("regrow", ["run"]), ("regrow.run", []), ("regrow.launch", [])):
+        done = command(*words, "train.py", module=module, PYTHONPATH=str(interrupting))
+        assert (done.returncode, done.stdout) == (130, "")
+        assert done.stderr == "regrow: stopped by SIGINT\n"
+
+
+def test_the_story_is_told_again_from_a_log(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from regrow.events import EventLog
+
+    with EventLog(place / "events.jsonl") as log:
+        for happened in (STARTED, FAILED, finished("FAILED")):
+            log(happened)
+    assert main(["events", str(place)]) == 0
+    assert "SIGKILL" in capfd.readouterr().out
+    assert main(["events", "--json", str(place)]) == 0
+    assert json.loads(capfd.readouterr().out)
+
+
+def test_a_reader_of_the_story_may_leave_early(place: Path) -> None:
+    from regrow.events import EventLog
+
+    with EventLog(place / "events.jsonl") as log:
+        log(STARTED)
+    words = [sys.executable, "-m", "regrow", "events", str(place)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_log_directory_without_events_is_a_mistake(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["events", str(place)]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert str(place) in err
+
+
+def test_only_what_is_needed_is_imported() -> None:
+    code = (
+        "import sys; from regrow.cli import main; main(['run', '/no/such.py']);"
+        "print(*sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    slow = {"torch", "asyncio", "msgspec", "logging.config", "uuid", "subprocess", "tempfile"}
+    slow |= {"multiprocessing", "concurrent.futures", "importlib.metadata", "ssl", "http"}
+    assert slow & set(done.stdout.split()) == set()
