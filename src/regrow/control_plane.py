@@ -1,0 +1,175 @@
+"""A worker's main function with a socket to ask what the worker is doing.
+
+`worker_main` records the worker's uncaught exception, as `record` does, and, where
+the environment variable TORCH_WORKER_SERVER_SOCKET names a path, serves HTTP on a
+unix socket there while the function runs:
+
+    curl --unix-socket PATH -X POST http://worker/handler/ping
+    curl --unix-socket PATH -X POST http://worker/handler/dump_traceback
+
+`GET /handler/` lists the handlers. Only the user who runs the worker may connect.
+
+The answers come from a thread of the worker's interpreter. A worker that sits in
+native code which holds the interpreter's lock answers nothing, not even `ping`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from regrow.workers.errors import ChildFailedError, get_error_handler, record
+
+if TYPE_CHECKING:
+    import socket
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from regrow.utils._http import Request, Response
+
+__all__ = ["TORCH_WORKER_SERVER_SOCKET", "worker_main"]
+
+TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
+"""Names the path of the unix socket."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def worker_main() -> WorkerMain:
+    """Wrap a worker's main function: `@worker_main()` above it, or `with worker_main():`.
+
+    Raises:
+        OSError: on entry, where the socket cannot be made at the path that is named.
+    """
+    return WorkerMain()
+
+
+class WorkerMain:
+    """What `worker_main` returns: a decorator and a context manager."""
+
+    def __init__(self) -> None:
+        self._serving: AbstractContextManager[None] | None = None
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
+        """`function`, recorded and served while it runs; `sys.exit(0)` in it returns None."""
+        from functools import wraps
+
+        @wraps(function)
+        def served(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with _served():
+                return function(*args, **kwargs)
+
+        return record(served)
+
+    def __enter__(self) -> None:
+        get_error_handler().initialize()
+        self._serving = _served()
+        self._serving.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._serving is not None
+        self._serving.__exit__(None, None, None)
+        if isinstance(error, ChildFailedError):
+            _, failure = error.get_first_failure()
+            if failure.has_error_file:
+                get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
+        elif isinstance(error, Exception):
+            get_error_handler().record_exception(error)
+
+
+@contextmanager
+def _served() -> Iterator[None]:
+    """Answer on the socket that the environment names, if it does."""
+    path = os.environ.get(TORCH_WORKER_SERVER_SOCKET)
+    if not path:
+        yield
+        return
+    from regrow.utils._http import HttpServer
+
+    listener = _listen(path)
+    made = os.stat(path, follow_symlinks=False).st_ino  # noqa: PTH116 - no pathlib in a worker
+    server = HttpServer(listener, _respond, "regrow-worker-main")
+    try:
+        yield
+    finally:
+        server.stop()
+        _remove(path, made)
+
+
+def _listen(path: str) -> socket.socket:
+    import socket
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # The mode is taken over by the file that bind makes.
+        os.fchmod(listener.fileno(), 0o600)
+        _remove_stale(path)
+        listener.bind(path)
+        listener.listen(16)
+    except OSError as error:
+        listener.close()
+        raise OSError(
+            error.errno,
+            f"{TORCH_WORKER_SERVER_SOCKET}: cannot listen on {path}: {error.strerror or error}",
+        ) from error
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove a socket that nobody listens on: its worker was killed."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            return
+
+
+def _remove(path: str, made: int) -> None:
+    """Remove our socket, unless somebody else's took its place."""
+    try:
+        if os.stat(path, follow_symlinks=False).st_ino == made:  # noqa: PTH116 - as above
+            os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def _respond(request: Request) -> Response:
+    import json
+
+    from regrow.utils._http import Response
+
+    handlers = {"dump_traceback": _dump_traceback, "ping": lambda: b"pong"}
+    if request.path == "/":
+        return Response(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
+    directory, _, name = request.path.rpartition("/")
+    if directory != "/handler":
+        return Response(404, b"see /handler/\n")
+    if not name:
+        return Response(200, json.dumps(sorted(handlers)).encode(), "application/json")
+    if name not in handlers:
+        known = ", ".join(sorted(handlers))
+        return Response(404, f"Handler {name} not found; known: {known}\n".encode())
+    return Response(200, handlers[name]())
+
+
+def _dump_traceback() -> bytes:
+    """The stacks of all threads, innermost frame first."""
+    import faulthandler
+
+    # faulthandler writes to a file descriptor, since it must not need the interpreter.
+    with open(os.memfd_create("stacks"), "w+b") as stacks:
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        stacks.seek(0)
+        return stacks.read()
