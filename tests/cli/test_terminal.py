@@ -55,10 +55,12 @@ class Screen:
                 self.column = 0
                 self.down()
             else:
+                if self.column == self.columns:
+                    self.column = 0
+                    self.down()
                 line = self.cells[self.row]
                 self.cells[self.row] = line[: self.column] + character + line[self.column + 1 :]
                 self.column += 1
-                assert self.column < self.columns, "the line wraps"
 
     def save(self) -> None:
         self.saved = (self.row, self.column)
@@ -184,7 +186,7 @@ def terminal() -> Iterator[Pty]:
 
 
 def event(name: str, **metadata: object) -> Event:
-    return Event(f"regrow.{name}", EventSource.AGENT, metadata=metadata)  # type: ignore[arg-type]
+    return Event(f"regrow.{name}", EventSource.AGENT, metadata=metadata)
 
 
 def started(line: StatusLine) -> None:
@@ -346,3 +348,84 @@ def test_the_library_is_not_loaded_for_a_status_line() -> None:
     )
     loaded = set(run.stdout.split())
     assert not loaded & {"asyncio", "logging", "torch", "subprocess", "regrow.launch", "uuid"}
+
+
+JOB = """
+import os, sys, time
+for line in range(20):
+    print("worker", os.environ["RANK"], "says", line)
+if sys.argv[1] == "fail":
+    sys.exit(3)
+print("ready")
+while sys.argv[1] == "wait":
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def job(terminal: Pty, tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Starts `regrow run` with the terminal as its own, as a shell does."""
+    (tmp_path / "job.py").write_text(JOB)
+    environ = os.environ | {"TERM": "xterm", "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+    def take_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    def start(what: str) -> subprocess.Popen[bytes]:
+        words = ["regrow", "run", "--nproc-per-node", "2", "job.py", what]
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env=environ,
+            stdin=terminal.slave,
+            stdout=terminal.slave,
+            stderr=terminal.slave,
+            start_new_session=True,
+            preexec_fn=take_terminal,
+        )
+
+    return start
+
+
+def said(terminal: Pty, job: subprocess.Popen[bytes]) -> list[str]:
+    """All that was printed until the job's end; the terminal is whole again."""
+
+    def ended(screen: Screen) -> bool:
+        return job.poll() is not None
+
+    terminal.until(ended)
+    terminal.read()
+    assert not reserved(terminal.screen)
+    return terminal.screen.everything
+
+
+def spoken(lines: list[str]) -> set[str]:
+    return {line for line in lines if re.fullmatch(r"worker \d says \d+", line)}
+
+
+EVERYTHING = {f"worker {rank} says {line}" for rank in range(2) for line in range(20)}
+
+
+def test_ctrl_c_stops_a_job_and_gives_the_terminal_back(
+    terminal: Pty, job: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    terminal.resize(30, 80)
+    terminal.screen = Screen(30, 80)
+    running = job("wait")
+    terminal.until(lambda screen: "2/2 alive" in screen.lines[-1])
+    terminal.until(lambda screen: screen.everything.count("ready") == 2)
+    os.write(terminal.master, b"\x03")
+    lines = said(terminal, running)
+    assert running.returncode == 130
+    assert spoken(lines) == EVERYTHING
+    assert "regrow: stopped by SIGINT" in [line.removeprefix("^C") for line in lines]
+
+
+def test_a_job_that_fails_tells_so_on_a_whole_terminal(
+    terminal: Pty, job: Callable[[str], subprocess.Popen[bytes]]
+) -> None:
+    running = job("fail")
+    lines = said(terminal, running)
+    assert running.returncode == 1
+    assert lines[-1].startswith("regrow: logs and events in ") or "/" in lines[-1]
+    assert not any("Traceback" in line for line in lines)

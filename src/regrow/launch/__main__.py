@@ -23,6 +23,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from regrow import run
+from regrow.cli._flags import build_parser
 from regrow.workers.errors import record
 
 __all__ = ["launch", "main", "parse_args"]
@@ -32,7 +33,7 @@ PROG = "python -m regrow.launch"
 
 def parse_args(args: Sequence[str] | None) -> Namespace:
     """Parse a command line; None takes the process's own arguments."""
-    parser = run.build_parser(PROG)
+    parser = build_parser(PROG)
     parser.add_argument(
         "--use-env",
         "--use_env",
