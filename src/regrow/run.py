@@ -22,17 +22,19 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrow.cli import _check
 from regrow.cli._console import Console, say
-from regrow.cli._devices import Devices
 from regrow.cli._flags import build_parser
 from regrow.launch import LaunchConfig, elastic_launch
-from regrow.rendezvous.utils import _parse_rendezvous_config
+from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import get_logger, macros
 from regrow.workers import DefaultLogsSpecs, LogsSpecs, Std
 from regrow.workers.errors import record
+
+if TYPE_CHECKING:
+    from regrow.cli._devices import Devices
 
 __all__ = [
     "config_from_args",
@@ -104,6 +106,8 @@ def determine_local_world_size(
     try:
         return int(nproc_per_node)
     except ValueError:
+        from regrow.cli._devices import Devices
+
         return (devices or Devices()).count(
             nproc_per_node, os.environ.get("CUDA_VISIBLE_DEVICES"), one_entry_each=one_device_each
         )
@@ -154,7 +158,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         args.nproc_per_node, one_device_each=args.virtual_local_rank
     )
     rdzv_configs: dict[str, Any] = dict(_parse_rendezvous_config(args.rdzv_conf))
-    unknown = _check.unknown_rendezvous_keys(args.rdzv_backend, rdzv_configs)
+    unknown = unknown_config_keys(args.rdzv_backend, rdzv_configs)
     if unknown:
         logger.warning(
             "--rdzv-conf: the %s rendezvous does not know %s",
@@ -292,9 +296,12 @@ def _settle(args: Namespace) -> None:
 
 
 def _launch(
-    config: LaunchConfig, entrypoint: Callable[..., Any] | str, arguments: list[str]
+    config: LaunchConfig,
+    entrypoint: Callable[..., Any] | str,
+    arguments: list[str],
+    console: Console | None = None,
 ) -> None:
-    console = Console(sys.stderr, os.environ)
+    console = console or Console(sys.stderr, os.environ)
     config.event_sinks = (*config.event_sinks, console)
     with console:
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
@@ -326,11 +333,21 @@ def launch_checked(
         _refuse(_check.script_fault(namespace, os.environ, os.getcwd()))
         _refuse(_check.number_fault(namespace))
         _settle(namespace)
-        _refuse(_check.backend_fault(namespace.rdzv_backend))
         config, entrypoint, arguments = config_from_args(namespace)
         if isinstance(config.logs_specs, DefaultLogsSpecs) and config.run_id:
             config.logs_specs.run_log_dir(config.run_id)
-    _launch(config, entrypoint, arguments)
+    config.signals_to_handle, unknown = _check.known_signals(config.signals_to_handle)
+    if unknown:
+        logger.warning("--signals-to-handle: %s cannot be handled here", ", ".join(unknown))
+    console = Console(sys.stderr, os.environ)
+    try:
+        _launch(config, entrypoint, arguments, console)
+    except ValueError as error:
+        if console.job_started:
+            raise
+        # The rendezvous did not like its settings: there is no such backend, or a bad timeout.
+        with _mistakes_of(prog, namespace):
+            raise error from None
 
 
 def _refuse(fault: str | None) -> None:

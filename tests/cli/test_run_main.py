@@ -131,7 +131,6 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
         ("--max-restarts many train.py", "--max-restarts: 'many' is not a whole number"),
         ("--monitor-interval 0 train.py", "--monitor-interval: 0.0 must be more than 0"),
         ("--shutdown-timeout -1 train.py", "--shutdown-timeout: -1 must not be negative"),
-        ("--rdzv-backend carrier-pigeon train.py", "'carrier-pigeon' is not known; there are"),
         ("--rdzv-conf timeout train.py", "'timeout' must have a value"),
         ("--redirects 4 train.py", "4"),
         ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),
@@ -157,7 +156,6 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_started(
         ("PET_NNODES", "abc", "(PET_NNODES='abc')"),
         ("PET_NPROC_PER_NODE", "1.5", "(PET_NPROC_PER_NODE='1.5')"),
         ("PET_REDIRECTS", "0:9", "(PET_REDIRECTS='0:9')"),
-        ("PET_RDZV_BACKEND", "pigeon", "(PET_RDZV_BACKEND='pigeon')"),
         ("PET_MAX_RESTARTS", "x", "PET_MAX_RESTARTS='x'"),
         ("PET_STANDALONE", "x", "PET_STANDALONE='x'"),
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "x", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='x'"),
@@ -261,6 +259,15 @@ def test_a_node_rank_that_nobody_uses_is_warned_of(
 ) -> None:
     assert main(["run", "--standalone", "--node-rank", "3", "train.py"]) == 0
     assert "--node-rank 3 is ignored" in caplog.text
+
+
+def test_a_signal_that_cannot_be_handled_is_warned_of_and_left_out(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["run", "--signals-to-handle", "SIGTERM, SIGFOO,SIGKILL,sigusr1", "train.py"]) == 0
+    assert launcher.config.signals_to_handle == "SIGTERM,SIGUSR1"
+    (message,) = caplog.messages
+    assert "SIGFOO, SIGKILL" in message
 
 
 def child_failed() -> ChildFailedError:
@@ -387,6 +394,32 @@ def test_the_start_is_told_where_it_was_asked_for(
         "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
         " logs in /logs/job_1"
     )
+
+
+# With the real launcher.
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rdzv-backend pigeon", "'pigeon' is not registered"),
+        ("--standalone --rdzv-conf join_timeout=soon", "'join_timeout' must be a number"),
+    ],
+)
+def test_settings_that_the_rendezvous_does_not_take_are_a_mistake(
+    flags: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *flags.split(), "train.py"]) == 2
+    assert words in said_one_line(capfd.readouterr().err)
+
+
+def test_a_value_error_of_a_job_that_has_begun_is_no_mistake_of_the_users(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher.events = [STARTED]
+    launcher.error = ValueError("a bug")
+    assert main(["run", "train.py"]) == 70
+    assert "Traceback" in capfd.readouterr().err
 
 
 # The commands themselves, in processes of their own.

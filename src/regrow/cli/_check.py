@@ -1,7 +1,7 @@
 """What can be found wrong with a command line before anything is started.
 
-Every function returns the fault as one line, or None; `regrow.run.main` prints it and ends with
-exit code 2. Programs that call `config_from_args` themselves get torch's exceptions instead.
+A `..._fault` is one line, or None; `regrow.run.main` prints it and ends with exit code 2. Programs
+that call `config_from_args` themselves get torch's exceptions instead.
 """
 
 from __future__ import annotations
@@ -9,42 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from regrow.cli._flags import FLAGS
-
-_DYNAMIC = {
-    "close_timeout",
-    "heartbeat",
-    "heartbeat_timeout",
-    "join_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "last_call_timeout",
-    "timeout",
-}
-_KNOWN_KEYS: Mapping[str, set[str]] = {
-    "static": {"rank", "timeout"},
-    "c10d": _DYNAMIC | {"is_host", "read_timeout", "store_type"},
-    "etcd-v2": _DYNAMIC | {"ca_cert", "protocol", "read_timeout", "ssl_cert", "ssl_cert_key"},
-    "etcd": {
-        "cacert",
-        "cert",
-        "etcd_prefix",
-        "key",
-        "last_call_timeout",
-        "protocol",
-        "timeout",
-    },
-}
-BUILT_IN_BACKENDS = tuple(_KNOWN_KEYS)
-HANDLER_GROUPS = ("regrow.handlers", "torchrun.handlers")
-
-
-def unknown_rendezvous_keys(backend: str, keys: Iterable[str]) -> list[str]:
-    """The keys of --rdzv-conf that nobody will read; a plug-in's keys are its own affair."""
-    known = _KNOWN_KEYS.get(backend)
-    return [] if known is None else sorted(set(keys) - known)
 
 
 def script_fault(args: Namespace, environ: Mapping[str, str], cwd: str) -> str | None:
@@ -97,18 +64,18 @@ def number_fault(args: Namespace) -> str | None:
     return None
 
 
-def backend_fault(backend: str, registered: Iterable[str] = ()) -> str | None:
-    """Whether somebody provides the rendezvous."""
-    known = {*BUILT_IN_BACKENDS, *registered}
-    if backend in known:
-        return None
-    from importlib.metadata import entry_points
+def known_signals(names: str) -> tuple[str, list[str]]:
+    """Split a comma-separated list of signals into those that can be handled and the others."""
+    from signal import Signals
 
-    plugins = {point.name for group in HANDLER_GROUPS for point in entry_points(group=group)}
-    if backend in plugins:
-        return None
-    names = ", ".join(sorted(known | plugins))
-    return f"--rdzv-backend: {backend!r} is not known; there are {names}"
+    known, unknown = [], []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        signum = Signals.__members__.get(name.upper())
+        if signum is None or signum in (Signals.SIGKILL, Signals.SIGSTOP):
+            unknown.append(name)
+        else:
+            known.append(signum.name)
+    return ",".join(known), unknown
 
 
 def origin(message: str, args: Namespace, environ: Mapping[str, str]) -> str:

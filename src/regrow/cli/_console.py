@@ -16,9 +16,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from regrow.cli._terminal import StatusLine, wanted
-
 if TYPE_CHECKING:
+    from regrow.cli._terminal import StatusLine
     from regrow.events import Event
 
 VERBOSE = "REGROW_VERBOSE"
@@ -37,11 +36,15 @@ class Console:
         self._stream = stream
         self._events: list[dict[str, Any]] = []
         self._log_dir = ""
+        self.job_started = False
+        """Whether the job got as far as to begin."""
         self._eventful = False
         self._greets = environ.get(VERBOSE) == "1"
         self._status: StatusLine | None = None
         if stream is not None and stream.isatty():
             self._greets = environ.get(VERBOSE) != "0"
+            from regrow.cli._terminal import StatusLine, wanted
+
             if wanted(stream, environ):
                 self._status = StatusLine(stream.fileno(), reverse="NO_COLOR" not in environ)
 
@@ -52,6 +55,7 @@ class Console:
         data = event.metadata
         self._events.append(as_record(event))
         if event.name == "regrow.job.started":
+            self.job_started = True
             self._log_dir = data.get("log_dir") or ""
             if self._greets:
                 say(self._stream, greeting(data))
