@@ -1,0 +1,508 @@
+"""`PContext`: a group of worker processes as one thing that is started, waited for and closed.
+
+What a subclass adds is how one worker is started and what its end means; the rest is here. The
+guardian's events come in on its handle's thread; `_group` says what follows; the group's end is
+worked up (logs to their end, error files, return values) on a thread of its own, because it may
+take a while and other groups may share the guardian. `wait` and `close` only wait for that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Literal
+
+from regrow.workers import _group
+from regrow.workers import _guardian_client as guard
+from regrow.workers._pump import LogPump
+from regrow.workers.errors import ProcessFailure
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from regrow.workers._logs import LogsSpecs
+
+SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+#: Seconds that a process may take to die of SIGKILL before `close` leaves it to the guardian.
+KILL_MARGIN = 10.0
+
+
+class SignalException(Exception):
+    """This process got a signal that ends it; `sigval` is which.
+
+    Raised in the main thread by the handlers that `PContext.start` installs. Whoever catches it
+    closes the context with `sigval` and then ends.
+    """
+
+    def __init__(self, msg: str, sigval: signal.Signals) -> None:
+        super().__init__(msg)
+        self.sigval = sigval
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChange:
+    """Something happened to a worker, or to its group."""
+
+    local_rank: int
+    """Which worker; -1 for the group."""
+    pid: int
+    """Its process; 0 where there is none."""
+    kind: Literal["exited", "suspended", "resumed", "guardian_lost", "ended"]
+    """`guardian_lost`: the guardian is gone, and all workers with it. `ended`: nothing of the group
+    is left, and `wait` has its result."""
+    status: int
+    """`exited`: the exit code, negative for a signal. `suspended`, `resumed`: the signal.
+    `guardian_lost`: -9. `ended`: 0."""
+    monotonic: float
+    """When, in seconds of the monotonic clock."""
+
+
+@dataclass
+class RunProcsResult:
+    """How a group of workers ended; everything by local rank."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    """What the functions returned; None for commands. Empty if any worker failed."""
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    """The workers that failed by themselves, not those stopped because of them."""
+    stdouts: dict[int, str] = field(default_factory=dict)
+    """Path of each stdout.log; empty if not redirected."""
+    stderrs: dict[int, str] = field(default_factory=dict)
+    """Path of each stderr.log; empty if not redirected."""
+
+    def is_failed(self) -> bool:
+        """Whether any worker failed."""
+        return len(self.failures) > 0
+
+    def root_cause(self) -> ProcessFailure:
+        """What failed first, by the most exact moments known.
+
+        Raises:
+            ValueError: nothing failed.
+        """
+        if not self.failures:
+            raise ValueError("no worker failed, so there is no root cause")
+        return min(self.failures.values(), key=lambda failure: failure.failed_monotonic)
+
+
+class PContext(ABC):
+    """Worker processes, one per local rank.
+
+    Args:
+        name: of the workers; starts the prefix of their lines on the console.
+        entrypoint: a function or a program.
+        args: arguments by local rank.
+        envs: environment by local rank, added to this process's own.
+        logs_specs: where output goes.
+        log_line_prefixes: start of each console line, by local rank.
+        duplicate_stdout_filters: lines of tee'd stdouts that contain one of these are copied to
+            one file.
+        duplicate_stderr_filters: the same for stderr.
+        shutdown_timeout: seconds between SIGTERM and SIGKILL when a failure ends the group.
+        guardian: starts the workers and watches them; None makes one for this context.
+        on_change: called on another thread for each change; must not block.
+        signals_to_handle: names of the signals that raise `SignalException`; empty for none; None
+            takes them from `TORCHELASTIC_SIGNALS_TO_HANDLE`.
+
+    Raises:
+        RuntimeError: the log destinations do not cover the local ranks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entrypoint: Callable[..., Any] | str,
+        args: dict[int, tuple[Any, ...]],
+        envs: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        log_line_prefixes: dict[int, str] | None = None,
+        duplicate_stdout_filters: list[str] | None = None,
+        duplicate_stderr_filters: list[str] | None = None,
+        *,
+        shutdown_timeout: float = 30.0,
+        guardian: guard.Guardian | None = None,
+        on_change: Callable[[WorkerChange], None] | None = None,
+        signals_to_handle: str | None = None,
+    ) -> None:
+        self.name = name
+        self.entrypoint = entrypoint
+        self.args = args
+        self.envs = envs
+        self.nprocs = len(args)
+        dest = logs_specs.reify(envs)
+        validate_full_rank(dest.stdouts, self.nprocs, "stdouts")
+        validate_full_rank(dest.stderrs, self.nprocs, "stderrs")
+        self.stdouts = dest.stdouts
+        self.stderrs = dest.stderrs
+        self.error_files = dest.error_files
+        self._dest = dest
+        self._prefixes = log_line_prefixes
+        self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        self._shutdown_timeout = shutdown_timeout
+        self._own_guardian = guardian is None
+        self._guardian = guardian if guardian is not None else guard.Guardian()
+        self._on_change = on_change or (lambda change: None)
+        self._signals = signals_to_handle
+        self._pump: LogPump | None = None
+        #: Guards everything below; reentrant, because a signal's handler may close the context.
+        self._changed = threading.Condition(threading.RLock())
+        self._group = _group.Group((_group.Member(),) * self.nprocs, shutdown_timeout)
+        self._workers: dict[int, int] = {}  # the guardian's numbers
+        self._pids: dict[int, int] = {}
+        self._refusals: dict[int, OSError] = {}
+        self._last_stop: tuple[int, float] | None = None  # signal, deadline
+        self._result: RunProcsResult | None = None
+        self._error: BaseException | None = None
+        self._guardian_lost = False
+        self._stopping_when_lost = False
+        self._finishing = False
+        self._done = False
+
+    # --- what subclasses say
+
+    @abstractmethod
+    def _launch(self, local_rank: int, pump: LogPump) -> int:
+        """Ask the guardian for one worker; returns its number there."""
+
+    def _exit_code(self, local_rank: int, event: guard.Exited) -> int:
+        """The exit code of a worker that ended."""
+        assert event.code is not None
+        return event.code
+
+    def _ended_well(self, local_rank: int, code: int) -> bool:
+        """Whether a worker that exited with `code` did what it was started for."""
+        return code == 0
+
+    def _return_values(self, local_ranks: list[int]) -> dict[int, Any]:
+        """What the workers returned. An exception is noted by `_note_failure` and left out."""
+        return dict.fromkeys(local_ranks)
+
+    def _abandon(self, local_rank: int) -> None:
+        """Kill a worker that did not die with the guardian."""
+        return
+
+    def _release(self) -> None:
+        """Give back what was needed for the workers, who are gone."""
+        return
+
+    # --- what users call
+
+    def start(self) -> None:
+        """Start the workers; returns once the program of each is running.
+
+        Raises:
+            OSError: a program cannot be started; those already running have been killed.
+            ValueError: called twice.
+        """
+        if self._pump is not None:
+            raise ValueError(
+                "The process context already initialized."
+                " Most likely the start method got called twice."
+            )
+        install_signal_handlers(self._signals)
+        self._guardian.start()  # its interpreter starts while we go on
+        stdout_filters, stderr_filters = self._filters
+        self._pump = pump = LogPump(
+            self.name,
+            self._dest,
+            self._prefixes,
+            stdout_filters=stdout_filters,
+            stderr_filters=stderr_filters,
+        )
+        try:
+            for rank in range(self.nprocs):
+                self._employ(rank, self._launch(rank, pump))
+        except BaseException:
+            with self._changed:
+                for rank in range(self.nprocs):
+                    if rank not in self._workers:
+                        self._feed(_group.Gone(rank))
+                self._check_over()
+            raise
+        finally:
+            pump.close_writers()
+            pump.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self._settled() or self._refusals or self._done)
+            refusals = dict(self._refusals)
+        if refusals:
+            self.close(signal.SIGKILL, 0)
+            raise refusals[min(refusals)]
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """Wait until all workers succeeded and are gone, or one failed and all are stopped.
+
+        Args:
+            timeout: seconds; negative for ever; 0 only looks.
+            period: unused, there is nothing to poll; torch's signature.
+
+        Returns:
+            How they ended; None if the time is over first.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._done, None if timeout < 0 else timeout)
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+    def pids(self) -> dict[int, int]:
+        """The process of each local rank, also after it ended."""
+        with self._changed:
+            return {rank: self._pids[rank] for rank in sorted(self._pids)}
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        """Stop the workers with all that they started, and give back everything. May be repeated.
+
+        Args:
+            death_sig: sent to each worker's process group; None is SIGTERM.
+            timeout: seconds until SIGKILL. A second call, from another thread, can shorten it.
+        """
+        signum = death_sig if death_sig is not None else signal.SIGTERM
+        end = monotonic() + timeout + KILL_MARGIN
+        with self._changed:
+            if self._workers and not self._group.over:
+                self._feed(_group.Close(signum, timeout))
+            self._changed.wait_for(
+                lambda: self._done or not self._workers, max(0.0, end - monotonic())
+            )
+            left = [] if self._done else [rank for rank in self._workers if not self._gone(rank)]
+        if left:
+            _log().error(
+                "workers of local ranks %s (pids %s) did not end of SIGKILL within %s s; probably"
+                " in uninterruptible sleep (state D, a device that hangs). The guardian (pid %s)"
+                " stays with them; this host may need a restart",
+                left,
+                [self._pids.get(rank) for rank in left],
+                KILL_MARGIN,
+                self._guardian.pid,
+            )
+        if not self._done:
+            if self._pump is not None:
+                self._pump.stop(1.0)
+            if self._own_guardian:
+                self._guardian.close(1.0 if left else 10.0)
+
+    # --- the guardian's events, on its thread
+
+    def _listener(self, local_rank: int) -> guard.Listener:
+        return partial(self._heed, local_rank)
+
+    def _heed(self, rank: int, event: guard.GuardianEvent) -> None:
+        with self._changed:
+            if rank not in self._workers:
+                self._employ(rank, event.worker)
+            change = self._note(rank, event)
+            self._changed.notify_all()
+        if change is not None:
+            self._on_change(change)
+        with self._changed:
+            self._check_over()
+
+    def _employ(self, rank: int, worker: int) -> None:
+        with self._changed:
+            if rank not in self._workers:
+                self._workers[rank] = worker
+                if self._last_stop is not None:  # another one failed before this one had begun
+                    signum, deadline = self._last_stop
+                    self._guardian.stop([worker], signum, deadline - monotonic())
+
+    def _check_over(self) -> None:
+        if self._group.over and not self._finishing:
+            self._finishing = True
+            threading.Thread(target=self._finish, name="regrow-result", daemon=True).start()
+
+    def _note(self, rank: int, event: guard.GuardianEvent) -> WorkerChange | None:
+        pid = self._pids.get(rank, 0)
+        match event:
+            case guard.Started(pid=pid):
+                self._pids[rank] = pid
+            case guard.Refused(error=error):
+                self._refusals[rank] = error
+            case guard.Exited(monotonic=at):
+                code = self._exit_code(rank, event)
+                well = self._ended_well(rank, code)
+                self._feed(_group.Ended(rank, code, well, event.stopping, at))
+                return WorkerChange(rank, pid, "exited", code, at)
+            case guard.Suspended(signal=signum, monotonic=at):
+                return WorkerChange(rank, pid, "suspended", signum, at)
+            case guard.Resumed(signal=signum, monotonic=at):
+                return WorkerChange(rank, pid, "resumed", signum, at)
+            case guard.Gone(left_behind=left):
+                self._feed(_group.Gone(rank))
+                if left and self._group.stopped_at is None:
+                    _log().info(
+                        "worker of local rank %s (pid %s) left %s processes running when it ended;"
+                        " they have been stopped",
+                        rank,
+                        pid,
+                        left,
+                    )
+            case guard.GuardianLost(monotonic=at):
+                first, self._guardian_lost = not self._guardian_lost, True
+                if first:
+                    self._stopping_when_lost = self._group.stopped_at is not None
+                self._abandon(rank)
+                if self._group.members[rank].code is None:
+                    told_to = self._stopping_when_lost
+                    self._feed(_group.Ended(rank, -signal.SIGKILL, False, told_to, at))
+                self._feed(_group.Gone(rank))
+                if first:
+                    _log().error(
+                        "the guardian is gone, and the workers of %s with it; was it killed?"
+                        " (kill -9, a memory limit)",
+                        self.name,
+                    )
+                    return WorkerChange(-1, 0, "guardian_lost", -signal.SIGKILL, at)
+        return None
+
+    def _feed(self, event: _group.Ended | _group.Gone | _group.Close) -> None:
+        now = monotonic()
+        self._group, stop = _group.step(self._group, event, now)
+        if stop is not None:
+            workers = [self._workers[rank] for rank in stop.ranks if rank in self._workers]
+            self._guardian.stop(workers, stop.signum, stop.grace)
+            self._last_stop = stop.signum, now + stop.grace
+
+    def _settled(self) -> bool:
+        return all(
+            rank in self._pids or member.code is not None
+            for rank, member in enumerate(self._group.members)
+        )
+
+    def _gone(self, rank: int) -> bool:
+        return self._group.members[rank].gone
+
+    # --- the end, on a thread of its own
+
+    def _finish(self) -> None:
+        result, trouble = None, None
+        try:
+            if self._pump is not None:
+                self._pump.stop()
+            result = self._work_up()
+            self._release()
+            if self._own_guardian:
+                self._guardian.close()
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`, which else would hang
+            trouble = error
+        with self._changed:
+            self._result, self._error, self._done = result, trouble, True
+            self._changed.notify_all()
+        self._on_change(WorkerChange(-1, 0, "ended", 0, monotonic()))
+
+    def _work_up(self) -> RunProcsResult:
+        group, failures = self._group, {}
+        for rank, member in enumerate(group.members):
+            if member.code is None:  # its program never ran
+                continue
+            failure = self._failure(rank, member)
+            lingered = (
+                failure.has_error_file
+                and not self._succeeded(rank, member)
+                and group.stopped_at is not None
+                and failure.failed_monotonic < group.stopped_at
+            )
+            if member.failed or lingered:
+                failures[rank] = failure
+        values = {}
+        if not failures:
+            fine = [rank for rank, m in enumerate(group.members) if self._succeeded(rank, m)]
+            values = self._return_values(fine)
+            for rank in fine:
+                if rank not in values:
+                    failures[rank] = self._failure(rank, group.members[rank])
+        result = RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
+        if failures:
+            first = result.root_cause()
+            _log().error(
+                "failed (exitcode: %s) local_rank: %s (pid: %s) of %s: %s",
+                first.exitcode,
+                first.local_rank,
+                first.pid,
+                self.name,
+                first.summary,
+            )
+        return result
+
+    def _succeeded(self, rank: int, member: _group.Member) -> bool:
+        return member.code is not None and self._ended_well(rank, member.code)
+
+    def _failure(self, rank: int, member: _group.Member) -> ProcessFailure:
+        assert member.code is not None
+        return ProcessFailure(
+            local_rank=rank,
+            pid=self._pids.get(rank, 0),
+            exitcode=member.code,
+            error_file=self.error_files.get(rank, ""),
+            exited_monotonic=member.exited,
+        )
+
+    # --- helpers of subclasses
+
+    def _drains(self, local_rank: int, pump: LogPump) -> list[tuple[int, str]]:
+        """This worker's share of the pipes that the guardian empties if we are killed."""
+        own = (self.stdouts[local_rank], self.stderrs[local_rank])
+        return [(fd, path) for fd, path in pump.drain_fds() if path in own]
+
+    def _streams(self, local_rank: int, pump: LogPump) -> dict[int, int]:
+        """The worker's stdout and stderr: number there -> number here."""
+        fds = {1: pump.writer_fd(local_rank, "stdout"), 2: pump.writer_fd(local_rank, "stderr")}
+        return {number: fd for number, fd in fds.items() if fd is not None}
+
+
+def validate_full_rank(mapping: Mapping[int, Any], nprocs: int, what: str) -> None:
+    """Check that `mapping` has exactly the keys 0 to nprocs-1.
+
+    Raises:
+        RuntimeError: it has not.
+    """
+    expected = set(range(nprocs))
+    if mapping.keys() != expected:
+        raise RuntimeError(
+            f"{what}, local rank mapping mismatch, expected: {expected}, actual: {set(mapping)}"
+        )
+
+
+def install_signal_handlers(names: str | None) -> None:
+    """Let signals raise `SignalException` in the main thread.
+
+    Args:
+        names: comma-separated; None takes them from the environment; empty installs none.
+    """
+    if names is None:
+        names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if wanted and threading.current_thread() is not threading.main_thread():
+        _log().warning(
+            "no signal handlers are installed, as this is not the main thread: %s will end this"
+            " process without notice to the workers (which do not outlive it)",
+            ",".join(wanted),
+        )
+        return
+    for name in wanted:
+        try:
+            signal.signal(signal.Signals[name], _raise_signal_exception)
+        except (KeyError, OSError, ValueError) as error:
+            _log().warning("no signal handler can be installed for %r: %s", name, error)
+
+
+def _raise_signal_exception(signum: int, frame: FrameType | None) -> None:
+    sigval = signal.Signals(signum)
+    raise SignalException(f"Process {os.getpid()} got signal: {signum}", sigval=sigval)
+
+
+def _log() -> Any:
+    from regrow.utils import get_logger
+
+    return get_logger(__name__)
+
+
+__all__: Sequence[str] = ("PContext", "RunProcsResult", "SignalException", "WorkerChange")

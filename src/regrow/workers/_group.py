@@ -1,0 +1,124 @@
+"""The life of one group of workers: one fails, all are stopped; all are gone, the group is over.
+
+Pure: what happened goes in, what to do comes out. The context (`_context`) feeds it with the
+guardian's events and carries out the actions.
+
+A worker *ends* when its process does and is *gone* when nothing that it started is left either. The
+group is over when every worker is gone, so that no process of one attempt can meet one of the next.
+
+A worker that ends after it was told to stop has not failed, however it ended: what it did then, it
+did because of us. That one of them had failed before, and only lingered, shows in its error file;
+`_context` looks at those.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What is known of one worker."""
+
+    code: int | None = None
+    """Its exit code, negative for a signal, once it ended."""
+    exited: float | None = None
+    """When it ended, in seconds of the monotonic clock."""
+    failed: bool = False
+    """It ended by itself, and not well."""
+    gone: bool = False
+    """Nothing of it is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All workers, by local rank."""
+
+    members: tuple[Member, ...]
+    grace: float
+    """Seconds between SIGTERM and SIGKILL when a failure ends the group."""
+    stopped_at: float | None = None
+    """When the workers were first told to stop, in seconds of the monotonic clock."""
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The ranks that failed."""
+        return tuple(rank for rank, member in enumerate(self.members) if member.failed)
+
+    @property
+    def over(self) -> bool:
+        """Nothing of any worker is left."""
+        return all(member.gone for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The process of worker `rank` ended at `at`."""
+
+    rank: int
+    code: int
+    well: bool
+    """It did all that it was started for."""
+    told_to: bool
+    """It had been told to stop."""
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Nothing of worker `rank` is left."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Whoever owns the group wants it ended, within `grace` seconds."""
+
+    signum: int
+    grace: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Signal these ranks with `signum`, and after `grace` seconds with SIGKILL."""
+
+    ranks: tuple[int, ...]
+    signum: int
+    grace: float
+
+
+def step(group: Group, event: Ended | Gone | Close, now: float) -> tuple[Group, Stop | None]:
+    """The group after `event`, and whom to stop because of it.
+
+    Args:
+        group: as it was.
+        event: what happened.
+        now: seconds of the monotonic clock.
+    """
+    match event:
+        case Ended(rank, code, well, told_to, at):
+            failed = not well and not told_to
+            group = _with(
+                group, rank, replace(group.members[rank], code=code, exited=at, failed=failed)
+            )
+            if failed and group.stopped_at is None:
+                return _stop(group, signal.SIGTERM, group.grace, now)
+            return group, None
+        case Gone(rank):
+            return _with(group, rank, replace(group.members[rank], gone=True)), None
+        case Close(signum, grace):
+            return _stop(group, signum, grace, now)
+
+
+def _stop(group: Group, signum: int, grace: float, now: float) -> tuple[Group, Stop | None]:
+    ranks = tuple(rank for rank, member in enumerate(group.members) if not member.gone)
+    if not ranks:
+        return group, None
+    first = now if group.stopped_at is None else group.stopped_at
+    return replace(group, stopped_at=first), Stop(ranks, signum, grace)
+
+
+def _with(group: Group, rank: int, member: Member) -> Group:
+    return replace(group, members=(*group.members[:rank], member, *group.members[rank + 1 :]))
