@@ -26,8 +26,9 @@ from contextlib import suppress
 
 from regrow.workers._lines import Lines
 
-CHUNK = 128 * 1024
-"""Bytes read from a file at once."""
+CHUNK = 32 * 1024
+"""Bytes read from a file at once. Four times as many are four times as slow: what outgrows
+128 KiB, malloc takes from the kernel and gives back each time."""
 SLICE = 16 * 1024
 """Bytes written at once: what a slow console must take for us to notice that it takes anything."""
 MAX_SPILLED = 4 * 1024 * 1024

@@ -1,0 +1,122 @@
+"""What it costs to keep a worker's output: the pump beside `cat > file`, on the same work.
+
+    python benchmarks/logs.py [--megabytes 1024] [--runs 3] [--directory DIR]
+
+A producer writes lines as fast as it can, in blocks of 64 KiB, into a pipe; the pump, the pump
+with a tee to a console that takes everything, and `cat` store them in a file of the same file
+system, in turn. Printed are medians: MB/s from the producer's start until all is stored, and
+seconds of processor time (user and system) of whoever stores, per GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from regrow.workers._logs import LogsDest
+from regrow.workers._pump import LogPump
+
+PRODUCER = """
+import os, sys
+line = b"step 12345 loss 0.123456 lr 0.0001 tokens/s 123456.7 grad 1.234567 eta 01:23\\n"
+block = (line * (65536 // len(line) + 1))[:65536]
+for _ in range(int(sys.argv[1]) * 16):
+    os.write(1, block)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run."""
+
+    seconds: float
+    """From the producer's start until all is stored (and shown, with tee)."""
+    cpu: float
+    """Seconds of processor time of whoever stores."""
+
+
+def _producer(megabytes: int, stdout: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", PRODUCER, str(megabytes)], stdout=stdout)
+
+
+def with_cat(path: str, megabytes: int) -> Measured:
+    """`producer | cat > path`."""
+    started = time.monotonic()
+    read, write = os.pipe()
+    with open(path, "wb") as file:
+        cat = subprocess.Popen(["cat"], stdin=read, stdout=file)
+    producer = _producer(megabytes, write)
+    os.close(read)
+    os.close(write)
+    producer.wait()
+    _, _, usage = os.wait4(cat.pid, 0)
+    cat.returncode = 0
+    return Measured(time.monotonic() - started, usage.ru_utime + usage.ru_stime)
+
+
+def with_pump(path: str, megabytes: int, *, tee: bool) -> Measured:
+    """The producer's stdout redirected through a pump, and shown on /dev/null with `tee`."""
+    console = os.open(os.devnull, os.O_WRONLY)
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    started = time.monotonic()
+    dest = LogsDest({0: path}, {0: ""}, {0: path} if tee else {})
+    pump = LogPump("worker", dest, stdout_fd=console)
+    pump.start()
+    writer = pump.writer_fd(0, "stdout")
+    assert writer is not None
+    producer = _producer(megabytes, writer)
+    pump.close_writers()
+    producer.wait()
+    pump.stop(60)
+    seconds = time.monotonic() - started
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    os.close(console)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Measured(seconds, cpu)
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=1024, help="output per run")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each, alternating")
+    parser.add_argument("--directory", default=None, help="where the files go")
+    args = parser.parse_args()
+    ways: dict[str, Callable[[str, int], Measured]] = {
+        "cat > file": with_cat,
+        "pump": lambda path, size: with_pump(path, size, tee=False),
+        "pump, tee": lambda path, size: with_pump(path, size, tee=True),
+    }
+    results: dict[str, list[Measured]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        path = os.path.join(directory, "stdout.log")
+        for _ in range(args.runs):
+            for name, way in ways.items():
+                results[name].append(way(path, args.megabytes))
+                stored = os.stat(path).st_size  # noqa: PTH116
+                assert stored == args.megabytes << 20, f"{name} stored {stored} bytes"
+                os.unlink(path)
+    base = statistics.median(run.cpu for run in results["cat > file"])
+    print(
+        f"{args.megabytes} MB of lines, {args.runs} runs each, in {args.directory or 'the tmp dir'}"
+    )
+    for name, runs in results.items():
+        seconds = statistics.median(run.seconds for run in runs)
+        cpu = statistics.median(run.cpu for run in runs)
+        per_gb = cpu * 1024 / args.megabytes
+        print(
+            f"{name:12} {args.megabytes / seconds:7.0f} MB/s   cpu {per_gb:5.2f} s/GB"
+            f"   {cpu / base:5.2f} x cat"
+        )
+
+
+if __name__ == "__main__":
+    main()
