@@ -23,6 +23,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 
 from regrow.workers._lines import Lines
 
@@ -201,27 +202,31 @@ class Follower:
 
     # --- what a stopping pump calls
 
-    def wait(self, sources: Sequence[Source], stall: float) -> bool:
+    def wait(self, sources: Sequence[Source], stall: float, limit: float) -> bool:
         """Wait until all that is known of some ended sources is shown.
 
         Args:
             sources: which.
             stall: seconds without anything shown after which to give up.
+            limit: seconds after which to give up in any case.
 
         Returns:
             Whether all is shown (or was abandoned by another thread).
         """
-        before = -1
+
+        def shown() -> bool:
+            return not self._notes and all(source.done for source in sources)
+
+        before, end = -1, monotonic() + limit
         with self._lock:
-            while self._notes or not all(source.done for source in sources):
-                now = self._notes_sink.taken
-                now += sum(source.position + source.sink.taken for source in sources)
-                if now == before:
+            while not shown():
+                progress = self._notes_sink.taken
+                progress += sum(source.position + source.sink.taken for source in sources)
+                left = min(stall, end - monotonic())
+                if progress == before or left <= 0:
                     return False
-                before = now
-                self._shown.wait_for(
-                    lambda: not self._notes and all(source.done for source in sources), stall
-                )
+                before = progress
+                self._shown.wait_for(shown, left)
         return True
 
     def abandon(self, sources: Sequence[Source]) -> int:

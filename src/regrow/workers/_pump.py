@@ -34,6 +34,8 @@ BUFFER_SIZE = 256 * 1024
 """Bytes moved at once: few system calls, and the buffer stays in the processor's cache."""
 MIN_FLUSH_S = 0.5
 """Seconds that a console has for the last lines also when all must stop at once."""
+SLOW_FLUSH = 12
+"""Times as long as for one that takes nothing, a console is waited for that is merely slow."""
 STUCK_S = 5.0
 """Seconds after the deadline of a stop in which a pump ends unless its file system hangs."""
 
@@ -288,9 +290,9 @@ class LogPump:
 
         Args:
             timeout: seconds to wait for streams that somebody holds open still (a process that a
-                worker left behind); what they contain then is stored and they are closed. The
-                same time without the console taking anything, and it is waited for no longer:
-                what it did not show is in the files, and it is told so if it listens.
+                worker left behind); what they contain then is stored and they are closed. A
+                console that takes nothing for that time, or is not done in `SLOW_FLUSH` times
+                that, shows no more: the rest is in the files, and it is told so if it listens.
             flush: wait for the console; else it goes on by itself.
         """
         self.close_writers()
@@ -313,14 +315,15 @@ class LogPump:
             self._flush(max(timeout, MIN_FLUSH_S))
 
     def _flush(self, stall: float) -> None:
-        self._sieve.wait(self._sieved, stall)
+        limit = stall * SLOW_FLUSH
+        self._sieve.wait(self._sieved, stall, limit)
         self._sieve.abandon(self._sieved)
-        shown = self._console.wait(self._sources, stall)
+        shown = self._console.wait(self._sources, stall, limit)
         unshown = self._console.abandon(self._sources)
         if not shown and unshown:
             self._notes.write_if_ready(
-                f"regrow: {unshown} bytes of output are not shown here: the console took nothing"
-                f" for {stall:g} s; they are in the log files"
+                f"regrow: {unshown} bytes of output are not shown here, the console is too slow;"
+                " they are in the log files"
             )
 
     # --- the thread
