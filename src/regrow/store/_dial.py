@@ -1,0 +1,235 @@
+"""Reaching a store server: the address, the connection, the handshake, the first greeting.
+
+Everything here blocks the thread that calls it, until a deadline or until `wake`, a file
+descriptor, becomes readable, so that closing a client does not wait for an unreachable host.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from regrow.store import _handshake as handshake
+from regrow.store import _wire as wire
+from regrow.store._channel import Channel
+from regrow.store._errors import (
+    StoreClosedError,
+    StoreConnectionError,
+    StoreError,
+    StoreProtocolError,
+    StoreTimeout,
+)
+from regrow.store._sockets import keep_alive
+
+if TYPE_CHECKING:
+    import ssl
+
+_NOT_OURS: Final = (
+    "it closed the connection at the first message; either it is not a regrow store (a PyTorch "
+    "TCPStore behaves like this), or it is shutting down"
+)
+
+Address = tuple[socket.AddressFamily, str | tuple[str, int]]
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int] | str:
+    """Return "host:port" as (host, port) and "unix:path" as the path."""
+    if endpoint.startswith("unix:"):
+        return endpoint[len("unix:") :]
+    host, colon, port = endpoint.rpartition(":")
+    if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f'{endpoint!r} is no store endpoint; it looks like "host:port", "[::1]:port" or '
+            f'"unix:/path"'
+        )
+    return host.strip("[]"), int(port)
+
+
+class Dialer:
+    """Opens connections to one server.
+
+    Args:
+        endpoint: "host:port" or "unix:path".
+        token: the secret that both sides prove.
+        tls: the TLS context, if the server has certificates.
+        server_hostname: the name expected in the server's certificate.
+        client: how to name this client to the server.
+        wake: a file descriptor; when it becomes readable, dialing stops.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        token: bytes,
+        tls: ssl.SSLContext | None,
+        server_hostname: str | None,
+        client: str,
+        wake: int,
+    ) -> None:
+        self.endpoint = endpoint
+        self._where = parse_endpoint(endpoint)
+        self._token = token
+        self._tls = tls
+        self._server_hostname = server_hostname
+        self._client = client
+        self._wake = wake
+
+    def dial(
+        self, session: bytes, grace: float, deadline: float
+    ) -> tuple[Channel, wire.Welcome, bytes]:
+        """Connect, prove the token both ways, and begin or resume a session.
+
+        Args:
+            session: the session to resume; empty to begin one.
+            grace: seconds that the session is to outlive a lost connection.
+            deadline: when to give up, on the monotonic clock.
+
+        Returns:
+            The connection, the server's greeting, and bytes that came after it.
+        """
+        try:
+            return self._greet(self._connect(deadline), session, grace, deadline)
+        except StoreError as error:
+            raise type(error)(f"the store at {self.endpoint}: {error}") from error
+        except OSError as error:
+            raise StoreConnectionError(
+                f"the store at {self.endpoint} cannot be reached: {error.strerror or error}"
+            ) from error
+
+    def _connect(self, deadline: float) -> socket.socket:
+        failure: OSError = OSError(f"no address found for {self.endpoint}")
+        for family, address in self._addresses():
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.setblocking(False)
+                if family != socket.AF_UNIX:
+                    keep_alive(sock)
+                try:
+                    sock.connect(address)
+                except BlockingIOError:
+                    self._await(sock.fileno(), select.POLLOUT, deadline, "accept the connection")
+                    if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        raise OSError(code, os.strerror(code)) from None
+            except OSError as error:
+                sock.close()
+                failure = error
+                continue
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+        raise failure
+
+    def _addresses(self) -> list[Address]:
+        if isinstance(self._where, str):
+            return [(socket.AF_UNIX, self._where)]
+        host, port = self._where
+        for family in (socket.AF_INET, socket.AF_INET6):
+            try:
+                socket.inet_pton(family, host)
+            except OSError:
+                continue
+            return [(family, (host, port))]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return [(family, (str(at[0]), port)) for family, _, _, _, at in found]
+
+    def _greet(
+        self, sock: socket.socket, session: bytes, grace: float, deadline: float
+    ) -> tuple[Channel, wire.Welcome, bytes]:
+        channel: Channel | None = None
+        try:
+            if self._tls is None:
+                channel = Channel(sock)
+            else:
+                from regrow.store._tls import TlsChannel
+
+                host = self._where[0] if isinstance(self._where, tuple) else None
+                channel = secure = TlsChannel(sock, self._tls, self._server_hostname or host)
+                while not secure.secured():
+                    self._await(sock.fileno(), select.POLLIN, deadline, "agree on TLS")
+            return self._prove(channel, session, grace, deadline)
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            sock.close()
+            raise
+
+    def _prove(
+        self, channel: Channel, session: bytes, grace: float, deadline: float
+    ) -> tuple[Channel, wire.Welcome, bytes]:
+        reader = _Reader(self, channel, deadline)
+        nonce = os.urandom(handshake.NONCE)
+        channel.send(handshake.PREAMBLE + nonce)
+        opening = reader.opening()
+        theirs = opening[len(handshake.PREAMBLE) :]
+        proof = handshake.prove(self._token, "client", nonce, theirs)
+        hello = wire.frame(wire.Hello(session, grace, self._client))
+        channel.send(proof + hello)
+        answer = reader.take(1 + handshake.PROOF, "say whether it takes the token")
+        handshake.check_answer(answer, self._token, nonce, theirs)
+        length = int.from_bytes(reader.take(wire.HEADER, "open a session"), "big")
+        if length > 4096:
+            raise StoreProtocolError(f"its greeting has {length} bytes; is it a regrow store?")
+        try:
+            welcome = wire.decode_welcome(reader.take(length, "open a session"))
+        except msgspec.MsgspecError as error:
+            raise StoreProtocolError(f"its greeting makes no sense: {error}") from error
+        if isinstance(welcome, wire.Failed):
+            raise StoreConnectionError(welcome.message)
+        return channel, welcome, bytes(reader.received)
+
+    def _await(self, fd: int, event: int, deadline: float, what: str) -> None:
+        poll = select.poll()
+        poll.register(fd, event)
+        poll.register(self._wake, select.POLLIN)
+        remaining = deadline - time.monotonic()
+        ready = dict(poll.poll(max(0.0, remaining) * 1000))
+        if self._wake in ready:
+            raise StoreClosedError("the client was closed")
+        if not ready:
+            raise StoreTimeout(f"it did not {what} in time")
+
+
+class _Reader:
+    """Reads exact numbers of bytes from a channel."""
+
+    def __init__(self, dialer: Dialer, channel: Channel, deadline: float) -> None:
+        self.received = bytearray()
+        self._dialer = dialer
+        self._channel = channel
+        self._deadline = deadline
+
+    def opening(self) -> bytes:
+        """Return the server's opening, refusing one that is not ours at its first byte."""
+        while len(self.received) < handshake.OPENING:
+            try:
+                self._more("answer the handshake")
+            except OSError as error:
+                if isinstance(error, ConnectionError) and not isinstance(error, StoreError):
+                    raise StoreProtocolError(_NOT_OURS) from error
+                raise
+            if handshake.is_stranger(bytes(self.received[: handshake.OPENING])):
+                raise handshake.describe_server(bytes(self.received))
+        return self.take(handshake.OPENING, "answer the handshake")
+
+    def take(self, count: int, what: str) -> bytes:
+        """Return the next `count` bytes; `what` the server did not do if they do not come."""
+        while len(self.received) < count:
+            self._more(what)
+        taken = bytes(self.received[:count])
+        del self.received[:count]
+        return taken
+
+    def _more(self, what: str) -> None:
+        while True:
+            try:
+                self.received += self._channel.recv()
+            except BlockingIOError:
+                self._dialer._await(self._channel.fileno(), select.POLLIN, self._deadline, what)
+                continue
+            return

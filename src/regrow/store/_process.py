@@ -1,0 +1,287 @@
+"""The store server as a process of its own, and the handle its starter holds.
+
+The server must not outlive the agent that started it, however the agent ends. It watches
+a pidfd of the agent, and a pipe whose other end the agent holds and which also carries the
+configuration: when the agent is gone, or closes the pipe, the server stops. (PDEATHSIG
+would not do: it fires when the *thread* that started the server ends.) It runs in a
+session of its own, so that Ctrl-C on the terminal reaches the agent alone, which ends it
+when its workers are gone.
+
+The process imports the standard library first and only regrow and msgspec besides, so no
+file beside a user's script can take the place of a module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from regrow.store._errors import StoreConnectionError, StoreTimeout
+from regrow.store._limits import DEFAULT_LIMITS, Limits
+from regrow.store._token import check_token
+
+if TYPE_CHECKING:
+    from regrow.store._tls import Tls
+
+_BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._process import serve; serve()"
+
+_RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE]
+
+
+class ServerProcess:
+    """A running store server; use as a context manager, or `close()` it.
+
+    It ends with this process, however this process ends. A forked child does not own it.
+    """
+
+    def __init__(self, pid: int, pidfd: int, lifeline: int, endpoint: str) -> None:
+        self.pid = pid
+        """The server's process id."""
+        self.endpoint = endpoint
+        """What to `connect` to: "host:port" or "unix:path"."""
+        self._pidfd = pidfd
+        self._lifeline = lifeline
+        _servers.add(self)
+
+    def fileno(self) -> int:
+        """Return a pidfd, readable once the server has ended; for a selector."""
+        return self._pidfd
+
+    def alive(self) -> bool:
+        """Say whether the server runs."""
+        return self._pidfd >= 0 and not _ended(self._pidfd, 0)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop the server; kill it if it has not ended within `timeout` seconds."""
+        if self._pidfd < 0:
+            return
+        os.close(self._lifeline)
+        if not _ended(self._pidfd, timeout):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        _reap(self.pid)
+        os.close(self._pidfd)
+        self._pidfd = self._lifeline = -1
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _disown(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._lifeline)
+            os.close(self._pidfd)
+            self._pidfd = self._lifeline = -1
+
+
+_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
+"""The servers of this process; a forked child must let go of their lifelines."""
+
+
+def _after_fork() -> None:
+    for server in list(_servers):
+        server._disown()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def start_server(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: bytes,
+    path: str | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+    tls: Tls | None = None,
+    timeout: float = 30.0,
+) -> ServerProcess:
+    """Start a store server in a process of its own and wait until it listens.
+
+    Args:
+        host: the address to listen on; an address is used as it is, a name is looked up.
+        port: the port, 0 for a free one.
+        token: the secret that clients must prove to hold (`make_token`, `load_token`).
+        path: listen on this unix socket instead of a port.
+        limits: what the store refuses to exceed.
+        tls: certificates to show to clients.
+        timeout: seconds within which the server must listen.
+
+    Raises:
+        StoreConnectionError: the server could not start; says why.
+        StoreTimeout: it did not start in time.
+    """
+    config = {
+        "host": host,
+        "port": port,
+        "path": path,
+        "token": check_token(token).hex(),
+        "limits": _fields(limits),
+        "tls": None if tls is None else _fields(tls),
+        "parent": os.getpid(),
+    }
+    config_read, lifeline = os.pipe2(os.O_CLOEXEC)
+    answer, answer_write = os.pipe2(os.O_CLOEXEC)
+    try:
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
+            os.environ,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, config_read, 0),
+                (os.POSIX_SPAWN_DUP2, answer_write, 1),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=_RESET_SIGNALS,
+        )
+    except BaseException:
+        os.close(lifeline)
+        os.close(answer)
+        raise
+    finally:
+        os.close(config_read)
+        os.close(answer_write)
+    pidfd = os.pidfd_open(pid)
+    try:
+        os.write(lifeline, json.dumps(config).encode() + b"\n")
+        endpoint = _await_endpoint(answer, timeout)
+    except BaseException:
+        os.close(lifeline)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        _reap(pid)
+        os.close(pidfd)
+        raise
+    finally:
+        os.close(answer)
+    return ServerProcess(pid, pidfd, lifeline, endpoint)
+
+
+def _await_endpoint(answer: int, timeout: float) -> str:
+    deadline = time.monotonic() + timeout
+    received = b""
+    while not received.endswith(b"\n"):
+        if not select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise StoreTimeout(f"the store server did not start within {timeout:g} s")
+        chunk = os.read(answer, 65536)
+        if not chunk:
+            raise StoreConnectionError(
+                "the store server ended before it listened; what it wrote to stderr says why"
+            )
+        received += chunk
+    report: dict[str, str] = json.loads(received)
+    if "error" in report:
+        raise StoreConnectionError(f"the store server could not start: {report['error']}")
+    return report["endpoint"]
+
+
+def _import_paths() -> list[str]:
+    from importlib.util import find_spec
+
+    spec = find_spec("msgspec")
+    if spec is None or spec.origin is None:
+        raise StoreConnectionError("msgspec is not installed; the store server needs it")
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [here, os.path.dirname(os.path.dirname(spec.origin))]
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(config)
+
+
+def _ended(pidfd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def _reap(pid: int) -> None:
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        # Somebody in this process waits for every child and was faster.
+        return
+
+
+# ------------------------------------------------------------- in the server process
+
+
+def serve() -> None:
+    """Run a server as told on standard input, until that closes or the parent ends."""
+    import asyncio
+
+    with open(0, "rb", buffering=0, closefd=False) as config_file:
+        config = json.loads(_read_line(config_file.fileno()))
+    asyncio.run(_serve(config))
+
+
+def _read_line(fd: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            sys.exit("regrow.store: the server's parent ended before it had told what to serve")
+        line += chunk
+    return line
+
+
+async def _serve(config: dict[str, Any]) -> None:
+    import asyncio
+    import gc
+
+    from regrow.store._server import StoreServer
+
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_reader(0, stop.set)
+    try:
+        parent = os.pidfd_open(config["parent"])
+    except ProcessLookupError:
+        return
+    loop.add_reader(parent, stop.set)
+    if os.getppid() != config["parent"]:
+        return
+    _allow_many_files()
+    os.umask(0o077)
+    tls = None
+    if config["tls"] is not None:
+        from regrow.store._tls import Tls
+
+        tls = Tls(**config["tls"])
+    report: dict[str, str] = {}
+    try:
+        server = StoreServer(bytes.fromhex(config["token"]), Limits(**config["limits"]), tls)
+        if config["path"] is not None:
+            where = config["path"]
+            report["endpoint"] = await server.listen_unix(where)
+        else:
+            where = f"{config['host']}:{config['port']}"
+            report["endpoint"] = await server.listen(config["host"], config["port"])
+    except OSError as error:
+        report["error"] = f"cannot listen on {where}: {error.strerror or error}"
+    except ValueError as error:
+        report["error"] = str(error)
+    os.write(1, json.dumps(report).encode() + b"\n")
+    os.dup2(2, 1)
+    if "error" in report:
+        return
+    # What was made until now lives as long as the process: keep the collector off it.
+    gc.freeze()
+    await stop.wait()
+    await server.close()
+
+
+def _allow_many_files() -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
