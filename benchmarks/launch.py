@@ -12,6 +12,11 @@ machine that grows slower half-way slows both. Four questions:
    the workers sleep; one long window with both launchers at once, because the kernel counts
    processor time in ticks of 10 ms and neither figure depends on what else runs
 
+torchrun is started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it, `--standalone` of torch
+2.13 lets the workers of every attempt meet in one store, where those of the second find the
+addresses that the first left behind: of the runs tried, most spent their restarts on connections
+refused, or hung, and question 3 had no answer.
+
 Every time is the difference of two stamps of the monotonic clock, the later one taken by the last
 worker. `--check` compares with the bounds in BOUNDS and exits with 1 where one is missed.
 """
@@ -71,7 +76,12 @@ def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subpr
     """Start a launcher on `_worker.py mode` in the folder `work`; stop it at the end."""
     command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={workers}"]
     command += ["--max-restarts=3", f"--log-dir={work / 'logs'}", str(WORKER), mode]
-    env = {**os.environ, "BENCH_STAMPS": str(work / "stamps"), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "BENCH_STAMPS": str(work / "stamps"),
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     with open(work / "output", "wb") as output:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output

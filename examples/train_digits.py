@@ -148,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a digit classifier with DDP on CPU.")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/digits"))
     args = parser.parse_args()
 
