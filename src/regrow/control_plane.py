@@ -126,14 +126,17 @@ def _listen(path: str) -> socket.socket:
 def _remove_stale(path: str) -> None:
     """Remove a socket that nobody listens on: its worker was killed."""
     import socket
+    from stat import S_ISSOCK
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            os.unlink(path)
-        except FileNotFoundError:
+    try:
+        if not S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116 - no pathlib in a worker
             return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
 
 
 def _remove(path: str, made: int) -> None:
@@ -150,7 +153,10 @@ def _respond(request: Request) -> Response:
 
     from regrow.utils._http import Response
 
-    handlers = {"dump_traceback": _dump_traceback, "ping": lambda: b"pong"}
+    handlers: dict[str, Callable[[], bytes]] = {
+        "dump_traceback": _dump_traceback,
+        "ping": lambda: b"pong",
+    }
     if request.path == "/":
         return Response(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
     directory, _, name = request.path.rpartition("/")

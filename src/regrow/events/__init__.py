@@ -16,7 +16,7 @@ from ._log import (
     read_events,
 )
 from ._record import construct_and_record_rdzv_event, record, record_rdzv_event
-from ._story import Failure, OtherFailure, Step, Story, Suspension, story
+from ._story import Failure, Move, OtherFailure, Step, Story, Suspension, story
 from ._tell import print_story
 from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from .handlers import get_logging_handler, register_logging_handler
@@ -29,6 +29,7 @@ __all__ = [
     "EventMetadataValue",
     "EventSource",
     "Failure",
+    "Move",
     "NodeState",
     "OtherFailure",
     "RdzvEvent",

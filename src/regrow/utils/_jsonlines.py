@@ -132,7 +132,7 @@ class JsonLinesFile:
         self._midline = self._midline or written > 0
         import errno
 
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(errno.ENOSPC, "the line was cut short, no room is left")
 
     def _close(self) -> None:
         fd, self._fd = self._fd, None

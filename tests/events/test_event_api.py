@@ -1,0 +1,198 @@
+"""Events and their handlers, under torch's names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from regrow import events
+from regrow.events import Event, EventSource, NodeState, RdzvEvent, handlers
+
+
+class Listener(logging.Handler):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+
+
+@pytest.fixture
+def listen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
+    """A handler known as `mine`, added the way torch's users add one."""
+    listener = Listener()
+    monkeypatch.setitem(handlers._log_handlers, "mine", listener)
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    yield listener
+    logging.getLogger("torchelastic-events-mine").handlers.clear()
+
+
+def test_the_public_names_are_these() -> None:
+    assert set(events.__all__) == {
+        *("Event", "EventMetadataValue", "EventSource", "NodeState", "RdzvEvent"),
+        *("record", "record_rdzv_event", "construct_and_record_rdzv_event"),
+        *("get_logging_handler", "register_logging_handler"),
+        *("EVENTS_FILE", "EventFile", "EventLog", "as_record", "find_event_file", "read_events"),
+        *("Failure", "Move", "OtherFailure", "Step", "Story", "Suspension"),
+        *("story", "print_story"),
+    }
+    assert all(hasattr(events, name) for name in events.__all__)
+
+
+def test_the_module_names_of_torch_lead_to_the_same_things() -> None:
+    from regrow.events import api
+
+    for name in api.__all__:
+        assert getattr(api, name) is getattr(events, name)
+    assert handlers.get_logging_handler is events.get_logging_handler
+
+
+def test_an_event_survives_being_written_and_read() -> None:
+    event = Event("a.b", EventSource.WORKER, 1234, {"n": 1, "text": "x", "none": None})
+    assert Event.deserialize(event.serialize()) == event
+    assert Event.deserialize(event) is event
+    assert str(event) == event.serialize()
+
+
+def test_events_have_the_form_that_torch_gives_them() -> None:
+    event = Event("a.b", EventSource.AGENT, 1234, {"n": 1})
+    assert json.loads(event.serialize()) == {
+        "name": "a.b",
+        "source": "AGENT",
+        "timestamp": 1234,
+        "metadata": {"n": 1},
+    }
+
+
+def test_a_rendezvous_event_survives_being_written_and_read() -> None:
+    event = RdzvEvent("f:g", "job", "text", "host", 1, NodeState.FAILED, rank=2, error_trace="t")
+    assert RdzvEvent.deserialize(event.serialize()) == event
+    assert RdzvEvent.deserialize(event) is event
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"name": "x", "source": "NOBODY"}', "no json"])
+def test_what_is_no_event_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"event|Expecting value"):
+        Event.deserialize(text)
+
+
+def test_metadata_that_has_no_json_form_is_written_as_text() -> None:
+    event = Event("x", EventSource.AGENT, metadata={"where": Path("/tmp"), "lock": object()})
+    metadata = json.loads(event.serialize())["metadata"]
+    assert metadata["where"] == "/tmp"
+    assert metadata["lock"].startswith("<object object")
+
+
+def test_an_unknown_handler_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'nope'.*console, dynamic_rendezvous, file.*null"):
+        events.record(Event("x", EventSource.AGENT), "nope")
+
+
+def test_an_event_reaches_the_handler_that_is_named_and_no_other(
+    listen: Listener, caplog: pytest.LogCaptureFixture
+) -> None:
+    event = Event("x", EventSource.AGENT)
+    events.record(event, "mine")
+    events.record(event)
+    assert listen.heard == [event.serialize()]
+    assert caplog.records == []
+
+
+def test_a_handler_that_was_replaced_hears_nothing_more(listen: Listener) -> None:
+    events.record(Event("x", EventSource.AGENT), "mine")
+    other = Listener()
+    events.register_logging_handler("mine", other)
+    events.record(Event("y", EventSource.AGENT), "mine")
+    assert [len(listen.heard), len(other.heard)] == [1, 1]
+
+
+def test_the_console_handler_writes_to_stderr() -> None:
+    program = (
+        "from regrow import events\n"
+        "events.record(events.Event('x.y', events.EventSource.AGENT), 'console')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, "LOGLEVEL": "INFO"},
+    )
+    assert json.loads(done.stderr)["name"] == "x.y"
+
+
+def test_the_file_handler_appends_to_the_file_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv("REGROW_EVENT_FILE", str(path))
+    monkeypatch.setenv("LOGLEVEL", "ERROR")  # what goes to the screen, not what is kept
+    monkeypatch.setitem(handlers._log_handlers, "file", handlers.EventFileHandler())
+    events.record(Event("x", EventSource.WORKER, metadata={"rank": 3}), "file")
+    (line,) = events.read_events(path)
+    assert (line["name"], line["source"], line["rank"]) == ("x", "WORKER", 3)
+
+
+def test_the_file_handler_without_a_file_warns_once_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("REGROW_EVENT_FILE", raising=False)
+    monkeypatch.setitem(handlers._log_handlers, "file", handlers.EventFileHandler())
+    for _ in range(3):
+        events.record(Event("x", EventSource.WORKER), "file")
+    assert [record.getMessage() for record in caplog.records] == [
+        "events for the handler 'file' are dropped: REGROW_EVENT_FILE does not name a file"
+    ]
+
+
+def test_a_forked_child_writes_to_the_file_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    program = (
+        "import os; from regrow import events as e\n"
+        "e.record(e.Event('parent', e.EventSource.WORKER), 'file')\n"
+        "if os.fork() == 0:\n"
+        "    e.record(e.Event('child', e.EventSource.WORKER), 'file'); os._exit(0)\n"
+        "assert os.wait()[1] == 0\n"
+    )
+    env = {**os.environ, "REGROW_EVENT_FILE": str(path)}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)
+    assert [line["name"] for line in events.read_events(path)] == ["parent", "child"]
+
+
+def test_rendezvous_events_cost_nothing_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_args: object, **_fields: object) -> None:
+        pytest.fail("an event was built for nobody")
+
+    monkeypatch.setattr("regrow.events._record.RdzvEvent", refuse)
+    events.construct_and_record_rdzv_event("job", "text", NodeState.RUNNING)
+
+
+def test_a_rendezvous_event_says_who_recorded_it_and_what_went_wrong(
+    listen: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(handlers._log_handlers, "dynamic_rendezvous", listen)
+    try:
+        raise RuntimeError("no room")
+    except RuntimeError:
+        events.construct_and_record_rdzv_event("job", "text", NodeState.FAILED, rank=1)
+    logging.getLogger("torchelastic-events-dynamic_rendezvous").handlers.clear()
+    event = RdzvEvent.deserialize(listen.heard[0])
+    here = "test_a_rendezvous_event_says_who_recorded_it_and_what_went_wrong"
+    assert event.name == f"test_event_api.py:{here}"
+    assert (event.pid, event.rank, event.hostname) == (os.getpid(), 1, os.uname().nodename)
+    assert "RuntimeError: no room" in event.error_trace

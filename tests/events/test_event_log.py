@@ -1,0 +1,103 @@
+"""The job's log of events, and how it is found again."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from regrow.events import Event, EventLog, EventSource, find_event_file, read_events
+
+
+def event(name: str = "x", /, **metadata: object) -> Event:
+    return Event(name, EventSource.AGENT, metadata=metadata)
+
+
+def test_a_line_has_the_event_its_wall_time_and_its_monotonic_time(tmp_path: Path) -> None:
+    before = time.time(), time.monotonic()
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log(event("regrow.job.started", rank=1, bounds={"a": 0.5}))
+    after = time.time(), time.monotonic()
+    (line,) = read_events(tmp_path)
+    assert before[0] <= line.pop("time") <= after[0]
+    assert before[1] <= line.pop("monotonic") <= after[1]
+    assert line == {
+        "name": "regrow.job.started",
+        "source": "AGENT",
+        "rank": 1,
+        "bounds": {"a": 0.5},
+    }
+
+
+def test_the_times_that_an_event_carries_win_over_the_time_of_writing(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log(Event("x", EventSource.AGENT, 12_500, {"monotonic": 3.25}))
+    (line,) = read_events(tmp_path)
+    assert (line["time"], line["monotonic"]) == (12.5, 3.25)
+
+
+def test_metadata_cannot_hide_what_the_event_is(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log(event("x", name="y", source="z", time=1))
+    (line,) = read_events(tmp_path)
+    assert (line["name"], line["source"]) == ("x", "AGENT")
+    assert (line["metadata_name"], line["metadata_source"]) == ("y", "z")
+    assert line["metadata_time"] == 1
+
+
+def test_a_log_that_cannot_be_written_counts_what_is_lost(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log = EventLog("/dev/full")
+    for _ in range(3):
+        log.record(event())
+    assert log.lost == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def write_run(folder: Path, name: str, mtime: int) -> Path:
+    path = folder / name / "events.jsonl"
+    path.parent.mkdir(parents=True)
+    EventLog(path)(event(name))
+    os.utime(path, (mtime, mtime))
+    return path
+
+
+def test_a_log_is_found_by_its_path_its_run_and_its_log_directory(tmp_path: Path) -> None:
+    path = write_run(tmp_path, "job_abc", 1)
+    for place in (path, path.parent, tmp_path, str(tmp_path)):
+        assert [line["name"] for line in read_events(place)] == ["job_abc"]
+
+
+def test_of_several_runs_the_newest_is_read_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "job_z", 1)
+    newest = write_run(tmp_path, "job_a", 3)
+    write_run(tmp_path, "job_m", 2)
+    (tmp_path / "unrelated").mkdir()
+    told: list[str] = []
+    assert [line["name"] for line in read_events(tmp_path, told.append)] == ["job_a"]
+    assert told == [f"3 runs in {tmp_path}; this is the newest, {newest}"]
+    assert [Path(p).parent.name for p in find_event_file(tmp_path).older] == ["job_m", "job_z"]
+
+
+def test_broken_lines_are_told_once_each_and_the_others_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"name": "a"}\nrubbish\n{"name": "b"}\n{"name": "c')
+    assert [line["name"] for line in read_events(tmp_path)] == ["a", "b"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert f"{path}: line 2 left out: no JSON" in said[0]
+    assert f"{path}: line 4 left out: cut short" in said[1]
+
+
+@pytest.mark.parametrize(("place", "text"), [("", "no events.jsonl"), ("gone", "no such file")])
+def test_where_there_is_no_log_the_error_names_the_place(
+    place: str, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError, match=text) as caught:
+        read_events(tmp_path / place)
+    assert str(tmp_path / place) in str(caught.value)

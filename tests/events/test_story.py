@@ -1,0 +1,471 @@
+"""The story of a job: what it says, and that nothing in a log makes it fail."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.events import Event, EventLog, EventSource, print_story, story
+
+Line = dict[str, Any]
+
+
+def line(name: str, attempt: int, monotonic: float, **fields: Any) -> Line:
+    common = {"source": "AGENT", "time": 1.7e9, "run_id": "7f3a", "round": attempt, "host": "foo"}
+    return {
+        "name": f"regrow.{name}",
+        **common,
+        "attempt": attempt,
+        "monotonic": monotonic,
+        **fields,
+    }
+
+
+def started(**fields: Any) -> Line:
+    command = ["/usr/bin/python3", "-u", "examples/train_digits.py", "--epochs", "3"]
+    defaults = {"command": command, "nnodes": "1:1", "nproc_per_node": 2, "max_restarts": 3}
+    return line("job.started", 0, 100.0, **{**defaults, **fields})
+
+
+def attempt(number: int, at: float, world_size: int = 2, **fields: Any) -> Line:
+    return line("attempt.started", number, at, world_size=world_size, **fields)
+
+
+def failed(number: int, at: float, **fields: Any) -> Line:
+    defaults = {
+        "rank": 1,
+        "local_rank": 1,
+        "pid": 4242,
+        "exit_code": -9,
+        "signal": "SIGKILL",
+        "message": "Signal 9 (SIGKILL) received by PID 4242",
+        "traceback": None,
+        "error_file": None,
+        "failed_monotonic": at,
+        "detected_monotonic": at + 0.0004,
+        "root_cause": True,
+    }
+    return line("worker.failed", number, at + 0.01, **{**defaults, **fields})
+
+
+def raised(number: int, at: float, traceback: str, **fields: Any) -> Line:
+    return failed(number, at, **{"exit_code": 1, "signal": None, "traceback": traceback, **fields})
+
+
+def ended(number: int, at: float, state: str, first: int = 0, last: int = 0, **fields: Any) -> Line:
+    steps = {
+        "first_step": first,
+        "first_monotonic": at - 10.0,
+        "last_step": last,
+        "last_monotonic": at - 0.1,
+    }
+    last_steps = {"0": steps, "1": steps} if last else {}
+    return line("attempt.ended", number, at, state=state, last_steps=last_steps, **fields)
+
+
+def stepped(number: int, at: float, step: int, rank: int = 0, **fields: Any) -> Line:
+    return line(
+        "worker.first_step", number, at + 0.01, rank=rank, step=step, step_monotonic=at, **fields
+    )
+
+
+def finished(number: int, at: float, state: str = "SUCCEEDED", **fields: Any) -> Line:
+    return line("job.finished", number, at, **{"state": state, "duration_s": at - 100.0, **fields})
+
+
+def recovered() -> list[Line]:
+    """Two workers, one of which is killed at 110 s and costs 17 steps."""
+    return [
+        started(),
+        line("rendezvous.completed", 0, 100.01, group_world_size=1, world_size=2),
+        attempt(0, 100.1),
+        stepped(0, 101.0, 1),
+        failed(0, 110.0),
+        ended(0, 110.01, "FAILED", 1, 137),
+        line("job.restarting", 0, 110.011, restart_count=1, restarts_left=2, delay_s=0),
+        attempt(1, 110.0121),
+        stepped(1, 112.31, 121),
+        ended(1, 131.0, "SUCCEEDED", 121, 400),
+        finished(1, 131.2, restarts=1, exit_code=0),
+    ]
+
+
+def told(lines: list[Line], width: int = 100) -> str:
+    return story(lines).render(width)
+
+
+def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> None:
+    assert told(recovered()) == (
+        "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
+        "SUCCEEDED after 31.2 s with 1 restart\n"
+        "  failure 1 (attempt 0): rank 1 on host foo (pid 4242) was killed by SIGKILL\n"
+        "    detected after   0.4 ms\n"
+        "    restarted after  12.1 ms    (all 2 workers started again)\n"
+        "    first step after 2.31 s     (rank 0, step 121)\n"
+        "    work lost        17 steps   (step 137 reached, resumed from step 120; "
+        "about 1.24 s of training)"
+    )
+
+
+def test_the_figures_are_the_same_for_machines() -> None:
+    data = json.loads(json.dumps(story(recovered()).to_json()))
+    (failure,) = data["failures"]
+    assert {key: data[key] for key in ("run_id", "script", "state", "restarts", "workers")} == {
+        "run_id": "7f3a",
+        "script": "train_digits.py",
+        "state": "SUCCEEDED",
+        "restarts": 1,
+        "workers": [2],
+    }
+    assert failure["detected_after_s"] == pytest.approx(0.0004)
+    assert failure["restarted_after_s"] == pytest.approx(0.0121)
+    assert failure["first_step_after_s"] == pytest.approx(2.31)
+    assert failure["first_step"] == {"rank": 0, "step": 121, "attempt": 1}
+    assert (failure["last_step"], failure["resumed_from"], failure["work_lost"]) == (137, 120, 17)
+    assert failure["work_lost_s"] == pytest.approx(17 * 9.9 / 136)
+
+
+def test_the_order_of_the_lines_does_not_change_the_figures() -> None:
+    expected = story(recovered())
+    assert story(reversed(recovered())).failures == expected.failures
+
+
+def test_a_job_without_a_failure_is_one_line() -> None:
+    lines = [started(), attempt(0, 100.1), finished(0, 131.2, restarts=0)]
+    assert told(lines) == (
+        "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) SUCCEEDED after 31.2 s"
+    )
+
+
+def test_an_exception_is_told_by_its_line_and_the_file_with_the_rest() -> None:
+    traceback = (
+        "Traceback (most recent call last):\n"
+        '  File "train.py", line 3, in <module>\n'
+        "    main()\n"
+        "ValueError: loss is nan:\n"
+        "step 17: nan\n"
+    )
+    text = told([started(), raised(0, 101.0, traceback, error_file="/logs/0/1/error.json")])
+    assert "(pid 4242) exited with code 1: ValueError: loss is nan:\n" in text
+    assert "    error file       /logs/0/1/error.json\n" in text
+
+
+def test_of_an_exception_that_replaced_another_the_last_one_is_told() -> None:
+    traceback = (
+        "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  File 'b'\nRuntimeError\n"
+    )
+    assert story([raised(0, 101.0, traceback)]).failures[0].what == (
+        "exited with code 1: RuntimeError"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"exit_code": 3, "signal": None}, "exited with code 3"),
+        ({"exit_code": 3, "signal": None, "message": "exit code 3"}, "exited with code 3"),
+        ({"exit_code": 1, "signal": None, "message": "boom\nx"}, "exited with code 1: boom x"),
+        ({"exit_code": -11, "signal": None}, "was killed by SIGSEGV"),
+        ({"exit_code": -63, "signal": None}, "was killed by signal 63"),
+        ({"exit_code": None, "signal": None}, "failed"),
+    ],
+)
+def test_how_a_worker_ended_is_told_in_words(fields: Line, what: str) -> None:
+    assert story([failed(0, 101.0, **fields)]).failures[0].what == what
+
+
+def test_the_first_failure_is_the_cause_and_those_it_caused_are_a_line_each() -> None:
+    crash = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Connection reset\n"
+    lines = [raised(0, 101.003, crash, rank=0, pid=41, root_cause=False), failed(0, 101.0)]
+    lines += [failed(0, 101.0 + n, rank=n, pid=n, root_cause=False) for n in range(2, 7)]
+    text = told([started(), *lines])
+    assert "failure 1 (attempt 0): rank 1 on host foo" in text
+    assert (
+        "    then also        rank 0 on host foo (pid 41) exited with code 1: "
+        "RuntimeError: Connection reset," in text
+    )
+    assert "3.0 ms later" in text
+    assert "                     and 2 more of 7 failed workers" in text
+
+
+def test_without_a_mark_the_earliest_failure_is_the_cause() -> None:
+    lines = [failed(0, 101.0 - n, rank=n, root_cause=None) for n in range(3)]
+    assert story(lines).failures[0].rank == 2
+
+
+def test_an_attempt_that_failed_without_a_failed_worker_is_told_with_its_reason() -> None:
+    lines = [started(), attempt(0, 100.1), ended(0, 105.0, "FAILED", reason="the guardian is gone")]
+    assert "  failure 1 (attempt 0): on host foo: the guardian is gone\n" in told(lines)
+
+
+def test_a_job_whose_restarts_are_used_up_says_so() -> None:
+    lines = [
+        started(max_restarts=1),
+        *(attempt(0, 100.1), failed(0, 101.0), attempt(1, 101.1), failed(1, 102.0)),
+        finished(1, 103.0, "FAILED", exit_code=1, restarts=1, reason="was killed by SIGKILL"),
+    ]
+    text = told(lines, width=120)
+    assert text.startswith(
+        "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
+        "FAILED (exit code 1) after 3.00 s with 1 restart\n"
+    )
+    assert "  failure 2 (attempt 1): " in text
+    assert "    not restarted    no restarts left (--max-restarts=1)\n" in text
+
+
+def test_a_job_that_was_allowed_no_restart_says_so() -> None:
+    lines = [started(max_restarts=0), failed(0, 101.0), finished(0, 102.0, "FAILED")]
+    assert "not restarted    no restarts allowed (--max-restarts=0)" in told(lines)
+
+
+def test_a_job_that_a_signal_stopped_names_the_signal() -> None:
+    lines = [started(), finished(0, 103.2, "SIGNALED", signal="SIGTERM", exit_code=143)]
+    assert told(lines) == "regrow: job 7f3a (train_digits.py) was stopped by SIGTERM after 3.20 s"
+
+
+def test_a_job_that_ended_by_an_error_of_the_launcher_gives_its_text() -> None:
+    reason = "RendezvousTimeoutError: 1 of 2 nodes came"
+    lines = [started(), finished(0, 103.2, "ERROR", reason=reason)]
+    assert told(lines, width=200).endswith(f"ended with an ERROR after 3.20 s: {reason}")
+
+
+def test_a_job_without_an_end_says_that_it_is_not_recorded() -> None:
+    text = told(recovered()[:7], width=300)
+    assert text.splitlines()[0].endswith(
+        "is UNFINISHED, 10.0 s after its start: "
+        "the launcher's end is not recorded: it was killed or still runs"
+    )
+    assert "not restarted    as far as the log goes" in text
+
+
+def test_a_script_that_reports_no_steps_is_told_what_would_help() -> None:
+    lines = [entry for entry in recovered() if "step" not in entry["name"]]
+    lines = [{**entry, "last_steps": {}} for entry in lines]
+    text = told(lines)
+    assert "    work lost        unknown: the script does not call regrow.step" in text
+    assert "first step after" not in text
+
+
+def test_an_attempt_that_failed_before_its_first_step_lost_no_work() -> None:
+    lines = recovered()
+    again = [failed(1, 111.0, rank=0), ended(1, 111.1, "FAILED"), attempt(2, 111.2)]
+    lines[8:10] = [*again, stepped(2, 114.0, 121)]
+    first, second = story(lines).failures
+    assert (first.work_lost, second.work_lost) == (17, 0)
+    assert first.first_step_after_s == pytest.approx(4.0)
+    assert second.first_step_after_s == pytest.approx(3.0)
+    text = told(lines)
+    assert "first step after 4.00 s     (rank 0, step 121, attempt 2)" in text
+    assert "work lost        0 steps    (the attempt had made none)" in text
+
+
+def test_a_script_that_reports_only_some_steps_is_not_said_to_have_lost_fewer_than_none() -> None:
+    lines = recovered()
+    lines[8] = stepped(1, 112.31, 140)
+    lines[9] = ended(1, 131.0, "SUCCEEDED", 140, 400)
+    assert story(lines).failures[0].work_lost == 0
+
+
+def test_durations_are_never_taken_between_the_clocks_of_two_hosts() -> None:
+    lines = recovered()
+    lines[7] = attempt(1, 5.0, host="bar")
+    lines[8] = stepped(1, 6.0, 121, host="bar")
+    lines[9] = ended(1, 15.0, "SUCCEEDED", 121, 400, host="bar")
+    (failure,) = story(lines).failures
+    assert (failure.restarted_attempt, failure.restarted_after_s) == (1, None)
+    assert (failure.first_step_after_s, failure.work_lost) == (None, 17)
+    assert "restarted after  unknown" in told(lines)
+
+
+def test_a_restart_that_no_failure_caused_is_told_with_its_reason() -> None:
+    lines = [
+        started(),
+        attempt(0, 100.1),
+        ended(0, 105.0, "STOPPED"),
+        line("job.restarting", 0, 105.1, reason="1 node waits to join"),
+        attempt(1, 106.0, world_size=4),
+        finished(1, 110.0, restarts=1),
+    ]
+    assert told(lines) == (
+        "regrow: job 7f3a (train_digits.py, 2 to 4 workers on 1 node) "
+        "SUCCEEDED after 10.0 s with 1 restart\n"
+        "  attempt 0 was stopped without a failure: 1 node waits to join"
+    )
+
+
+def test_suspended_workers_are_told_with_the_time_they_stood_still() -> None:
+    suspended = {"rank": 0, "pid": 7, "signal": "SIGSTOP"}
+    lines = [
+        line("worker.suspended", 0, 101.0, **suspended),
+        line("worker.resumed", 0, 104.0, **suspended),
+        line("worker.suspended", 0, 105.0, **suspended),
+    ]
+    text = told([started(), *lines])
+    assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP for 3.00 s (attempt 0)" in text
+    assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP and not resumed" in text
+
+
+def test_events_that_could_not_be_written_are_counted() -> None:
+    lines = [*recovered(), {"name": "regrow.log.gap", "lost": 3}]
+    assert told(lines).endswith("  3 events could not be written to the log")
+
+
+def test_the_events_of_another_job_in_the_same_file_are_left_out() -> None:
+    other = [{**entry, "run_id": "old"} for entry in recovered()]
+    assert story([*other, *recovered()]).failures == story(recovered()).failures
+    assert story([*other, *recovered()]).events == len(recovered())
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        (["/usr/bin/python3.11", "-u", "a/train.py", "-x"], "train.py"),
+        (["python", "-u", "-m", "pkg.train"], "pkg.train"),
+        (["/opt/bin/trainer", "--x"], "trainer"),
+        (["train"], "train"),
+        (["python"], "python"),
+        ([], None),
+        ("train.py", None),
+    ],
+)
+def test_a_job_is_called_by_the_name_of_what_it_runs(command: object, script: str | None) -> None:
+    assert story([started(command=command)]).script == script
+
+
+def test_texts_of_the_job_cannot_play_with_the_terminal() -> None:
+    evil = "Traceback (most recent call last):\n x\nE: \x1b[2J\u2028\u00e9\x07" + "x" * 10_000
+    text = told([started(), raised(0, 101.0, evil, host="h\x1b[0m")])
+    assert text.isascii()
+    assert all(part.isprintable() for part in text.splitlines())
+    assert len(text) < 2000
+
+
+def test_a_crash_loop_is_told_by_its_beginning_and_its_end() -> None:
+    lines = [started()]
+    for number in range(500):
+        lines += [attempt(number, 101.0 + number), failed(number, 101.5 + number)]
+    text = told(lines)
+    assert "failure 1 (attempt 0)" in text
+    assert "failure 500 (attempt 499)" in text
+    assert "  ... 480 more failures ...\n" in text
+    assert text.count("was killed by SIGKILL") == 20
+
+
+@pytest.mark.parametrize("width", [48, 60, 80, 100])
+def test_no_line_is_wider_than_asked_for(width: int) -> None:
+    assert max(map(len, told(recovered(), width).splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, "0.0 ms"),
+        (0.00042, "0.4 ms"),
+        (0.9999, "999.9 ms"),
+        (0.99996, "1.00 s"),
+        (9.994, "9.99 s"),
+        (9.996, "10.0 s"),
+        (119.9, "119.9 s"),
+        (119.96, "2 min 0 s"),
+        (3725, "62 min 5 s"),
+        (7200, "2 h 0 min"),
+        (90061, "25 h 1 min"),
+    ],
+)
+def test_durations_read_naturally(seconds: float, shown: str) -> None:
+    from regrow.events._story_text import duration
+
+    assert duration(seconds) == shown
+
+
+_ALL = [
+    *recovered(),
+    line("worker.suspended", 1, 113.0, rank=0, pid=7, signal="SIGSTOP"),
+    line("worker.resumed", 1, 114.0, rank=0, pid=7, signal="SIGCONT"),
+    raised(1, 120.0, "Traceback (most recent call last):\n x\nE: y", rank=0, root_cause=False),
+    {"name": "regrow.log.gap", "lost": 2},
+    {"name": "torchelastic.worker.status.SUCCEEDED", "metadata_x": 1},
+    {},
+]
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@st.composite
+def _mangled(draw: st.DrawFn) -> list[Mapping[str, Any]]:
+    """Some of the events of a job in any order, some with fields missing or nonsensical."""
+    lines: list[Line] = draw(st.lists(st.sampled_from(_ALL), max_size=25))
+    mangled: list[Mapping[str, Any]] = []
+    for entry in lines:
+        changed = dict(entry)
+        for key in draw(st.lists(st.sampled_from(sorted(entry)), max_size=2)) if entry else []:
+            if draw(st.booleans()):
+                changed.pop(key, None)
+            else:
+                changed[key] = draw(_junk)
+        mangled.append(changed)
+    return mangled
+
+
+@given(_mangled())
+def test_no_log_makes_the_story_fail(lines: list[Mapping[str, Any]]) -> None:
+    made = story(lines)
+    assert made.render().isascii()
+    json.dumps(made.to_json(), allow_nan=False)
+
+
+@given(st.permutations(recovered()))
+def test_the_figures_of_a_job_do_not_depend_on_the_order_of_its_events(lines: list[Line]) -> None:
+    assert story(lines) == story(recovered())
+
+
+@pytest.mark.parametrize("length", range(len(_ALL)))
+def test_a_log_may_end_after_any_line(length: int) -> None:
+    assert told(_ALL[:length]).startswith("regrow: job ")
+
+
+def test_print_story_prints_text_or_json_and_remarks_to_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    for entry in recovered():
+        fields = {key: value for key, value in entry.items() if key not in ("name", "source")}
+        del fields["time"]
+        log(Event(entry["name"], EventSource.AGENT, metadata=fields))
+    with open(log.path, "a") as file:
+        file.write("{broken")
+
+    out = io.StringIO()
+    assert print_story(tmp_path, as_json=False, out=out) == 0
+    assert out.getvalue() == told(recovered()) + "\n"
+    assert "line 12 left out: cut short" in capsys.readouterr().err
+
+    out = io.StringIO()
+    assert print_story(tmp_path, as_json=True, out=out) == 0
+    assert json.loads(out.getvalue()) == json.loads(json.dumps(story(recovered()).to_json()))
+
+
+@pytest.mark.parametrize("content", [None, "", "rubbish\n"])
+def test_print_story_without_a_log_is_a_line_and_exit_code_2(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "events.jsonl").write_text(content)
+    out = io.StringIO()
+    assert print_story(tmp_path, as_json=False, out=out) == 2
+    assert out.getvalue() == ""
+    said = capsys.readouterr().err.splitlines()
+    assert str(tmp_path) in said[-1]
+    assert ("no event" in said[-1]) or ("no events.jsonl" in said[-1])
