@@ -84,6 +84,7 @@ def test_a_function_that_raises_is_the_root_cause_with_its_traceback(tmp_path: P
 def test_the_older_form_of_the_constructor_runs(tmp_path: Path) -> None:
     agent = LocalElasticAgent(spec(rank_and_argument, "?"), "fork", 10, str(tmp_path))
     assert agent.run().return_values == {0: "0?", 1: "1?"}
+    agent.get_worker_group().spec.rdzv_handler.shutdown()
     assert [path.name.split("_")[0] for path in tmp_path.iterdir()] == ["job"]
 
 
@@ -191,6 +192,7 @@ def test_a_stuck_worker_ends_the_job_without_restarts(
     )
     agent._sleepers._states = lambda pids: dict.fromkeys(pids, "D")
     result = agent.run()
+    agent.get_worker_group().spec.rdzv_handler.shutdown()
     assert result.state is WorkerState.FAILED
     assert "uninterruptible sleep" in result.failures[0].message
     assert agent._attempt == 0

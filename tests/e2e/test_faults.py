@@ -92,22 +92,24 @@ def test_the_children_of_a_worker_that_died_are_stopped_before_the_next_attempt(
         """
 import subprocess
 if ATTEMPT == 0:
-    tell("child", subprocess.Popen(["sleep", "1000"]).pid)
-    forever() if RANK else os.kill(os.getpid(), signal.SIGKILL)
-tell("started")
+    tell(os.getpid(), subprocess.Popen(["sleep", "1000"]).pid)
+else:
+    tell("started")
 forever()
 """,
         "--max-restarts=1",
     )
-    children = [int(pid) for _, _, _, pid in job.news(2)]
+    first = [[int(word) for word in words] for words in job.news(2)]
+    os.kill(first[0][2], signal.SIGKILL)
     assert all(words == ["started"] for _, _, *words in job.news(2))
-    for pid in children:
-        assert not Path(f"/proc/{pid}").exists() or _is_zombie(pid)
+    for _, _, worker, child in first:
+        assert _is_gone(worker)
+        assert _is_gone(child)
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM
 
 
-def _is_zombie(pid: int) -> bool:
+def _is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -118,9 +120,9 @@ def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch
     job = launch("tell('pid', os.getpid())\nforever()\n", nproc=2)
     stopped = pids(job)[1]
     os.kill(stopped, signal.SIGSTOP)
+    event = job.await_event("worker.suspended")
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
-    (event,) = job.events("worker.suspended")
     assert (event["rank"], event["pid"], event["signal"]) == (1, stopped, "SIGSTOP")
 
 
@@ -274,12 +276,14 @@ def test_a_full_disk_under_the_logs_costs_no_training_and_no_line(
 if ATTEMPT == 0:
     for i in range(20000):
         print("line", i, "of rank", RANK)
-    sys.exit(RANK)
+    tell("pid", os.getpid())
+    forever()
 """,
         f"--log-dir={tiny_disk}",
         "--redirects=3",
         "--max-restarts=1",
     )
+    os.kill(pids(job)[1], signal.SIGKILL)
     assert job.finish() == 0, job.output
     assert "No space left on device" in job.stderr
     stored = "".join(path.read_text() for path in tiny_disk.glob("*/attempt_0/*/stdout.log"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = 40.0
+_IN_MODIFY = 2
 
 PRELUDE = """
 import os, signal, sys, time
@@ -94,6 +96,22 @@ class Job:
         (path,) = self.log_dir.glob("*/events.jsonl")
         events = [json.loads(line) for line in path.read_text().splitlines()]
         return [event for event in events if event["name"] == f"regrow.{name}"]
+
+    def await_event(self, name: str) -> dict[str, Any]:
+        """The first recorded event called `regrow.<name>`, as soon as there is one."""
+        deadline = time.monotonic() + DEADLINE_S
+        (path,) = self.log_dir.glob("*/events.jsonl")
+        libc = ctypes.CDLL(None, use_errno=True)
+        watch = libc.inotify_init1(os.O_CLOEXEC)
+        try:
+            assert libc.inotify_add_watch(watch, os.fsencode(path), _IN_MODIFY) >= 0
+            while not (found := self.events(name)):
+                left = deadline - time.monotonic()
+                assert select.select([watch], [], [], max(0, left))[0], f"no {name}; {self.output}"
+                os.read(watch, 4096)
+            return found[0]
+        finally:
+            os.close(watch)
 
     def left_behind(self) -> list[str]:
         """Processes of this job that still run, waiting for those just being killed."""

@@ -118,7 +118,7 @@ class AttemptSteps(AgentRecords):
     def _exit_barrier(self) -> None:
         """Wait until every agent of the round is done; a failure of that is logged, no more."""
         world_size = self._worker_group.group_world_size
-        if world_size == 1 or self._store is None:
+        if world_size is None or world_size == 1 or self._store is None:
             return
         from regrow.utils import store as store_util
 

@@ -7,12 +7,17 @@ into messages by handlers that do nothing else, so they are safe at any point of
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from time import monotonic
 from types import FrameType
 from typing import Any
 
@@ -36,18 +41,44 @@ class Probe:
 
 
 class Inbox:
-    """The queue; `put` is safe from any thread and from signal handlers."""
+    """The queue; `put` is safe from any thread and from signal handlers.
+
+    A pipe wakes the reader, not a lock: a signal that arrives between the check for messages and
+    the wait would leave a lock asleep until something else happens, since Python runs handlers
+    only between two of its own instructions. The interpreter writes to `wake_fd` from the signal
+    itself.
+    """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[object] = SimpleQueue()
-        self.put: Callable[[object], None] = self._queue.put
+        self._messages: deque[object] = deque()
+        self._wait_fd, self.wake_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._poll = select.poll()
+        self._poll.register(self._wait_fd, select.POLLIN)
+        # With the last reference, and no sooner: a thread left behind may still put.
+        weakref.finalize(self, _close, self._wait_fd, self.wake_fd)
+
+    def put(self, message: object) -> None:
+        """Add a message and wake the reader."""
+        self._messages.append(message)
+        with suppress(BlockingIOError):  # full of wake-ups already
+            os.write(self.wake_fd, b"\0")
 
     def get(self, timeout: float | None = None) -> object | None:
-        """The next message, or None after `timeout` seconds."""
-        try:
-            return self._queue.get(timeout=timeout)
-        except Empty:
-            return None
+        """The next message, or None after `timeout` seconds. For one reader."""
+        deadline = None if timeout is None else monotonic() + timeout
+        while not self._messages:
+            left = None if deadline is None else deadline - monotonic()
+            if left is not None and left <= 0:
+                return None
+            self._poll.poll(None if left is None else left * 1000 + 1)
+            with suppress(BlockingIOError):
+                os.read(self._wait_fd, 4096)
+        return self._messages.popleft()
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Operations:
@@ -100,6 +131,7 @@ def signals_into(inbox: Inbox, names: str) -> Iterator[None]:
     def handler(signum: int, _frame: FrameType | None) -> None:
         inbox.put(Signaled(signum))
 
+    woken_before = signal.set_wakeup_fd(inbox.wake_fd, warn_on_full_buffer=False)
     previous = {}
     for signum in parse_signals(names):
         previous[signum] = signal.signal(signum, handler)
@@ -108,11 +140,12 @@ def signals_into(inbox: Inbox, names: str) -> Iterator[None]:
     finally:
         for signum, before in previous.items():
             signal.signal(signum, before)
+        signal.set_wakeup_fd(woken_before)
 
 
 def parse_signals(names: str) -> list[signal.Signals]:
     """The signals named in a comma-separated list; those that cannot be handled are warned of."""
-    found = []
+    found: list[signal.Signals] = []
     for name in filter(None, (part.strip() for part in names.split(","))):
         signum = signal.Signals.__members__.get(name.upper())
         if signum is None or signum in (signal.SIGKILL, signal.SIGSTOP):

@@ -16,6 +16,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -159,7 +160,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         in_flight: dict[object, Callable[[Any], core.Event]] = {}
         while True:
             if event is not None:
-                state = core.replace(state, remaining_restarts=self._remaining_restarts)
+                state = replace(state, remaining_restarts=self._remaining_restarts)
                 state, actions = core.decide(state, event)
                 self._remaining_restarts = state.remaining_restarts
                 for action in actions:
@@ -282,4 +283,6 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                     self._kill_now()
                 case Probe(answered):
                     answered.set()
+                case message:
+                    self._heed(message)
         self._end_attempt(RunResult(WorkerState.STOPPED))
