@@ -6,8 +6,12 @@ stopped by Ctrl-S, so costs neither the workers their time, nor the agent memory
 line: what is not yet shown waits in the file.
 
 What could not be stored (a full disk) is handed over in memory instead, up to `MAX_SPILLED`
-bytes, with its place between the bytes that could. The same thread, with other descriptors to
-write to, keeps the files of filtered lines.
+bytes, with its place between the bytes that could. A thread of the
+same kind, with other descriptors to write to, keeps the files of filtered lines.
+
+A process has one console, so it has one follower for it (`console`), which outlives an attempt:
+a job is restarted while the last lines of the attempt before are still on their way to a slow
+terminal, and they come before those of the next.
 
 A write to a console may block for ever, and no way to bound it spares the other users of a
 terminal (non-blocking mode belongs to all who hold it open). So nobody waits for this thread
@@ -23,6 +27,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from time import monotonic
 
 from regrow.workers._lines import Lines
@@ -96,13 +101,15 @@ class Source:
     Args:
         sink: where its lines go.
         lines: how they are made up.
+        turn: what an older turn has to show comes first.
     """
 
-    __slots__ = ("done", "ended", "file", "lines", "position", "sink", "spilled", "stored")
+    __slots__ = ("done", "ended", "file", "lines", "position", "sink", "spilled", "stored", "turn")
 
-    def __init__(self, sink: Sink, lines: Lines) -> None:
+    def __init__(self, sink: Sink, lines: Lines, turn: float) -> None:
         self.sink = sink
         self.lines = lines
+        self.turn = turn
         self.file = -1
         """Descriptor to read from; -1 for a stream of which only what is spilled is shown."""
         self.position = 0
@@ -132,7 +139,7 @@ class Follower:
         self._shown = threading.Condition(self._lock)
         self._notes: deque[bytes] = deque()
         self._due: dict[Source, None] = {}
-        """Sources with something to show, in the order of their turns."""
+        """Sources with something to show; within a turn, who waits longest comes first."""
         self._live: set[Source] = set()
         """Sources that are not done."""
         self._spilled = 0
@@ -200,52 +207,59 @@ class Follower:
             self._thread.start()
         self._news.notify()
 
-    # --- what a stopping pump calls
+    # --- what whoever ends calls
 
-    def wait(self, sources: Sequence[Source], stall: float, limit: float) -> bool:
-        """Wait until all that is known of some ended sources is shown.
+    def flush(
+        self, sources: Sequence[Source] | None = None, stall: float = 5.0, limit: float = 60.0
+    ) -> None:
+        """Wait until ended sources are shown; what the console does not take in time, is not.
 
         Args:
-            sources: which.
+            sources: which; None for all that have ended.
             stall: seconds without anything shown after which to give up.
             limit: seconds after which to give up in any case.
-
-        Returns:
-            Whether all is shown (or was abandoned by another thread).
         """
+        with self._lock:
+            if sources is None:
+                sources = [source for source in self._live if source.ended]
+            if self._wait(sources, stall, monotonic() + limit):
+                return
+            unshown = self._abandon(sources)
+        if unshown:
+            self._notes_sink.write_if_ready(
+                f"regrow: {unshown} bytes of output are not shown here, the console is too slow;"
+                " they are in the log files"
+            )
+
+    def _wait(self, sources: Sequence[Source], stall: float, end: float) -> bool:
+        """Whether all is shown in time (or was given up by another thread)."""
 
         def shown() -> bool:
             return not self._notes and all(source.done for source in sources)
 
-        before, end = -1, monotonic() + limit
-        with self._lock:
-            while not shown():
-                progress = self._notes_sink.taken
-                progress += sum(source.position + source.sink.taken for source in sources)
-                left = min(stall, end - monotonic())
-                if progress == before or left <= 0:
-                    return False
-                before = progress
-                self._shown.wait_for(shown, left)
+        before = -1
+        while not shown():
+            progress = self._notes_sink.taken
+            progress += sum(source.position + source.sink.taken for source in sources)
+            left = min(stall, end - monotonic())
+            if progress == before or left <= 0:
+                return False
+            before = progress
+            self._shown.wait_for(shown, left)
         return True
 
-    def abandon(self, sources: Sequence[Source]) -> int:
-        """Show no more of some sources.
-
-        Returns:
-            How many bytes of them were not shown.
-        """
+    def _abandon(self, sources: Sequence[Source]) -> int:
+        """Show no more of some sources; how many bytes of them were not shown."""
         unshown = 0
-        with self._lock:
-            for source in sources:
-                unshown += max(0, source.stored - source.position)
-                unshown += sum(len(data) for _, data in source.spilled)
-                self._spilled -= sum(len(data) for _, data in source.spilled)
-                source.spilled.clear()
-                source.position = source.stored
-                source.ended = source.done = True
-                self._wake(source)
-            self._shown.notify_all()
+        for source in sources:
+            spilled = sum(len(data) for _, data in source.spilled)
+            unshown += max(0, source.stored - source.position) + spilled
+            self._spilled -= spilled
+            source.spilled.clear()
+            source.position = source.stored
+            source.ended = source.done = True
+            self._wake(source)
+        self._shown.notify_all()
         return unshown
 
     # --- the thread
@@ -261,18 +275,18 @@ class Follower:
                         return
                     self._news.wait()
                 note = self._notes[0] if self._notes else None
-                source = next(iter(self._due)) if note is None else None
+                source = min(self._due, key=_turn) if note is None else None
                 if source is not None:
                     del self._due[source]
             if source is not None:
-                self._turn(source)
+                self._show(source)
             elif note is not None:
                 self._notes_sink.write(note)
                 with self._lock:
                     self._notes.popleft()
                     self._shown.notify_all()
 
-    def _turn(self, source: Source) -> None:
+    def _show(self, source: Source) -> None:
         """Show the next piece of a source, and queue it again if there is more."""
         with self._lock:
             spilled = source.spilled[0] if source.spilled else None
@@ -306,6 +320,10 @@ class Follower:
         self._shown.notify_all()
 
 
+def _turn(source: Source) -> float:
+    return source.turn
+
+
 def _read(source: Source, limit: int) -> bytes:
     """The next bytes that the file has for a source, and moves its position on."""
     if source.position > limit:
@@ -316,3 +334,12 @@ def _read(source: Source, limit: int) -> bytes:
         data = b""
     source.position = source.position + len(data) if data else limit
     return data
+
+
+@cache
+def console() -> Follower:
+    """The follower of this process's own stdout and stderr."""
+    return Follower(Sink(2))
+
+
+os.register_at_fork(after_in_child=console.cache_clear)  # its thread is the parent's

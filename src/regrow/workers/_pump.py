@@ -22,7 +22,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
-from regrow.workers._console import Follower, Sink, Source
+from regrow.workers._console import Follower, Sink, Source, console
 from regrow.workers._lines import Lines
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ class LogPump:
         stderr_filters: the same for stderr and `dest.filtered_stderr`.
         stdout_fd: the console for stdout.
         stderr_fd: the console for stderr, and for messages of our own.
-        console: shows the lines. With one console for the pumps of several attempts, the lines
-            of an attempt that is over can be shown while the next one runs already.
+        follower: what shows the lines; None is the process's own, `console()`.
 
     Raises:
         ValueError: a stream is to be shown from a file that it does not go to.
@@ -166,14 +165,15 @@ class LogPump:
         stderr_filters: Sequence[str] | None = None,
         stdout_fd: int = 1,
         stderr_fd: int = 2,
-        console: Follower | None = None,
+        follower: Follower | None = None,
     ) -> None:
         self.unstored = 0
         """Bytes that no file took."""
         self.lost = 0
         """Bytes among them that the console could not be given either."""
         self._notes, stdout = Sink(stderr_fd), Sink(stdout_fd)
-        self._console = console if console is not None else Follower(self._notes)
+        self._console = follower if follower is not None else console()
+        self._turn = monotonic()
         self._sieve = Follower(self._notes)
         self._prefixes = {rank: f"[{name}{rank}]:" for rank in dest.stdouts} | dict(prefixes or {})
         self._streams: dict[tuple[int, str], _Stream] = {}
@@ -236,10 +236,10 @@ class LogPump:
             if path in ("", os.devnull):
                 continue
             prefix, shown = self._prefixes[rank], rank in tees
-            source = Source(sink, Lines(prefix))
+            source = Source(sink, Lines(prefix), self._turn)
             reader = None
             if sieve is not None and filters and shown:
-                reader = (self._sieve, Source(sieve, Lines(prefix, filters)))
+                reader = (self._sieve, Source(sieve, Lines(prefix, filters), self._turn))
                 self._sieve.add(reader[1])
                 self._sieved.append(reader[1])
             self._console.add(source)
@@ -293,7 +293,7 @@ class LogPump:
                 worker left behind); what they contain then is stored and they are closed. A
                 console that takes nothing for that time, or is not done in `SLOW_FLUSH` times
                 that, shows no more: the rest is in the files, and it is told so if it listens.
-            flush: wait for the console; else it goes on by itself.
+            flush: wait for the console; else it goes on by itself, see `Follower.flush`.
         """
         self.close_writers()
         deadline = monotonic() + timeout
@@ -311,20 +311,10 @@ class LogPump:
                 self._notes.write_if_ready(
                     f"regrow: the file system of {path} hangs; output may be missing there"
                 )
+        stall = max(timeout, MIN_FLUSH_S)
+        self._sieve.flush(self._sieved, stall, stall * SLOW_FLUSH)
         if flush:
-            self._flush(max(timeout, MIN_FLUSH_S))
-
-    def _flush(self, stall: float) -> None:
-        limit = stall * SLOW_FLUSH
-        self._sieve.wait(self._sieved, stall, limit)
-        self._sieve.abandon(self._sieved)
-        shown = self._console.wait(self._sources, stall, limit)
-        unshown = self._console.abandon(self._sources)
-        if not shown and unshown:
-            self._notes.write_if_ready(
-                f"regrow: {unshown} bytes of output are not shown here, the console is too slow;"
-                " they are in the log files"
-            )
+            self._console.flush(self._sources, stall, stall * SLOW_FLUSH)
 
     # --- the thread
 

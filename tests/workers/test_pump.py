@@ -1,0 +1,252 @@
+"""The pump and the console: what workers print is stored, and shown."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+from pumping import NAMES, Rig, destinations
+
+from regrow.workers._console import Follower, Sink
+from regrow.workers._logs import LogsDest, line_prefixes
+from regrow.workers._pump import LogPump
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes rigs."""
+    rigs: list[Rig] = []
+
+    def made(*args: object, **options: object) -> Rig:
+        rigs.append(Rig(tmp_path, *args, **options))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield made
+    for rig in rigs:
+        rig.clear()
+
+
+def test_what_workers_print_is_stored_byte_for_byte(make: Make) -> None:
+    rig = make()
+    data = {(rank, name): os.urandom(1_500_000) for rank in (0, 1) for name in NAMES}
+    threads = [
+        threading.Thread(target=rig.write, args=(rank, content, name))
+        for (rank, name), content in data.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rig.stop()
+    assert {key: rig.stored(*key) for key in data} == data
+
+
+def test_a_process_that_prints_and_dies_has_all_of_it_stored(make: Make) -> None:
+    rig = make()
+    script = "import os; print('last words', flush=True); os.write(2, b'x' * 200_000); os.abort()"
+    subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=rig._writers[0, "stdout"],
+        stderr=rig._writers[0, "stderr"],
+        check=False,
+    )
+    rig.stop()
+    assert rig.stored(0) == b"last words\n"
+    assert rig.stored(0, "stderr").count(b"x") == 200_000
+
+
+def test_what_is_printed_is_stored_at_once_also_without_newline(make: Make) -> None:
+    rig = make()
+    rig.write(0, b"loading ...")
+    wait_until(lambda: rig.stored(0) == b"loading ...", "stored while the worker runs")
+
+
+def test_tee_shows_each_line_with_the_role_and_local_rank(make: Make) -> None:
+    rig = make()
+    rig.write(0, b"one\ntwo\n")
+    wait_until(lambda: rig.shown().count(b"\n") == 2, "shown while the worker runs")
+    rig.write(1, b"three\n", "stderr")
+    rig.stop()
+    assert rig.shown() == b"[worker0]:one\n[worker0]:two\n"
+    assert rig.shown("stderr") == b"[worker1]:three\n"
+
+
+def test_a_template_gives_the_prefixes(make: Make) -> None:
+    env = {"ROLE_NAME": "trainer", "RANK": "7"}
+    prefixes = line_prefixes("${role_name}/${rank}/${local_rank} ${other} ", {0: env})
+    assert prefixes == {0: "trainer/7/0 ${other} "}
+    rig = make(prefixes=prefixes)
+    rig.write(0, b"a\nb\n")
+    rig.write(1, b"c\n", "stderr")
+    rig.stop()
+    assert rig.shown() == b"trainer/7/0 ${other} a\ntrainer/7/0 ${other} b\n"
+    assert rig.shown("stderr") == b"[worker1]:c\n"
+
+
+def test_lines_of_several_ranks_never_mix(make: Make) -> None:
+    rig = make()
+    turns = 2000
+
+    def work(rank: int) -> None:
+        for turn in range(turns):
+            rig.write(rank, b"begin %d " % turn)
+            rig.write(rank, b"end %d\n" % turn)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    rig.stop()
+    lines = rig.shown().splitlines()
+    for rank in (0, 1):
+        own = [line for line in lines if line.startswith(b"[worker%d]:" % rank)]
+        assert own == [b"[worker%d]:begin %d end %d" % (rank, t, t) for t in range(turns)]
+    assert len(lines) == 2 * turns
+
+
+def test_a_last_line_without_newline_is_shown_as_a_line(make: Make) -> None:
+    rig = make()
+    rig.write(0, b"no end")
+    rig.write(1, b"nor here")
+    rig.stop()
+    assert sorted(rig.shown().splitlines()) == [b"[worker0]:no end", b"[worker1]:nor here"]
+    assert rig.stored(0) == b"no end"
+
+
+def test_filtered_lines_of_all_ranks_are_copied_with_their_prefix(make: Make) -> None:
+    rig = make(stdout_filters=["loss", "acc"], stderr_filters=["WARN"])
+    for rank in (0, 1):
+        rig.write(rank, b"step 1\nloss %d\nstep 2\nacc %d" % (rank, rank))
+        rig.write(rank, b"INFO loss\nWARN %d\n" % rank, "stderr")
+    rig.stop()
+    found = sorted(Path(rig.dest.filtered_stdout).read_bytes().splitlines())
+    assert found == [
+        b"[worker0]:acc 0",
+        b"[worker0]:loss 0",
+        b"[worker1]:acc 1",
+        b"[worker1]:loss 1",
+    ]
+    found = sorted(Path(rig.dest.filtered_stderr).read_bytes().splitlines())
+    assert found == [b"[worker0]:WARN 0", b"[worker1]:WARN 1"]
+    assert rig.stored(0) == b"step 1\nloss 0\nstep 2\nacc 0"
+
+
+def test_only_teed_ranks_are_filtered_and_shown(make: Make, tmp_path: Path) -> None:
+    dest = destinations(tmp_path / "logs")
+    del dest.tee_stdouts[1]
+    rig = make(dest, stdout_filters=["loss"])
+    rig.write(0, b"loss 0\n")
+    rig.write(1, b"loss 1\n")
+    rig.stop()
+    assert Path(rig.dest.filtered_stdout).read_bytes() == b"[worker0]:loss 0\n"
+    assert rig.shown() == b"[worker0]:loss 0\n"
+    assert rig.stored(1) == b"loss 1\n"
+
+
+def test_streams_that_are_not_redirected_are_inherited_or_dropped_and_no_thread_runs() -> None:
+    before = threading.active_count()
+    dest = LogsDest({0: "", 1: os.devnull}, {0: "", 1: ""}, tee_stdouts={0: os.devnull})
+    pump = LogPump("worker", dest)
+    pump.start()
+    assert threading.active_count() == before
+    assert pump.writer_fd(0, "stdout") is None
+    assert pump.writer_fd(1, "stderr") is None
+    dropped = pump.writer_fd(1, "stdout")
+    assert dropped is not None
+    assert os.path.samestat(os.fstat(dropped), Path(os.devnull).stat())
+    assert pump.drain_fds() == []
+    pump.stop()
+
+
+def test_a_tee_from_a_file_that_the_stream_does_not_go_to_is_refused(tmp_path: Path) -> None:
+    dest = LogsDest({0: ""}, {0: ""}, tee_stdouts={0: str(tmp_path / "elsewhere")})
+    with pytest.raises(
+        ValueError, match=r"stdout of local rank 0 cannot be shown from .*elsewhere"
+    ):
+        LogPump("worker", dest)
+
+
+def test_what_is_left_in_a_pipe_can_be_drained_by_another_who_has_its_end(tmp_path: Path) -> None:
+    dest = destinations(tmp_path / "logs", ranks=1)
+    pump = LogPump("worker", dest)  # and never started: its process was killed
+    writer = pump.writer_fd(0, "stdout")
+    assert writer is not None
+    os.write(writer, b"last words")
+    drains = {path: fd for fd, path in pump.drain_fds()}
+    assert set(drains) == {dest.stdouts[0], dest.stderrs[0]}
+    fd = drains[dest.stdouts[0]]
+    assert os.read(fd, 100) == b"last words"
+    with pytest.raises(BlockingIOError):
+        os.read(fd, 100)
+    pump.close_writers()
+    assert os.read(fd, 100) == b""
+    pump.stop()
+
+
+def test_a_pump_gives_back_its_descriptors_and_threads(make: Make) -> None:
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = held()
+    rig = make(stdout_filters=["x"])
+    assert held() > before
+    rig.write(0, b"x\n")
+    rig.stop()
+    rig.clear()
+    wait_until(lambda: held() <= before, "descriptors and threads as before")
+
+
+def test_the_lines_of_attempts_that_share_a_console_come_in_the_order_of_attempts(
+    tmp_path: Path,
+) -> None:
+    read, write = os.pipe()
+    follower = Follower(Sink(write))
+    rigs = []
+    for attempt in range(2):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        rigs.append(Rig(folder, stdout_fd=write, follower=follower))
+        rigs[-1].write(0, b"%d %s\n" % (attempt, b"." * 1000) * 500)  # more than a pipe holds
+        rigs[-1].close()
+        rigs[-1].pump.stop(30, flush=False)
+    reader = os.fdopen(read, "rb")
+    shown = [reader.readline() for _ in range(1000)]
+    assert [line.split(b" ")[0] for line in shown] == [b"[worker0]:0"] * 500 + [
+        b"[worker0]:1"
+    ] * 500
+    for rig in rigs:
+        rig.clear()
+    os.close(write)
+    reader.close()
+
+
+def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: Make) -> None:
+    rig = make()
+    script = "echo from the worker; sleep 1000 & echo $!"
+    # The shell's own child holds the pipe for as long as it lives.
+    subprocess.run(["sh", "-c", script], stdout=rig._writers[0, "stdout"], check=True)
+    rig.stop(0.3)
+    said, child = rig.stored(0).splitlines()
+    os.kill(int(child), 9)
+    assert said == b"from the worker"
+    assert rig.shown().startswith(b"[worker0]:from the worker\n")
+
+
+def test_a_second_stop_hurries_the_first(make: Make) -> None:
+    rig = make()
+    rig.write(0, b"still here\n")
+    first = threading.Thread(target=rig.pump.stop, args=(1000.0,))  # a worker holds its stdout
+    first.start()
+    rig.pump.stop(0)
+    first.join(30)
+    assert not first.is_alive()
+    assert rig.stored(0) == b"still here\n"
