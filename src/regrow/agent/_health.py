@@ -41,6 +41,9 @@ class HealthCheckServer:
         age: returns the seconds since the last progress; is asked instead of
             `alive_callback` where given.
         host: the address to listen on; "" is all, IPv6 and IPv4.
+
+    Raises:
+        ValueError: `port` is no port number.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class HealthCheckServer:
         age: Callable[[], float] | None = None,
         host: str = "",
     ) -> None:
+        if not 0 <= port <= 65535:
+            raise ValueError(f"health check server: {port} is no port (0 to 65535)")
         self._alive_callback = alive_callback
         self._port = port
         self._timeout = timeout
@@ -150,9 +155,8 @@ def _listen(host: str, port: int) -> socket.socket:
                 ("", port), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True
             )
         return socket.create_server(("", port), backlog=64)
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else str(error)
+    except OSError as error:
         raise OSError(
-            number, f"health check server: cannot listen on port {port}: {reason}"
+            error.errno,
+            f"health check server: cannot listen on port {port}: {os.strerror(error.errno or 0)}",
         ) from error

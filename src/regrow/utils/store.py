@@ -115,8 +115,7 @@ def barrier(
             f"(world_size={world_size}, missing_ranks=[{', '.join(missing)}], "
             f"timeout={barrier_timeout})"
         )
-        kind = TimeoutError if isinstance(error, TimeoutError) else type(error)
-        raise kind(text) from None
+        raise type(error)(text) from None
 
 
 def _check_in(store: _Store, world_size: int, key_prefix: str) -> str:
