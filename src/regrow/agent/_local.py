@@ -35,6 +35,7 @@ from regrow.workers import (
     WorkerChange,
     start_processes,
 )
+from regrow.workers._console import console
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
@@ -134,6 +135,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         finally:
             unsubscribe()
             self._release_attempt()
+            console().flush()
 
     def _subscribe(self) -> Callable[[], None]:
         subscribe = getattr(self._worker_group.spec.rdzv_handler, "subscribe", None)

@@ -210,19 +210,25 @@ class Follower:
     # --- what whoever ends calls
 
     def flush(
-        self, sources: Sequence[Source] | None = None, stall: float = 5.0, limit: float = 60.0
+        self,
+        sources: Sequence[Source] | None = None,
+        stall: float = 5.0,
+        limit: float = 60.0,
+        *,
+        give_up: bool = True,
     ) -> None:
-        """Wait until ended sources are shown; what the console does not take in time, is not.
+        """Wait until ended sources are shown.
 
         Args:
             sources: which; None for all that have ended.
-            stall: seconds without anything shown after which to give up.
-            limit: seconds after which to give up in any case.
+            stall: seconds without anything shown after which to wait no longer.
+            limit: seconds after which to wait no longer in any case.
+            give_up: what the console did not take by then is not shown; else it goes on.
         """
         with self._lock:
             if sources is None:
                 sources = [source for source in self._live if source.ended]
-            if self._wait(sources, stall, monotonic() + limit):
+            if self._wait(sources, stall, monotonic() + limit) or not give_up:
                 return
             unshown = self._abandon(sources)
         if unshown:

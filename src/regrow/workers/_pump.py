@@ -34,6 +34,8 @@ BUFFER_SIZE = 256 * 1024
 """Bytes moved at once: few system calls, and the buffer stays in the processor's cache."""
 MIN_FLUSH_S = 0.5
 """Seconds that a console has for the last lines also when all must stop at once."""
+MOMENT_S = 0.1
+"""Seconds that a console may hold up the next attempt."""
 SLOW_FLUSH = 12
 """Times as long as for one that takes nothing, a console is waited for that is merely slow."""
 STUCK_S = 5.0
@@ -293,7 +295,8 @@ class LogPump:
                 worker left behind); what they contain then is stored and they are closed. A
                 console that takes nothing for that time, or is not done in `SLOW_FLUSH` times
                 that, shows no more: the rest is in the files, and it is told so if it listens.
-            flush: wait for the console; else it goes on by itself, see `Follower.flush`.
+            flush: wait for the console like that; else for `MOMENT_S`, which is plenty for one
+                that keeps up, and one that does not goes on by itself: see `Follower.flush`.
         """
         self.close_writers()
         deadline = monotonic() + timeout
@@ -315,6 +318,8 @@ class LogPump:
         self._sieve.flush(self._sieved, stall, stall * SLOW_FLUSH)
         if flush:
             self._console.flush(self._sources, stall, stall * SLOW_FLUSH)
+        else:
+            self._console.flush(self._sources, MOMENT_S, MOMENT_S, give_up=False)
 
     # --- the thread
 
