@@ -163,6 +163,7 @@ class PContext(ABC):
         self._error: BaseException | None = None
         self._guardian_lost = False
         self._stopping_when_lost = False
+        self._launched = False
         self._finishing = False
         self._done = False
 
@@ -225,11 +226,13 @@ class PContext(ABC):
                 for rank in range(self.nprocs):
                     if rank not in self._workers:
                         self._feed(_group.Gone(rank))
-                self._check_over()
             raise
         finally:
             pump.close_writers()
             pump.start()
+            with self._changed:
+                self._launched = True
+                self._check_over()
         with self._changed:
             self._changed.wait_for(lambda: self._settled() or self._refusals or self._done)
             refusals = dict(self._refusals)
@@ -271,7 +274,7 @@ class PContext(ABC):
             if self._workers and not self._group.over:
                 self._feed(_group.Close(signum, timeout))
             self._changed.wait_for(
-                lambda: self._done or not self._workers, max(0.0, end - monotonic())
+                lambda: self._done or not self._launched, max(0.0, end - monotonic())
             )
             left = [] if self._done else [rank for rank in self._workers if not self._gone(rank)]
         if left:
@@ -315,7 +318,7 @@ class PContext(ABC):
                     self._guardian.stop([worker], signum, deadline - monotonic())
 
     def _check_over(self) -> None:
-        if self._group.over and not self._finishing:
+        if self._launched and self._group.over and not self._finishing:
             self._finishing = True
             threading.Thread(target=self._finish, name="regrow-result", daemon=True).start()
 
@@ -386,7 +389,9 @@ class PContext(ABC):
         result, trouble = None, None
         try:
             if self._pump is not None:
-                self._pump.stop()
+                # An agent's next attempt does not wait for a slow console; the agent does, at
+                # the job's end.
+                self._pump.stop(flush=self._own_guardian)
             result = self._work_up()
             self._release()
             if self._own_guardian:

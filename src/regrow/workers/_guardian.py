@@ -203,6 +203,7 @@ class Guardian:
         worker.drains = [(self._fds.pop(0), path) for path in paths]
         env = dict(variable.split(b"=", 1) for variable in variables)
         worker.exec_pipe, report = os.pipe()
+        os.set_blocking(worker.exec_pipe, False)
         try:
             worker.pid = os.fork()
         except OSError as error:
@@ -259,7 +260,10 @@ class Guardian:
     # --- what the workers do
 
     def _on_exec(self, worker: Worker) -> None:
-        report = os.read(worker.exec_pipe, 65536)
+        try:
+            report = os.read(worker.exec_pipe, 65536)
+        except BlockingIOError:  # not yet
+            return
         self._forget(worker.exec_pipe)
         worker.exec_pipe = -1
         if report:
@@ -308,6 +312,8 @@ class Guardian:
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 if worker is None:
                     continue
+                if worker.exec_pipe >= 0:  # first things first
+                    self._on_exec(worker)
                 if os.WIFSTOPPED(status):
                     signum = os.WSTOPSIG(status)
                     self._tell(b"stopped", worker.worker, signum, monotonic_ns())

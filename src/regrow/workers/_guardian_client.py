@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -312,15 +313,21 @@ class _Link:
             self._socket.sendall(data[sent:])
         except (BrokenPipeError, ConnectionResetError):
             return  # its end is the listening thread's to tell
+        except BaseException:
+            # A signal's handler raised, perhaps in the middle of a message: nothing that follows
+            # could be understood. The guardian takes this for our end and kills the workers.
+            self._socket.shutdown(socket.SHUT_RDWR)
+            raise
 
     def close(self, timeout: float) -> bool:
-        self._closing = True
-        self.send([b"bye"])
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
-        else:
-            self._reap(timeout)
-        return self.lost or not _alive(self._pidfd)
+        with self._lock:
+            self._closing = True
+            if not self.lost:
+                self.send([b"bye"])
+        if threading.current_thread() is self._thread:  # a listener closes its own guardian
+            return self._reap(timeout)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _listen(self) -> None:
         decoder = Decoder()
@@ -355,16 +362,15 @@ class _Link:
                 return
         self.listeners[event.worker](event)
 
-    def _reap(self, timeout: float | None) -> None:
-        """Wait for the guardian's end and collect it."""
+    def _reap(self, timeout: float | None) -> bool:
+        """Wait for the guardian's end and collect it; False: it goes on."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(None if timeout is None else timeout * 1000):
-            return
-        try:
+            return False
+        with suppress(ChildProcessError):  # already, or by somebody who collects every child
             os.waitpid(self.pid, 0)
-        except ChildProcessError:  # somebody in this process collects every child
-            return
+        return True
 
 
 def _event(frame: list[bytes]) -> GuardianEvent:
@@ -452,9 +458,3 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _alive(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return not poll.poll(0)

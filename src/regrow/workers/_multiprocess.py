@@ -216,8 +216,7 @@ class MultiprocessContext(PContext):
     def _failure(self, rank: int, member: _group.Member) -> ProcessFailure:
         if member.code == 0 and not _function.is_stored(self._results[rank]):
             self._troubles[rank] = (
-                f"the process ended with exit code 0 before {self._function.__qualname__}"
-                " returned; did"
+                f"the process ended with exit code 0 before {_name(self._function)} returned; did"
                 " something call os._exit?"
             )
         trouble, path = self._troubles.get(rank), self.error_files[rank]
@@ -238,6 +237,10 @@ class MultiprocessContext(PContext):
         self._lifelines.clear()
         for process in self._processes.values():
             process.close()
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 class _Handover:

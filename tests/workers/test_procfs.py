@@ -1,0 +1,82 @@
+"""What is read from /proc."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from processes import alive, wait_until
+
+from regrow.workers import _procfs
+
+
+def _sleeper(program: str = "sleep", **env: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([program, "1000"], env=os.environ | env, start_new_session=True)
+
+
+def _end(*processes: subprocess.Popen[bytes]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_states_are_told_apart_and_missing_processes_left_out() -> None:
+    sleeping, stopped, zombie = _sleeper(), _sleeper(), subprocess.Popen(["true"])
+    try:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        pids = [sleeping.pid, stopped.pid, zombie.pid, 2**30]
+        wait_until(
+            lambda: (
+                _procfs.process_states(pids)
+                == {sleeping.pid: "S", stopped.pid: "T", zombie.pid: "Z"}
+            ),
+            "the three states",
+        )
+    finally:
+        _end(sleeping, stopped)
+        zombie.wait()
+
+
+def test_a_program_with_parentheses_and_spaces_in_its_name_is_read_right(tmp_path: Path) -> None:
+    program = tmp_path / "a) R 1 (b"
+    shutil.copy(shutil.which("sleep") or "", program)
+    process = _sleeper(str(program))
+    try:
+        entry = _procfs.stat(process.pid)
+        assert entry is not None
+        assert entry.parent == os.getpid()
+        assert entry.session == process.pid
+    finally:
+        _end(process)
+
+
+def test_a_family_is_a_session_a_mark_and_all_below() -> None:
+    leader, stranger = _sleeper(), _sleeper()
+    marked = _sleeper(**{_procfs.MARK: "/job/1/2/"})
+    try:
+        found = _procfs.family((leader.pid,), (b"/job/1/",))
+        assert {leader.pid, marked.pid} <= set(found)
+        assert stranger.pid not in found
+        assert _procfs.family((), (b"/job/2/",)) == []
+        assert _procfs.family((), (), roots=(stranger.pid,)) == [stranger.pid]
+    finally:
+        _end(leader, stranger, marked)
+
+
+def test_a_family_is_killed_until_none_is_left_and_strangers_live() -> None:
+    stranger = _sleeper()
+    family = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & setsid sleep 1000 & sleep 1000"],
+        env=os.environ | {_procfs.MARK: "/job/7/"},
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: len(_procfs.family((), (b"/job/7/",))) == 4, "the family")
+        assert _procfs.kill_family((), (b"/job/7/",), 30) == []
+        assert family.wait() == -signal.SIGKILL
+        assert alive(stranger.pid)
+    finally:
+        _end(stranger, family)
