@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     import ssl
 
 _NOT_OURS: Final = (
-    "it closed the connection at the first message; either it is not a regrow store (a PyTorch "
-    "TCPStore behaves like this), or it is shutting down"
+    "either it is not a regrow store (a PyTorch TCPStore behaves like this), or it is {instead}"
 )
+
+_HANDSHAKE_SECONDS: Final = 10.0
+"""How long a server that accepted the connection may take to answer."""
 
 Address = tuple[socket.AddressFamily, str | tuple[str, int]]
 
@@ -93,7 +95,9 @@ class Dialer:
             The connection, the server's greeting, and bytes that came after it.
         """
         try:
-            return self._greet(self._connect(deadline), session, grace, deadline)
+            sock = self._connect(deadline)
+            deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
+            return self._greet(sock, session, grace, deadline)
         except StoreError as error:
             raise type(error)(f"the store at {self.endpoint}: {error}") from error
         except OSError as error:
@@ -209,9 +213,15 @@ class _Reader:
         while len(self.received) < handshake.OPENING:
             try:
                 self._more("answer the handshake")
+            except StoreTimeout as error:
+                reason = _NOT_OURS.format(instead="stopped or overloaded")
+                raise StoreTimeout(f"{error}; {reason}") from error
             except OSError as error:
                 if isinstance(error, ConnectionError) and not isinstance(error, StoreError):
-                    raise StoreProtocolError(_NOT_OURS) from error
+                    reason = _NOT_OURS.format(instead="shutting down")
+                    raise StoreProtocolError(
+                        f"it closed the connection at the first message; {reason}"
+                    ) from error
                 raise
             if handshake.is_stranger(bytes(self.received[: handshake.OPENING])):
                 raise handshake.describe_server(bytes(self.received))

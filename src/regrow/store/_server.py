@@ -334,6 +334,7 @@ class _Connection(asyncio.BufferedProtocol):
             hello = wire.decode_hello(data[wire.HEADER : end])
             self.session = self._server.greet(self, hello)
         except (msgspec.MsgspecError, StoreLimitError) as error:
+            self._transport.write(wire.frame(wire.Failed(0, "limit", str(error))))
             self.refuse(str(error))
             return len(data)
         self._server.settled(self)

@@ -101,8 +101,10 @@ class TlsChannel(Channel):
                 arrived = True
             parts = []
             try:
-                while True:
-                    parts.append(self._tls.read(_CHUNK))
+                while part := self._tls.read(_CHUNK):
+                    parts.append(part)
+                if not parts:
+                    raise ConnectionResetError("the server closed the connection")
             except ssl.SSLWantReadError:
                 super().send(self._outgoing.read())
             if not parts and not arrived:

@@ -1,0 +1,202 @@
+"""Servers, clients and a connection that can be cut, for the tests of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from regrow.store import StoreClient, StoreServer, connect, make_token
+
+PATIENCE = 30.0
+"""Seconds after which a test that waits for something gives up."""
+
+
+class ServerThread:
+    """A `StoreServer` in a thread of the test, with its log."""
+
+    def __init__(self, **options: Any) -> None:
+        self.token = options.pop("token", None) or make_token()
+        self.log: list[str] = []
+        self.endpoint = ""
+        self._logged = threading.Condition()
+        self._ready = threading.Event()
+        self._options = options
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(PATIENCE)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self.server = StoreServer(self.token, log=self._note, **self._options)
+        self.endpoint = await self.server.listen()
+        self._ready.set()
+        await self._stop.wait()
+        await self.server.close()
+
+    def _note(self, line: str) -> None:
+        with self._logged:
+            self.log.append(line)
+            self._logged.notify_all()
+
+    def logged(self, part: str) -> str:
+        """Wait for a line of the log with `part` in it and return the line."""
+        deadline = time.monotonic() + PATIENCE
+        with self._logged:
+            while True:
+                for line in self.log:
+                    if part in line:
+                        return line
+                if not self._logged.wait(deadline - time.monotonic()):
+                    raise AssertionError(f"no line with {part!r} in {self.log}")
+
+    @property
+    def port(self) -> int:
+        return int(self.endpoint.rpartition(":")[2])
+
+    def sessions(self) -> int:
+        return len(self.server.machine.sessions)
+
+    def connect(self, **options: Any) -> StoreClient:
+        return connect(self.endpoint, token=self.token, timeout=PATIENCE, **options)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+class Background:
+    """A call in a thread: `Background(store.get, "k").result()`."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call, args, kwargs), daemon=True)
+        self._thread.start()
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        try:
+            self._value = call(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - raised again by result()
+            self._error = error
+
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def result(self) -> Any:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "the call did not return"
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds that offers no event to wait for."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.002)
+
+
+class CuttingProxy:
+    """Stands between clients and a server, and cuts the connection after so many bytes."""
+
+    def __init__(self, port: int) -> None:
+        self.cuts = 0
+        self._target = port
+        self._left: dict[str, int | None] = {"up": None, "down": None}
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._wake, self._waker = socket.socketpair()
+        self._stopped = False
+        self._pairs: dict[socket.socket, tuple[socket.socket, str]] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def cut_after(self, count: int, way: str) -> None:
+        """Let `count` more bytes through to the server ("up") or back ("down"), then cut."""
+        with self._lock:
+            self._left[way] = count
+
+    def cut_nothing(self) -> None:
+        """Forget what `cut_after` asked for."""
+        with self._lock:
+            self._left = {"up": None, "down": None}
+
+    def cut_now(self) -> None:
+        """Cut what is connected."""
+        with self._lock:
+            self._cut()
+        self._waker.send(b"x")
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._waker.send(b"x")
+        self._thread.join(PATIENCE)
+        self._cut()
+        for sock in (self._listener, self._wake, self._waker):
+            sock.close()
+
+    def _run(self) -> None:
+        while not self._stopped:
+            with self._lock:
+                socks = [self._listener, self._wake, *self._pairs]
+            try:
+                ready, _, _ = select.select(socks, [], [])
+            except (OSError, ValueError):  # cut meanwhile
+                continue
+            for sock in ready:
+                with self._lock:
+                    if sock is self._listener:
+                        self._accept()
+                    elif sock is self._wake:
+                        sock.recv(1)
+                    elif sock in self._pairs:
+                        self._forward(sock)
+
+    def _accept(self) -> None:
+        near, _ = self._listener.accept()
+        try:
+            far = socket.create_connection(("127.0.0.1", self._target), timeout=PATIENCE)
+        except OSError:
+            near.close()
+            return
+        self._pairs[near] = (far, "up")
+        self._pairs[far] = (near, "down")
+
+    def _forward(self, sock: socket.socket) -> None:
+        other, way = self._pairs[sock]
+        left = self._left[way]
+        try:
+            data = sock.recv(65536 if left is None else min(65536, max(left, 1)))
+        except OSError:
+            data = b""
+        if not data:
+            self._cut()
+            return
+        if left is not None:
+            data = data[:left]
+            self._left[way] = left - len(data)
+        with contextlib.suppress(OSError):
+            other.sendall(data)
+        if self._left[way] == 0:
+            self.cuts += 1
+            self._left = {"up": None, "down": None}
+            self._cut()
+
+    def _cut(self) -> None:
+        for sock in self._pairs:
+            sock.close()
+        self._pairs.clear()

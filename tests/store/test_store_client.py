@@ -1,0 +1,386 @@
+"""A client and a server: who waits for what, and what a lost connection means."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
+
+from regrow.store import (
+    ConnectionState,
+    MemoryStore,
+    ServerProcess,
+    StoreAuthError,
+    StoreClient,
+    StoreClosedError,
+    StoreConnectionError,
+    StoreLimitError,
+    StoreProtocolError,
+    StoreSessionLost,
+    StoreTimeout,
+    connect,
+    make_token,
+    start_server,
+)
+
+Join = Callable[..., StoreClient]
+Serve = Callable[..., ServerThread]
+
+
+@pytest.fixture
+def proxied(serve: Serve) -> Iterator[tuple[ServerThread, CuttingProxy]]:
+    server = serve()
+    proxy = CuttingProxy(server.port)
+    yield server, proxy
+    proxy.stop()
+
+
+class States:
+    """Collects the states a client reports and waits for one."""
+
+    def __init__(self) -> None:
+        self.seen: list[ConnectionState] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, state: ConnectionState) -> None:
+        with self._changed:
+            self.seen.append(state)
+            self._changed.notify_all()
+
+    def wait_for(self, state: ConnectionState) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: state in self.seen, PATIENCE), self.seen
+
+
+def test_a_blocked_wait_delays_no_other_call_of_the_same_client(join: Join) -> None:
+    client = join()
+    blocked = [Background(client.wait, ["never", str(i)], PATIENCE) for i in range(5)] + [
+        Background(client.get, f"never {i}") for i in range(5)
+    ]
+    for number in range(200):
+        client.set("k", str(number))
+        assert client.get("k") == str(number).encode()
+    assert all(call.running() for call in blocked)
+    client.close()
+    for call in blocked:
+        with pytest.raises(StoreClosedError):
+            call.result()
+
+
+def test_many_threads_share_one_client(join: Join) -> None:
+    client = join()
+
+    def work(number: int) -> None:
+        for step in range(100):
+            client.add("sum", 1)
+            client.set(f"own {number}", str(step))
+            assert client.get(f"own {number}") == str(step).encode()
+
+    calls = [Background(work, number) for number in range(8)]
+    for call in calls:
+        call.result()
+    assert client.get("sum") == b"800"
+
+
+def test_threads_wait_for_each_other_through_one_client(join: Join) -> None:
+    client = join()
+
+    def ping(mine: str, theirs: str) -> None:
+        for step in range(100):
+            client.set(f"{mine} {step}", "x")
+            client.wait([f"{theirs} {step}"], PATIENCE)
+
+    for call in [Background(ping, "ping", "pong"), Background(ping, "pong", "ping")]:
+        call.result()
+
+
+def test_a_wrong_token_is_a_clear_error_on_both_sides(serve: Serve) -> None:
+    server = serve()
+    with pytest.raises(StoreAuthError, match="REGROW_TOKEN") as caught:
+        connect(server.endpoint, token=make_token(), timeout=PATIENCE)
+    assert server.endpoint in str(caught.value)
+    assert "does not hold this job's token" in server.logged("refused 127.0.0.1:")
+
+
+def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def pretend() -> None:
+            conn, _ = listener.accept()
+            with conn:
+                conn.recv(4096)
+                conn.sendall(b"REGROW\x00\x01" + bytes(32))
+                conn.recv(4096)
+                conn.sendall(bytes(33))
+                conn.recv(4096)
+
+        thread = Background(pretend)
+        with pytest.raises(StoreAuthError, match="not this job's store"):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}", token=make_token(), timeout=PATIENCE)
+        thread.result()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak the regrow store's protocol"),
+        (b"REGROW\x00\x63" + bytes(32), "version 99"),
+        (b"", "not a regrow store"),
+    ],
+)
+def test_another_service_at_the_address_is_a_clear_error(answer: bytes, message: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve_once() -> None:
+            conn, _ = listener.accept()
+            with conn:
+                conn.recv(4096)
+                conn.sendall(answer)
+
+        thread = Background(serve_once)
+        with pytest.raises(StoreProtocolError, match=message):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}", token=make_token(), timeout=PATIENCE)
+        thread.result()
+
+
+def test_a_service_that_says_nothing_is_given_up() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(StoreTimeout, match="not a regrow store"),
+    ):
+        connect(f"127.0.0.1:{listener.getsockname()[1]}", token=make_token(), timeout=0.2)
+
+
+def test_no_server_is_a_clear_error_after_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(StoreConnectionError, match=f"127.0.0.1:{port} cannot be reached"):
+        connect(f"127.0.0.1:{port}", token=make_token(), timeout=0.1)
+
+
+def test_connect_waits_for_a_server_that_starts_later(token: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    early = Background(connect, f"127.0.0.1:{port}", token=token, timeout=PATIENCE)
+    with start_server(port=port, token=token):
+        client = early.result()
+        client.set("k", "v")
+        client.close()
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "host:", "host:0", "host:70000", ":x"])
+def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="is no store endpoint"):
+        connect(endpoint, token=make_token())
+
+
+def test_ephemeral_keys_are_gone_when_close_returns(join: Join) -> None:
+    owner, other = join(), join()
+    owner.set("mine", "1", ephemeral=True)
+    seen = other.watch(["mine"])
+    gone = Background(other.watch, ["mine"], seen.revision)
+    owner.close()
+    assert gone.result().changes[0].value is None
+    assert not other.check(["mine"])
+    with pytest.raises(StoreClosedError):
+        owner.set("mine", "2")
+    assert owner.state is ConnectionState.CLOSED
+
+
+def test_the_keys_of_a_killed_process_go_after_its_grace(
+    join: Join, server: ServerProcess, token: bytes
+) -> None:
+    client = join()
+    script = (
+        "import signal, sys; from regrow.store import connect;"
+        "client = connect(sys.argv[1], token=sys.argv[2].encode(), session_grace=0.2);"
+        "client.set('killed', '1', ephemeral=True); signal.pause()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script, server.endpoint, token.decode()])
+    seen = client.watch(["killed"])
+    assert seen.changes[0].value == b"1"
+    owner.kill()
+    owner.wait()
+    assert client.watch(["killed"], seen.revision).changes[0].value is None
+
+
+def test_a_session_outlives_a_lost_connection(proxied: tuple[ServerThread, CuttingProxy]) -> None:
+    server, proxy = proxied
+    states = States()
+    client = connect(
+        proxy.endpoint,
+        token=server.token,
+        timeout=PATIENCE,
+        session_grace=PATIENCE,
+        on_state=states,
+    )
+    other = server.connect()
+    client.set("mine", "1", ephemeral=True)
+    waiting = Background(client.get, "late")
+    watching = Background(client.watch, ["late"])
+    proxy.cut_now()
+    states.wait_for(ConnectionState.SUSPENDED)
+    states.wait_for(ConnectionState.CONNECTED)
+    assert other.get("mine") == b"1"
+    other.set("late", "2")
+    assert waiting.result() == b"2"
+    assert watching.result().changes[0].value == b"2"
+    assert server.sessions() == 2
+    client.close()
+    assert states.seen[-1] is ConnectionState.CLOSED
+    other.close()
+
+
+def test_a_watch_over_a_lost_connection_tells_what_changed_meanwhile(
+    proxied: tuple[ServerThread, CuttingProxy],
+) -> None:
+    server, proxy = proxied
+    client = connect(proxy.endpoint, token=server.token, timeout=PATIENCE, session_grace=PATIENCE)
+    other = server.connect()
+    other.set("k", "1")
+    seen = client.watch(["k"])
+    proxy.cut_now()
+    other.set("k", "2")
+    other.delete_key("k")
+    changes = client.watch(["k"], seen.revision).changes
+    assert [(c.key, c.value) for c in changes] == [("k", None)]
+    client.close()
+    other.close()
+
+
+def test_a_server_that_is_gone_for_longer_than_the_grace_loses_the_session() -> None:
+    token = make_token()
+    states = States()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token, session_grace=0.2, on_state=states)
+        reading = Background(client.get, "never")
+        os.kill(server.pid, signal.SIGKILL)
+        states.wait_for(ConnectionState.LOST)
+    with pytest.raises(StoreSessionLost) as caught:
+        reading.result()
+    assert caught.value.applied == "no"
+    with pytest.raises(StoreSessionLost) as caught:
+        client.set("k", "v")
+    assert caught.value.applied == "no"
+    assert states.seen == [ConnectionState.SUSPENDED, ConnectionState.LOST]
+    client.close()
+
+
+def test_another_server_at_the_same_port_does_not_know_the_session() -> None:
+    token = make_token()
+    with start_server(token=token) as first:
+        client = connect(first.endpoint, token=token, session_grace=PATIENCE)
+        client.set("k", "v")
+    port = int(first.endpoint.rpartition(":")[2])
+    with start_server(port=port, token=token):
+        with pytest.raises(StoreSessionLost, match="no longer knows this session"):
+            client.get("k")
+        assert client.state is ConnectionState.LOST
+    client.close()
+
+
+def test_a_call_given_up_says_whether_it_may_have_been_applied() -> None:
+    token = make_token()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token, session_grace=PATIENCE, call_timeout=0.3)
+        client.set("k", "v")
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreTimeout) as sent:
+                client.add("n", 1)
+            with pytest.raises(StoreTimeout) as read:
+                client.num_keys()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+        assert (sent.value.applied, read.value.applied) == ("unknown", "no")
+        client.set_timeout(PATIENCE)
+        client.set("k", "w")
+        assert client.get("n") == b"1"
+        client.close()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token, session_grace=PATIENCE, call_timeout=0.3)
+        os.kill(server.pid, signal.SIGKILL)
+        eventually(lambda: client.state is ConnectionState.SUSPENDED)
+        with pytest.raises(StoreTimeout, match="suspended") as unsent:
+            client.add("n", 1)
+        assert unsent.value.applied == "no"
+        client.close()
+
+
+def test_a_forked_child_cannot_use_the_parents_client_and_does_it_no_harm(join: Join) -> None:
+    client = join()
+    blocked = Background(client.get, "set by the parent")
+    read, write = os.pipe()
+    with warnings.catch_warnings():  # newer Pythons warn of what this test is about
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            client.set("set by the child", "v")
+            outcome = "no error"
+        except StoreClosedError as error:
+            outcome = f"{error.applied} {error}"
+        client.close()
+        os.write(write, outcome.encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        outcome = pipe.read().decode()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert outcome.startswith("no ")
+    assert "connect anew in the child" in outcome
+    client.set("set by the parent", "v")
+    assert blocked.result() == b"v"
+    assert not client.check(["set by the child"])
+
+
+def test_a_thousand_blocked_waits_cost_the_server_no_thread(
+    join: Join, server: ServerProcess
+) -> None:
+    client = join()
+
+    def threads() -> int:
+        return len(os.listdir(f"/proc/{server.pid}/task"))
+
+    before = threads()
+    calls = [Background(client.wait, ["go"], PATIENCE) for _ in range(1000)]
+    client.set("k", "v")
+    assert client.get("k") == b"v"
+    assert threads() == before
+    client.set("go", "1")
+    for call in calls:
+        call.result()
+
+
+def test_a_call_over_the_servers_limit_is_refused_before_it_is_sent(serve: Serve) -> None:
+    from regrow.store import Limits
+
+    server = serve(limits=Limits(key_bytes=64, value_bytes=1024, frame_bytes=2200))
+    client = server.connect()
+    with pytest.raises(StoreLimitError, match="frame_bytes") as caught:
+        client.set("k", bytes(5000))
+    assert caught.value.applied == "no"
+    client.set("k", "v")
+    client.close()
+
+
+def test_a_closed_memory_handle_wakes_its_blocked_calls_alone() -> None:
+    store = MemoryStore()
+    other = store.session()
+    mine, theirs = Background(other.get, "k"), Background(store.get, "k")
+    eventually(lambda: len(store._shared.blocked) == 2)
+    other.close()
+    with pytest.raises(StoreClosedError):
+        mine.result()
+    store.set("k", "v")
+    assert theirs.result() == b"v"
+    with pytest.raises(StoreClosedError):
+        other.set("k", "w")

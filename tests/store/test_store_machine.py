@@ -1,0 +1,173 @@
+"""The rules of the store server, without a socket: sessions and at most one effect."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.store import Limits, StoreLimitError, StoreProtocolError
+from regrow.store import _wire as wire
+from regrow.store._machine import Machine, Session
+
+
+def machine(limits: Limits | None = None) -> Machine:
+    numbers = count(1)
+    return Machine(lambda: b"session %d" % next(numbers), limits or Limits())
+
+
+def open_session(m: Machine, resume: bytes = b"") -> Session:
+    return m.open(wire.Hello(resume, 5.0, "test"))[0]
+
+
+def test_a_change_sent_again_is_answered_again_and_done_once() -> None:
+    m = machine()
+    session = open_session(m)
+    add = wire.Add(1, 1, "n", 5)
+    first = m.handle(session, add)
+    m.suspend(session)
+    again = open_session(m, session.id)
+    assert again is session
+    assert m.handle(again, add) == first == [(session, wire.Done(1, 5))]
+    assert m.handle(session, wire.Get(2, "n")) == [(session, wire.Done(2, b"5"))]
+
+
+def test_a_refusal_sent_again_is_the_same_refusal() -> None:
+    m = machine()
+    session = open_session(m)
+    m.handle(session, wire.Set(1, 1, "n", b"text"))
+    [(_, refusal)] = m.handle(session, wire.Add(2, 2, "n", 1))
+    m.handle(session, wire.Set(3, 2, "n", b"1"))
+    assert m.handle(session, wire.Add(2, 2, "n", 1)) == [(session, refusal)]
+    assert isinstance(refusal, wire.Failed)
+    assert refusal.kind == "value"
+
+
+def test_answers_are_kept_until_they_are_confirmed() -> None:
+    m = machine()
+    session = open_session(m)
+    for id in range(1, 6):
+        m.handle(session, wire.Add(id, 3 if id > 3 else 1, "n", 1))
+    assert list(session.answers) == [3, 4, 5]
+    with pytest.raises(StoreProtocolError, match="was confirmed"):
+        m.handle(session, wire.Add(2, 3, "n", 1))
+
+
+def test_a_client_that_confirms_nothing_is_stopped() -> None:
+    m = machine(Limits(unconfirmed=3))
+    session = open_session(m)
+    for id in range(1, 4):
+        m.handle(session, wire.Add(id, 1, "n", 1))
+    with pytest.raises(StoreProtocolError, match="unconfirmed"):
+        m.handle(session, wire.Add(4, 1, "n", 1))
+
+
+def test_a_blocked_read_is_answered_by_whoever_sets_the_key() -> None:
+    m = machine()
+    reader, writer = open_session(m), open_session(m)
+    assert m.handle(reader, wire.Get(1, "k")) == []
+    assert m.handle(writer, wire.Set(1, 1, "k", b"v")) == [
+        (writer, wire.Done(1)),
+        (reader, wire.Done(1, b"v")),
+    ]
+
+
+def test_a_cancelled_read_is_answered_once() -> None:
+    m = machine()
+    session = open_session(m)
+    m.handle(session, wire.Wait(1, ["k"]))
+    assert m.handle(session, wire.Cancel(1)) == [(session, wire.Failed(1, "cancelled", ""))]
+    assert m.handle(session, wire.Cancel(1)) == []
+    assert m.handle(session, wire.Set(2, 2, "k", b"v")) == [(session, wire.Done(2))]
+
+
+def test_a_lost_connection_forgets_what_was_waited_for() -> None:
+    m = machine()
+    reader, writer = open_session(m), open_session(m)
+    m.handle(reader, wire.Watch(1, ["k"], 0, False))
+    m.suspend(reader)
+    assert m.handle(writer, wire.Set(1, 1, "k", b"v")) == [(writer, wire.Done(1))]
+    [(_, seen)] = m.handle(reader, wire.Watch(1, ["k"], 0, False))
+    assert seen == wire.Seen(1, 1, [("k", 1, b"v")], False)
+
+
+def test_the_end_of_a_session_deletes_its_keys_and_tells_watchers() -> None:
+    m = machine()
+    owner, watcher = open_session(m), open_session(m)
+    m.handle(owner, wire.Set(1, 1, "mine", b"v", True))
+    m.handle(watcher, wire.Watch(1, ["mine"], 1, False))
+    [(to, seen)] = m.end(owner)
+    assert (to, seen) == (watcher, wire.Seen(1, 2, [("mine", 2, None)], False))
+    assert m.end(owner) == []
+
+
+def test_a_session_that_is_over_is_not_resumed() -> None:
+    m = machine()
+    session = open_session(m)
+    m.end(session)
+    other, welcome = m.open(wire.Hello(session.id, 5.0))
+    assert welcome.session != session.id
+    assert not m.sessions
+    assert other is not session
+
+
+def test_goodbye_ends_the_session() -> None:
+    m = machine()
+    session = open_session(m)
+    assert m.handle(session, wire.Bye(1)) == [(session, wire.Done(1))]
+    assert session.ended
+    assert not m.sessions
+
+
+def test_sessions_and_blocked_calls_are_limited() -> None:
+    m = machine(Limits(sessions=1, parked=1))
+    session = open_session(m)
+    with pytest.raises(StoreLimitError, match="1 sessions"):
+        open_session(m)
+    m.handle(session, wire.Get(1, "k"))
+    [(_, answer)] = m.handle(session, wire.Get(2, "k"))
+    assert isinstance(answer, wire.Failed)
+    assert answer.kind == "limit"
+
+
+def test_an_answer_too_large_for_a_message_is_refused() -> None:
+    m = machine(Limits(key_bytes=64, value_bytes=1024, frame_bytes=2200))
+    session = open_session(m)
+    for id, key in enumerate(("a", "b", "c"), start=1):
+        m.handle(session, wire.Set(id, id, key, bytes(1000)))
+    for request in (wire.MultiGet(9, ["a", "b", "c"]), wire.Watch(9, [""], 0, True)):
+        [(_, answer)] = m.handle(session, request)
+        assert isinstance(answer, wire.Failed)
+        assert answer.kind == "limit"
+
+
+def test_a_grace_longer_than_allowed_is_cut() -> None:
+    m = machine(Limits(session_grace_seconds=7))
+    assert m.open(wire.Hello(b"", 1000.0))[1].grace == 7
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=40))
+def test_however_often_changes_are_repeated_each_counts_once(
+    steps: list[tuple[int, bool]],
+) -> None:
+    """A client sends batches and loses connections; what it repeats adds nothing."""
+    m = machine()
+    session = open_session(m)
+    sent: list[wire.Add] = []
+    total = 0
+    for size, lost in steps:
+        first = sent[-1].id + 1 if sent else 1
+        batch = [wire.Add(first + i, first, "n", 1) for i in range(size)]
+        sent += batch
+        repeat = batch if lost else []
+        for add in batch + repeat:
+            [(_, answer)] = m.handle(session, add)
+            assert answer == wire.Done(add.id, total + add.id - first + 1)
+        total += size
+        if lost:
+            m.suspend(session)
+            session = open_session(m, session.id)
+    answer = m.handle(session, wire.Add(len(sent) + 1, len(sent) + 1, "n", 0))[0][1]
+    assert answer == wire.Done(len(sent) + 1, len(sent))

@@ -1,0 +1,167 @@
+"""The store server as a process: how it starts, and that it never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from storing import PATIENCE
+
+from regrow.store import ServerProcess, StoreConnectionError, connect, make_token, start_server
+
+STARTER = """
+import os, sys, time
+from regrow.store import make_token, start_server
+server = start_server(token=make_token())
+{then}
+print(server.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def ends(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(PATIENCE * 1000))
+
+
+def starter(then: str = "") -> tuple[subprocess.Popen[str], int]:
+    """Start a process that starts a server; return it and a pidfd of the server."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER.format(then=then)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, os.pidfd_open(int(process.stdout.readline()))
+
+
+@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+def test_the_server_ends_with_its_parent(way: signal.Signals) -> None:
+    parent, server = starter()
+    with parent:
+        parent.send_signal(way)
+    assert ends(server)
+    os.close(server)
+
+
+def test_the_server_ends_with_its_parent_though_a_child_of_the_parent_lives_on() -> None:
+    parent, server = starter(then="if os.fork() == 0: os.setsid(); time.sleep(60); os._exit(0)")
+    with parent:
+        parent.kill()
+        assert ends(server)
+        os.close(server)
+        assert parent.stdout is not None
+        parent.stdout.close()
+
+
+def test_the_server_survives_the_thread_that_started_it() -> None:
+    token, started = make_token(), []
+    thread = threading.Thread(target=lambda: started.append(start_server(token=token)))
+    thread.start()
+    thread.join(PATIENCE)
+    with started[0] as server, connect(server.endpoint, token=token) as client:
+        client.set("k", "v")
+        assert client.get("k") == b"v"
+
+
+def test_ctrl_c_on_the_terminal_does_not_reach_the_server() -> None:
+    with start_server(token=make_token()) as server:
+        assert os.getpgid(server.pid) == server.pid
+        assert os.getsid(server.pid) == server.pid
+
+
+def test_a_closed_server_is_gone_and_may_be_closed_again() -> None:
+    server = start_server(token=make_token())
+    assert server.alive()
+    pidfd = os.pidfd_open(server.pid)
+    server.close()
+    assert ends(pidfd)
+    assert not server.alive()
+    server.close()
+    os.close(pidfd)
+
+
+def test_a_server_that_was_killed_is_seen_through_its_file_descriptor() -> None:
+    with start_server(token=make_token()) as server:
+        os.kill(server.pid, signal.SIGKILL)
+        assert ends(server.fileno())
+        assert not server.alive()
+
+
+def test_a_server_that_does_not_stop_is_killed() -> None:
+    server = start_server(token=make_token())
+    pidfd = os.pidfd_open(server.pid)
+    os.kill(server.pid, signal.SIGSTOP)
+    server.close(timeout=0.1)
+    assert ends(pidfd)
+    os.close(pidfd)
+
+
+def test_a_port_in_use_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StoreConnectionError, match=f"cannot listen on 127.0.0.1:{port}"):
+            start_server(port=port, token=make_token())
+
+
+def test_a_unix_socket_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
+    path, token = tmp_path / "store", make_token()
+    with start_server(path=str(path), token=token) as server:
+        assert server.endpoint == f"unix:{path}"
+        assert path.stat().st_mode & 0o077 == 0
+        with connect(server.endpoint, token=token) as client:
+            client.set("k", "v")
+            assert client.get("k") == b"v"
+    assert not path.exists()
+
+
+def test_ipv6_and_names_are_understood() -> None:
+    token = make_token()
+    with start_server("::1", token=token) as server:
+        assert server.endpoint.startswith("[::1]:")
+        with connect(server.endpoint, token=token) as client:
+            client.set("k", "v")
+    with (
+        start_server("127.0.0.1", token=token) as server,
+        connect(server.endpoint.replace("127.0.0.1", "localhost"), token=token) as client,
+    ):
+        client.set("k", "v")
+
+
+def test_a_file_beside_the_users_script_does_not_take_a_modules_place(tmp_path: Path) -> None:
+    for name in ("asyncio", "msgspec", "json", "regrow"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    script = (
+        "import sys; sys.path.pop(0);"
+        "from regrow.store import *; import os; sys.path.insert(0, os.getcwd());"
+        "server = start_server(token=make_token()); print(server.endpoint); server.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE * 2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("127.0.0.1:")
+
+
+def test_the_descriptors_of_a_server_are_given_back() -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for _ in range(2):
+        server: ServerProcess = start_server(token=(token := make_token()))
+        connect(server.endpoint, token=token).close()
+        server.close()
+    assert count() == before

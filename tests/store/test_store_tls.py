@@ -1,0 +1,106 @@
+"""TLS between a client and a server, with certificates made for the test."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from storing import PATIENCE, Background
+
+from regrow.store import (
+    StoreConnectionError,
+    StoreError,
+    Tls,
+    connect,
+    make_token,
+    start_server,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """A self-signed certificate for 127.0.0.1, as a server and its clients name it."""
+    folder: Path = tmp_path_factory.mktemp("tls")
+    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
+    subprocess.run(
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {key} "
+        f"-out {cert} -days 2 -subj /CN=store "
+        "-addext subjectAltName=IP:127.0.0.1,DNS:store.example".split(),
+        check=True,
+        capture_output=True,
+    )
+    return Tls(certfile=cert, keyfile=key)
+
+
+def test_calls_go_through_tls_also_large_and_concurrent_ones(certificate: Tls) -> None:
+    token, trust = make_token(), Tls(cafile=certificate.certfile)
+    with (
+        start_server(token=token, tls=certificate) as server,
+        connect(server.endpoint, token=token, tls=trust, timeout=PATIENCE) as client,
+    ):
+        assert client.characteristics.encrypted
+        blocked = Background(client.get, "late")
+        large = bytes(range(256)) * 8192
+        client.set("large", large)
+        assert client.get("large") == large
+
+        def count() -> None:
+            for _ in range(100):
+                client.add("n", 1)
+
+        for call in [Background(count) for _ in range(4)]:
+            call.result()
+        assert client.get("n") == b"400"
+        client.set("late", "v")
+        assert blocked.result() == b"v"
+
+
+def test_a_certificate_nobody_vouches_for_is_refused(certificate: Tls) -> None:
+    token = make_token()
+    with (
+        start_server(token=token, tls=certificate) as server,
+        pytest.raises(StoreError, match=r"(?i)certificate"),
+    ):
+        connect(server.endpoint, token=token, tls=Tls(), timeout=1)
+
+
+def test_a_certificate_for_another_name_is_refused_unless_named(certificate: Tls) -> None:
+    token = make_token()
+    with start_server(token=token, tls=certificate) as server:
+        wrong = Tls(cafile=certificate.certfile, server_hostname="other.example")
+        with pytest.raises(StoreError, match=r"other.example"):
+            connect(server.endpoint, token=token, tls=wrong, timeout=1)
+        right = Tls(cafile=certificate.certfile, server_hostname="store.example")
+        connect(server.endpoint, token=token, tls=right, timeout=PATIENCE).close()
+
+
+def test_a_server_may_ask_clients_for_a_certificate(certificate: Tls) -> None:
+    token = make_token()
+    both = Tls(certificate.certfile, certificate.keyfile, cafile=certificate.certfile)
+    with start_server(token=token, tls=both) as server:
+        connect(server.endpoint, token=token, tls=both, timeout=PATIENCE).close()
+        with pytest.raises(StoreError):
+            connect(server.endpoint, token=token, tls=Tls(cafile=certificate.certfile), timeout=0.3)
+
+
+def test_one_side_with_tls_and_one_without_is_a_clear_error(certificate: Tls) -> None:
+    token, trust = make_token(), Tls(cafile=certificate.certfile)
+    with (
+        start_server(token=token) as plain,
+        pytest.raises(StoreConnectionError),
+    ):
+        connect(plain.endpoint, token=token, tls=trust, timeout=0.3)
+    with (
+        start_server(token=token, tls=certificate) as secure,
+        pytest.raises(StoreError, match=r"not a regrow store|does not speak"),
+    ):
+        connect(secure.endpoint, token=token, timeout=1)
+
+
+def test_a_server_without_a_certificate_says_so() -> None:
+    with pytest.raises(StoreConnectionError, match="needs a certificate"):
+        start_server(token=make_token(), tls=Tls())
