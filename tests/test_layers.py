@@ -59,6 +59,7 @@ LOOK_UPS = {"getfqdn", "gethostbyname", "gethostbyname_ex", "gethostbyaddr"}
 MAY_LOOK_UP = {"rendezvous/_api.py": "torch's fallback for an address that several nodes need"}
 
 
+@cache
 def sources() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 

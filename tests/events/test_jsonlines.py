@@ -11,10 +11,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regrow.utils import BrokenLine, JsonLinesFile, read_json_lines, to_json
+
+# On a busy machine an example may take any time.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def lines_of(path: Path) -> tuple[list[dict[str, object]], list[BrokenLine]]:
@@ -62,6 +65,7 @@ _leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | 
 _keys = st.text() | st.integers() | st.none() | st.tuples(st.integers())
 
 
+@UNHURRIED
 @given(st.recursive(_leaves, lambda inner: st.lists(inner) | st.dictionaries(_keys, inner)))
 def test_no_value_makes_the_writer_raise(value: object) -> None:
     json.loads(to_json(value), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

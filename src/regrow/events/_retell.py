@@ -6,6 +6,7 @@ See `_story` for what the figures mean.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -47,6 +48,8 @@ class _Reader:
             number = integer(event, "attempt")
             current = current if number is None else number
             self._sort(name, event, current)
+        self.numbers = sorted(self.attempts)
+        self.reports_steps = any(attempt.steps for attempt in self.attempts.values())
 
     def _sort(self, name: str, event: Record, number: int) -> None:
         if name not in _OF_AN_ATTEMPT:
@@ -74,9 +77,8 @@ class _Reader:
     def story(self) -> Story:
         started = self._last("regrow.job.started")
         finished = self._last("regrow.job.finished")
-        numbers = sorted(self.attempts)
-        starts = [n for n in numbers if self.attempts[n].starts]
-        failures = tuple(f for n in numbers if (f := self._failure(n)) is not None)
+        starts = [n for n in self.numbers if self.attempts[n].starts]
+        failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
         failed = {failure.attempt for failure in failures}
         restarts = integer(finished, "restarts")
         return Story(
@@ -96,7 +98,7 @@ class _Reader:
             failures=failures,
             moves=tuple(self._move(n) for n in starts[:-1] if n not in failed),
             suspensions=self._suspensions(),
-            reports_steps=self._reports_steps(),
+            reports_steps=self.reports_steps,
             events_lost=sum(
                 integer(e, "lost") or 0 for e in self.by_name.get("regrow.log.gap", [])
             ),
@@ -146,7 +148,7 @@ class _Reader:
         else:
             what = describe(root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
-        following = [n for n in sorted(self.attempts) if n > number]
+        following = self.numbers[bisect(self.numbers, number) :]
         restarted = next((n for n in following if self.attempts[n].starts), None)
         starts = self.attempts[restarted].starts if restarted is not None else []
         start = next((e for e in starts if text(e, "host") == host), {})
@@ -154,7 +156,7 @@ class _Reader:
         last = max((s.last_step for s in attempt.steps if s.last_step is not None), default=None)
         resumed_from = self._resumed_from(first)
         lost = work_lost(last, resumed_from)
-        if last is None and attempt.ends and not attempt.steps and self._reports_steps():
+        if last is None and attempt.ends and not attempt.steps and self.reports_steps:
             lost = 0  # the attempt ended before its first step: there was nothing to lose
         return Failure(
             attempt=number,
@@ -164,11 +166,12 @@ class _Reader:
             pid=integer(root, "pid"),
             exit_code=integer(root, "exit_code"),
             signal=signal_name(root),
-            error_file=text(root, "error_file"),
+            error_file=text(root, "error_file") if root.get("error_file") != _NO_FILE else None,
             detected_after_s=since(real(root, "detected_monotonic"), failed),
             restarted_after_s=since(real(start, "monotonic"), failed),
             restarted_attempt=restarted,
             restarted_workers=integer(starts[0], "world_size") if starts else None,
+            backoff_s=_backoff(attempt) if restarted is not None else None,
             first_step_after_s=since(first_at, failed),
             first_step=first,
             last_step=last,
@@ -197,9 +200,6 @@ class _Reader:
             return None
         return min(s.first_step for s in self.attempts[first.attempt].steps) - 1
 
-    def _reports_steps(self) -> bool:
-        return any(attempt.steps for attempt in self.attempts.values())
-
     def _move(self, number: int) -> Move:
         attempt = self.attempts[number]
         for event in (*attempt.restarts, *attempt.ends):
@@ -208,9 +208,9 @@ class _Reader:
         return Move(number, "the reason is not recorded")
 
     def _suspensions(self) -> tuple[Suspension, ...]:
-        resumed = list(self.by_name.get("regrow.worker.resumed", []))
+        resumed = sorted(self.by_name.get("regrow.worker.resumed", []), key=_at)
         found = []
-        for event in self.by_name.get("regrow.worker.suspended", []):
+        for event in sorted(self.by_name.get("regrow.worker.suspended", []), key=_at):
             at = real(event, "monotonic")
             duration = None
             for candidate in resumed:
@@ -232,6 +232,7 @@ class _Reader:
         return tuple(found)
 
 
+_NO_FILE = "<N/A>"  # what a failure has for a path where its worker left no error file
 _OF_AN_ATTEMPT = frozenset(
     {
         "regrow.attempt.started",
@@ -275,6 +276,11 @@ def _failed_at(event: Record) -> float:
     return math.inf if at is None else at
 
 
+def _at(event: Record) -> float:
+    at = real(event, "monotonic")
+    return math.inf if at is None else at
+
+
 def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
     def after(event: Record) -> float | None:
         if text(event, "host") != text(root, "host"):
@@ -292,6 +298,11 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
         for event in sorted(failures, key=_failed_at)
         if event is not root
     )
+
+
+def _backoff(attempt: _Attempt) -> float | None:
+    delays = [real(event, "delay_s") for event in attempt.restarts]
+    return next((delay for delay in delays if delay is not None and delay > 0), None)
 
 
 def _same_worker(one: Record, other: Record) -> bool:

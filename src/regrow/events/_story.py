@@ -85,6 +85,8 @@ class Failure:
     """The next attempt; None where there was none."""
     restarted_workers: int | None = None
     """How many workers that attempt has, over all nodes."""
+    backoff_s: float | None = None
+    """Seconds of that time that were spent on purpose, so that a crash loop does not spin."""
     first_step_after_s: float | None = None
     """Seconds until training went on: until the next step of any worker on the host."""
     first_step: Step | None = None

@@ -119,6 +119,9 @@ def _restart_row(story: Story, failure: Failure) -> tuple[str, str, str]:
             note = "the one worker started again"
         else:
             note = f"all {workers} workers started again"
+        if failure.backoff_s is not None:
+            pause = f"{duration(failure.backoff_s)} of it a pause"
+            note = f"{note}; {pause}" if note else pause
         return "restarted after", _seconds(failure.restarted_after_s) or "unknown", note
     if story.state is None:
         return "not restarted", "as far as the log goes", ""
@@ -152,7 +155,9 @@ def _work_row(story: Story, failure: Failure) -> tuple[str, str, str]:
         value = _count(failure.work_lost, "step")
         if failure.last_step is None:
             return label, value, "the attempt had made none"
-        note = f"step {failure.last_step} reached, resumed from step {failure.resumed_from}"
+        resumed = failure.resumed_from or 0
+        since = f"resumed from step {resumed}" if resumed > 0 else "started over"
+        note = f"step {failure.last_step} reached, {since}"
         if failure.work_lost_s and failure.work_lost:
             note += f"; about {duration(failure.work_lost_s)} of training"
         return label, value, note
