@@ -7,6 +7,8 @@ what it cost.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ._log import (
     EVENTS_FILE,
     EventFile,
@@ -16,10 +18,12 @@ from ._log import (
     read_events,
 )
 from ._record import construct_and_record_rdzv_event, record, record_rdzv_event
-from ._story import Failure, Move, OtherFailure, Step, Story, Suspension, story
-from ._tell import print_story
 from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from .handlers import get_logging_handler, register_logging_handler
+
+if TYPE_CHECKING:
+    from ._story import Failure, Move, OtherFailure, Step, Story, Suspension, story
+    from ._tell import print_story
 
 __all__ = [
     "EVENTS_FILE",
@@ -47,3 +51,26 @@ __all__ = [
     "register_logging_handler",
     "story",
 ]
+
+# The story is told when a job is over; a launcher that starts one does not wait for it.
+_LAZY = {
+    "Failure": "_story",
+    "Move": "_story",
+    "OtherFailure": "_story",
+    "Step": "_story",
+    "Story": "_story",
+    "Suspension": "_story",
+    "print_story": "_tell",
+    "story": "_story",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value: object = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
