@@ -247,6 +247,7 @@ def test_args_and_envs_must_cover_the_ranks(what: str, tmp_path: Path) -> None:
 
 
 def test_a_program_that_does_not_exist_is_an_error_and_leaves_nothing(jobs: Jobs) -> None:
+    jobs.run("true")
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError, match=r"no such program.*/no/such"):
         jobs.start("", "", entrypoint="/no/such")

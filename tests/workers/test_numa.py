@@ -75,7 +75,7 @@ def test_core_complexes_are_given_out_again_when_there_are_too_few() -> None:
 
 
 def test_a_rank_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="local rank 4 has no GPU.*this host has 4"):
+    with pytest.raises(ValueError, match=r"local rank 4 has no GPU.*this host has 4"):
         choose_cpus(_host(), 4, NODE)
 
 
@@ -88,7 +88,7 @@ def test_without_gpus_ranks_are_dealt_to_the_nodes_in_turn() -> None:
 
 
 def test_a_node_of_which_no_cpu_may_be_used_is_refused() -> None:
-    host = replace(_host(), nodes=_host().nodes | {1: []})
+    host = replace(_host(), nodes={**_host().nodes, 1: []})
     with pytest.raises(ValueError, match="NUMA node 1 has no CPU"):
         choose_cpus(host, 2, NODE)
 

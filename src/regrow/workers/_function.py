@@ -81,8 +81,10 @@ class Setup:
     """Its stdout and stderr, where they are redirected: number -> what it shall be."""
     strange: Sequence[int]
     """Descriptors of the agent that came along with the fork and must not be held."""
+    dies_with_parent: bool
+    """Whether the thread that forks it lasts as long as the job, so that its end is the job's."""
     parent: int | None
-    """Who must be its parent and takes it along in death; None if that cannot be said."""
+    """Who must be its parent; None if that is not known."""
 
 
 @dataclass
@@ -154,9 +156,10 @@ def _settle(setup: Setup) -> None:
     os.setsid()
     # What it double-forks becomes its own child rather than init's, and so is found at its end.
     _become.prctl(_become.PR_SET_CHILD_SUBREAPER, 1)
-    if setup.parent is not None:
+    if setup.dies_with_parent:
         _become.prctl(_become.PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != setup.parent:  # it died before the line above took effect
+        # It may have died before the line above took effect.
+        if setup.parent is not None and os.getppid() != setup.parent:
             os._exit(1)
     signal.set_wakeup_fd(-1)
     for signum in signal.valid_signals():

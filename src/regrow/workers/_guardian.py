@@ -101,11 +101,10 @@ class Worker:
 
 
 class Guardian:
-    """The loop. `agent` is the socket to the agent, `agent_pidfd` its process."""
+    """The loop. `agent` is the socket to the agent, `agent_pidfd` its process; -1: it has ended."""
 
     def __init__(self, agent: _socket.socket, agent_pidfd: int) -> None:
         self._agent = agent
-        self._agent_pidfd = agent_pidfd
         self._pid = os.getpid()
         self._decoder = Decoder()
         self._fds: list[int] = []  # received, not yet claimed by a message
@@ -123,7 +122,8 @@ class Guardian:
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._watch(self._wake, self._on_sigchld)
-        self._watch(agent_pidfd, self._on_agent_gone)
+        if agent_pidfd >= 0:
+            self._watch(agent_pidfd, self.on_agent_gone)
         agent.setblocking(False)
         self._watch(agent.fileno(), self._on_agent)
 
@@ -140,6 +140,7 @@ class Guardian:
                 self._keep_deadlines()
                 if self._sweep_due:
                     self._sweep()
+            self._hear_last_words()
         finally:
             self._last_stand()
 
@@ -148,10 +149,15 @@ class Guardian:
     def _on_agent(self) -> None:
         if self._out:
             self._send()
+        for frame in self._hear() or ():
+            self._obey(frame)
+
+    def _hear(self) -> list[list[bytes]] | None:
+        """The messages that one read completes; None: there is nothing to read (any more)."""
         try:
             data, ancillary, flags, _ = self._agent.recvmsg(1 << 18, 4096, _socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            return
+            return None
         except ConnectionResetError:
             data, ancillary, flags = b"", [], 0
         for _, kind, payload in ancillary:
@@ -161,22 +167,16 @@ class Guardian:
         if flags & _socket.MSG_CTRUNC:
             raise RuntimeError("file descriptors were lost: RLIMIT_NOFILE is too low for the job")
         if not data:
-            self._on_agent_gone()
-            return
-        for frame in self._decoder.feed(data):
-            self._obey(frame)
+            self._agent_gone = True
+            return None
+        return list(self._decoder.feed(data))
 
     def _obey(self, frame: list[bytes]) -> None:
         match frame[0]:
             case b"spawn":
                 self._spawn(frame)
-            case b"adopt":  # worker, token, grace ns, pid; its pidfd, then drains as in spawn
-                worker = Worker(int(frame[1]), frame[2], int(frame[3]))
-                worker.pid, worker.pidfd = int(frame[4]), self._fds.pop(0)
-                worker.adopted = True
-                worker.drains = [(self._fds.pop(0), path) for path in frame[5:]]
-                self._workers[worker.worker] = worker
-                self._watch(worker.pidfd, partial(self._on_exit, worker))
+            case b"adopt":
+                self._adopt(frame)
             case b"signal":  # worker, signal number: to its process group
                 found = self._workers.get(int(frame[1]))
                 if found is not None and not found.exited:
@@ -223,6 +223,15 @@ class Guardian:
         finally:
             for fd in (directory, *mapping.values()):
                 os.close(fd)
+
+    def _adopt(self, frame: list[bytes]) -> None:
+        # worker, token, grace ns, pid, paths of the drains; the fds: its pidfd, one per drain.
+        worker = Worker(int(frame[1]), frame[2], int(frame[3]))
+        worker.pid, worker.pidfd = int(frame[4]), self._fds.pop(0)
+        worker.adopted = True
+        worker.drains = [(self._fds.pop(0), path) for path in frame[5:]]
+        self._workers[worker.worker] = worker
+        self._watch(worker.pidfd, partial(self._on_exit, worker))
 
     def _stop(self, signum: int, grace: int, numbers: list[int]) -> None:
         for fd, _ in self._epoll.poll(0):  # who has ended by now did so by itself
@@ -424,8 +433,19 @@ class Guardian:
 
     # --- the end
 
-    def _on_agent_gone(self) -> None:
+    def on_agent_gone(self) -> None:
+        """The agent has ended: so will all others."""
         self._agent_gone = True
+
+    def _hear_last_words(self) -> None:
+        """Read what the agent said before its end: workers forked by then are to die, too."""
+        while (frames := self._hear()) is not None:
+            for frame in frames:
+                if frame[0] == b"adopt":
+                    self._adopt(frame)
+                elif frame[0] == b"spawn":  # its working directory, targets and drains
+                    for _ in range(1 + int(frame[4]) + int(frame[5])):
+                        os.close(self._fds.pop(0))
 
     def _last_stand(self) -> None:
         """Kill everything until nothing is left, and save what the dead agent had not read."""
@@ -554,7 +574,8 @@ def main() -> None:
     try:
         agent_pidfd = os.pidfd_open(agent)
     except ProcessLookupError:
-        return
-    if os.getppid() != agent:  # it died before it could be watched
-        return
-    Guardian(_socket.socket(fileno=number), agent_pidfd).run()
+        agent_pidfd = -1
+    guardian = Guardian(_socket.socket(fileno=number), agent_pidfd)
+    if agent_pidfd < 0 or os.getppid() != agent:  # it died before it could be watched
+        guardian.on_agent_gone()
+    guardian.run()

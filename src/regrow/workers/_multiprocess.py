@@ -145,13 +145,15 @@ class MultiprocessContext(PContext):
             strange.update(fd for fd, _ in pump.drain_fds())
             for rank in range(self.nprocs):
                 strange.update(self._streams(rank, pump).values())
-        # PDEATHSIG fires when the forking thread ends; only the main thread lasts.
-        lasting = forked and threading.current_thread() is threading.main_thread()
+        # PDEATHSIG fires when the forking thread ends. Our main thread lasts, and the fork server
+        # has one thread only, and ends with us.
+        lasting = not forked or threading.current_thread() is threading.main_thread()
         return _function.Setup(
             env=env | {_procfs.MARK: self._guardian.mark()},
             streams={number: _function.Fd(fd) for number, fd in streams.items()},
             strange=sorted(strange),
-            parent=os.getpid() if lasting else None,
+            dies_with_parent=lasting,
+            parent=os.getpid() if forked else None,
         )
 
     def _fork(
