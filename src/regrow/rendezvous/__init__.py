@@ -1,0 +1,69 @@
+"""How the nodes of a job meet: handlers, their registry, and the rules of the rounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous._api import (
+    PushingRendezvousHandler,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from regrow.rendezvous._errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from regrow.rendezvous._registry import (
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    get_rendezvous_handler,
+    rendezvous_handler_registry,
+)
+
+if TYPE_CHECKING:
+    from regrow.rendezvous._local import LocalRendezvousHandler, LocalRounds
+    from regrow.rendezvous._round import NodesWaiting, RoundEnded
+
+__all__ = [
+    "LocalRendezvousHandler",
+    "LocalRounds",
+    "NodesWaiting",
+    "PushingRendezvousHandler",
+    "RendezvousClosedError",
+    "RendezvousConnectionError",
+    "RendezvousError",
+    "RendezvousGracefulExitError",
+    "RendezvousHandler",
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "RendezvousInfo",
+    "RendezvousParameters",
+    "RendezvousStateError",
+    "RendezvousStoreInfo",
+    "RendezvousTimeoutError",
+    "RoundEnded",
+    "get_rendezvous_handler",
+    "rendezvous_handler_registry",
+]
+
+_LAZY = {
+    "LocalRendezvousHandler": "_local",
+    "LocalRounds": "_local",
+    "NodesWaiting": "_round",
+    "RoundEnded": "_round",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,0 +1,287 @@
+"""The interface between the agent and whatever brings the nodes together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from regrow.store import Store
+
+_TRUE = ("1", "true", "t", "yes", "y")
+_FALSE = ("0", "false", "f", "no", "n")
+
+
+@dataclass
+class RendezvousStoreInfo:
+    """Where the workers' rank 0 listens: what becomes MASTER_ADDR and MASTER_PORT."""
+
+    MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
+    MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
+
+    master_addr: str
+    """Host name or address, as the other nodes reach it."""
+    master_port: int
+    """TCP port."""
+
+    @staticmethod
+    def build(
+        rank: int,
+        store: Store,
+        local_addr: str | None,
+        server_port: int | None = None,
+    ) -> RendezvousStoreInfo:
+        """Agree on the address: rank 0 publishes it in the round's store, the others read it.
+
+        Args:
+            rank: this node's rank in the round.
+            store: the round's store; it must hold no keys of an older round.
+            local_addr: this node's address as the others reach it. None: its full name, which
+                asks the name service and may take seconds.
+            server_port: the port; None picks one that is free now. Nobody holds it until rank 0
+                listens: a caller that can should hold one itself (`regrow.utils.PortReservation`)
+                and give it here.
+
+        Raises:
+            StoreError: rank 0 did not publish the address within the store's timeout.
+        """
+        if rank == 0:
+            port = server_port or _free_port()
+            addr = local_addr or _full_name()
+            store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, addr.encode())
+            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(port).encode())
+            return RendezvousStoreInfo(addr, port)
+        return RendezvousStoreInfo(
+            store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode(),
+            int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY)),
+        )
+
+
+class RendezvousInfo:
+    """What a node got from a completed round; unpacks as `store, rank, world_size`.
+
+    Args:
+        store: the round's store; keys of other rounds cannot be seen in it.
+        rank: this node's rank.
+        world_size: number of nodes in the round.
+        bootstrap_store_info: where the workers' rank 0 is to listen; None when the agent is to
+            choose.
+    """
+
+    __slots__ = ("_bootstrap_store_info", "_rank", "_store", "_world_size")
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        bootstrap_store_info: RendezvousStoreInfo | None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._bootstrap_store_info = bootstrap_store_info
+
+    @property
+    def store(self) -> Store:
+        """The store that the agents of the round share."""
+        return self._store
+
+    @property
+    def rank(self) -> int:
+        """This node's rank, from 0."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of nodes in the round."""
+        return self._world_size
+
+    @property
+    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
+        """Where the workers' rank 0 is to listen, or None."""
+        return self._bootstrap_store_info
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self._store, self._rank, self._world_size))
+
+    def __repr__(self) -> str:
+        return (
+            f"RendezvousInfo(rank={self._rank}, world_size={self._world_size}, "
+            f"bootstrap_store_info={self._bootstrap_store_info!r})"
+        )
+
+
+class RendezvousHandler(ABC):
+    """One node's way to meet the others, round after round."""
+
+    @abstractmethod
+    def get_backend(self) -> str:
+        """Return the name under which the handler's creator is registered."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers may connect to the round's store as c10d clients (regrow's: never)."""
+        return False
+
+    @abstractmethod
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round and block until it is complete with this node in it.
+
+        A node that is in a complete round leaves it by this call, and ends it for everyone.
+
+        Raises:
+            RendezvousClosedError: the rendezvous is closed.
+            RendezvousConnectionError: the other nodes cannot be reached.
+            RendezvousStateError: the shared state is corrupt.
+            RendezvousTimeoutError: the round did not form on time.
+            RendezvousGracefulExitError: this node is not needed, or was interrupted.
+        """
+
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Return whether the rendezvous is closed, as far as this node has heard."""
+
+    @abstractmethod
+    def set_closed(self) -> None:
+        """Close the rendezvous for everyone, for good."""
+
+    @abstractmethod
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait for the next round and would have a seat in it."""
+
+    @abstractmethod
+    def get_run_id(self) -> str:
+        """Return the id of the job; nodes meet those of the same id only."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Close the rendezvous and give back what it holds; return whether that worked."""
+
+
+class PushingRendezvousHandler(RendezvousHandler):
+    """A handler that tells the agent what happens, so that nobody has to ask again and again.
+
+    All of regrow's own handlers are; a plug-in's may be.
+    """
+
+    @abstractmethod
+    def subscribe(self, callback: Callable[[object], None]) -> Callable[[], None]:
+        """Be told when the current round should give way to the next one.
+
+        Args:
+            callback: called with a `RoundEnded` or a `NodesWaiting`, whose text says why, from
+                whichever thread learns of it; it must neither block nor raise.
+
+        Returns:
+            A function that ends the subscription.
+        """
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End a blocked `next_rendezvous`, and any later one, with RendezvousGracefulExitError.
+
+        Callable from any thread, and from a signal handler.
+        """
+
+
+class RendezvousParameters:
+    """What a handler is made from.
+
+    Args:
+        backend: the registered name of the rendezvous.
+        endpoint: where the nodes meet, usually `host[:port]`.
+        run_id: the id of the job.
+        min_nodes: the fewest nodes that make a round.
+        max_nodes: the most nodes in a round.
+        local_addr: this node's address as the others reach it.
+        **kwargs: the configuration of the backend, e.g. of `--rdzv-conf`.
+
+    Raises:
+        ValueError: the backend has no name, or not `1 <= min_nodes <= max_nodes`.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        endpoint: str,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        local_addr: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not backend:
+            raise ValueError("The rendezvous backend name must be a non-empty string.")
+        if min_nodes < 1:
+            raise ValueError(
+                f"The minimum number of rendezvous nodes ({min_nodes}) must be greater than zero."
+            )
+        if max_nodes < min_nodes:
+            raise ValueError(
+                f"The maximum number of rendezvous nodes ({max_nodes}) must be greater than or "
+                f"equal to the minimum number of rendezvous nodes ({min_nodes})."
+            )
+        self.backend = backend
+        self.endpoint = endpoint
+        self.run_id = run_id
+        self.min_nodes = min_nodes
+        self.max_nodes = max_nodes
+        self.config = kwargs
+        self.local_addr = local_addr
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the configured value, or `default`."""
+        return self.config.get(key, default)
+
+    def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
+        """Return the configured value as a bool: 1, true, t, yes, y or 0, false, f, no, n.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        value = self.get(key, default)
+        if value is None or isinstance(value, bool):
+            return value
+        text = str(value).lower() if isinstance(value, (int, str)) else ""
+        if text in _TRUE:
+            return True
+        if text in _FALSE:
+            return False
+        raise ValueError(
+            f"The rendezvous configuration option '{key}' does not represent a valid boolean "
+            f"value. Got {value!r}."
+        )
+
+    def get_as_int(self, key: str, default: int | None = None) -> int | None:
+        """Return the configured value as an int.
+
+        Raises:
+            ValueError: it is no integer.
+        """
+        value = self.get(key, default)
+        if value is None:
+            return None
+        try:
+            return int(value)
+        except ValueError as error:
+            raise ValueError(
+                f"The rendezvous configuration option '{key}' does not represent a valid integer "
+                f"value. Got {value!r}."
+            ) from error
+
+
+def _free_port() -> int:
+    from regrow.utils import PortReservation
+
+    with PortReservation() as reservation:
+        return reservation.port
+
+
+def _full_name() -> str:
+    import socket
+
+    return socket.getfqdn()

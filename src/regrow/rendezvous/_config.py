@@ -1,0 +1,56 @@
+"""The keys of `--rdzv-conf`: which there are, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from regrow.rendezvous._api import RendezvousParameters
+
+_DYNAMIC = frozenset(
+    {
+        "close_timeout",
+        "heartbeat",
+        "heartbeat_timeout",
+        "join_timeout",
+        "keep_alive_interval",
+        "keep_alive_max_attempt",
+        "last_call_timeout",
+        "timeout",
+    }
+)
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "static": frozenset({"rank", "timeout"}),
+    "c10d": _DYNAMIC | {"is_host", "read_timeout", "store_type"},
+}
+
+
+def unknown_config_keys(backend: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys that the backend does not read, sorted; a plug-in may read any."""
+    known = _KNOWN.get(backend)
+    return [] if known is None else sorted(set(keys) - known)
+
+
+def timeout_option(params: RendezvousParameters, *keys: str, default: float) -> float:
+    """Return the first of the configured keys as a number of seconds, or the default.
+
+    Raises:
+        ValueError: the value is not a number greater than zero.
+    """
+    for key in keys:
+        value = params.get(key)
+        if value is None:
+            continue
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            seconds = 0.0
+        if not (isfinite(seconds) and seconds > 0):
+            raise ValueError(
+                f"The rendezvous configuration option '{key}' must be a number of seconds greater "
+                f"than zero. Got {value!r}."
+            )
+        return seconds
+    return default

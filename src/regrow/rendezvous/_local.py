@@ -1,0 +1,370 @@
+"""The rendezvous of nodes that live in one process: a world of one node, and tests.
+
+`LocalRounds` is the shortest way to drive the rules of `_round`: one lock around the state, one
+condition on which everybody waits, and the last call as a timed wait on it. A job on one host
+needs no more, so `--standalone` opens no port and asks no name service. The drivers for many hosts
+have the same parts, with a store in the place of the lock.
+
+Every round has a store of its own, which is closed when the round is over: whoever is blocked in
+it is woken, and nobody can read what an older round left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous._api import (
+    PushingRendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from regrow.rendezvous._config import timeout_option
+from regrow.rendezvous._errors import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
+from regrow.rendezvous._patience import Bounds, Patience, look
+from regrow.rendezvous._round import (
+    Close,
+    Effect,
+    Event,
+    Join,
+    Leave,
+    Node,
+    NodesWaiting,
+    Refused,
+    Round,
+    RoundClosed,
+    RoundEnded,
+    Seated,
+    standing,
+    stands_by,
+    step,
+)
+from regrow.store import MemoryStore, PrefixStore, StoreClosedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from regrow.utils import PortReservation
+
+    Listener = Callable[[RoundEnded | NodesWaiting, Mapping[str, int]], None]
+
+JOIN_TIMEOUT = 600.0
+LAST_CALL_TIMEOUT = 30.0
+
+
+class LostTouch(Exception):
+    """The rounds went on without the node: it can only come back as a new one."""
+
+
+class LocalRounds:
+    """The rounds of one job, shared by the handlers of all its nodes in this process.
+
+    Args:
+        run_id: the id of the job.
+        min_nodes: the fewest nodes that make a round.
+        max_nodes: the most nodes in a round.
+        last_call: seconds that a big enough round waits for more nodes.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int,
+        *,
+        last_call: float = LAST_CALL_TIMEOUT,
+    ) -> None:
+        self.run_id = run_id
+        self._bounds = Bounds(last_call=last_call)
+        # Re-entrant: a signal handler may call `wake` in the thread that holds it.
+        self._changed = threading.Condition(threading.RLock())
+        self._state = Round(min_nodes, max_nodes)
+        self._patience = Patience()
+        self._store = MemoryStore()
+        self._listeners: dict[object, Listener] = {}
+        self._lives = 0
+
+    @property
+    def state(self) -> Round:
+        """The rounds as they are now."""
+        return self._state
+
+    def new_node(self, addr: str, wanted: int | None = None) -> Node:
+        """Return a node with an id that no other has had."""
+        with self._changed:
+            self._lives += 1
+            return Node(f"{addr}/{os.getpid()}/{self._lives}", addr, wanted)
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with what members must hear, and the ranks of those members.
+
+        Returns:
+            A function that ends it.
+        """
+        key = object()
+        with self._changed:
+            self._listeners[key] = listener
+
+        def stop() -> None:
+            with self._changed:
+                self._listeners.pop(key, None)
+
+        return stop
+
+    def wake(self) -> None:
+        """Let everyone who waits look again at what it waits for."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def post(self, event: Event) -> tuple[Effect, ...]:
+        """Apply an event, wake everyone and return the news."""
+        with self._changed:
+            before, (self._state, effects) = self._state, step(self._state, event)
+            if self._state.number != before.number:
+                self._store.close()
+                self._store = MemoryStore()
+            for effect in effects:
+                if isinstance(effect, RoundEnded | NodesWaiting):
+                    for listener in tuple(self._listeners.values()):
+                        listener(effect, before.ranks)
+            self._changed.notify_all()
+            return effects
+
+    def meet(
+        self, join: Join, timeout: float, interrupted: Callable[[], bool]
+    ) -> tuple[Seated, MemoryStore]:
+        """Join, and block until the node is seated.
+
+        Args:
+            join: who, and with which token.
+            timeout: seconds to wait; the time in which the node stands by does not count.
+            interrupted: asked after every `wake` whether to give up.
+
+        Returns:
+            The node's seat and the round's store.
+
+        Raises:
+            LostTouch: the token is stale, or the node was given up while it waited.
+            RendezvousClosedError: there will be no other round.
+            RendezvousGracefulExitError: interrupted, or closed while the node stood by.
+            RendezvousTimeoutError: says who was missing.
+        """
+        id = join.node.id
+        with self._changed:
+            for effect in self.post(join):
+                if isinstance(effect, RoundClosed):
+                    raise self._closed(effect)
+                if isinstance(effect, Refused):
+                    raise LostTouch(f"node {id} was refused: {effect.why}")
+            try:
+                return self._wait(join, timeout, interrupted)
+            except BaseException:
+                self.post(Leave(id))
+                raise
+
+    def _wait(
+        self, join: Join, timeout: float, interrupted: Callable[[], bool]
+    ) -> tuple[Seated, MemoryStore]:
+        id = join.node.id
+        deadline: float | None = None
+        while True:
+            match standing(self._state, id):
+                case Seated() as seated:
+                    return seated, self._store
+                case RoundClosed() as closed:
+                    if stands_by(self._state, id):
+                        raise RendezvousGracefulExitError(
+                            f"node {id} stood by until the rendezvous '{self.run_id}' was closed"
+                        )
+                    raise self._closed(closed)
+                case RoundEnded(round):  # before this thread could see that it was seated
+                    self.post(Join(join.node, round, join.why))
+                    continue
+                case None:
+                    raise LostTouch(f"node {id} was given up while it waited")
+            if interrupted():
+                raise RendezvousGracefulExitError(
+                    f"node {id} was told to stop waiting for round {self._state.number}"
+                )
+            now = time.monotonic()
+            if stands_by(self._state, id):
+                deadline = None
+            elif deadline is None:
+                deadline = now + timeout
+            self._patience, due, again = look(self._patience, self._state, {}, self._bounds, now)
+            if due:
+                for event in due:
+                    self.post(event)
+                continue
+            if deadline is not None and now >= deadline:
+                raise RendezvousTimeoutError(explain_timeout(self._state, self.run_id, id, timeout))
+            until = min((t for t in (deadline, again) if t is not None), default=None)
+            self._changed.wait(None if until is None else until - now)
+
+    def _closed(self, closed: RoundClosed) -> RendezvousClosedError:
+        return RendezvousClosedError(
+            f"the rendezvous '{self.run_id}' is closed: node {closed.id}: {closed.why}"
+        )
+
+
+def explain_timeout(state: Round, run_id: str, id: str, timeout: float) -> str:
+    """Say what a node waited for in vain, how long, and who was missing."""
+    waited = f"the rendezvous '{run_id}': node {id} waited {timeout:g} s for "
+    members = len(state.members)
+    if state.complete:
+        return (
+            f"{waited}a seat, and round {state.number} goes on with its {members} "
+            f"node{'s' if members != 1 else ''}: {', '.join(state.ranks)}"
+        )
+    text = (
+        f"{waited}round {state.number}, which has {members} of at least {state.min_nodes} "
+        f"nodes: {', '.join(state.members)}"
+    )
+    if state.awaited:
+        gone = ", ".join(sorted(state.awaited))
+        text += f"; of round {state.number - 1} nothing was heard from {gone}"
+    return text
+
+
+class LocalRendezvousHandler(PushingRendezvousHandler):
+    """One node's handle on `LocalRounds`.
+
+    Args:
+        rounds: the rounds of the job.
+        backend: the name under which it was created.
+        local_addr: the node's address, for MASTER_ADDR.
+        node_rank: the rank the node asks for, if any.
+        join_timeout: seconds in which a round has to form.
+    """
+
+    def __init__(
+        self,
+        rounds: LocalRounds,
+        *,
+        backend: str = "c10d",
+        local_addr: str | None = None,
+        node_rank: int | None = None,
+        join_timeout: float = JOIN_TIMEOUT,
+    ) -> None:
+        self._rounds = rounds
+        self._backend = backend
+        self._join_timeout = join_timeout
+        self._node = rounds.new_node(local_addr or "127.0.0.1", node_rank)
+        self._token = 0
+        self._interrupted = False
+        self._port: PortReservation | None = None
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return self._backend
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._rounds.run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        self._release_port()
+        while True:
+            try:
+                seated, store = self._rounds.meet(
+                    Join(self._node, self._token), self._join_timeout, lambda: self._interrupted
+                )
+            except LostTouch:
+                self._node = self._rounds.new_node(self._node.addr, self._node.wanted)
+                self._token = 0
+                continue
+            self._token = seated.round
+            prefixed = PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{seated.round}", store)
+            try:
+                where = self._agree_on_port(seated, prefixed)
+            except StoreClosedError:  # the round is over already: on to the next
+                continue
+            return RendezvousInfo(prefixed, seated.rank, seated.world_size, where)
+
+    def _agree_on_port(self, seated: Seated, store: PrefixStore) -> RendezvousStoreInfo:
+        port = None
+        if seated.rank == 0:
+            from regrow.utils import PortReservation
+
+            self._port = PortReservation()
+            port = self._port.port
+        return RendezvousStoreInfo.build(seated.rank, store, seated.leader, port)
+
+    def _release_port(self) -> None:
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return self._rounds.state.closed is not None
+
+    def set_closed(self) -> None:
+        """See base class."""
+        self._rounds.post(Close(self._node.id))
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return self._rounds.state.waiting
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        self.set_closed()
+        self._rounds.post(Leave(self._node.id, self._token))
+        self._release_port()
+        return True
+
+    def subscribe(self, callback: Callable[[object], None]) -> Callable[[], None]:
+        """See base class."""
+
+        def listener(news: RoundEnded | NodesWaiting, ranks: Mapping[str, int]) -> None:
+            if self._node.id not in ranks:
+                return
+            if isinstance(news, RoundEnded) and news.id == self._node.id:
+                return  # its own doing
+            if isinstance(news, NodesWaiting) and news.count == 0:
+                return
+            callback(news)
+
+        return self._rounds.listen(listener)
+
+    def interrupt(self) -> None:
+        """See base class."""
+        self._interrupted = True
+        self._rounds.wake()
+
+
+def create_handler(params: RendezvousParameters) -> LocalRendezvousHandler:
+    """Create the handler of a world of one node; takes the keys of torch's dynamic rendezvous.
+
+    Raises:
+        RendezvousError: the job has more nodes than one.
+        ValueError: a timeout is no positive number of seconds.
+    """
+    if params.max_nodes != 1:
+        raise RendezvousError(
+            f"the rendezvous '{params.backend}' is for one node in this release, and the job has "
+            f"{params.min_nodes} to {params.max_nodes}; for several nodes use the backend 'static' "
+            f"with --node-rank, --master-addr and --master-port"
+        )
+    rounds = LocalRounds(
+        params.run_id,
+        params.min_nodes,
+        params.max_nodes,
+        last_call=timeout_option(params, "last_call_timeout", default=LAST_CALL_TIMEOUT),
+    )
+    return LocalRendezvousHandler(
+        rounds,
+        backend=params.backend,
+        local_addr=params.local_addr,
+        join_timeout=timeout_option(params, "join_timeout", "timeout", default=JOIN_TIMEOUT),
+    )

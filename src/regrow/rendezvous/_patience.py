@@ -1,0 +1,89 @@
+"""How long to wait: the judgement of one who waits, by its own clock.
+
+The rules of the round (`_round`) know no time. Whoever drives them calls `look` with what it has
+heard so far and what its own monotonic clock says, and gets the events that have become due and
+when to look again. No time of another host takes part in it: a node's beat is a number that
+changes, and what counts is when the change was *seen*.
+
+Not hearing of a node is evidence against it only while one listens. A waiter that was stopped for
+a minute, or whose host was, finds a clock that has jumped and nothing heard in between; so one
+look adds one keep-alive interval of silence at most, however long ago the last one was. A node is
+lost after `misses` intervals of silence that somebody really listened to: `misses * keep_alive`
+seconds, plus one more for each time that the waiter itself was late.
+
+The last call is different: its end expels nobody, so it is simply so many seconds after it was
+first seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from regrow.rendezvous._round import LastCallOver, Lost, Round, watched
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How long is too long."""
+
+    last_call: float = 30.0
+    """Seconds that a big enough round waits for more nodes."""
+    keep_alive: float = 1.0
+    """Seconds between two beats of a node."""
+    misses: int = 3
+    """Beats that may fail to come before the node is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What a waiter remembers between two looks."""
+
+    looked: float = 0.0
+    """When it last looked, in seconds of its clock."""
+    call: int = 0
+    """The last call that it has seen begin; 0: none."""
+    since: float = 0.0
+    """When it first saw it."""
+    silent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """For each node: its latest beat, and seconds of silence listened to since."""
+
+
+def look(
+    patience: Patience, state: Round, beats: Mapping[str, int], bounds: Bounds, now: float
+) -> tuple[Patience, tuple[LastCallOver | Lost, ...], float | None]:
+    """Judge what is due.
+
+    Args:
+        patience: what the last look returned; `Patience()` at first.
+        state: the round as it is now.
+        beats: the latest beat heard of each node that this waiter is to watch; everything that
+            has arrived must have been taken in before.
+        bounds: how long is too long.
+        now: seconds of this waiter's monotonic clock.
+
+    Returns:
+        What to remember; the events that are due, each to be given to `step`; and when to look
+        again at the latest, None if nothing can become due by waiting alone.
+    """
+    due: list[LastCallOver | Lost] = []
+    again: list[float] = []
+    listened = min(max(now - patience.looked, 0.0), bounds.keep_alive)
+    silent: dict[str, tuple[int, float]] = {}
+    for id in sorted(watched(state) & beats.keys()):
+        beat, silence = patience.silent.get(id, (beats[id], -listened))
+        silence = 0.0 if beats[id] != beat else silence + listened
+        silent[id] = (beats[id], silence)
+        if silence >= bounds.keep_alive * bounds.misses:
+            due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s"))
+        else:
+            left = bounds.keep_alive * bounds.misses - silence
+            again.append(now + min(left, bounds.keep_alive))
+    since = patience.since if state.last_call == patience.call else now
+    if state.last_call:
+        if now - since >= bounds.last_call:
+            due.append(LastCallOver(state.last_call))
+        else:
+            again.append(since + bounds.last_call)
+    remembered = Patience(now, state.last_call, since, silent)
+    return remembered, tuple(due), min(again, default=None)

@@ -1,0 +1,73 @@
+"""Endpoints and configuration strings as users write them."""
+
+from __future__ import annotations
+
+import re
+
+from regrow.rendezvous._config import unknown_config_keys
+
+__all__ = ["parse_rendezvous_endpoint", "unknown_config_keys"]
+
+_HOST = re.compile(r"[\w.:-]+")
+_PORT = re.compile("[0-9]{1,5}")
+
+
+def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
+    """Read `key=value,key=value`; of a repeated key the last value counts.
+
+    Raises:
+        ValueError: a key is missing, or has no value.
+    """
+    config: dict[str, str] = {}
+    if not config_str.strip():
+        return config
+    for item in config_str.split(","):
+        key, _, value = (part.strip() for part in item.partition("="))
+        if not key:
+            raise ValueError(
+                "The rendezvous configuration string must be in format "
+                f"<key1>=<value1>,...,<keyN>=<valueN>. Got {config_str!r}."
+            )
+        if not value:
+            raise ValueError(
+                f"The rendezvous configuration option '{key}' must have a value specified."
+            )
+        config[key] = value
+    return config
+
+
+def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
+    """Split `host[:port]` into host and port; an IPv6 address stands in brackets.
+
+    Args:
+        endpoint: what the user wrote; nothing means localhost.
+        default_port: the port if the endpoint has none.
+
+    Raises:
+        ValueError: the port is no port, or the host no name or address.
+    """
+    endpoint = (endpoint or "").strip()
+    if not endpoint:
+        return "localhost", default_port
+    if endpoint.startswith("[") and endpoint.endswith("]"):
+        host, separator, port_text = endpoint, "", ""
+    elif ":" in endpoint:
+        host, separator, port_text = endpoint.rpartition(":")
+    else:
+        host, separator, port_text = endpoint, "", ""
+    port = default_port
+    if separator:
+        port = int(port_text) if _PORT.fullmatch(port_text) else -1
+        if not 0 <= port < 2**16:
+            raise ValueError(
+                f"The port number of the rendezvous endpoint '{endpoint}' must be an integer "
+                "between 0 and 65536."
+            )
+    if len(host) > 1 and host[0] == "[" and host[-1] == "]":
+        host = host[1:-1]
+    if not _HOST.fullmatch(host):
+        raise ValueError(
+            f"The hostname of the rendezvous endpoint '{endpoint}' must be a dot-separated list of "
+            "labels, an IPv4 address, or an IPv6 address."
+        )
+    return host, port
