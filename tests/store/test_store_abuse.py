@@ -327,9 +327,9 @@ def test_counts_over_the_limits_are_refused_without_effect(serve: Serve, small: 
         (lambda: client.check([str(i) for i in range(9)]), "at most 8 keys"),
         (lambda: client.multi_set(["a", "b", "c", "d"], [bytes(1024)] * 4), "frame_bytes"),
     ]
-    for call, message in cases:
+    for case, message in cases:
         with pytest.raises(StoreLimitError, match=message) as caught:
-            call()
+            case()
         assert caught.value.applied == "no"
     assert client.num_keys() == 0
     for number in range(16):

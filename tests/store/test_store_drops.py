@@ -151,7 +151,7 @@ def test_random_calls_over_random_cuts_leave_what_the_model_says(
     from hypothesis.stateful import run_state_machine_as_test
 
     Dropping.server, Dropping.proxy = proxied
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Dropping,
         settings=settings(
             max_examples=25,

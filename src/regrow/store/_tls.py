@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from regrow.store._channel import Channel
+from regrow.store._errors import StoreAuthError
 
 if TYPE_CHECKING:
     import socket
@@ -77,6 +78,8 @@ class TlsChannel(Channel):
             except ssl.SSLWantReadError:
                 super().send(self._outgoing.read())
                 return False
+            except ssl.SSLCertVerificationError as error:
+                raise StoreAuthError(f"its certificate is refused: {error}") from error
             super().send(self._outgoing.read())
             return True
 

@@ -33,7 +33,7 @@ Python half; without this reference the calls would find no methods once the cal
 reference is gone. `TorchStore.release` removes it."""
 
 
-class TorchStore(dist.Store):
+class TorchStore(dist.Store):  # type: ignore[misc] # torch is not followed by mypy
     """A `torch.distributed.Store` on top of any regrow store.
 
     Args:
