@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from regrow.workers import _procfs
-from regrow.workers._guardian_client import GuardianEvent
+from regrow.workers._guardian_events import GuardianEvent
 
 E = TypeVar("E")
 

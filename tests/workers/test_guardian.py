@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import stat
@@ -15,10 +16,11 @@ import pytest
 from processes import Heard, alive, children_of, marked, wait_until
 
 from regrow.workers import Guardian, _guardian_client, _procfs
-from regrow.workers._guardian_client import (
-    Command,
+from regrow.workers._guardian_client import Command
+from regrow.workers._guardian_events import (
     Exited,
     Gone,
+    GuardianEvent,
     GuardianLost,
     Refused,
     Resumed,
@@ -496,6 +498,46 @@ def test_a_guardian_whose_agent_died_before_it_was_up_ends(tmp_path: Path) -> No
     wait_until(lambda: marked(token) == [], "the guardian gone")
 
 
+# --- what SIGKILL does not end
+
+#: A traced process does not end for its parent before it does for its tracer: as good as one that
+#: hangs in a device.
+PTRACE_SEIZE, PR_SET_PTRACER = 0x4206, 0x59616D61
+
+
+@pytest.mark.parametrize("who", ["worker", "child"])
+def test_a_process_that_sigkill_does_not_end_is_given_up(who: str, tmp_path: Path) -> None:
+    guardian = Guardian(patience=0.2)
+    script = (
+        "import ctypes, os, signal, sys, time\n"
+        f"if {who == 'child'} and os.fork(): time.sleep(1000)\n"
+        f"ctypes.CDLL(None).prctl({PR_SET_PTRACER}, -1, 0, 0, 0)\n"
+        f"with open({str(tmp_path / 'tmp')!r}, 'w') as file: file.write(str(os.getpid()))\n"
+        f"os.rename({str(tmp_path / 'tmp')!r}, {str(tmp_path / 'pid')!r})\n"
+        "time.sleep(1000)\n"
+    )
+    worker, started, heard = _run(guardian, sys.executable, "-I", "-c", script)
+    wait_until((tmp_path / "pid").exists, "the process")
+    stuck = int((tmp_path / "pid").read_text())
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(PTRACE_SEIZE, stuck, None, None) != 0:
+        pytest.skip(f"no ptrace here: {os.strerror(ctypes.get_errno())}")
+    try:
+        guardian.stop([worker], signal.SIGKILL, 0)
+        assert heard.next(Exited).code == -signal.SIGKILL
+        gone = heard.next(Gone)
+        assert gone.stuck == 1
+        assert _run(guardian, "true")[2].next(Gone).stuck == 0
+        watcher = guardian.pid
+        assert watcher is not None
+        wait_until(lambda: _state(watcher) == "S", "the guardian asleep, rather than spinning")
+    finally:
+        os.waitpid(stuck, 0)
+    assert _run(guardian, "true")[2].next(Gone).stuck == 0
+    assert not alive(started.pid)
+    assert guardian.close(30)
+
+
 # --- neighbours
 
 
@@ -519,7 +561,7 @@ def test_deaths_are_reported_in_their_order_also_when_the_guardian_slept(
     workers: dict[int, Started] = {}
     done = threading.Event()
 
-    def heard(event: _guardian_client.GuardianEvent) -> None:
+    def heard(event: GuardianEvent) -> None:
         match event:
             case Started():
                 workers[event.worker] = event

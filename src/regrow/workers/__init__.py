@@ -9,12 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regrow.workers._context import PContext, RunProcsResult, SignalException, WorkerChange
+    from regrow.workers._context import PContext
     from regrow.workers._guardian_client import Guardian
     from regrow.workers._logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
     from regrow.workers._multiprocess import MultiprocessContext
     from regrow.workers._numa import AffinityMode, NumaOptions
     from regrow.workers._procfs import process_states
+    from regrow.workers._result import RunProcsResult, WorkerChange
+    from regrow.workers._signals import SignalException
     from regrow.workers._start import start_processes
     from regrow.workers._subprocess import SubprocessContext
     from regrow.workers.errors import (
@@ -50,12 +52,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "_context": ("PContext", "RunProcsResult", "SignalException", "WorkerChange"),
+    "_context": ("PContext",),
     "_guardian_client": ("Guardian",),
     "_logs": ("DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"),
     "_multiprocess": ("MultiprocessContext",),
     "_numa": ("AffinityMode", "NumaOptions"),
     "_procfs": ("process_states",),
+    "_result": ("RunProcsResult", "WorkerChange"),
+    "_signals": ("SignalException",),
     "_start": ("start_processes",),
     "_subprocess": ("SubprocessContext",),
     "errors": ("ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"),

@@ -8,89 +8,27 @@ take a while and other groups may share the guardian. `wait` and `close` only wa
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from regrow.workers import _group
-from regrow.workers import _guardian_client as guard
+from regrow.workers import _guardian_events as guard
+from regrow.workers._guardian_client import Guardian
 from regrow.workers._pump import LogPump
+from regrow.workers._result import RunProcsResult, WorkerChange
+from regrow.workers._signals import install_signal_handlers
 from regrow.workers.errors import ProcessFailure
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from regrow.workers._logs import LogsSpecs
 
-SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-
-#: Seconds that a process may take to die of SIGKILL before `close` leaves it to the guardian.
+#: Seconds after the grace until `close` returns in any case: more than the guardian's patience.
 KILL_MARGIN = 10.0
-
-
-class SignalException(Exception):
-    """This process got a signal that ends it; `sigval` is which.
-
-    Raised in the main thread by the handlers that `PContext.start` installs. Whoever catches it
-    closes the context with `sigval` and then ends.
-    """
-
-    def __init__(self, msg: str, sigval: signal.Signals) -> None:
-        super().__init__(msg)
-        self.sigval = sigval
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerChange:
-    """Something happened to a worker, or to its group."""
-
-    local_rank: int
-    """Which worker; -1 for the group."""
-    pid: int
-    """Its process; 0 where there is none."""
-    kind: Literal["exited", "suspended", "resumed", "guardian_lost", "ended"]
-    """`guardian_lost`: the guardian is gone, and all workers with it. `ended`: nothing of the group
-    is left, and `wait` has its result."""
-    status: int
-    """`exited`: the exit code, negative for a signal. `suspended`, `resumed`: the signal.
-    `guardian_lost`: -9. `ended`: 0."""
-    monotonic: float
-    """When, in seconds of the monotonic clock."""
-
-
-@dataclass
-class RunProcsResult:
-    """How a group of workers ended; everything by local rank."""
-
-    return_values: dict[int, Any] = field(default_factory=dict)
-    """What the functions returned; None for commands. Empty if any worker failed."""
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-    """The workers that failed by themselves, not those stopped because of them."""
-    stdouts: dict[int, str] = field(default_factory=dict)
-    """Path of each stdout.log; empty if not redirected."""
-    stderrs: dict[int, str] = field(default_factory=dict)
-    """Path of each stderr.log; empty if not redirected."""
-
-    def is_failed(self) -> bool:
-        """Whether any worker failed."""
-        return len(self.failures) > 0
-
-    def root_cause(self) -> ProcessFailure:
-        """What failed first, by the most exact moments known.
-
-        Raises:
-            ValueError: nothing failed.
-        """
-        if not self.failures:
-            raise ValueError("no worker failed, so there is no root cause")
-        return min(self.failures.values(), key=lambda failure: failure.failed_monotonic)
 
 
 class PContext(ABC):
@@ -128,7 +66,7 @@ class PContext(ABC):
         duplicate_stderr_filters: list[str] | None = None,
         *,
         shutdown_timeout: float = 30.0,
-        guardian: guard.Guardian | None = None,
+        guardian: Guardian | None = None,
         on_change: Callable[[WorkerChange], None] | None = None,
         signals_to_handle: str | None = None,
     ) -> None:
@@ -148,7 +86,7 @@ class PContext(ABC):
         self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
         self._shutdown_timeout = shutdown_timeout
         self._own_guardian = guardian is None
-        self._guardian = guardian if guardian is not None else guard.Guardian()
+        self._guardian = guardian if guardian is not None else Guardian()
         self._on_change = on_change or (lambda change: None)
         self._signals = signals_to_handle
         self._pump: LogPump | None = None
@@ -279,9 +217,8 @@ class PContext(ABC):
             left = [] if self._done else [rank for rank in self._workers if not self._gone(rank)]
         if left:
             _log().error(
-                "workers of local ranks %s (pids %s) did not end of SIGKILL within %s s; probably"
-                " in uninterruptible sleep (state D, a device that hangs). The guardian (pid %s)"
-                " stays with them; this host may need a restart",
+                "workers of local ranks %s (pids %s) are not known to have ended within %s s of"
+                " SIGKILL; is the guardian (pid %s) suspended?",
                 left,
                 [self._pids.get(rank) for rank in left],
                 KILL_MARGIN,
@@ -338,8 +275,17 @@ class PContext(ABC):
                 return WorkerChange(rank, pid, "suspended", signum, at)
             case guard.Resumed(signal=signum, monotonic=at):
                 return WorkerChange(rank, pid, "resumed", signum, at)
-            case guard.Gone(left_behind=left):
+            case guard.Gone(left_behind=left, stuck=stuck):
                 self._feed(_group.Gone(rank))
+                if stuck:
+                    _log().error(
+                        "%s processes of local rank %s (pid %s) did not end of SIGKILL and are"
+                        " given up: probably in uninterruptible sleep (state D: a device hangs);"
+                        " this host may need a restart",
+                        stuck,
+                        rank,
+                        pid,
+                    )
                 if left and self._group.stopped_at is None:
                     _log().info(
                         "worker of local rank %s (pid %s) left %s processes running when it ended;"
@@ -476,38 +422,7 @@ def validate_full_rank(mapping: Mapping[int, Any], nprocs: int, what: str) -> No
         )
 
 
-def install_signal_handlers(names: str | None) -> None:
-    """Let signals raise `SignalException` in the main thread.
-
-    Args:
-        names: comma-separated; None takes them from the environment; empty installs none.
-    """
-    if names is None:
-        names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    if wanted and threading.current_thread() is not threading.main_thread():
-        _log().warning(
-            "no signal handlers are installed, as this is not the main thread: %s will end this"
-            " process without notice to the workers (which do not outlive it)",
-            ",".join(wanted),
-        )
-        return
-    for name in wanted:
-        try:
-            signal.signal(signal.Signals[name], _raise_signal_exception)
-        except (KeyError, OSError, ValueError) as error:
-            _log().warning("no signal handler can be installed for %r: %s", name, error)
-
-
-def _raise_signal_exception(signum: int, frame: FrameType | None) -> None:
-    sigval = signal.Signals(signum)
-    raise SignalException(f"Process {os.getpid()} got signal: {signum}", sigval=sigval)
-
-
 def _log() -> Any:
     from regrow.utils import get_logger
 
     return get_logger(__name__)
-
-
-__all__: Sequence[str] = ("PContext", "RunProcsResult", "SignalException", "WorkerChange")

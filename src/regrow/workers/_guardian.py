@@ -25,15 +25,14 @@ Adopted workers were forked elsewhere (by multiprocessing, in the agent), so the
 are not our children: their ends are seen through a pidfd that the agent hands over, their families
 are searched in all of /proc.
 
-The parts: `Worker` is what is known of one; `Guardian` is the loop; `_become` turns a
-forked child into a worker; `_frames` says what a message looks like. From the agent:
+The parts: `Guardian` is the loop, `_wire` its end of the socket, `_ward` what it knows of a worker;
+`_become` turns a forked child into one; `_frames` says what a message looks like. From the agent:
 `spawn`, `adopt`, `signal`, `stop`, `bye`; to the agent: `started`, `refused`, `exited`, `stopped`,
 `continued`, `gone`; the arguments are written where each is handled or sent.
 """
 
 from __future__ import annotations
 
-import _socket  # `socket` would add enums and selectors: more than all the rest together
 import os
 import select
 import signal
@@ -43,7 +42,8 @@ from time import monotonic_ns
 
 from . import _procfs
 from ._become import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, become, prctl
-from ._frames import Decoder, encode
+from ._ward import Worker
+from ._wire import Wire
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,62 +53,17 @@ if TYPE_CHECKING:
 DRAIN_AFTER_NS = 2_000_000_000
 
 
-class Worker:
-    """One worker, from its start until nothing of it is left."""
-
-    __slots__ = (
-        "adopted",
-        "deadline",
-        "drains",
-        "exec_pipe",
-        "exited",
-        "grace",
-        "killing",
-        "left",
-        "pending",
-        "pid",
-        "pidfd",
-        "refused",
-        "relatives",
-        "session",
-        "status",
-        "stopped",
-        "token",
-        "warned",
-        "worker",
-    )
-
-    def __init__(self, worker: int, token: bytes, grace: int) -> None:
-        self.worker = worker  # the agent's number for it
-        self.token = token  # its mark
-        self.grace = grace  # ns between SIGTERM and SIGKILL for what it leaves behind
-        self.pid = 0
-        self.pidfd = -1
-        self.adopted = False
-        self.exec_pipe = -1  # open until the child runs its program
-        self.refused = False  # its program could not be run
-        self.status: int | None = None  # its wait status, once reaped
-        self.exited = False  # the agent was told
-        self.pending = 0  # a signal that waits for the program to run
-        self.stopped = False  # a stop was asked for before it ended
-        self.killing = False  # the grace is over: SIGKILL to whatever is left
-        self.deadline: int | None = None  # when the grace is over, monotonic ns
-        self.warned: set[int] = set()  # orphans that had their SIGTERM
-        self.left: set[int] = set()  # orphans seen at all
-        self.drains: list[tuple[int, bytes]] = []  # pipes to empty into files
-        self.session = True  # adopted: its session may still have members
-        self.relatives: dict[int, int] = {}  # adopted: pidfds of what it left, by pid
-
-
 class Guardian:
-    """The loop. `agent` is the socket to the agent, `agent_pidfd` its process; -1: it has ended."""
+    """The loop.
 
-    def __init__(self, agent: _socket.socket, agent_pidfd: int) -> None:
-        self._agent = agent
+    `wire` is the socket to the agent, `agent_pidfd` its process (-1: it has ended), `patience` the
+    nanoseconds after SIGKILL in which a process has to end or else is given up.
+    """
+
+    def __init__(self, wire: Wire, agent_pidfd: int, patience: int) -> None:
+        self._wire = wire
+        self._patience = patience
         self._pid = os.getpid()
-        self._decoder = Decoder()
-        self._fds: list[int] = []  # received, not yet claimed by a message
-        self._out = bytearray()
         self._workers: dict[int, Worker] = {}  # by the agent's number, until gone
         self._by_pid: dict[int, Worker] = {}  # our children that are workers, until reaped
         self._owners: dict[int, Worker | None] = {}  # of orphans, until reaped
@@ -124,16 +79,15 @@ class Guardian:
         self._watch(self._wake, self._on_sigchld)
         if agent_pidfd >= 0:
             self._watch(agent_pidfd, self.on_agent_gone)
-        agent.setblocking(False)
-        self._watch(agent.fileno(), self._on_agent)
+        self._watch(wire.number, self._on_agent)
 
     def run(self) -> None:
         """Serve the agent until it is gone, then see to it that everything else is."""
         try:
-            while not self._agent_gone:
+            while not (self._agent_gone or self._wire.closed):
                 events = self._epoll.poll(self._timeout())
                 # Ends before commands: what died before a stop was asked for did so by itself.
-                for fd, _ in sorted(events, key=lambda event: event[0] == self._agent.fileno()):
+                for fd, _ in sorted(events, key=lambda event: event[0] == self._wire.number):
                     handler = self._handlers.get(fd)
                     if handler is not None:
                         handler()
@@ -147,29 +101,10 @@ class Guardian:
     # --- the agent's messages
 
     def _on_agent(self) -> None:
-        if self._out:
-            self._send()
-        for frame in self._hear() or ():
+        self._wire.flush()
+        self._expect_agent()
+        for frame in self._wire.hear() or ():
             self._obey(frame)
-
-    def _hear(self) -> list[list[bytes]] | None:
-        """The messages that one read completes; None: there is nothing to read (any more)."""
-        try:
-            data, ancillary, flags, _ = self._agent.recvmsg(1 << 18, 4096, _socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return None
-        except ConnectionResetError:
-            data, ancillary, flags = b"", [], 0
-        for _, kind, payload in ancillary:
-            if kind == _socket.SCM_RIGHTS:
-                view = memoryview(payload)
-                self._fds.extend(view[: len(view) // 4 * 4].cast("i"))
-        if flags & _socket.MSG_CTRUNC:
-            raise RuntimeError("file descriptors were lost: RLIMIT_NOFILE is too low for the job")
-        if not data:
-            self._agent_gone = True
-            return None
-        return list(self._decoder.feed(data))
 
     def _obey(self, frame: list[bytes]) -> None:
         match frame[0]:
@@ -198,9 +133,9 @@ class Guardian:
             parts.append(frame[at : at + count])
             at += count
         targets, paths, argv, variables = parts
-        directory = self._fds.pop(0)
-        mapping = {int(target): self._fds.pop(0) for target in targets}
-        worker.drains = [(self._fds.pop(0), path) for path in paths]
+        directory = self._wire.fds.pop(0)
+        mapping = {int(target): self._wire.fds.pop(0) for target in targets}
+        worker.drains = [(self._wire.fds.pop(0), path) for path in paths]
         env = dict(variable.split(b"=", 1) for variable in variables)
         worker.exec_pipe, report = os.pipe()
         os.set_blocking(worker.exec_pipe, False)
@@ -211,7 +146,7 @@ class Guardian:
             os.close(worker.exec_pipe)
             self._close_drains(worker)
             self._tell(b"refused", worker.worker, b"fork", error.errno or 0, b"")
-            self._tell(b"gone", worker.worker, 0, monotonic_ns())
+            self._tell(b"gone", worker.worker, 0, 0, monotonic_ns())
         else:
             if worker.pid == 0:
                 become(argv, env, directory, mapping, report, self._pid)
@@ -227,9 +162,9 @@ class Guardian:
     def _adopt(self, frame: list[bytes]) -> None:
         # worker, token, grace ns, pid, paths of the drains; the fds: its pidfd, one per drain.
         worker = Worker(int(frame[1]), frame[2], int(frame[3]))
-        worker.pid, worker.pidfd = int(frame[4]), self._fds.pop(0)
+        worker.pid, worker.pidfd = int(frame[4]), self._wire.fds.pop(0)
         worker.adopted = True
-        worker.drains = [(self._fds.pop(0), path) for path in frame[5:]]
+        worker.drains = [(self._wire.fds.pop(0), path) for path in frame[5:]]
         self._workers[worker.worker] = worker
         self._watch(worker.pidfd, partial(self._on_exit, worker))
 
@@ -290,6 +225,8 @@ class Guardian:
         if not worker.adopted and worker.status is None:
             pid, wait_status = os.waitpid(worker.pid, os.WNOHANG)
             if pid == 0:
+                worker.muted = True  # until SIGCHLD; its pidfd would wake us without end
+                self._epoll.modify(worker.pidfd, 0)
                 return
             self._reaped(pid, wait_status)
         now = monotonic_ns()
@@ -335,6 +272,8 @@ class Guardian:
         worker = self._by_pid.pop(pid, None)
         if worker is not None:
             worker.status = status  # told in the order of the pidfds
+            if worker.muted and not worker.exited:
+                self._epoll.modify(worker.pidfd, select.EPOLLIN)
         else:
             self._owners.pop(pid, None)
             self._sweep_due = True
@@ -343,8 +282,12 @@ class Guardian:
 
     def _keep_deadlines(self) -> None:
         now = monotonic_ns()
-        for worker in self._workers.values():
-            if worker.deadline is None or now < worker.deadline or worker.killing:
+        for worker in list(self._workers.values()):
+            if worker.deadline is None or now < worker.deadline:
+                continue
+            if worker.killing:
+                if now >= worker.deadline + self._patience:
+                    self._give_up(worker)
                 continue
             worker.killing = True
             self._sweep_due = True
@@ -353,6 +296,23 @@ class Guardian:
                     self._kill_adopted(worker)
                 else:
                     self._signal(worker, signal.SIGKILL)
+
+    def _give_up(self, worker: Worker) -> None:
+        """Tell the agent that it need not wait; the processes stay ours until they end."""
+        stuck = sum(pid in self._owners for pid in worker.left) + len(worker.relatives)
+        for fd in worker.relatives.values():
+            self._forget(fd)
+        if not worker.exited:
+            stuck += 1
+            worker.exited = True
+            self._forget(worker.pidfd)
+            self._tell(b"exited", worker.worker, signal.SIGKILL, 1, monotonic_ns())
+        self._tell_gone(worker, stuck)
+
+    def _tell_gone(self, worker: Worker, stuck: int) -> None:
+        del self._workers[worker.worker]
+        self._close_drains(worker)
+        self._tell(b"gone", worker.worker, len(worker.left), stuck, monotonic_ns())
 
     def _sweep(self) -> None:
         """Stop what ended workers left behind; tell of those of whom nothing is left."""
@@ -377,9 +337,7 @@ class Guardian:
             if worker.adopted:
                 self._stop_relatives(worker)
             if not found and not worker.relatives:
-                del self._workers[worker.worker]
-                self._close_drains(worker)
-                self._tell(b"gone", worker.worker, len(worker.left), monotonic_ns())
+                self._tell_gone(worker, 0)
 
     def _stop_orphan(self, worker: Worker, pid: int, send: Callable[[int], object]) -> None:
         worker.left.add(pid)
@@ -439,13 +397,13 @@ class Guardian:
 
     def _hear_last_words(self) -> None:
         """Read what the agent said before its end: workers forked by then are to die, too."""
-        while (frames := self._hear()) is not None:
+        while (frames := self._wire.hear()) is not None:
             for frame in frames:
                 if frame[0] == b"adopt":
                     self._adopt(frame)
                 elif frame[0] == b"spawn":  # its working directory, targets and drains
                     for _ in range(1 + int(frame[4]) + int(frame[5])):
-                        os.close(self._fds.pop(0))
+                        os.close(self._wire.fds.pop(0))
 
     def _last_stand(self) -> None:
         """Kill everything until nothing is left, and save what the dead agent had not read."""
@@ -492,22 +450,12 @@ class Guardian:
     # --- plumbing
 
     def _tell(self, *fields: bytes | int) -> None:
-        self._out += encode(fields)
-        self._send()
+        self._wire.tell(*fields)
+        self._expect_agent()
 
-    def _send(self) -> None:
-        """Send what the socket takes; the agent may be slow, the guardian may not wait for it."""
-        try:
-            while self._out:
-                del self._out[: self._agent.send(self._out)]
-        except BlockingIOError:
-            pass
-        except (BrokenPipeError, ConnectionResetError):
-            self._agent_gone = True
-            return
-        if not self._agent_gone:
-            interest = select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
-            self._epoll.modify(self._agent.fileno(), interest)
+    def _expect_agent(self) -> None:
+        interest = select.EPOLLIN | (select.EPOLLOUT if self._wire.pending else 0)
+        self._epoll.modify(self._wire.number, interest)
 
     def _watch(self, fd: int, handler: Callable[[], None]) -> None:
         self._handlers[fd] = handler
@@ -529,11 +477,11 @@ class Guardian:
             os.close(fd)
 
     def _timeout(self) -> float | None:
-        """Seconds until the next grace is over."""
+        """Seconds until the next grace, or the patience after it, is over."""
         deadlines = [
-            worker.deadline
+            worker.deadline + (self._patience if worker.killing else 0)
             for worker in self._workers.values()
-            if worker.deadline is not None and not worker.killing
+            if worker.deadline is not None
         ]
         if not deadlines:
             return None
@@ -557,8 +505,8 @@ def _group(pid: int) -> int:
 
 
 def main() -> None:
-    """The process: argv is the agent's pid and the number of the socket to it."""
-    agent, number = int(sys.argv[1]), int(sys.argv[2])
+    """The process: argv is the agent's pid, the number of the socket to it, and the patience."""
+    agent, number, patience = (int(word) for word in sys.argv[1:4])
     os.setsid()  # the terminal's Ctrl-C is the agent's to answer
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
@@ -575,7 +523,7 @@ def main() -> None:
         agent_pidfd = os.pidfd_open(agent)
     except ProcessLookupError:
         agent_pidfd = -1
-    guardian = Guardian(_socket.socket(fileno=number), agent_pidfd)
+    guardian = Guardian(Wire(number), agent_pidfd, patience)
     if agent_pidfd < 0 or os.getppid() != agent:  # it died before it could be watched
         guardian.on_agent_gone()
     guardian.run()

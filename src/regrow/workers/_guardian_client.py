@@ -12,19 +12,26 @@ so one handle serves a job through all its attempts.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
 
 from regrow.workers import _procfs
 from regrow.workers._frames import Decoder, encode
+from regrow.workers._guardian_events import (
+    Gone,
+    GuardianEvent,
+    GuardianLost,
+    Listener,
+    Started,
+    decode,
+)
 
 #: Runs `_guardian.main` as a module, so that its byte code is cached, but without `regrow` and
 #: its imports: a bare package that knows only where the files are.
@@ -54,79 +61,16 @@ class Command:
     """Seconds between SIGTERM and SIGKILL for processes that it leaves behind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The worker's program runs."""
-
-    worker: int
-    pid: int
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The program could not be run; nothing but `Gone` follows."""
-
-    worker: int
-    error: OSError
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The worker's process ended."""
-
-    worker: int
-    code: int | None
-    """Its exit code, negative for a signal; None for an adopted worker, whose parent knows."""
-    stopping: bool
-    """A stop had been asked for before it ended."""
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended:
-    """The worker was stopped by a signal such as SIGSTOP."""
-
-    worker: int
-    signal: int
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """The worker runs again after a SIGCONT."""
-
-    worker: int
-    signal: int
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """Nothing of the worker is left: it has ended, and so has all that it started."""
-
-    worker: int
-    left_behind: int
-    """How many processes outlived it and had to be stopped."""
-    monotonic: float
-
-
-@dataclass(frozen=True, slots=True)
-class GuardianLost:
-    """The guardian is gone, and the worker with it; nothing follows."""
-
-    worker: int
-    monotonic: float
-
-
-GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | GuardianLost
-Listener = Callable[[GuardianEvent], None]
-
-
 class Guardian:
-    """One guardian process and its workers. Thread-safe; use again after `close` starts anew."""
+    """One guardian process and its workers. Thread-safe; use again after `close` starts anew.
 
-    def __init__(self) -> None:
+    Args:
+        patience: seconds after SIGKILL until a process that does not end (uninterruptible sleep, a
+            device that hangs) is given up, so that the job can go on or end.
+    """
+
+    def __init__(self, *, patience: float = 5.0) -> None:
+        self._patience = patience
         self._lock = threading.Lock()
         self._link: _Link | None = None
         self._next_worker = 0
@@ -266,7 +210,7 @@ class Guardian:
 
     def _ensure(self) -> _Link:
         if self._link is None or self._link.lost:
-            self._link = _Link(self._lock)
+            self._link = _Link(self._lock, self._patience)
         return self._link
 
     def _register(
@@ -285,7 +229,7 @@ class Guardian:
 class _Link:
     """One guardian process, the socket to it and the thread that listens there."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, patience: float) -> None:
         self._lock = lock  # of the handle: held while a listener is registered
         outer = os.environ.get(_procfs.MARK, "/")
         #: Marks begin with it; see `_procfs.MARK`.
@@ -296,7 +240,7 @@ class _Link:
         self._closing = False
         self._socket, theirs = socket.socketpair()
         try:
-            self.pid = _start_process(theirs)
+            self.pid = _start_process(theirs, patience)
         except BaseException:
             self._socket.close()
             raise
@@ -333,7 +277,7 @@ class _Link:
         decoder = Decoder()
         while data := self._receive():
             for frame in decoder.feed(data):
-                self._dispatch(_event(frame))
+                self._dispatch(decode(frame))
         with self._lock:
             self.lost = True
         now = monotonic()
@@ -373,65 +317,7 @@ class _Link:
         return True
 
 
-def _event(frame: list[bytes]) -> GuardianEvent:
-    kind, worker, rest = frame[0], int(frame[1]), frame[2:]
-    if kind == b"refused":  # stage, errno, path
-        return Refused(worker, _refusal(rest[0].decode(), int(rest[1]), os.fsdecode(rest[2])))
-    stamp = int(rest[-1]) / 1e9
-    match kind:
-        case b"started":
-            return Started(worker, int(rest[0]), stamp)
-        case b"exited":
-            code = os.waitstatus_to_exitcode(int(rest[0])) if rest[0] else None
-            return Exited(worker, code, rest[1] == b"1", stamp)
-        case b"stopped":
-            return Suspended(worker, int(rest[0]), stamp)
-        case b"continued":
-            return Resumed(worker, int(rest[0]), stamp)
-        case b"gone":
-            return Gone(worker, int(rest[0]), stamp)
-    raise ValueError(f"the guardian sent an event {kind!r} that no agent knows")
-
-
-def _refusal(stage: str, code: int, path: str) -> OSError:
-    """Why a program did not run, as the exception class of its errno and in words that help."""
-    text = os.strerror(code) if code else path
-    if stage == "exec" and code == errno.ENOENT:
-        interpreter = _interpreter(path)
-        if interpreter is None:
-            place = "" if "/" in path else " in PATH"
-            text = f"cannot start a worker: there is no such program{place}"
-        else:
-            text = (
-                f"cannot start a worker: the interpreter {interpreter!r} of its #! line is missing"
-            )
-    elif stage == "exec" and code == errno.EACCES:
-        text = "cannot start a worker: not executable (chmod +x), or a folder"
-    elif stage == "exec" and code == errno.ENOEXEC:
-        text = (
-            "cannot start a worker: neither a program of this machine nor a script with a #! line"
-        )
-    elif stage == "exec":
-        text = f"cannot start a worker: {text}"
-    elif stage == "fork":
-        text = f"cannot start a worker: fork: {text} (limits of processes or memory: ulimit -u)"
-    else:
-        text = f"cannot start a worker: {stage}: {text}"
-    return OSError(code, text, path or None) if code else OSError(text)
-
-
-def _interpreter(path: str) -> str | None:
-    """The interpreter that a script's first line names; None: no such file, or no such line."""
-    try:
-        with open(path, "rb") as file:
-            line = file.readline(256)
-    except OSError:
-        return None
-    words = line[2:].split() if line.startswith(b"#!") else []
-    return os.fsdecode(words[0]) if words else None
-
-
-def _start_process(theirs: socket.socket) -> int:
+def _start_process(theirs: socket.socket, patience: float) -> int:
     if not sys.executable:
         raise OSError(
             "cannot start the guardian: sys.executable does not name a Python interpreter"
@@ -441,7 +327,8 @@ def _start_process(theirs: socket.socket) -> int:
         sys.executable,
         [
             *(sys.executable, "-I", "-S", "-c", _BOOTSTRAP),
-            *(str(os.getpid()), str(number), os.path.dirname(os.path.abspath(__file__))),
+            *(str(os.getpid()), str(number), str(round(patience * 1e9))),
+            os.path.dirname(os.path.abspath(__file__)),
         ],
         os.environ,
         file_actions=[

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from regrow.workers import _group
-    from regrow.workers import _guardian_client as guard
+    from regrow.workers import _guardian_events as guard
     from regrow.workers._logs import LogsSpecs
     from regrow.workers._numa import NumaOptions
     from regrow.workers._pump import LogPump

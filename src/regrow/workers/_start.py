@@ -6,12 +6,13 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from regrow.workers._context import PContext, WorkerChange, validate_full_rank
+from regrow.workers._context import PContext, validate_full_rank
 from regrow.workers._logs import DefaultLogsSpecs, LogsSpecs, Std
 
 if TYPE_CHECKING:
     from regrow.workers._guardian_client import Guardian
     from regrow.workers._numa import NumaOptions
+    from regrow.workers._result import WorkerChange
 
 
 def start_processes(

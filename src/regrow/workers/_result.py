@@ -1,0 +1,54 @@
+"""How a group of workers changes and ends, as its owner is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from regrow.workers.errors import ProcessFailure
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChange:
+    """Something happened to a worker, or to its group."""
+
+    local_rank: int
+    """Which worker; -1 for the group."""
+    pid: int
+    """Its process; 0 where there is none."""
+    kind: Literal["exited", "suspended", "resumed", "guardian_lost", "ended"]
+    """`guardian_lost`: the guardian is gone, and all workers with it. `ended`: nothing of the group
+    is left, and `wait` has its result."""
+    status: int
+    """`exited`: the exit code, negative for a signal. `suspended`, `resumed`: the signal.
+    `guardian_lost`: -9. `ended`: 0."""
+    monotonic: float
+    """When, in seconds of the monotonic clock."""
+
+
+@dataclass
+class RunProcsResult:
+    """How a group of workers ended; everything by local rank."""
+
+    return_values: dict[int, Any] = field(default_factory=dict)
+    """What the functions returned; None for commands. Empty if any worker failed."""
+    failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    """The workers that failed by themselves, not those stopped because of them."""
+    stdouts: dict[int, str] = field(default_factory=dict)
+    """Path of each stdout.log; empty if not redirected."""
+    stderrs: dict[int, str] = field(default_factory=dict)
+    """Path of each stderr.log; empty if not redirected."""
+
+    def is_failed(self) -> bool:
+        """Whether any worker failed."""
+        return len(self.failures) > 0
+
+    def root_cause(self) -> ProcessFailure:
+        """What failed first, by the most exact moments known.
+
+        Raises:
+            ValueError: nothing failed.
+        """
+        if not self.failures:
+            raise ValueError("no worker failed, so there is no root cause")
+        return min(self.failures.values(), key=lambda failure: failure.failed_monotonic)
