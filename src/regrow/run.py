@@ -288,7 +288,7 @@ def _settle(args: Namespace) -> None:
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and parse_min_max_nnodes(args.nnodes)[1] == 1):
         if args.standalone or args.rdzv_id in ("", "none"):
-            args.rdzv_id = os.urandom(16).hex()
+            args.rdzv_id = os.urandom(6).hex()
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = "localhost:0"
     if args.master_port is None:

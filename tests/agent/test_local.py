@@ -173,6 +173,23 @@ def test_the_health_server_is_healthy_while_the_loop_turns(
         urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=20)
 
 
+@pytest.mark.parametrize("port", ["none", "99999", "taken"])
+def test_a_health_port_that_cannot_be_had_costs_no_training(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    port: str,
+) -> None:
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        text = str(other.getsockname()[1]) if port == "taken" else port
+        monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", text)
+        elastic_launch(config(tmp_path), "true")()
+    assert "no health server" in caplog.text
+    assert text in caplog.text
+
+
 def test_a_worker_stuck_in_uninterruptible_sleep_is_found_after_the_time_out() -> None:
     states = {7: "D", 8: "S"}
     sleepers = UninterruptibleSleepers(5.0, lambda _: dict(states))

@@ -119,7 +119,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._board: ProgressBoard | None = None
         self._first_steps: set[int] = set()
         self._port: PortReservation | None = None
-        self._last_turn = time()
+        self._last_turn = monotonic()
 
     # --- the run
 
@@ -329,31 +329,36 @@ class LocalElasticAgent(SimpleElasticAgent):
     # --- health
 
     def _setup_healthcheck(self) -> None:
+        """Start the health server; that it cannot start is told, and costs no training."""
         if self._health_check_server is None:
             text = os.environ.get(HEALTH_CHECK_PORT_ENV)
             if text is None:
                 return
-            if not text.isdecimal():
-                logger.error(
-                    "%s=%r is not a port number; no health server", HEALTH_CHECK_PORT_ENV, text
-                )
-                return
             from regrow.agent._health import create_healthcheck_server
 
-            self._health_check_server = create_healthcheck_server(
-                alive_callback=self._get_alive_time,
-                port=int(text),
-                timeout=HEALTH_CHECK_TIMEOUT_S,
-            )
-        self._health_check_server.start()
+            try:
+                self._health_check_server = create_healthcheck_server(
+                    self._get_alive_time, int(text), HEALTH_CHECK_TIMEOUT_S, age=self._age
+                )
+            except ValueError as error:
+                logger.error("%s=%r: no health server: %s", HEALTH_CHECK_PORT_ENV, text, error)
+                return
+        try:
+            self._health_check_server.start()
+        except OSError as error:
+            logger.error("no health server: %s", error)
 
     def _get_alive_time(self) -> int:
-        """When the loop last turned, in seconds since the epoch; asks it, and waits a moment."""
+        """When the loop last turned, in seconds since the epoch, as torch's callback says it."""
+        return int(time() - self._age())
+
+    def _age(self) -> float:
+        """Seconds since the loop last turned; asks it to, and waits a moment for that."""
         answered = threading.Event()
         self._inbox.put(Probe(answered))
         if answered.wait(PROBE_TIMEOUT_S):
-            self._last_turn = time()
-        return int(self._last_turn)
+            self._last_turn = monotonic()
+        return monotonic() - self._last_turn
 
 
 def _prefix(template: str, role: str, worker: Any) -> str:
