@@ -35,8 +35,8 @@ class ErrorHandler:
 
         try:
             faulthandler.enable(all_threads=True)
-        except (OSError, RuntimeError, ValueError, AttributeError) as error:  # a stderr of no use
-            _complain(f"stacks will not be shown on a fatal signal: {error}")
+        except (OSError, RuntimeError, ValueError, AttributeError):  # sys.stderr is no file
+            faulthandler.enable(file=2, all_threads=True)
 
     def record_exception(self, e: BaseException) -> None:
         """Write the error file for an exception: its text, traceback, and when it was recorded.
@@ -121,7 +121,8 @@ class ErrorHandler:
         except OSError as error:
             with suppress(OSError):  # it was never made, or is as stuck as the write
                 os.unlink(beside)
-            _complain(f"the error file {file_path} cannot be written: {error}")
+            why = f"[Errno {error.errno}] {error.strerror}"
+            _complain(f"the error file {file_path} cannot be written: {why}")
 
 
 def _complain(text: str) -> None:
