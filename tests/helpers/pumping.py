@@ -6,9 +6,10 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from regrow.workers._console import Follower, Sink
+from regrow.workers._console import Follower
 from regrow.workers._logs import LogsDest
 from regrow.workers._pump import LogPump
+from regrow.workers._sink import Sink
 
 Name = Literal["stdout", "stderr"]
 NAMES: tuple[Name, Name] = ("stdout", "stderr")

@@ -13,9 +13,10 @@ import pytest
 from processes import wait_until
 from pumping import NAMES, Rig, destinations
 
-from regrow.workers._console import Follower, Sink
-from regrow.workers._logs import LogsDest, line_prefixes
+from regrow.workers._console import Follower
+from regrow.workers._logs import LogsDest
 from regrow.workers._pump import LogPump
+from regrow.workers._sink import Sink
 
 Make = Callable[..., Rig]
 
@@ -79,15 +80,12 @@ def test_tee_shows_each_line_with_the_role_and_local_rank(make: Make) -> None:
     assert rig.shown("stderr") == b"[worker1]:three\n"
 
 
-def test_a_template_gives_the_prefixes(make: Make) -> None:
-    env = {"ROLE_NAME": "trainer", "RANK": "7"}
-    prefixes = line_prefixes("${role_name}/${rank}/${local_rank} ${other} ", {0: env})
-    assert prefixes == {0: "trainer/7/0 ${other} "}
-    rig = make(prefixes=prefixes)
+def test_a_rank_can_be_given_another_prefix(make: Make) -> None:
+    rig = make(prefixes={0: "trainer 7 "})
     rig.write(0, b"a\nb\n")
     rig.write(1, b"c\n", "stderr")
     rig.stop()
-    assert rig.shown() == b"trainer/7/0 ${other} a\ntrainer/7/0 ${other} b\n"
+    assert rig.shown() == b"trainer 7 a\ntrainer 7 b\n"
     assert rig.shown("stderr") == b"[worker1]:c\n"
 
 

@@ -13,9 +13,10 @@ import pytest
 from processes import wait_until
 from pumping import Rig, destinations
 
-from regrow.workers._console import MAX_SPILLED, Follower, Sink
+from regrow.workers._console import MAX_SPILLED, Follower
 from regrow.workers._logs import LogsDest
 from regrow.workers._pump import LogPump
+from regrow.workers._sink import Sink
 
 Make = Callable[..., Rig]
 LINE = b"line %06d of a worker that prints and prints\n"
@@ -201,7 +202,7 @@ def test_a_full_disk_costs_no_line_of_a_tee_and_is_used_again_when_there_is_spac
     notes = rig.shown("stderr").decode()
     assert notes.count(f"{rig.dest.stdouts[0]} cannot be written: [Errno 28] No space left") == 1
     assert "stored again" in notes
-    assert f"{rig.pump.unstored} bytes of output are in no file; the console took all" in notes
+    assert f"{rig.pump.unstored} bytes of output are in no file; they went to the con" in notes
     assert rig.pump.unstored == len(full + rest) - len(rig.stored(0))
 
 

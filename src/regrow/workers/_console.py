@@ -13,86 +13,29 @@ A process has one console, so it has one follower for it (`console`), which outl
 a job is restarted while the last lines of the attempt before are still on their way to a slow
 terminal, and they come before those of the next.
 
-A write to a console may block for ever, and no way to bound it spares the other users of a
-terminal (non-blocking mode belongs to all who hold it open). So nobody waits for this thread
-beyond a limit, and it is a daemon: a process can end while it is blocked.
+A write to a console may block for ever. So nobody waits for this thread beyond a limit, and it
+is a daemon: a process can end while it is blocked.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import select
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from time import monotonic
 
 from regrow.workers._lines import Lines
+from regrow.workers._sink import Sink
 
 CHUNK = 32 * 1024
 """Bytes read from a file at once. Four times as many are four times as slow: what outgrows
 128 KiB, malloc takes from the kernel and gives back each time."""
-SLICE = 16 * 1024
-"""Bytes written at once: what a slow console must take for us to notice that it takes anything."""
 MAX_SPILLED = 4 * 1024 * 1024
-"""Bytes held in memory that no file would take."""
-
-
-class Sink:
-    """A file descriptor to write lines to.
-
-    Args:
-        fd: the descriptor; what is written to one that is not open is dropped.
-        owned: whether the follower closes it at its end.
-    """
-
-    __slots__ = ("_dead", "_fd", "owned", "taken")
-
-    def __init__(self, fd: int, *, owned: bool = False) -> None:
-        self._fd = fd
-        self.owned = owned
-        self.taken = 0
-        """Writes that came back: it grows as long as the console takes something."""
-        self._dead = False
-        try:
-            os.fstat(fd)
-        except OSError:  # closed; somebody may open another file under the same number
-            self._dead = True
-
-    def write(self, data: bytes) -> None:
-        """Write all of it, for as long as that takes; a console that is gone hears nothing."""
-        left = memoryview(data)
-        while left and not self._dead:
-            try:
-                left = left[os.write(self._fd, left[:SLICE]) :]
-                self.taken += 1
-            except BlockingIOError:  # somebody else made the terminal non-blocking
-                self._room().poll()
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    return  # a file on a full disk: the next lines may fit again
-                self._dead = True
-
-    def write_if_ready(self, text: str) -> None:
-        """Write a short line unless that could block."""
-        data = text.encode(errors="surrogateescape") + b"\n"
-        if not self._dead and self._room().poll(0):
-            with suppress(OSError):
-                os.write(self._fd, data[: select.PIPE_BUF])
-
-    def _room(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        return poll
-
-    def close(self) -> None:
-        """Close the descriptor if it is owned."""
-        if self.owned and not self._dead:
-            os.close(self._fd)
-            self._dead = True
+"""Bytes of memory for what no file would take."""
+SPILL_COST = 200
+"""Bytes of memory that a piece of it takes beside its own; it may be a single byte."""
 
 
 class Source:
@@ -143,7 +86,7 @@ class Follower:
         self._live: set[Source] = set()
         """Sources that are not done."""
         self._spilled = 0
-        """Bytes in all sources' `spilled`."""
+        """Bytes of memory that all sources' `spilled` take."""
         self._sinks: set[Sink] = set()
         self._thread: threading.Thread | None = None
 
@@ -180,9 +123,10 @@ class Follower:
             Whether they will be shown: not if too much waits already.
         """
         with self._lock:
-            if self._spilled + len(data) > MAX_SPILLED:
+            cost = len(data) + SPILL_COST
+            if self._spilled + cost > MAX_SPILLED:
                 return False
-            self._spilled += len(data)
+            self._spilled += cost
             source.spilled.append((source.stored, data))
             self._wake(source)
             return True
@@ -233,8 +177,8 @@ class Follower:
             unshown = self._abandon(sources)
         if unshown:
             self._notes_sink.write_if_ready(
-                f"regrow: {unshown} bytes of output are not shown here, the console is too slow;"
-                " they are in the log files"
+                f"regrow: about {unshown} bytes of output are not shown here: the console is too"
+                " slow; they are in the log files"
             )
 
     def _wait(self, sources: Sequence[Source], stall: float, end: float) -> bool:
@@ -260,7 +204,7 @@ class Follower:
         for source in sources:
             spilled = sum(len(data) for _, data in source.spilled)
             unshown += max(0, source.stored - source.position) + spilled
-            self._spilled -= spilled
+            self._spilled -= spilled + len(source.spilled) * SPILL_COST
             source.spilled.clear()
             source.position = source.stored
             source.ended = source.done = True
@@ -278,6 +222,7 @@ class Follower:
                         self._thread = None
                         for sink in self._sinks:
                             sink.close()
+                        self._sinks.clear()
                         return
                     self._news.wait()
                 note = self._notes[0] if self._notes else None
@@ -300,7 +245,7 @@ class Follower:
             stored = source.position != limit and not source.done
             if not stored and spilled is not None:
                 source.spilled.popleft()
-                self._spilled -= len(spilled[1])
+                self._spilled -= len(spilled[1]) + SPILL_COST
             last = source.ended and not stored and spilled is None
         if stored:
             text = source.lines.feed(_read(source, limit))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import TypeVar
@@ -273,23 +273,6 @@ class DefaultLogsSpecs(LogsSpecs):
 
     def _key(self) -> tuple[object, ...]:
         return self._root_log_dir, self._redirects, self._tee, self._local_ranks_filter
-
-
-def line_prefixes(template: str, envs: Mapping[int, Mapping[str, str]]) -> dict[int, str]:
-    """The prefix of each local rank's lines on the console.
-
-    Args:
-        template: text in which `${role_name}`, `${local_rank}` and `${rank}` are replaced.
-        envs: the environment of each local rank, as the agent sets it.
-    """
-    from string import Template
-
-    return {
-        rank: Template(template).safe_substitute(
-            role_name=env.get("ROLE_NAME", ""), local_rank=rank, rank=env.get("RANK", rank)
-        )
-        for rank, env in envs.items()
-    }
 
 
 def _attempt_directory(run: str, name: str, nprocs: int) -> str:

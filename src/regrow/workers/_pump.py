@@ -13,23 +13,21 @@ has no pipe: the worker inherits our own.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import select
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Literal
 
-from regrow.workers._console import Follower, Sink, Source, console
+from regrow.workers._console import Follower, Source, console
 from regrow.workers._lines import Lines
+from regrow.workers._sink import Sink
+from regrow.workers._stream import PIPE_SIZE, Stream
 
 if TYPE_CHECKING:
     from regrow.workers._logs import LogsDest
 
-PIPE_SIZE = 1024 * 1024
-"""Bytes a pipe holds, so that a burst does not wait for us. 1 MiB is what any user may have."""
 BUFFER_SIZE = 256 * 1024
 """Bytes moved at once: few system calls, and the buffer stays in the processor's cache."""
 MIN_FLUSH_S = 0.5
@@ -40,98 +38,6 @@ SLOW_FLUSH = 12
 """Times as long as for one that takes nothing, a console is waited for that is merely slow."""
 STUCK_S = 5.0
 """Seconds after the deadline of a stop in which a pump ends unless its file system hangs."""
-
-
-class _Stream:
-    """One redirected stream of a worker.
-
-    Args:
-        path: its log file.
-        shown: whether what is stored is shown on the console, too (tee).
-        console: who shows it, and what cannot be stored in any case.
-        sieve: who keeps the file of its filtered lines, if anyone does.
-    """
-
-    __slots__ = ("_console", "_file", "_readers", "_shown", "failing", "path", "reader", "writer")
-
-    def __init__(
-        self,
-        path: str,
-        shown: bool,
-        console: tuple[Follower, Source],
-        sieve: tuple[Follower, Source] | None,
-    ) -> None:
-        self.path = path
-        self._shown = shown
-        self._console = console
-        self._readers = [console] if shown else []
-        if sieve is not None:
-            self._readers.append(sieve)
-        self._file = -1
-        self.failing = False
-        """Whether the last bytes could not be stored."""
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        # Refused once the user's pipes hold 64 MiB in all; the default of 64 KiB does, too.
-        with suppress(OSError):
-            fcntl.fcntl(self.reader, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-        with suppress(OSError):  # tried again, and reported, when there is something to store
-            self._open()
-
-    def _open(self) -> None:
-        mode = os.O_RDWR if self._readers else os.O_WRONLY
-        file = os.open(self.path, mode | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            for follower, source in self._readers:
-                follower.opened(source, os.dup(file), os.lseek(file, 0, os.SEEK_END))
-        except OSError:
-            os.close(file)
-            raise
-        self._file = file
-
-    def store(self, data: memoryview) -> tuple[int, OSError | None]:
-        """Append to the file as much as it takes: how many bytes, and why not all."""
-        done, trouble = 0, None
-        try:
-            if self._file < 0:
-                self._open()
-            while done < len(data):
-                done += os.write(self._file, data[done:])
-        except OSError as error:
-            trouble = error
-        if done and self._readers:
-            # Asked of the kernel, not counted: somebody may have emptied the file.
-            end = os.lseek(self._file, 0, os.SEEK_CUR)
-            for follower, source in self._readers:
-                follower.stored(source, end)
-        return done, trouble
-
-    def spill(self, data: bytes) -> bool:
-        """Show bytes that no file takes; whether the console will."""
-        for follower, source in self._readers[self._shown :]:
-            follower.spill(source, data)
-        return self._console[0].spill(self._console[1], data)
-
-    def mended(self) -> None:
-        """What comes now is stored again."""
-        self.failing = False
-        if not self._shown:  # and so it is not shown: what is left of a line is the last of it
-            self._console[0].spill(self._console[1], b"")
-
-    def close_writer(self) -> None:
-        """Close our copy of the worker's end."""
-        if self.writer >= 0:
-            os.close(self.writer)
-            self.writer = -1
-
-    def end(self) -> None:
-        """Read no more."""
-        os.close(self.reader)
-        self.reader = -1
-        if self._file >= 0:
-            os.close(self._file)
-        for follower, source in [self._console, *self._readers[self._shown :]]:
-            follower.end(source)
 
 
 class LogPump:
@@ -178,7 +84,7 @@ class LogPump:
         self._turn = monotonic()
         self._sieve = Follower(self._notes)
         self._prefixes = {rank: f"[{name}{rank}]:" for rank in dest.stdouts} | dict(prefixes or {})
-        self._streams: dict[tuple[int, str], _Stream] = {}
+        self._streams: dict[tuple[int, str], Stream] = {}
         self._dropped: set[tuple[int, str]] = set()
         self._sources: list[Source] = []
         self._sieved: list[Source] = []
@@ -246,7 +152,7 @@ class LogPump:
                 self._sieved.append(reader[1])
             self._console.add(source)
             self._sources.append(source)
-            stream = _Stream(path, shown, (self._console, source), reader)
+            stream = Stream(path, shown, (self._console, source), reader)
             self._streams[rank, name] = stream
 
     def _open_sieve(self, path: str) -> Sink | None:
@@ -347,7 +253,7 @@ class LogPump:
         deadline = self._deadline
         return None if deadline is None else max(0.0, deadline - monotonic())
 
-    def _move(self, stream: _Stream, buffer: memoryview) -> bool:
+    def _move(self, stream: Stream, buffer: memoryview) -> bool:
         """Store what a pipe holds, up to a buffer full; False at its end."""
         try:
             size = os.readv(stream.reader, [buffer])
@@ -383,8 +289,8 @@ class LogPump:
         if self.unstored and not self._told:
             self._told = True
             self._say(
-                f"{self.unstored} bytes of output are in no file; the console took"
-                f" {'all' if not self.lost else f'all but {self.lost}'} of them"
+                f"{self.unstored} bytes of output are in no file; they went to the console"
+                + (f", but for {self.lost} that it was too slow for" if self.lost else "")
             )
 
     def _say(self, text: str) -> None:
