@@ -57,7 +57,9 @@ clean:
 # taken up again, one that is complete is re-used until pyproject.toml changes.
 $(DEV)/.installed: EXTRA = dev
 $(DEMO)/.installed: EXTRA = demo
-$(DEV)/.installed $(DEMO)/.installed: pyproject.toml | check-python
+$(DEV)/.installed $(DEMO)/.installed: pyproject.toml
+	@$(MAKE) --no-print-directory check-python
+	@echo "make: installing into $(@D); torch is large, so this may take minutes"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	@touch $@
