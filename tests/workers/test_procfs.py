@@ -66,6 +66,16 @@ def test_a_family_is_a_session_a_mark_and_all_below() -> None:
         _end(leader, stranger, marked)
 
 
+def test_a_mark_is_read_right_also_in_the_moment_of_exec() -> None:
+    # Popen returns when the kernel has closed its pipe, before the new environment is in place.
+    for number in range(40):
+        process = _sleeper(**{_procfs.MARK: f"/job/{number}/"})
+        try:
+            assert _procfs.mark(process.pid) == f"/job/{number}/".encode()
+        finally:
+            _end(process)
+
+
 def test_a_family_is_killed_until_none_is_left_and_strangers_live() -> None:
     stranger = _sleeper()
     family = subprocess.Popen(

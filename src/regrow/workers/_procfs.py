@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+from time import monotonic, sleep
 
 TYPE_CHECKING = False  # the guardian starts without `typing`
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class Stat:
 #: Names the worker that a process belongs to, in its environment: `/<agent>/<number>/`, and so on
 #: for a job inside that worker, so that the mark of a whole is a prefix of its parts' marks.
 MARK = "REGROW_WORKER"
+
+#: How often, and how many seconds apart, a process in the middle of execve is looked at again.
+EXEC_TRIES = 20
+EXEC_PAUSE_S = 0.0005
 
 
 def stat(pid: int) -> Stat | None:
@@ -53,11 +58,28 @@ def process_states(pids: Iterable[int]) -> dict[int, str]:
 
 def mark(pid: int) -> bytes | None:
     """The worker's mark that `pid` was started with; None: none, or not ours to read."""
+    path = f"/proc/{pid}/environ"
+    for _ in range(EXEC_TRIES):
+        if data := _read(path):
+            break
+        if not _in_exec(pid):
+            data = _read(path)  # it may have been until just now
+            break
+        sleep(EXEC_PAUSE_S)
     prefix = MARK.encode() + b"="
-    for entry in (_read(f"/proc/{pid}/environ") or b"").split(b"\0"):
+    for entry in (data or b"").split(b"\0"):
         if entry.startswith(prefix):
             return entry[len(prefix) :]
     return None
+
+
+def _in_exec(pid: int) -> bool:
+    """Whether `pid`, a process of ours, is within execve: has memory, but no environment there."""
+    fields = (_read(f"/proc/{pid}/stat") or b"").rpartition(b")")[2].split()
+    if len(fields) <= 48 or fields[20] == b"0" or fields[48] != b"0":  # vsize, env_end
+        return False
+    # For a moment it is as closed to us as another user's, of which the same is seen for ever.
+    return b"\nUid:\t%d\t" % os.getuid() in (_read(f"/proc/{pid}/status") or b"")
 
 
 def belongs(found: bytes | None, token: bytes) -> bool:
@@ -108,8 +130,6 @@ def family(
 
 def kill_family(sessions: Collection[int], tokens: Collection[bytes], timeout: float) -> list[int]:
     """SIGKILL a family until none of it is left; returns who is left after `timeout` seconds."""
-    from time import monotonic
-
     deadline = monotonic() + timeout
     while remaining := family(sessions, tokens):
         poll, fds = select.poll(), []
