@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from regrow.workers._pump import LogPump
     from regrow.workers.errors import ProcessFailure
 
+#: Seconds that a killed process has to end before nobody waits for it any more.
+JOIN_TIMEOUT_S = 5.0
 START_METHODS = ("spawn", "fork", "forkserver")
 
 
@@ -198,7 +200,7 @@ class MultiprocessContext(PContext):
         process = self._processes.get(local_rank)
         if process is not None:
             process.kill()
-            process.join()
+            process.join(JOIN_TIMEOUT_S)
 
     def _ended_well(self, local_rank: int, code: int) -> bool:
         return code == 0 and _function.is_stored(self._results[local_rank])
@@ -238,7 +240,8 @@ class MultiprocessContext(PContext):
         self._results.clear()
         self._lifelines.clear()
         for process in self._processes.values():
-            process.close()
+            with suppress(ValueError):  # given up: SIGKILL did not end it
+                process.close()
 
 
 def _name(function: Callable[..., Any]) -> str:
