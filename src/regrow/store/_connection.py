@@ -4,8 +4,8 @@ Who reads. A thread that made a call reads the connection itself, if no other th
 that saves waking a second thread for every answer, which would cost more than the rest of
 the call. The reader hands the other threads the answers that are theirs. Calls that are
 meant to last (`wait`, `watch`) leave the reading to others, so that short calls have it.
-While no call reads, a background thread does; it also writes what the kernel did not take
-at once, and reconnects.
+A background thread reads when no call does and somebody waits; it also notices a hang-up,
+writes what the kernel did not take at once, and reconnects.
 
 Who holds what. `_lock` guards the table of calls, the ids, the state, and writing. It is
 never held while blocking. `_role` is held by whoever reads; a link is closed only under
@@ -160,7 +160,9 @@ class Connection:
         deadline = time.monotonic() + seconds
         call = self._begin(request, args, changes, at_once)
         try:
-            if not lasting:
+            if lasting:
+                self._hand_over()
+            else:
                 self._read_for(call, deadline)
             if call.reply is None and call.error is None:
                 remaining = deadline - time.monotonic()
@@ -245,22 +247,29 @@ class Connection:
         """Read the connection until the call is answered, unless somebody else reads."""
         if not self._role.acquire(blocking=False):
             return
+        link = self._link
         try:
-            link = self._link
             if link is None:
                 return
-            try:
-                link.disarm()
-                while call.reply is None and call.error is None:
-                    if not link.readable(deadline - time.monotonic()) or not self._receive(link):
-                        break
-                link.arm()
-            except BaseException:
-                with self._lock:
-                    self._drop(link)
-                raise
+            link.disarm()
+            while call.reply is None and call.error is None:
+                if not link.readable(deadline - time.monotonic()) or not self._receive(link):
+                    break
+        except BaseException:
+            with self._lock:
+                self._drop(link)
+            raise
         finally:
             self._role.release()
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have the background thread read, if anybody waits. Call it after releasing `_role`:
+        whoever found the role taken had entered the table of calls before."""
+        if self._pending:
+            with self._lock:
+                if self._link is not None:
+                    self._link.arm()
 
     def _receive(self, link: Link) -> bool:
         """Hand out what has arrived; return False if the connection is lost."""
@@ -295,9 +304,9 @@ class Connection:
 
     # --------------------------------------------------------- holding the lock
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: Link | None) -> None:
         """The connection is of no more use: have the background thread make another."""
-        if self._link is not link:
+        if link is None or self._link is not link:
             return
         self._link, self._dead = None, link
         link.shutdown()
@@ -358,13 +367,13 @@ class Connection:
                         link.flush()
                 except OSError:
                     self._drop(link)
-        # If a call is reading, it arms the link when it stops; then this is asked again.
+        # If a call is reading, it hands over when it stops.
         if link.fd in ready and self._role.acquire(blocking=False):
             try:
-                if self._receive(link):
-                    link.arm()
+                self._receive(link)
             finally:
                 self._role.release()
+            self._hand_over()
 
     def _reconnect(self) -> None:
         self._tell()
@@ -406,7 +415,7 @@ class Connection:
             for call in self._pending.values():
                 call.sent = True
             self._send(link, b"".join(call.data for call in self._pending.values()))
-            link.arm()
+        self._hand_over()
 
     def _first(self, grace: float, deadline: float, timeout: float) -> None:
         pause = _FIRST_PAUSE
@@ -424,7 +433,6 @@ class Connection:
         self._grace = welcome.grace
         self._frame_bytes = welcome.frame_bytes
         self._link = Link(channel, self._epoll, received, welcome.frame_bytes)
-        self._link.arm()
 
     def _sleep(self, seconds: float) -> bool:
         """Sleep; return True at once if the client is closed meanwhile."""

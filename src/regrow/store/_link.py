@@ -1,22 +1,26 @@
 """One connection of a client, and who is told when it can be read or written.
 
 The background thread of the client sleeps in one epoll. The connection is in it twice,
-under two descriptors: once for reading, armed only while no call is reading, and once for
-writing, armed only while something is left to send. Both are armed for one event at a
-time, so that the background thread is never woken for what another thread is doing.
+under two descriptors: for reading and for writing. For reading it is armed only while no
+call reads and some call waits for an answer; otherwise it tells the background thread
+nothing but that the server hung up. For writing it is armed only while something is left
+to send. Both are armed for one event at a time, so the background thread is never woken
+for what another thread is doing.
 """
 
 from __future__ import annotations
 
 import os
 import select
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from regrow.store import _wire as wire
 from regrow.store._errors import StoreProtocolError
 
 if TYPE_CHECKING:
     from regrow.store._channel import Channel
+
+_HANGUP: Final = select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Link:
@@ -41,16 +45,20 @@ class Link:
         self._needed = wire.HEADER
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)
-        epoll.register(self.fd, select.EPOLLONESHOT)
+        self._armed = False
+        epoll.register(self.fd, _HANGUP)
         epoll.register(self.write_fd, select.EPOLLONESHOT)
 
     def arm(self) -> None:
-        """Have the background thread read the next message."""
-        self._epoll.modify(self.fd, select.EPOLLIN | select.EPOLLONESHOT)
+        """Have the background thread read what comes next."""
+        self._armed = True
+        self._epoll.modify(self.fd, select.EPOLLIN | _HANGUP)
 
     def disarm(self) -> None:
         """Keep the background thread from reading."""
-        self._epoll.modify(self.fd, select.EPOLLONESHOT)
+        if self._armed:
+            self._armed = False
+            self._epoll.modify(self.fd, _HANGUP)
 
     def readable(self, seconds: float) -> bool:
         """Wait until there is something to receive."""
