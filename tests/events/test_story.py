@@ -221,7 +221,7 @@ def test_a_job_whose_restarts_are_used_up_says_so() -> None:
         "FAILED (exit code 1) after 3.00 s with 1 restart\n"
     )
     assert "  failure 2 (attempt 1): " in text
-    assert "    not restarted    no restarts left (--max-restarts=1)\n" in text
+    assert "    not restarted    no restarts left (--max-restarts=1)" in text
 
 
 def test_a_job_that_was_allowed_no_restart_says_so() -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 HEALTH_CHECK_PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 HEALTH_CHECK_TIMEOUT_S = 60
 PROBE_TIMEOUT_S = 1.0
+ACTED_ON_S = 0.1
 
 logger = get_logger(__name__)
 
@@ -76,6 +77,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             `TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT` is off.
         log_dir: of the older form.
         event_sinks: called with each of the job's events.
+        job: what the launcher knows of the job beyond the spec, for `regrow.job.started`.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         *,
         log_dir: str | None = None,
         event_sinks: tuple[Callable[[Event], None], ...] = (),
+        job: Mapping[str, Any] | None = None,
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -114,6 +117,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         self._sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
         self._event_sinks = event_sinks
+        self._job = {"bounds": bounds(self._shutdown_timeout)} | dict(job or {})
         self._pcontext: PContext | None = None
         self._guardian: Guardian | None = None
         self._board: ProgressBoard | None = None
@@ -359,6 +363,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         if answered.wait(PROBE_TIMEOUT_S):
             self._last_turn = monotonic()
         return monotonic() - self._last_turn
+
+
+def bounds(shutdown_timeout: float) -> dict[str, float]:
+    """What the agent promises, in seconds, on a host that is not starved of processor time.
+
+    Args:
+        shutdown_timeout: the grace that stopped workers get.
+    """
+    return {
+        "a dead worker is acted on": ACTED_ON_S,
+        "workers that are stopped are gone": shutdown_timeout + ACTED_ON_S,
+    }
 
 
 def _prefix(template: str, role: str, worker: Any) -> str:

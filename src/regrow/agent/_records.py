@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic, perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from regrow import events
@@ -34,6 +35,7 @@ class AgentRecords:
     _attempt: int
     _round: int
     _event_sinks: tuple[Callable[[Event], None], ...] = ()
+    _job: Mapping[str, Any] = MappingProxyType({})  # more about the job than the spec says
     _attempt_open = False
     _restarts = 0  # how often workers were started again, for whatever reason
     _noticed: float | None = None  # monotonic: when the loop first heard of a failed worker
@@ -55,13 +57,13 @@ class AgentRecords:
             sink(event)
 
     def _emit_job_started(self) -> None:
-        """Say what the job is; an agent that knows more than its spec says more."""
         spec = self._worker_group.spec
         self._emit(
             "regrow.job.started",
             command=[spec.get_entrypoint_name(), *map(str, spec.args)],
             nproc_per_node=spec.local_world_size,
             max_restarts=spec.max_restarts,
+            **self._job,
         )
 
     def _emit_attempt_started(self) -> None:

@@ -150,7 +150,8 @@ def _step_row(story: Story, failure: Failure) -> tuple[str, str, str]:
 def _work_row(story: Story, failure: Failure) -> tuple[str, str, str]:
     label = "work lost"
     if not story.reports_steps:
-        return label, "unknown: the script does not call regrow.step", ""
+        went_on = failure.restarted_attempt is not None
+        return label, "unknown: the script does not call regrow.step" if went_on else "", ""
     if failure.work_lost is not None:
         value = _count(failure.work_lost, "step")
         if failure.last_step is None:

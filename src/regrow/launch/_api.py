@@ -116,7 +116,9 @@ def launch_agent(
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    event_log = _open_event_log(config)
+    directory = _run_log_dir(config)
+    # On unless there are no logs at all.
+    event_log = EventLog(os.path.join(directory, EVENTS_FILE)) if directory else None
     agent = LocalElasticAgent(
         spec=spec,
         logs_specs=config.logs_specs,
@@ -125,6 +127,12 @@ def launch_agent(
         shutdown_timeout=config.shutdown_timeout,
         health_check_server=health_check_server,
         event_sinks=(*((event_log,) if event_log else ()), *config.event_sinks),
+        job={
+            "nnodes": config.min_nodes
+            if config.min_nodes == config.max_nodes
+            else f"{config.min_nodes}:{config.max_nodes}",
+            "log_dir": directory,
+        },
     )
     shut_down_rendezvous = True
     try:
@@ -180,11 +188,9 @@ def _master_of_single_node(parameters: RendezvousParameters) -> tuple[str | None
     return (address, port) if parameters.max_nodes == 1 else (None, None)
 
 
-def _open_event_log(config: LaunchConfig) -> EventLog | None:
-    """The job's events as JSON lines in the run's log directory, unless logs are off."""
+def _run_log_dir(config: LaunchConfig) -> str | None:
+    """The folder for this run's logs; None where logs are off."""
     assert config.logs_specs is not None
     make = getattr(config.logs_specs, "run_log_dir", None)
     directory = make(config.run_id) if make is not None else config.logs_specs.root_log_dir
-    if not directory or directory == os.devnull:
-        return None
-    return EventLog(os.path.join(directory, EVENTS_FILE))
+    return None if not directory or directory == os.devnull else str(directory)
