@@ -1,0 +1,133 @@
+"""Every command of the README is run here, in a copy of the project, as a reader would type it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from commands import ROOT, Ended, run
+
+from regrow.cli import _exit
+from regrow.utils import PortReservation
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line[2:] for line in README.splitlines() if line.startswith("$ ")]
+
+# What a reader would have at hand: a script that runs under torchrun.
+TRAIN = """\
+import os
+print("hello from rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+"""
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with the project and a `train.py` in it."""
+    for name in ("Makefile", "pyproject.toml", "README.md", "examples", "benchmarks"):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def typed(command: str, cwd: Path, **env: str) -> Ended:
+    """Run a line of shell where the virtual environment is active."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return run(["bash", "-c", command], cwd=cwd, env={"PATH": path, "HOME": str(cwd), **env})
+
+
+def test_blocks_of_commands_hold_commands_only() -> None:
+    blocks = re.findall(r"```(?:console|bash|sh|shell)\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    assert lines == [f"$ {command}" for command in COMMANDS]
+
+
+def test_make_knows_its_targets(copy: Path) -> None:
+    # The targets themselves are run by the tests of the Makefile, of the demo, and by whoever
+    # runs this test.
+    targets = [command for command in COMMANDS if command.startswith("make ")]
+    assert targets == ["make demo", "make test"]
+    for target in (*targets, "make bench"):
+        ended = typed(f"{target} --dry-run", copy, MAKEFLAGS="", MAKELEVEL="")
+        assert ended.code == 0, ended.output
+        assert ".venv" in ended.output
+
+
+def test_the_installed_project_has_the_command() -> None:
+    assert "pip install ." in COMMANDS  # that it was, is what brought us here
+    (command,) = entry_points(group="console_scripts", name="regrow")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert command.value == project["scripts"]["regrow"]
+    assert command.dist is not None
+    assert command.dist.version == project["version"]
+
+
+@pytest.mark.timeout(200)
+def test_the_commands_of_one_node_do_what_they_say(copy: Path) -> None:
+    alone = [c for c in COMMANDS if c.startswith("regrow ") and "--nnodes" not in c]
+    outputs = {}
+    for command in alone:
+        ended = typed(command, copy)
+        assert ended.code == 0, f"{command}\n{ended.output}"
+        outputs[command] = ended.output
+    for command, output in outputs.items():
+        if command.startswith("regrow run"):
+            assert "hello from rank 1 of 2" in output, command
+        else:
+            assert "SUCCEEDED" in output, command
+    assert [c.split()[1] for c in alone] == ["run", "run", "events", "events"]
+
+
+@pytest.mark.timeout(200)
+def test_the_commands_of_two_nodes_make_one_job(copy: Path) -> None:
+    token = next(c for c in COMMANDS if c.startswith("export "))
+    nodes = [c for c in COMMANDS if "--nnodes" in c]
+    assert len(nodes) == 2
+    (copy / "job.token").write_text("a secret of this test, and of nobody else\n")
+
+    def here(command: str, port: int) -> str:
+        changes = (("node0", "127.0.0.1"), ("29500", str(port)), ("per-node 8", "per-node 1"))
+        for written, ours in changes:
+            assert written in command
+            command = command.replace(written, ours)
+        return f"{token}; {command}"
+
+    with PortReservation() as reserved, ThreadPoolExecutor(len(nodes)) as pool:
+        ended = list(pool.map(lambda command: typed(here(command, reserved.port), copy), nodes))
+    assert [e.code for e in ended] == [0, 0], ended
+    for rank in (0, 1):
+        assert f"hello from rank {rank} of 2" in ended[rank].output
+
+
+def test_every_command_is_run_by_one_of_these_tests() -> None:
+    covered = ("make demo", "make test", "pip install .", "regrow ", "export ")
+    assert [c for c in COMMANDS if not c.startswith(covered)] == []
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    targets = re.findall(r"\]\(([^)#:]+)\)", README)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_exit_codes_are_those_of_the_program() -> None:
+    table = re.findall(r"^\| (\d+)(?: \+ n)? \|", README, flags=re.MULTILINE)
+    values = (_exit.SUCCEEDED, _exit.FAILED, _exit.USAGE, _exit.INTERNAL, _exit.RETRY)
+    assert [int(code) for code in table] == [*values, _exit.SIGNALED]
+
+
+def test_every_variable_that_is_named_is_read_or_set_somewhere() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    names = set(re.findall(r"`(REGROW_[A-Z_]+)`", README))
+    assert names
+    assert {name for name in names if f'"{name}"' not in sources} == set()
