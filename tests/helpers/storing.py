@@ -173,6 +173,8 @@ class CuttingProxy:
         except OSError:
             near.close()
             return
+        for sock in (near, far):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pairs[near] = (far, "up")
         self._pairs[far] = (near, "down")
 
@@ -184,7 +186,9 @@ class CuttingProxy:
         except OSError:
             data = b""
         if not data:
-            self._cut()
+            for end in (sock, other):
+                del self._pairs[end]
+                end.close()
             return
         if left is not None:
             data = data[:left]

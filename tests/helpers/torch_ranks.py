@@ -168,7 +168,7 @@ def main() -> None:
     with start_server(token=token) as server:
         for size in map(int, sys.argv[1:]):
             found[f"ranks {size}"] = fork_ranks(size, server.endpoint, token)
-    quiet = {"wait_for_workers": False, "timeout": timedelta(seconds=2)}
+    quiet = {"wait_for_workers": False, "timeout": timedelta(seconds=0.5)}
     theirs = dist.TCPStore("127.0.0.1", 0, None, True, **quiet)
     with start_server(token=token) as server:
         client = connect(server.endpoint, token=token)

@@ -26,6 +26,7 @@ import select
 import threading
 import time
 import weakref
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -191,11 +192,9 @@ class Connection:
             self._closing = True
             connected = self._link is not None
         if connected:
-            try:
+            # If this fails, the server ends the session when its grace is over.
+            with suppress(StoreError):
                 self.call(wire.Bye, changes=False, seconds=_GOODBYE_SECONDS)
-            except StoreError:
-                # The server then ends the session when its grace is over.
-                connected = False
         with self._lock:
             self._fail(StoreClosedError("the store client was closed"), ConnectionState.CLOSED)
         if self._thread is not threading.current_thread():
@@ -310,7 +309,7 @@ class Connection:
             return
         self._link, self._dead = None, link
         link.shutdown()
-        if self._failure is None and not self._closing:
+        if self._failure is None:
             self._state = ConnectionState.SUSPENDED
             self._lost_at = time.monotonic()
         self._poke()
@@ -357,7 +356,7 @@ class Connection:
     def _serve(self, ready: set[int]) -> None:
         link = self._link
         if link is None:
-            if self._failure is None and not self._closing:
+            if self._failure is None:
                 self._reconnect()
             return
         if link.write_fd in ready:

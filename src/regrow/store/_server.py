@@ -201,6 +201,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._choked = False
         self._closing = False
         self._nonces = (b"", b"")
+        self._farewell: asyncio.TimerHandle | None = None
         self.queued = 0
         """Bytes of `_out`."""
         self.session: Session | None = None
@@ -217,6 +218,8 @@ class _Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         self._rest.clear()
+        if self._farewell is not None:
+            self._farewell.cancel()
         self._server.lost(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -264,8 +267,12 @@ class _Connection(asyncio.BufferedProtocol):
             )
             self.drop()
         elif self.session is not None and self.session.ended:
-            self._closing = True
-            transport.close()
+            # The client said goodbye and closes when it has read the answer.
+            self.session.link = None
+            self.session = None
+            self._stage = len
+            seconds = self._server.limits.handshake_seconds
+            self._farewell = asyncio.get_running_loop().call_later(seconds, self.drop)
 
     def drop(self) -> None:
         """Close the connection at once."""
@@ -344,7 +351,7 @@ class _Connection(asyncio.BufferedProtocol):
         session, server = self.session, self._server
         assert session is not None
         pos, turn = 0, _TURN_FRAMES
-        while not self._closing:
+        while not self._closing and not session.ended:
             end = self._frame_end(data, pos)
             if not end:
                 break
