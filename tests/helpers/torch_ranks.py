@@ -23,6 +23,7 @@ from regrow.store import (
     PrefixStore,
     StoreError,
     StoreProtocolError,
+    StoreTooWeakError,
     connect,
     make_token,
     start_server,
@@ -188,6 +189,13 @@ def main() -> None:
             dist.TCPStore(host, int(port), None, False, **quiet)
         except dist.DistError as error:
             found["TCPStore at our port"] = str(error)
+    below = PrefixStore("ours", theirs)
+    below.set("k", "1")
+    found["prefix over TCPStore"] = [below.add("k", 4), theirs.get("ours/k").decode()]
+    try:
+        below.watch(["k"])
+    except StoreTooWeakError as error:
+        found["watch over TCPStore"] = str(error)
     old = dist.TCPStore("127.0.0.1", 0, None, True, use_libuv=False, **quiet)
     for name, store, kind in (("libuv", theirs, StoreError), ("old", old, StoreProtocolError)):
         try:

@@ -355,7 +355,7 @@ def test_sessions_over_the_limit_are_refused(serve: Serve, small: Limits) -> Non
     server = serve(limits=small)
     clients: list[StoreClient] = [server.connect() for _ in range(4)]
     with pytest.raises(StoreConnectionError, match="4 sessions are open"):
-        connect(server.endpoint, token=server.token, timeout=0.2)
+        connect(server.endpoint, token=server.token, timeout=1)
     server.logged("refused")
     clients.pop().close()
     server.connect().close()
@@ -374,6 +374,18 @@ def test_a_client_that_breaks_the_protocol_loses_its_session_and_is_told(serve: 
     assert not client.check(["mine"])
     assert client.get("n") == b"1"
     client.close()
+
+
+def test_what_a_client_sends_after_its_goodbye_is_not_done(serve: Serve) -> None:
+    server = serve()
+    with shaken(server) as sock:
+        late = wire.Set(2, 2, "late", b"v", True)
+        sock.sendall(wire.frame(wire.Bye(1)) + wire.frame(late))
+        assert exactly(sock, len(wire.frame(wire.Done(1)))) == wire.frame(wire.Done(1))
+        sock.sendall(wire.frame(late))
+        client = server.connect()
+        assert not client.check(["late"])
+        client.close()
 
 
 def test_what_a_server_sends_that_makes_no_sense_is_an_error(serve: Serve) -> None:

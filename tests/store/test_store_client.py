@@ -290,8 +290,9 @@ def test_another_server_at_the_same_port_does_not_know_the_session() -> None:
 def test_a_call_given_up_says_whether_it_may_have_been_applied() -> None:
     token = make_token()
     with start_server(token=token) as server:
-        client = connect(server.endpoint, token=token, session_grace=PATIENCE, call_timeout=0.3)
+        client = connect(server.endpoint, token=token, session_grace=PATIENCE)
         client.set("k", "v")
+        client.set_timeout(0.3)
         os.kill(server.pid, signal.SIGSTOP)
         try:
             with pytest.raises(StoreTimeout) as sent:

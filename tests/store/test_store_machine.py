@@ -64,6 +64,29 @@ def test_a_client_that_confirms_nothing_is_stopped() -> None:
         m.handle(session, wire.Add(4, 1, "n", 1))
 
 
+def test_a_client_that_confirms_no_large_answers_is_stopped() -> None:
+    limits = Limits(key_bytes=64, value_bytes=1024, frame_bytes=2200, outgoing_bytes=2200)
+    m = machine(limits)
+    session = open_session(m)
+    m.handle(session, wire.Set(1, 1, "k", bytes(1024)))
+    for id in range(2, 5):
+        m.handle(session, wire.CompareSet(id, 1, "k", b"other", b""))
+    with pytest.raises(StoreProtocolError, match="3072 bytes are unconfirmed"):
+        m.handle(session, wire.CompareSet(5, 1, "k", b"other", b""))
+    m.handle(session, wire.CompareSet(5, 5, "k", b"other", b""))
+    assert session.kept == 1024
+
+
+def test_one_client_cannot_wait_for_any_number_of_keys() -> None:
+    m = machine(Limits(keys_per_call=8, parked=4))
+    session = open_session(m)
+    keys = [str(number) for number in range(8)]
+    assert m.handle(session, wire.Watch(1, keys, 0, False)) == []
+    [(_, answer)] = m.handle(session, wire.Watch(2, keys, 0, False))
+    assert isinstance(answer, wire.Failed)
+    assert "waits for 8 keys already" in answer.message
+
+
 def test_a_blocked_read_is_answered_by_whoever_sets_the_key() -> None:
     m = machine()
     reader, writer = open_session(m), open_session(m)

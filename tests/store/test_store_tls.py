@@ -13,6 +13,7 @@ from regrow.store import (
     StoreAuthError,
     StoreConnectionError,
     StoreError,
+    StoreProtocolError,
     Tls,
     connect,
     make_token,
@@ -92,14 +93,14 @@ def test_one_side_with_tls_and_one_without_is_a_clear_error(certificate: Tls) ->
     token, trust = make_token(), Tls(cafile=certificate.certfile)
     with (
         start_server(token=token) as plain,
-        pytest.raises(StoreConnectionError),
+        pytest.raises(StoreProtocolError, match="started without certificates"),
     ):
-        connect(plain.endpoint, token=token, tls=trust, timeout=0.3)
+        connect(plain.endpoint, token=token, tls=trust, timeout=PATIENCE)
     with (
         start_server(token=token, tls=certificate) as secure,
         pytest.raises(StoreError, match=r"not a regrow store|does not speak"),
     ):
-        connect(secure.endpoint, token=token, timeout=1)
+        connect(secure.endpoint, token=token, timeout=PATIENCE)
 
 
 def test_a_server_without_a_certificate_says_so() -> None:

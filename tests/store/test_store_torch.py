@@ -65,3 +65,8 @@ def test_a_torchrun_at_our_port_is_closed_and_the_log_says_what_it_was(
 @pytest.mark.parametrize("kind", ["libuv", "old"])
 def test_a_tcpstore_at_our_address_is_a_clear_error(outcome: dict[str, Any], kind: str) -> None:
     assert "a PyTorch TCPStore behaves like this" in outcome[f"we at TCPStore, {kind}"]
+
+
+def test_a_prefix_store_may_stand_on_a_c10d_store(outcome: dict[str, Any]) -> None:
+    assert outcome["prefix over TCPStore"] == [5, "5"]
+    assert "watch() needs a store with watch, and TCPStore lacks" in outcome["watch over TCPStore"]

@@ -59,6 +59,10 @@ def connect(
 ) -> StoreClient:
     """Connect to a store server and begin a session.
 
+    Both sides prove at the beginning that they hold the token. Without `tls`, nothing
+    protects what is said afterwards from somebody between the two: use it where others
+    share the network.
+
     Args:
         endpoint: "host:port", "[::1]:port" or "unix:/path".
         token: the job's secret, proved by both sides.

@@ -418,16 +418,19 @@ class Connection:
 
     def _first(self, grace: float, deadline: float, timeout: float) -> None:
         pause = _FIRST_PAUSE
+        failure: StoreError | None = None
         while True:
             try:
                 channel, welcome, received = self._dialer.dial(b"", grace, deadline)
+                break
             except StoreConnectionError as error:
-                if time.monotonic() + pause >= deadline:
-                    raise type(error)(f"{error} (tried for {timeout:g} s)") from error
-                self._sleep(pause)
+                failure = error
+                self._sleep(min(pause, deadline - time.monotonic()))
                 pause = min(pause * 2, _LONGEST_PAUSE)
-                continue
-            break
+            except StoreTimeout as error:
+                failure = failure or error
+            if time.monotonic() >= deadline:
+                raise type(failure)(f"{failure} (tried for {timeout:g} s)") from failure
         self._session = welcome.session
         self._grace = welcome.grace
         self._frame_bytes = welcome.frame_bytes

@@ -154,8 +154,14 @@ class Dialer:
 
                 host = self._where[0] if isinstance(self._where, tuple) else None
                 channel = secure = TlsChannel(sock, self._tls, self._server_hostname or host)
-                while not secure.secured():
-                    self._await(sock.fileno(), select.POLLIN, deadline, "agree on TLS")
+                try:
+                    while not secure.secured():
+                        self._await(sock.fileno(), select.POLLIN, deadline, "agree on TLS")
+                except ConnectionResetError as error:
+                    raise StoreProtocolError(
+                        "it closed the connection when asked for TLS; it is not a regrow store, or "
+                        "was started without certificates"
+                    ) from error
             return self._prove(channel, session, grace, deadline)
         except BaseException:
             if channel is not None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Session:
     """One client, as the server sees it."""
 
-    __slots__ = ("answers", "client", "ended", "grace", "id", "last_id", "link", "parked")
+    __slots__ = ("answers", "client", "ended", "grace", "id", "kept", "last_id", "link", "parked")
 
     def __init__(self, id: bytes, grace: float, client: str) -> None:
         self.id = id
@@ -51,6 +51,8 @@ class Session:
         """The highest id of a change that was carried out."""
         self.answers: OrderedDict[int, Struct] = OrderedDict()
         """Answers to changes that the client has not confirmed, in the order of ids."""
+        self.kept = 0
+        """Bytes of the values in `answers`."""
         self.parked: dict[int, Parked] = {}
         """Blocked reads by request id."""
         self.link: object | None = None
@@ -160,15 +162,18 @@ class Machine:
     def _change(self, session: Session, request: wire.Mutation) -> list[Outgoing]:
         answers = session.answers
         while answers and next(iter(answers)) < request.ack:
-            answers.popitem(last=False)
+            session.kept -= _weight(answers.popitem(last=False)[1])
         if request.id <= session.last_id:
             if request.id not in answers:
                 raise StoreProtocolError(
                     f"request id {request.id} was used before, and its answer was confirmed"
                 )
             return [(session, answers[request.id])]
-        if len(answers) >= self.limits.unconfirmed:
-            raise StoreProtocolError(f"{len(answers)} answers are unconfirmed (Limits.unconfirmed)")
+        if len(answers) >= self.limits.unconfirmed or session.kept > self.limits.outgoing_bytes:
+            raise StoreProtocolError(
+                f"{len(answers)} answers with {session.kept} bytes are unconfirmed "
+                f"(Limits.unconfirmed, Limits.outgoing_bytes)"
+            )
         answer: Struct
         try:
             answer = wire.Done(request.id, self._apply(session, request))
@@ -178,6 +183,7 @@ class Machine:
             answer = wire.Failed(request.id, "value", str(error))
         session.last_id = request.id
         answers[request.id] = answer
+        session.kept += _weight(answer)
         return self._woken([(session, answer)])
 
     def _apply(self, session: Session, request: wire.Mutation) -> bytes | int | bool | None:
@@ -205,6 +211,12 @@ class Machine:
             raise StoreLimitError(
                 f"{self.limits.parked} calls of this client are blocked already (Limits.parked)"
             )
+        if len(query.keys) > 1:
+            waited = sum(len(parked.query.keys) for parked in session.parked.values())
+            if waited + len(query.keys) > self.limits.keys_per_call + self.limits.parked:
+                raise StoreLimitError(
+                    f"this client waits for {waited} keys already (Limits.keys_per_call)"
+                )
         session.parked[id] = self._space.park(query, (session, id))
         return []
 
@@ -214,6 +226,11 @@ class Machine:
             del session.parked[id]
             out.append((session, _reply(id, cast("Answer", parked.answer), self.limits)))
         return out
+
+
+def _weight(answer: Struct) -> int:
+    result = answer.result if isinstance(answer, wire.Done) else None
+    return len(result) if isinstance(result, bytes) else 0
 
 
 def _reply(id: int, answer: Answer, limits: Limits) -> Struct:

@@ -20,7 +20,7 @@ import os
 import socket
 import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
@@ -70,7 +70,10 @@ class StoreServer:
         self.machine = Machine(lambda: os.urandom(16), limits)
         self.buffer = memoryview(bytearray(_BUFFER))
         self.opening: OrderedDict[_Connection, asyncio.TimerHandle] = OrderedDict()
-        self._tls = None if tls is None else tls.server_context()
+        self._tls: dict[str, Any] = {}
+        if tls is not None:
+            self._tls["ssl"] = tls.server_context()
+            self._tls["ssl_handshake_timeout"] = limits.handshake_seconds
         self._connections: dict[_Connection, None] = {}
         self._graces: dict[Session, asyncio.TimerHandle] = {}
         self._dirty: list[_Connection] = []
@@ -81,7 +84,7 @@ class StoreServer:
         """Listen on a TCP port (0: a free one) and return the endpoint, "host:port"."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: _Connection(self), host, port, backlog=4096, ssl=self._tls
+            lambda: _Connection(self), host, port, backlog=4096, **self._tls
         )
         number = self._listener.sockets[0].getsockname()[1]
         return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
@@ -90,7 +93,7 @@ class StoreServer:
         """Listen on a unix socket and return the endpoint, "unix:path"."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_unix_server(
-            lambda: _Connection(self), path, backlog=4096, ssl=self._tls
+            lambda: _Connection(self), path, backlog=4096, **self._tls
         )
         self._path = path
         return f"unix:{path}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from regrow.store._channel import Channel
-from regrow.store._errors import StoreAuthError
+from regrow.store._errors import StoreAuthError, StoreProtocolError
 
 if TYPE_CHECKING:
     import socket
@@ -80,6 +80,8 @@ class TlsChannel(Channel):
                 return False
             except ssl.SSLCertVerificationError as error:
                 raise StoreAuthError(f"its certificate is refused: {error}") from error
+            except ssl.SSLError as error:
+                raise StoreProtocolError(f"no agreement on TLS: {error}") from error
             super().send(self._outgoing.read())
             return True
 
