@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
@@ -26,6 +27,7 @@ from regrow.store import (
     StoreProtocolError,
     StoreSessionLost,
     StoreTimeout,
+    StoreValueError,
     connect,
     make_token,
     start_server,
@@ -341,6 +343,73 @@ def test_a_forked_child_cannot_use_the_parents_client_and_does_it_no_harm(join: 
     client.set("set by the parent", "v")
     assert blocked.result() == b"v"
     assert not client.check(["set by the child"])
+
+
+def test_calls_interrupted_by_signals_leave_the_client_whole(join: Join) -> None:
+    """A signal's handler may raise anywhere in a call, also while it reads for others."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        if armed:
+            raise Interrupted
+
+    client = join(session_grace=PATIENCE)
+    main, armed, done = threading.get_ident(), False, threading.Event()
+    old = signal.signal(signal.SIGUSR1, interrupt)
+
+    def disturb() -> None:
+        random = Random(1)
+        while not done.wait(random.uniform(0.0, 0.002)):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    def others() -> int:
+        count = 0
+        while not done.is_set():
+            client.add("others", 1)
+            count += 1
+        return count
+
+    disturber, beside = Background(disturb), Background(others)
+    returned = interrupted = 0
+    try:
+        while interrupted < 200:
+            try:
+                armed = True
+                client.add("mine", 1)
+                armed = False
+                returned += 1
+            except Interrupted:
+                armed = False
+                interrupted += 1
+    finally:
+        armed = False
+        done.set()
+        disturber.result()
+        signal.signal(signal.SIGUSR1, old)
+    assert beside.result() == int(client.get("others"))
+    assert returned <= int(client.get("mine")) <= returned + interrupted
+    assert client.state is ConnectionState.CONNECTED
+
+
+def test_odd_arguments_are_refused_or_taken_and_do_not_end_the_session(join: Join) -> None:
+    client = join()
+    client.set("odd", "v", ephemeral=1)  # type: ignore[arg-type]
+    for key in (5, None, b"bytes"):
+        with pytest.raises(StoreValueError):
+            client.set(key, "v")  # type: ignore[arg-type]
+    for call in (client.get, client.delete_key):
+        with pytest.raises(StoreValueError):
+            call("\ud800")
+    with pytest.raises(StoreValueError, match="a list of keys"):
+        client.wait("odd", 1)
+    with pytest.raises(StoreTimeout):
+        client.watch(["odd"], 2**70, timeout=0)
+    with pytest.raises(TypeError):
+        client.add("odd", "1")  # type: ignore[arg-type]
+    assert client.get("odd") == b"v"
+    assert client.state is ConnectionState.CONNECTED
 
 
 def test_a_thousand_blocked_waits_cost_the_server_no_thread(

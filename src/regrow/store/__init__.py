@@ -39,7 +39,8 @@ from regrow.store._prefix import PrefixStore
 from regrow.store._token import load_token, make_token
 
 if TYPE_CHECKING:
-    from regrow.store._client import ConnectionState, StoreClient, connect
+    from regrow.store._calls import ConnectionState
+    from regrow.store._client import StoreClient, connect
     from regrow.store._process import ServerProcess, start_server
     from regrow.store._server import StoreServer
     from regrow.store._tls import Tls
@@ -77,7 +78,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "ConnectionState": "_client",
+    "ConnectionState": "_calls",
     "StoreClient": "_client",
     "connect": "_client",
     "ServerProcess": "_process",

@@ -19,7 +19,8 @@ from regrow.store._api import (
     to_bytes,
     to_seconds,
 )
-from regrow.store._connection import Connection, ConnectionState
+from regrow.store._calls import ConnectionState
+from regrow.store._connection import Connection
 from regrow.store._dial import Dialer
 from regrow.store._errors import (
     StoreError,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     import msgspec
 
     from regrow.store._tls import Tls
-
-__all__ = ["ConnectionState", "StoreClient", "connect"]
 
 SESSION_GRACE = timedelta(seconds=5)
 """How long a session outlives a lost connection unless the client asks otherwise."""
@@ -127,7 +126,7 @@ class StoreClient:
 
     def set(self, key: str, value: Value, /, *, ephemeral: bool = False) -> None:
         """See `WatchStore.set`."""
-        self._change(wire.Set, _key(key), to_bytes(value), ephemeral)
+        self._change(wire.Set, _key(key), to_bytes(value), bool(ephemeral))
 
     def get(self, key: str, /) -> bytes:
         """See `Store.get`."""
@@ -146,7 +145,7 @@ class StoreClient:
     ) -> bytes:
         """See `WatchStore.compare_set`."""
         old, new = to_bytes(expected), to_bytes(desired)
-        return cast("bytes", self._change(wire.CompareSet, _key(key), old, new, ephemeral))
+        return cast("bytes", self._change(wire.CompareSet, _key(key), old, new, bool(ephemeral)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None, /) -> None:
         """See `Store.wait`."""
@@ -199,7 +198,7 @@ class StoreClient:
         timeout: Timeout | None = None,
     ) -> Changes:
         """See `WatchStore.watch`."""
-        query = Query("watch", _keys(keys), max(0, index(after)), bool(prefix))
+        query = Query("watch", _keys(keys), min(max(0, index(after)), INT64_MAX), bool(prefix))
         seconds = self._seconds if timeout is None else to_seconds(timeout)
         args = (query.keys, query.after, query.prefix)
         return cast("Changes", self._read(wire.Watch, query, *args, seconds=seconds))

@@ -27,14 +27,13 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from regrow.store import _wire as wire
+from regrow.store._calls import Call, ConnectionState
 from regrow.store._errors import (
-    Applied,
     StoreClosedError,
     StoreConnectionError,
     StoreError,
@@ -56,42 +55,6 @@ _LONGEST_PAUSE = 0.5
 _GOODBYE_SECONDS = 2.0
 
 
-class ConnectionState(Enum):
-    """What a client may believe about its session."""
-
-    CONNECTED = "connected"
-    """The server answers. The session's ephemeral keys exist unless somebody deleted them."""
-    SUSPENDED = "suspended"
-    """The connection is gone and is being made again. Calls wait for it. The session may
-    have ended already by the server's clock: believe nothing that rests on its keys."""
-    LOST = "lost"
-    """The session is over and does not come back: its keys are gone, or will be when its
-    grace ends. Calls that were under way may have taken effect, if their error says so."""
-    CLOSED = "closed"
-    """The client was closed, or was inherited through a fork. It can do nothing more."""
-
-
-class _Call:
-    """One call under way."""
-
-    __slots__ = ("changes", "data", "error", "gate", "id", "reply", "sent")
-
-    def __init__(self, id: int, data: bytes, changes: bool) -> None:
-        self.id = id
-        self.data = data
-        self.changes = changes
-        self.sent = False
-        self.reply: wire.Reply | None = None
-        self.error: StoreError | None = None
-        self.gate = threading.Lock()
-        self.gate.acquire()
-
-    @property
-    def applied(self) -> Applied:
-        """What may be said of the call if it is given up now."""
-        return "unknown" if self.changes and self.sent else "no"
-
-
 class Connection:
     """A session and the connection that carries it.
 
@@ -110,8 +73,8 @@ class Connection:
         on_state: Callable[[ConnectionState], None] | None,
     ) -> None:
         self._lock = threading.Lock()
-        self._role = threading.Lock()
-        self._pending: dict[int, _Call] = {}
+        self._role = threading.RLock()
+        self._pending: dict[int, Call] = {}
         self._changes: dict[int, None] = {}
         self._next = 1
         self._failure: StoreError | None = None
@@ -170,6 +133,7 @@ class Connection:
                 call.gate.acquire(timeout=min(max(remaining, 0.0), threading.TIMEOUT_MAX))
         except BaseException:
             self._give_up(call)
+            self._hand_over()
             raise
         if call.reply is None and call.error is None:
             self._give_up(call)
@@ -191,20 +155,23 @@ class Connection:
                 return
             self._closing = True
             connected = self._link is not None
-        if connected:
-            # If this fails, the server ends the session when its grace is over.
-            with suppress(StoreError):
-                self.call(wire.Bye, changes=False, seconds=_GOODBYE_SECONDS)
-        with self._lock:
-            self._fail(StoreClosedError("the store client was closed"), ConnectionState.CLOSED)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        try:
+            if connected:
+                # If this fails, the server ends the session when its grace is over.
+                with suppress(StoreError):
+                    self.call(wire.Bye, changes=False, seconds=_GOODBYE_SECONDS)
+        finally:
+            with self._lock:
+                self._fail(StoreClosedError("the store client was closed"), ConnectionState.CLOSED)
+            if self._thread is not threading.current_thread():
+                # It ends at once, unless it is looking up a name.
+                self._thread.join(_GOODBYE_SECONDS)
 
     # ------------------------------------------------------------- in any thread
 
     def _begin(
         self, request: Callable[..., msgspec.Struct], args: Any, changes: bool, at_once: bool
-    ) -> _Call:
+    ) -> Call:
         with self._lock:
             if self._failure is not None:
                 raise type(self._failure)(str(self._failure))
@@ -223,14 +190,19 @@ class Connection:
                 )
             if at_once:
                 data += wire.frame(wire.Cancel(id))
-            call = _Call(id, data, changes)
+            call = Call(id, data, changes)
             self._next = id + 1
-            self._pending[id] = call
-            if changes:
-                self._changes[id] = None
-            if self._link is not None:
-                call.sent = True
-                self._send(self._link, data)
+            try:
+                self._pending[id] = call
+                if changes:
+                    self._changes[id] = None
+                if self._link is not None:
+                    call.sent = True
+                    self._send(self._link, data)
+            except BaseException:
+                self._pending.pop(id, None)
+                self._changes.pop(id, None)
+                raise
         return call
 
     def _send(self, link: Link, data: bytes) -> None:
@@ -242,12 +214,13 @@ class Connection:
             self._drop(link)
             raise
 
-    def _read_for(self, call: _Call, deadline: float) -> None:
+    def _read_for(self, call: Call, deadline: float) -> None:
         """Read the connection until the call is answered, unless somebody else reads."""
-        if not self._role.acquire(blocking=False):
-            return
-        link = self._link
+        link = None
         try:
+            if not self._role.acquire(blocking=False):
+                return
+            link = self._link
             if link is None:
                 return
             link.disarm()
@@ -259,12 +232,21 @@ class Connection:
                 self._drop(link)
             raise
         finally:
-            self._role.release()
-            self._hand_over()
+            # An interrupt may have struck between taking the role and anything that would
+            # note it; the lock itself knows whose it is.
+            try:
+                self._role.release()
+            except RuntimeError:
+                link = None  # it was another thread's
+            finally:
+                self._hand_over()
 
     def _hand_over(self) -> None:
-        """Have the background thread read, if anybody waits. Call it after releasing `_role`:
-        whoever found the role taken had entered the table of calls before."""
+        """Have the background thread read, if anybody waits.
+
+        It is called after `_role` was released: whoever found the role taken had entered the
+        table of calls before, and is seen here.
+        """
         if self._pending:
             with self._lock:
                 if self._link is not None:
@@ -282,18 +264,21 @@ class Connection:
             return False
         with self._lock:
             for reply in replies:
-                call = self._pending.pop(reply.id, None)
+                call = self._pending.get(reply.id)
                 if call is not None:
+                    # In this order, an interrupt between two steps loses no answer.
+                    if call.reply is None:
+                        call.reply = reply
+                        call.gate.release()
                     self._changes.pop(call.id, None)
-                    call.reply = reply
-                    call.gate.release()
+                    self._pending.pop(call.id, None)
                 elif isinstance(reply, wire.Failed) and reply.id == 0:
                     message = f"the store at {self._dialer.endpoint} refused: {reply.message}"
                     self._fail(StoreProtocolError(message), ConnectionState.LOST)
                     return False
         return True
 
-    def _give_up(self, call: _Call) -> None:
+    def _give_up(self, call: Call) -> None:
         with self._lock:
             if self._pending.pop(call.id, None) is None:
                 return
@@ -466,7 +451,7 @@ class Connection:
 
     def _forked(self) -> None:
         """Let go of what the parent still uses, and refuse every call."""
-        self._lock, self._role = threading.Lock(), threading.Lock()
+        self._lock, self._role = threading.Lock(), threading.RLock()
         self._closing = True
         self._failure = StoreClosedError(
             "this store client was made by the parent of this process and cannot be used after "
