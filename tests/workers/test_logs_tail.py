@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,8 +94,14 @@ with redirect_stdout("out.log"), redirect_stderr("err.log"):
     print("oops", file=sys.stderr)
 print("after")
 """
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, check=True, text=True
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=env,  # so that C buffers what it prints, too
+        capture_output=True,
+        check=True,
+        text=True,
     )
     assert sorted(run.stdout.splitlines()) == ["after", "before", "c before"]
     assert sorted((tmp_path / "out.log").read_text().splitlines()) == ["c", "child", "python"]

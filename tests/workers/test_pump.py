@@ -239,6 +239,20 @@ def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: 
     assert rig.shown().startswith(b"[worker0]:from the worker\n")
 
 
+def test_what_a_pipe_holds_at_the_end_is_stored_though_it_is_held_open(tmp_path: Path) -> None:
+    dest = destinations(tmp_path / "logs", ranks=1, tee=False)
+    pump = LogPump("worker", dest)
+    writer = pump.writer_fd(0, "stdout")
+    assert writer is not None
+    held = os.dup(writer)
+    os.set_blocking(held, False)
+    size = os.write(held, b"x" * 2_000_000)  # as much as the pipe takes
+    pump.start()
+    pump.stop(0)
+    os.close(held)
+    assert Path(dest.stdouts[0]).read_bytes() == b"x" * size
+
+
 def test_a_second_stop_hurries_the_first(make: Make) -> None:
     rig = make()
     rig.write(0, b"still here\n")

@@ -13,9 +13,9 @@ import pytest
 from processes import wait_until
 from pumping import Rig, destinations
 
-from regrow.workers._console import MAX_SPILLED, Follower
+from regrow.workers._console import MAX_SPILLED, Follower, Source
+from regrow.workers._lines import Lines
 from regrow.workers._logs import LogsDest
-from regrow.workers._pump import LogPump
 from regrow.workers._sink import Sink
 
 Make = Callable[..., Rig]
@@ -75,6 +75,13 @@ def _name(thread: threading.Thread) -> str:
     return thread.name
 
 
+def run(script: str, *args: str) -> str:
+    """What a Python program with the tests' helpers prints."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
+    program = [sys.executable, "-c", script, *args]
+    return subprocess.run(program, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout
+
+
 # --- the console
 
 
@@ -132,17 +139,26 @@ def test_a_console_that_is_closed_ends_showing_and_nothing_else(make: Make, pipe
 
 
 def test_a_console_that_was_never_open_is_not_mistaken_for_a_file_of_ours(tmp_path: Path) -> None:
-    dest = destinations(tmp_path / "logs", ranks=1)
-    closed = os.open(os.devnull, os.O_RDONLY)
-    os.close(closed)  # its number is the next one that is given out
-    pump = LogPump("worker", dest, stdout_fd=closed, follower=Follower(Sink(2)))
-    writer = pump.writer_fd(0, "stdout")
-    assert writer is not None
-    os.write(writer, b"hello\n")
-    pump.start()
-    pump.stop()
-    assert Path(dest.stdouts[0]).read_bytes() == b"hello\n"
-    assert Path(dest.stderrs[0]).read_bytes() == b""
+    script = """
+import os, sys
+from pathlib import Path
+from processes import wait_until
+from pumping import destinations
+from regrow.workers._pump import LogPump
+dest = destinations(Path(sys.argv[1]) / "logs", ranks=1)
+_, closed = ends = os.pipe()
+for fd in ends:  # their numbers are the next that are given out, to the pipe of a worker
+    os.close(fd)
+pump = LogPump("worker", dest, stdout_fd=closed)
+assert pump.writer_fd(0, "stdout") == closed
+os.write(closed, b"hello\\n")
+pump.start()
+wait_until(lambda: Path(dest.stdouts[0]).read_bytes() != b"", "stored")
+pump.stop()
+print(Path(dest.stdouts[0]).read_text())
+"""
+    found = run(script, str(tmp_path))
+    assert found == "hello\n\n"
 
 
 def test_a_gigantic_line_takes_no_memory(tmp_path: Path) -> None:
@@ -160,13 +176,8 @@ rig.stop()
 assert os.stat(rig.dest.stdouts[0]).st_size == 1 + 3000 * 65536
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")},
-        capture_output=True,
-        check=True,
-    )
-    assert int(found.stdout) < 20_000, "KiB more than before, of a line of 192,000 KiB"
+    kib = int(run(script, str(tmp_path)))
+    assert kib < 20_000, "more than before, of a line of 192,000 KiB"
 
 
 def test_a_log_that_somebody_empties_is_shown_on(make: Make) -> None:
@@ -243,6 +254,20 @@ def test_with_disk_and_console_stuck_memory_is_bounded_and_the_lost_bytes_are_co
     pipe.shut()
 
 
+def test_pieces_of_one_byte_do_not_get_round_the_bound_on_memory(pipe: Pipe) -> None:
+    follower = Follower(Sink(pipe.write))
+    source = Source(Sink(pipe.write), Lines(""), 0)
+    follower.add(source)
+    while follower.spill(source, b"x" * 200_000 + b"\n"):  # until the console, unread, is full
+        pass
+    follower.flush([source], 0, 0)
+    follower.add(source := Source(Sink(pipe.write), Lines(""), 1))
+    taken = sum(follower.spill(source, b"x") for _ in range(50_000))
+    assert 1000 < taken < MAX_SPILLED / 100
+    follower.end(source)
+    follower.flush([source], 0, 0)
+
+
 def test_filtered_lines_that_cannot_be_stored_harm_nobody(make: Make, tmp_path: Path) -> None:
     dest = destinations(tmp_path / "logs", ranks=1)
     dest.filtered_stdout = "/dev/full"
@@ -254,6 +279,30 @@ def test_filtered_lines_that_cannot_be_stored_harm_nobody(make: Make, tmp_path: 
     assert rig.stored(0) == LINE % 1
     assert rig.shown() == b"[worker0]:" + LINE % 1
     assert f"{dest.filtered_stderr} cannot be made: [Errno 2]" in rig.shown("stderr").decode()
+
+
+def test_lines_that_no_file_takes_are_filtered_all_the_same(make: Make, tmp_path: Path) -> None:
+    dest = destinations(tmp_path / "logs", ranks=1)
+    dest.stdouts[0] = dest.tee_stdouts[0] = "/dev/full"
+    rig = make(dest, stdout_filters=["line"])
+    rig.write(0, b"this not\n" + LINE % 1)
+    rig.stop()
+    assert Path(dest.filtered_stdout).read_bytes() == b"[worker0]:" + LINE % 1
+
+
+def test_half_a_line_that_no_file_took_is_shown_when_the_file_has_the_other_half(
+    make: Make, tmp_path: Path
+) -> None:
+    dest = destinations(tmp_path / "logs", ranks=1, tee=False)
+    folder = tmp_path / "later"
+    dest.stdouts[0] = str(folder / "stdout.log")
+    rig = make(dest)
+    rig.write(0, b"half ")
+    wait_until(lambda: b"cannot be written" in rig.shown("stderr"), "the trouble is noticed")
+    folder.mkdir()
+    rig.write(0, b"a line\n")
+    wait_until(lambda: rig.shown() == b"[worker0]:half \n", "shown while the worker runs")
+    assert rig.stored(0) == b"a line\n"
 
 
 def test_a_log_file_that_cannot_be_opened_is_tried_again(make: Make, tmp_path: Path) -> None:

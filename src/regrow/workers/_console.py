@@ -87,6 +87,8 @@ class Follower:
         """Sources that are not done."""
         self._spilled = 0
         """Bytes of memory that all sources' `spilled` take."""
+        self._pieces = 0
+        """Pieces shown: it grows as long as the console takes anything."""
         self._sinks: set[Sink] = set()
         self._thread: threading.Thread | None = None
 
@@ -189,12 +191,10 @@ class Follower:
 
         before = -1
         while not shown():
-            progress = self._notes_sink.taken
-            progress += sum(source.position + source.sink.taken for source in sources)
             left = min(stall, end - monotonic())
-            if progress == before or left <= 0:
+            if self._pieces == before or left <= 0:
                 return False
-            before = progress
+            before = self._pieces
             self._shown.wait_for(shown, left)
         return True
 
@@ -234,6 +234,7 @@ class Follower:
             elif note is not None:
                 self._notes_sink.write(note)
                 with self._lock:
+                    self._pieces += 1
                     self._notes.popleft()
                     self._shown.notify_all()
 
@@ -256,6 +257,7 @@ class Follower:
         if not source.done:
             source.sink.write(text)
         with self._lock:
+            self._pieces += 1
             if last:
                 self._finish(source)
             elif source.ended or source.spilled or source.position != source.stored:

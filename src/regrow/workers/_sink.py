@@ -12,9 +12,6 @@ import os
 import select
 from contextlib import suppress
 
-SLICE = 16 * 1024
-"""Bytes written at once: what a slow console must take for us to notice that it takes anything."""
-
 
 class Sink:
     """A file descriptor to write lines to.
@@ -24,13 +21,11 @@ class Sink:
         owned: whether the follower closes it at its end.
     """
 
-    __slots__ = ("_dead", "_fd", "owned", "taken")
+    __slots__ = ("_dead", "_fd", "owned")
 
     def __init__(self, fd: int, *, owned: bool = False) -> None:
         self._fd = fd
         self.owned = owned
-        self.taken = 0
-        """Writes that came back: it grows as long as the console takes something."""
         self._dead = False
         try:
             os.fstat(fd)
@@ -42,8 +37,7 @@ class Sink:
         left = memoryview(data)
         while left and not self._dead:
             try:
-                left = left[os.write(self._fd, left[:SLICE]) :]
-                self.taken += 1
+                left = left[os.write(self._fd, left) :]
             except BlockingIOError:  # somebody else made the terminal non-blocking
                 self._room().poll()
             except OSError as error:
