@@ -184,7 +184,7 @@ class PushingRendezvousHandler(RendezvousHandler):
     def interrupt(self) -> None:
         """End a blocked `next_rendezvous`, and any later one, with RendezvousGracefulExitError.
 
-        Callable from any thread, and from a signal handler.
+        Callable from any thread.
         """
 
 

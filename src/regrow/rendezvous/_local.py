@@ -84,8 +84,7 @@ class LocalRounds:
     ) -> None:
         self.run_id = run_id
         self._bounds = Bounds(last_call=last_call)
-        # Re-entrant: a signal handler may call `wake` in the thread that holds it.
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = threading.Condition()
         self._state = Round(min_nodes, max_nodes)
         self._patience = Patience()
         self._store = MemoryStore()
@@ -272,6 +271,20 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
+        self._record(f"The node '{self._node.id}' attempts to join the next round")
+        try:
+            info = self._join()
+        except Exception as error:
+            self._record(f"{type(error).__name__}: {error}", "FAILED")
+            raise
+        self._record(
+            f"The node '{self._node.id}' has joined round {self._token} as rank {info.rank} in a "
+            f"world of size {info.world_size}",
+            rank=info.rank,
+        )
+        return info
+
+    def _join(self) -> RendezvousInfo:
         self._release_port()
         while True:
             try:
@@ -299,6 +312,17 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
             port = self._port.port
         return RendezvousStoreInfo.build(seated.rank, store, seated.leader, port)
 
+    def _record(self, message: str, node_state: str = "RUNNING", rank: int | None = None) -> None:
+        from regrow import events
+
+        events.construct_and_record_rdzv_event(
+            run_id=self.get_run_id(),
+            message=message,
+            node_state=events.NodeState[node_state],
+            name=type(self).__name__,
+            rank=rank,
+        )
+
     def _release_port(self) -> None:
         if self._port is not None:
             self._port.close()
@@ -311,6 +335,7 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
     def set_closed(self) -> None:
         """See base class."""
         self._rounds.post(Close(self._node.id))
+        self._record(f"The node '{self._node.id}' has closed the rendezvous", "SUCCEEDED")
 
     def num_nodes_waiting(self) -> int:
         """See base class."""
@@ -331,7 +356,7 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
                 return
             if isinstance(news, RoundEnded) and news.id == self._node.id:
                 return  # its own doing
-            if isinstance(news, NodesWaiting) and news.count == 0:
+            if isinstance(news, NodesWaiting) and news.waiting == 0:
                 return
             callback(news)
 

@@ -42,13 +42,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 from zlib import crc32
 
 from regrow.rendezvous._order import assign_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One agent, for one life: an agent that was given up comes back with a new id."""
 
     id: str
@@ -62,8 +62,7 @@ class Node:
 # --- what happens
 
 
-@dataclass(frozen=True, slots=True)
-class Join:
+class Join(NamedTuple):
     """A node wants to be in a round; a member thereby ends the round that is complete."""
 
     node: Node
@@ -73,8 +72,7 @@ class Join:
     """What to tell the others if this ends their round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(NamedTuple):
     """A node goes, by its own decision."""
 
     id: str
@@ -83,8 +81,7 @@ class Leave:
     why: str = "it left"
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """Somebody who waited for the node has given it up."""
 
     id: str
@@ -92,16 +89,14 @@ class Lost:
     """What was noticed, e.g. "its connection broke"."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastCallOver:
+class LastCallOver(NamedTuple):
     """Somebody has waited long enough after this last call began."""
 
     call: int
     """`Round.last_call` at the time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(NamedTuple):
     """The job is over."""
 
     id: str
@@ -114,8 +109,7 @@ Event = Join | Leave | Lost | LastCallOver | Close
 # --- what nodes are told
 
 
-@dataclass(frozen=True, slots=True)
-class Seated:
+class Seated(NamedTuple):
     """To one node: the round is complete, and you are in it."""
 
     id: str
@@ -129,8 +123,7 @@ class Seated:
     """The same for all who have the same members with the same ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """To one node: you are heard; wait."""
 
     id: str
@@ -138,8 +131,7 @@ class Placed:
     """"forming" (a member of the round that forms), "waiting" or "standby"."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """To one node: your token is not of this time. Stop what you do; come back as a new node."""
 
     id: str
@@ -147,8 +139,7 @@ class Refused:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEnded:
+class RoundEnded(NamedTuple):
     """To the members: the round is over before its work was done."""
 
     round: int
@@ -160,26 +151,25 @@ class RoundEnded:
         return f"round {self.round} is over: node {self.id}: {self.why}"
 
 
-@dataclass(frozen=True, slots=True)
-class NodesWaiting:
+class NodesWaiting(NamedTuple):
     """To the members: this many nodes would have a seat in the next round."""
 
     round: int
-    count: int
+    waiting: int
 
     def __str__(self) -> str:
-        return f"{self.count} node{'s wait' if self.count != 1 else ' waits'} for the next round"
+        return (
+            f"{self.waiting} node{'s wait' if self.waiting != 1 else ' waits'} for the next round"
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class LastCall:
+class LastCall(NamedTuple):
     """To whoever keeps the time: wait, then report `LastCallOver`, unless the call changes."""
 
     call: int
 
 
-@dataclass(frozen=True, slots=True)
-class RoundClosed:
+class RoundClosed(NamedTuple):
     """To everyone: there will be no other round."""
 
     id: str

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from regrow.utils import PortReservation
 
 TIMEOUT = 600.0
-_RETRY_FIRST, _RETRY_MOST = 0.05, 1.0  # seconds between two tries to connect
+_TRY = 5.0  # seconds for one try to connect, between which an interrupt is looked at
+_PAUSE = 0.2  # seconds between two tries
 
 _NO_TOKEN = """\
 several nodes need a token that they share, so that nobody else can take part in the job. Make one \
@@ -171,14 +172,13 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
     def _connect(self, token: bytes, deadline: float) -> StoreClient:
         from regrow.store import connect
 
-        pause = _RETRY_FIRST
         while True:
             self._check_interrupted()
             left = max(deadline - time.monotonic(), 0.001)
             try:
-                return connect(self._endpoint(), token=token, timeout=min(left, 5.0))
+                return connect(self._endpoint(), token=token, timeout=min(left, _TRY))
             except (StoreConnectionError, StoreTimeout) as error:
-                if time.monotonic() + pause >= deadline:
+                if time.monotonic() + _PAUSE >= deadline:
                     raise RendezvousConnectionError(
                         f"node rank {self.rank} could not reach node rank 0 at {self._endpoint()} "
                         f"within {self.timeout:g} s: {error}"
@@ -187,8 +187,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
                 raise RendezvousConnectionError(
                     f"node rank {self.rank} cannot use the store at {self._endpoint()}: {error}"
                 ) from error
-            self._interrupted.wait(pause)
-            pause = min(2 * pause, _RETRY_MOST)
+            self._interrupted.wait(_PAUSE)
 
     def _endpoint(self) -> str:
         host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
