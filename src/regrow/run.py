@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from regrow.agent._environment import own_device
 from regrow.cli import _check
 from regrow.cli._console import Console, say
 from regrow.cli._flags import build_parser
@@ -157,6 +158,8 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     nproc_per_node = determine_local_world_size(
         args.nproc_per_node, one_device_each=args.virtual_local_rank
     )
+    if args.virtual_local_rank:
+        own_device(nproc_per_node - 1, os.environ.get("CUDA_VISIBLE_DEVICES"))  # are there enough?
     rdzv_configs: dict[str, Any] = dict(_parse_rendezvous_config(args.rdzv_conf))
     unknown = unknown_config_keys(args.rdzv_backend, rdzv_configs)
     if unknown:

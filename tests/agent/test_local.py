@@ -17,6 +17,8 @@ import pytest
 
 import regrow
 from regrow.agent import LocalElasticAgent, WorkerSpec, WorkerState
+from regrow.agent._health import HealthCheckServer
+from regrow.agent._progress import ProgressBoard
 from regrow.agent._sleepers import UninterruptibleSleepers
 from regrow.events import Event
 from regrow.launch import LaunchConfig, elastic_launch
@@ -144,6 +146,58 @@ def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> N
     for _ in range(3):
         elastic_launch(config(tmp_path), "true")()
     assert left() == before
+
+
+def test_an_event_sink_that_raises_costs_neither_the_job_nor_the_other_sinks(
+    tmp_path: Path,
+) -> None:
+    def broken(event: Event) -> None:
+        raise ConnectionResetError("the dashboard is gone")
+
+    seen: list[Event] = []
+    sinks = (broken, seen.append)
+    assert elastic_launch(config(tmp_path, event_sinks=sinks), "true")() == {0: None, 1: None}
+    assert seen[-1].name == "regrow.job.finished"
+    assert seen[-1].metadata["state"] == "SUCCEEDED"
+
+
+def test_a_guardian_that_is_killed_while_it_starts_workers_costs_a_restart_and_no_more(
+    tmp_path: Path,
+) -> None:
+    kill = 'test "$REGROW_ATTEMPT" = 1 || kill -KILL $PPID'
+    launched = elastic_launch(config(tmp_path, nproc=16, max_restarts=1), "sh")
+    assert launched("-c", kill) == dict.fromkeys(range(16))
+
+
+def test_an_agent_whose_health_server_breaks_leaves_no_guardian_behind(tmp_path: Path) -> None:
+    class Broken(HealthCheckServer):
+        def start(self) -> None:
+            raise RuntimeError("no certificate")
+
+    def children() -> set[str]:
+        tasks = Path("/proc/self/task").iterdir()
+        return {pid for task in tasks for pid in (task / "children").read_text().split()}
+
+    before = children()
+    server = Broken(lambda: 0, 0, 60)
+    agent = LocalElasticAgent(spec("true"), DefaultLogsSpecs(), health_check_server=server)
+    with pytest.raises(RuntimeError, match="no certificate"):
+        agent.run()
+    assert children() <= before
+
+
+def test_an_event_handler_that_does_not_exist_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="unknown event log handler 'nope'"):
+        elastic_launch(config(tmp_path, event_log_handler="nope"), "true")()
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_are_none_once_the_board_is_closed() -> None:
+    board = ProgressBoard(2, lambda: None)
+    board.close()
+    assert board.read() == {}
 
 
 def test_the_health_server_is_healthy_while_the_loop_turns(

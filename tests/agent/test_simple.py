@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent._decide import Signaled
+from regrow.agent._inbox import Inbox, signals_into
+from regrow.events import Event
 from regrow.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousHandler,
@@ -176,6 +179,79 @@ def test_a_signal_during_a_rendezvous_that_blocks_ends_the_run_with_that_signal(
     assert caught.value.sigval is signal.SIGUSR1
     assert agent.calls == ["shutdown SIGUSR1 30"]
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_an_agent_can_be_run_again() -> None:
+    agent = Agent([SUCCEEDED, HEALTHY, SUCCEEDED])
+    assert agent.run().state is SUCCEEDED
+    assert agent.run().state is SUCCEEDED
+
+
+def test_a_second_signal_ends_the_grace_also_while_workers_are_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = threading.Event()
+
+    class Slow(Agent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert killed.wait(20), "the second signal was not heeded"
+            return super()._start_workers(worker_group)
+
+        def _kill_now(self) -> None:
+            killed.set()
+
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1,SIGUSR2")
+    agent = Slow([])
+    with pytest.raises(SignalException) as caught:
+        agent.run()
+    assert killed.is_set()
+    assert agent.calls == ["start", f"shutdown {caught.value.sigval.name} 30"]
+
+
+def test_an_attempt_that_a_signal_meets_at_its_start_is_told_from_start_to_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    agent = Agent([HEALTHY] * 100)
+    start = agent._start_workers
+
+    def start_interrupted(worker_group: WorkerGroup) -> dict[int, Any]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return start(worker_group)
+
+    def sink(event: Event) -> None:
+        name = event.name.removeprefix("regrow.")
+        # Locked: the agent cannot have begun to stop the workers.
+        told.append(f"{name} locked" if agent._starting.locked() else name)
+
+    monkeypatch.setattr(agent, "_start_workers", start_interrupted)
+    agent._event_sinks = (sink,)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
+    with pytest.raises(SignalException):
+        agent.run()
+    assert told == [
+        "job.started",
+        "rendezvous.completed",
+        "attempt.started locked",
+        "attempt.ended",
+        "job.finished",
+    ]
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    inbox = Inbox()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_into(inbox, "SIGHUP,SIGUSR1"):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert inbox.get(20) == Signaled(signal.SIGUSR1)
+            assert inbox.get(0) is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_hooks_of_torch_2_6_are_called_with_the_arguments_they_have() -> None:

@@ -93,18 +93,22 @@ class AttemptSteps(AgentRecords):
     @prof
     def _initialize_workers(self, worker_group: WorkerGroup) -> None:
         """Form a round and start fresh workers in it."""
+        self._stay()
         self._rendezvous(worker_group)
-        with self._starting:
-            if self._leaving:
-                raise RendezvousGracefulExitError("the agent is leaving the job")
+        with self._starting:  # to the last event, which is told before any of the attempt's end
+            self._stay()
             self._attempt += 1
             worker_ids = self._start_workers(worker_group)
-        for local_rank, worker_id in worker_ids.items():
-            worker = worker_group.workers[local_rank]
-            worker.id = worker_id
-            self._record(self._construct_event("START", EventSource.WORKER, worker))
-        worker_group.state = WorkerState.HEALTHY
-        self._emit_attempt_started()
+            for local_rank, worker_id in worker_ids.items():
+                worker = worker_group.workers[local_rank]
+                worker.id = worker_id
+                self._record(self._construct_event("START", EventSource.WORKER, worker))
+            worker_group.state = WorkerState.HEALTHY
+            self._emit_attempt_started()
+
+    def _stay(self) -> None:
+        if self._leaving:
+            raise RendezvousGracefulExitError("the agent is leaving the job")
 
     @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -60,13 +60,22 @@ def worker_environment(
             env[name] = outer[name]
     if spec.virtual_local_rank:
         env["LOCAL_RANK"] = "0"
-        env["CUDA_VISIBLE_DEVICES"] = _own_device(
+        env["CUDA_VISIBLE_DEVICES"] = own_device(
             worker.local_rank, outer.get("CUDA_VISIBLE_DEVICES")
         )
     return env
 
 
-def _own_device(local_rank: int, visible: str | None) -> str:
+def own_device(local_rank: int, visible: str | None) -> str:
+    """The device that a worker with `virtual_local_rank` is shown.
+
+    Args:
+        local_rank: the worker.
+        visible: the agent's CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        ValueError: it names fewer devices.
+    """
     if visible is None:
         return str(local_rank)
     devices = [device.strip() for device in visible.split(",") if device.strip()]

@@ -118,7 +118,8 @@ class Operations:
 def signals_into(inbox: Inbox, names: str) -> Iterator[None]:
     """While inside, the named signals arrive in `inbox` as `Signaled`.
 
-    Outside the main thread nothing is done: only the main thread can set handlers.
+    Outside the main thread nothing is done: only the main thread can set handlers. A SIGHUP that
+    is ignored stays so.
 
     Args:
         inbox: where they go.
@@ -134,6 +135,8 @@ def signals_into(inbox: Inbox, names: str) -> Iterator[None]:
     woken_before = signal.set_wakeup_fd(inbox.wake_fd, warn_on_full_buffer=False)
     previous = {}
     for signum in parse_signals(names):
+        if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+            continue  # nohup: the job is to survive the end of its terminal
         previous[signum] = signal.signal(signum, handler)
     try:
         yield

@@ -129,16 +129,18 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def run(self, role: str = "default") -> RunResult:
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
-        # Started first: its interpreter starts while the round forms.
         self._guardian = Guardian()
-        self._guardian.start()
-        unsubscribe = self._subscribe()
+        unsubscribe: Callable[[], None] = lambda: None  # noqa: E731
         try:
+            # Started first: its interpreter starts while the round forms.
+            self._guardian.start()
+            unsubscribe = self._subscribe()
             self._setup_healthcheck()
             return super().run(role)
         finally:
             unsubscribe()
             self._release_attempt()
+            self._release()
             console().flush()
 
     def _subscribe(self) -> Callable[[], None]:
@@ -254,8 +256,10 @@ class LocalElasticAgent(SimpleElasticAgent):
     ) -> None:
         if self._pcontext is not None:
             self._pcontext.close(death_sig, timeout)
-        if is_restart:
-            return
+        if not is_restart:
+            self._release()
+
+    def _release(self) -> None:
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
@@ -264,14 +268,17 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._health_check_server = None
 
     def _kill_now(self) -> None:
-        if self._pcontext is not None:
-            self._pcontext.close(signal.SIGKILL, 0)
+        # Not by way of the context: there is none yet while workers are being started.
+        guardian = self._guardian  # which another thread may be taking away
+        if guardian is not None:
+            guardian.stop(None, signal.SIGKILL, 0)
 
     @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._pcontext
         assert context is not None, "there are no workers to look at before they are started"
-        started = {worker.id for worker in worker_group.workers}
+        # No id: the guardian was killed before it could start that worker, which thus failed.
+        started = {worker.id for worker in worker_group.workers if worker.id is not None}
         running = set(context.pids().values())
         if started != running:
             logger.error("worker pids %s do not match the context's %s", started, running)
@@ -316,7 +323,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._port = None
 
     def _steps(self) -> dict[int, Steps]:
-        return self._board.read() if self._board is not None else {}
+        board = self._board  # which another thread may be taking away
+        return board.read() if board is not None else {}
 
     def _emit_first_steps(self) -> None:
         for local_rank, steps in self._steps().items():

@@ -38,6 +38,7 @@ class ProgressBoard:
     def __init__(self, slots: int, on_first_step: Callable[[], None]) -> None:
         self._slots = slots
         self._on_first_step = on_first_step
+        self._lock = threading.Lock()  # read and close are called from different threads
         size = slots * SLOT.size
         self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
         try:
@@ -57,19 +58,21 @@ class ProgressBoard:
         return {PROGRESS_ENV: address}
 
     def read(self) -> dict[int, Steps]:
-        """The steps of every local rank that has reported any."""
+        """The steps of every local rank that has reported any; none after `close`."""
         found = {}
-        for slot in range(self._slots):
-            steps = Steps(*SLOT.unpack_from(self._memory, slot * SLOT.size))
-            if steps.first_monotonic > 0:
-                found[slot] = steps
+        with self._lock:
+            for slot in range(0 if self._memory.closed else self._slots):
+                steps = Steps(*SLOT.unpack_from(self._memory, slot * SLOT.size))
+                if steps.first_monotonic > 0:
+                    found[slot] = steps
         return found
 
     def close(self) -> None:
         """End the thread and give everything back; workers that still run keep their own view."""
         os.write(self._write_fd, _CLOSE)
         self._thread.join()
-        self._memory.close()
+        with self._lock:
+            self._memory.close()
         for fd in (self._memory_fd, self._read_fd, self._write_fd):
             os.close(fd)
 

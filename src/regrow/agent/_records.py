@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from time import monotonic, perf_counter
@@ -18,12 +19,15 @@ from regrow import events
 from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from regrow.events import Event, EventSource
 from regrow.metrics import put_metric
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     import signal
 
     from regrow.agent._progress import Steps
     from regrow.workers import ProcessFailure
+
+logger = get_logger(__name__)
 
 
 class AgentRecords:
@@ -37,6 +41,7 @@ class AgentRecords:
     _event_sinks: tuple[Callable[[Event], None], ...] = ()
     _job: Mapping[str, Any] = MappingProxyType({})  # more about the job than the spec says
     _attempt_open = False
+    _telling: threading.Lock  # an attempt's end may be told by either of two threads, but once
     _restarts = 0  # how often workers were started again, for whatever reason
     _noticed: float | None = None  # monotonic: when the loop first heard of a failed worker
 
@@ -54,7 +59,10 @@ class AgentRecords:
         }
         event = Event(name, EventSource.AGENT, metadata=common | metadata)
         for sink in self._event_sinks:
-            sink(event)
+            try:
+                sink(event)
+            except Exception:  # whoever only looks on may not cost the training
+                logger.exception("an event sink raised on %s: %r; the job goes on", name, sink)
 
     def _emit_job_started(self) -> None:
         spec = self._worker_group.spec
@@ -79,9 +87,10 @@ class AgentRecords:
 
     def _end_attempt(self, result: RunResult) -> None:
         """Tell how the running attempt ended, once; its workers are gone by now."""
-        if not self._attempt_open:
+        with self._telling:
+            was_open, self._attempt_open = self._attempt_open, False
+        if not was_open:
             return
-        self._attempt_open = False
         root = _root_cause(result)
         for rank, failure in sorted(result.failures.items()):
             self._emit_failure(rank, failure, root_cause=failure is root)

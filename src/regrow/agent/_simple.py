@@ -74,6 +74,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         # Held while workers are being started, so that nobody leaves half-started ones behind.
         self._starting = threading.Lock()
         self._leaving = False
+        self._telling = threading.Lock()
         self._last_result = RunResult(WorkerState.INIT)
 
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
@@ -119,6 +120,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
             SignalException: a signal ended the job; the workers have been stopped with it.
         """
         start = monotonic()
+        self._leaving = False
         names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
         with signals_into(self._inbox, names):
             self._operations = Operations(self._inbox)
@@ -268,10 +270,9 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         """`_shutdown` once, off this thread, so that a further signal can cut its grace short."""
         if self._leaving:
             return
-        with self._starting:
-            self._leaving = True
+        self._leaving = True
         stop = Operations(self._inbox)
-        operation = stop.submit(lambda: self._call_shutdown(death_sig))
+        operation = stop.submit(lambda: self._leave(death_sig))
         stop.close()
         while True:
             match self._inbox.get():
@@ -286,3 +287,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                 case message:
                     self._heed(message)
         self._end_attempt(RunResult(WorkerState.STOPPED))
+
+    def _leave(self, death_sig: signal.Signals) -> None:
+        with self._starting:  # those being started are stopped once they all exist
+            self._call_shutdown(death_sig)

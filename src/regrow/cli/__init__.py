@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(call: Callable[[], object]) -> int:
     """Run `call`; whatever exception ends it becomes an exit code and, on stderr, its text."""
     try:
+        _fill_standard_descriptors()
         call()
         return 0
     except BaseException as error:  # noqa: BLE001 - the process ends with it
@@ -56,6 +57,18 @@ def guarded(call: Callable[[], object]) -> int:
         if text:
             say(sys.stderr, text)
         return code
+
+
+def _fill_standard_descriptors() -> None:
+    """Open /dev/null in the place of each standard stream that is closed.
+
+    Else the next file to be opened would be one, and the workers would write into it.
+    """
+    import os
+
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _dispatch(arguments: list[str]) -> None:

@@ -3,7 +3,8 @@
 | code  | meaning                                                                              |
 |-------|--------------------------------------------------------------------------------------|
 | 0     | every worker succeeded                                                               |
-| 1     | the job failed: a worker failed for good, or no round could be formed                |
+| 1     | the job failed: a worker failed for good, no round could be formed, or the host      |
+|       | denied what the job needs (files, processes, a program to run)                       |
 | 2     | usage: nothing was started                                                           |
 | 70    | internal error (EX_SOFTWARE): a traceback is printed; please report it               |
 | 75    | infrastructure was lost (EX_TEMPFAIL): the same command may succeed when run again   |
@@ -19,6 +20,7 @@ begin another.
 
 from __future__ import annotations
 
+import errno
 import sys
 
 SUCCEEDED = 0
@@ -28,6 +30,15 @@ INTERNAL = 70
 RETRY = 75
 SIGNALED = 128
 SIGINT = 2
+
+#: What a host says that has not what the job needs, or does not allow it: no error of ours.
+_DENIED = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.ENOEXEC, errno.EACCES, errno.EPERM, errno.EROFS),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT),
+        errno.E2BIG,
+    }
+)
 
 
 def outcome(error: BaseException) -> tuple[int, str]:
@@ -47,6 +58,9 @@ def outcome(error: BaseException) -> tuple[int, str]:
             return RETRY, _with_notes(line, error)
     if _is(error, "regrow.rendezvous", "RendezvousError"):
         return FAILED, _with_notes(f"regrow: {_described(error)}", error)
+    if isinstance(error, OSError) and error.errno in _DENIED:
+        place = f": {error.filename!r}" if error.filename else ""
+        return FAILED, _with_notes(f"regrow: {error.strerror}{place}", error)
     import traceback
 
     text = "".join(traceback.format_exception(error))

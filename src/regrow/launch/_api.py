@@ -80,12 +80,17 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run an agent to its end; see `elastic_launch`."""
+    """Run an agent to its end; see `elastic_launch`.
+
+    Raises:
+        ValueError: there is no event log handler, or no rendezvous, of the configured name.
+    """
     if not config.run_id:
         config.run_id = str(int.from_bytes(os.urandom(16)))
         logger.warning("config has no run_id, generated a random run_id: %s", config.run_id)
     assert config.logs_specs is not None
     assert config.shutdown_timeout is not None
+    events.get_logging_handler(config.event_log_handler)  # raises now, not at the first event
     name = entrypoint_name(entrypoint, args)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,

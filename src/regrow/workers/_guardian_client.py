@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import sys
 import threading
@@ -182,16 +183,20 @@ class Guardian:
         """Signal a worker's process group; nothing happens if it has ended."""
         self._send([b"signal", worker, signum])
 
-    def stop(self, workers: Sequence[int], signum: int, grace: float) -> None:
+    def stop(self, workers: Sequence[int] | None, signum: int, grace: float) -> None:
         """End workers: `signum` to their process groups, after `grace` seconds SIGKILL to all.
 
         Args:
             workers: which; those that are gone are passed over. A later call may shorten the
-                grace of an earlier one.
+                grace of an earlier one. None is all of them.
             signum: such as SIGTERM. SIGCONT follows it, for suspended workers.
             grace: seconds.
         """
-        self._send([b"stop", signum, round(max(0.0, grace) * 1e9), *workers])
+        self._wake()
+        with self._lock:
+            if self._link is not None and not self._link.lost:
+                which = self._link.listeners if workers is None else workers
+                self._link.send([b"stop", signum, round(max(0.0, grace) * 1e9), *which])
 
     def close(self, timeout: float = 10.0) -> bool:
         """End the guardian, which kills all workers that are left.
@@ -203,10 +208,17 @@ class Guardian:
         Returns:
             Whether it ended.
         """
+        self._wake()
         with self._lock:
             link = self._link
             self._link = None
         return link is None or link.close(timeout)
+
+    def _wake(self) -> None:
+        """Let a guardian go on that somebody suspended: the workers' end depends on it."""
+        link = self._link  # without the lock, which who sends to a suspended guardian may hold
+        if link is not None:
+            link.wake()
 
     def _ensure(self) -> _Link:
         if self._link is None or self._link.lost:
@@ -262,6 +274,10 @@ class _Link:
             # could be understood. The guardian takes this for our end and kills the workers.
             self._socket.shutdown(socket.SHUT_RDWR)
             raise
+
+    def wake(self) -> None:
+        with suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._pidfd, signal.SIGCONT)
 
     def close(self, timeout: float) -> bool:
         with self._lock:
@@ -332,9 +348,10 @@ def _start_process(theirs: socket.socket, patience: float) -> int:
         ],
         os.environ,
         file_actions=[
+            # First, as the socket is itself 0 or 1 where those had been closed.
+            (os.POSIX_SPAWN_DUP2, theirs.fileno(), number),
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
-            (os.POSIX_SPAWN_DUP2, theirs.fileno(), number),
         ],
     )
 

@@ -1,0 +1,108 @@
+"""Jobs in odd surroundings: streams that are closed, a hang-up, a host that says no."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from e2e_job import DEADLINE_S, Job
+
+Launch = Callable[..., Job]
+
+
+def regrow_run(
+    tmp_path: Path, *arguments: str, closed: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`regrow run` to its end, its standard streams redirected as the shell's `closed` says."""
+    command = [sys.executable, "-m", "regrow.run", "--standalone", f"--log-dir={tmp_path}/logs"]
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=os.environ | env,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_the_null_device_for_the_workers(
+    tmp_path: Path, closed: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """
+import os, sys
+for fd in (0, 1, 2):
+    with open(os.environ["SEEN"] + os.environ["RANK"], "a") as seen:
+        seen.write(os.readlink(f"/proc/self/fd/{fd}") + " ")
+print("out")
+print("err", file=sys.stderr)
+"""
+    )
+    seen = str(tmp_path / "seen")
+    done = regrow_run(tmp_path, "--nproc-per-node=2", str(script), closed=closed, SEEN=seen)
+    assert done.returncode == 0, done
+    numbers = {"<&-": 0, ">&-": 1, "2>&-": 2}
+    for rank in (0, 1):
+        streams = Path(f"{seen}{rank}").read_text().split()
+        for word in closed.split():
+            assert streams[numbers[word]] == os.devnull
+        assert all(stream == os.devnull or stream.startswith("pipe:") for stream in streams[1:])
+
+
+def test_a_job_under_nohup_survives_a_hangup(launch: Launch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = launch("tell('pid')\nforever()\n", nproc=1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    job.news(1)
+    job.signal(signal.SIGHUP)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+
+
+def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: Launch) -> None:
+    job = launch("tell(os.getppid())\nforever()\n", nproc=2)
+    guardian = int(job.news(2)[0][2])
+    os.kill(guardian, signal.SIGSTOP)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+    assert "not known to have ended" not in job.stderr
+
+
+def test_a_program_that_cannot_run_fails_the_job_in_plain_words(tmp_path: Path) -> None:
+    program = tmp_path / "train"
+    program.write_text("#!/nonexistent/python\n")
+    program.chmod(0o755)
+    done = regrow_run(tmp_path, "--no-python", str(program))
+    assert done.returncode == 1, done
+    first = done.stderr.splitlines()[0]
+    assert "the interpreter '/nonexistent/python' of its #! line is missing" in first
+    assert str(program) in first
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--event-log-handler=nope"], "unknown event log handler 'nope'"),
+        (["--virtual-local-rank", "--nproc-per-node=2"], "CUDA_VISIBLE_DEVICES=0"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_anything_starts(
+    tmp_path: Path, flags: list[str], fault: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('started')")
+    done = regrow_run(tmp_path, *flags, str(script), CUDA_VISIBLE_DEVICES="0", OMP_NUM_THREADS="1")
+    assert done.returncode == 2, done
+    (line,) = done.stderr.splitlines()
+    assert fault in line
+    assert done.stdout == ""
