@@ -351,12 +351,16 @@ def test_calls_interrupted_by_signals_leave_the_client_whole(join: Join) -> None
     class Interrupted(Exception):
         pass
 
+    armed = False
+
     def interrupt(number: int, frame: object) -> None:
+        nonlocal armed
         if armed:
+            armed = False  # one interrupt a call, as with Ctrl-C
             raise Interrupted
 
     client = join(session_grace=PATIENCE)
-    main, armed, done = threading.get_ident(), False, threading.Event()
+    main, done = threading.get_ident(), threading.Event()
     old = signal.signal(signal.SIGUSR1, interrupt)
 
     def disturb() -> None:
@@ -381,7 +385,6 @@ def test_calls_interrupted_by_signals_leave_the_client_whole(join: Join) -> None
                 armed = False
                 returned += 1
             except Interrupted:
-                armed = False
                 interrupted += 1
     finally:
         armed = False

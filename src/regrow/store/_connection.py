@@ -292,30 +292,33 @@ class Connection:
         """The connection is of no more use: have the background thread make another."""
         if link is None or self._link is not link:
             return
-        self._link, self._dead = None, link
-        link.shutdown()
+        now = time.monotonic()
+        # From here to the end no signal handler can run: all is done, or nothing was.
+        self._lost_at = now
         if self._failure is None:
             self._state = ConnectionState.SUSPENDED
-            self._lost_at = time.monotonic()
-        self._poke()
+        self._dead = link
+        self._link = None
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
 
     def _fail(self, failure: StoreError, state: ConnectionState) -> None:
         """The session is over: fail every call, now and from now on."""
-        if self._failure is not None and state is not ConnectionState.CLOSED:
-            return
-        self._failure, self._state = failure, state
+        if self._failure is None or state is ConnectionState.CLOSED:
+            self._failure = failure
+            self._state = state
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+            self._fail_calls(failure)
+            self._drop(self._link)
+
+    def _fail_calls(self, failure: StoreError) -> None:
         for call in self._pending.values():
-            call.error = type(failure)(str(failure), applied=call.applied)
-            call.gate.release()
+            if call.error is None:
+                call.error = type(failure)(str(failure), applied=call.applied)
+                call.gate.release()
         self._pending.clear()
         self._changes.clear()
-        if self._link is not None:
-            self._drop(self._link)
-        self._poke()
-
-    def _poke(self) -> None:
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
 
     # ------------------------------------------------- in the background thread
 
@@ -435,14 +438,20 @@ class Connection:
                 self._on_state(state)
 
     def _bury(self) -> None:
-        with self._role, self._lock:
-            if self._dead is not None:
-                self._dead.close()
+        dead = self._dead
+        if dead is not None:
+            dead.shutdown()  # whoever still reads it lets go of the role
+            with self._role, self._lock:
+                dead.close()
                 self._dead = None
 
     def _release(self) -> None:
+        with self._lock:
+            if self._failure is not None:
+                self._fail_calls(self._failure)
+            self._drop(self._link)
         self._bury()
-        with self._role, self._lock:
+        with self._lock:
             os.close(self._wake)
             self._wake = -1
             self._epoll.close()
