@@ -23,7 +23,8 @@ COMMANDS = [line[2:] for line in README.splitlines() if line.startswith("$ ")]
 # What a reader would have at hand: a script that runs under torchrun.
 TRAIN = """\
 import os
-print("hello from rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+# In one piece, or the ranks' words would mix.
+os.write(1, "hello from rank {RANK} of {WORLD_SIZE}\\n".format(**os.environ).encode())
 """
 
 
