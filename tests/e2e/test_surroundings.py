@@ -106,3 +106,36 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     (line,) = done.stderr.splitlines()
     assert fault in line
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_function_forked_just_before_its_agent_is_killed_never_begins(
+    tmp_path: Path, method: str
+) -> None:
+    program = tmp_path / "program.py"
+    begun = tmp_path / "begun"
+    program.write_text(
+        f"""
+import os, pathlib, signal
+from regrow.launch import LaunchConfig, elastic_launch
+from regrow.workers import Guardian
+
+def work():
+    pathlib.Path({str(begun)!r}).touch()
+    signal.pause()
+
+def killed(*args, **more):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    Guardian.adopt = killed
+    config = LaunchConfig(1, 1, 1, run_id="job", rdzv_backend="c10d", start_method={method!r})
+    elastic_launch(config, work)()
+"""
+    )
+    # To the end of its output, which every process that it started holds open.
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done
+    assert not begun.exists()

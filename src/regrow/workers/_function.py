@@ -85,6 +85,10 @@ class Setup:
     """Whether the thread that forks it lasts as long as the job, so that its end is the job's."""
     parent: int | None
     """Who must be its parent; None if that is not known."""
+    adopted: Fd
+    """Has a byte to read once the guardian knows of it, and an end if the agent dies before."""
+    adopter: int | None
+    """The other end of that, if it came along with the fork."""
 
 
 @dataclass
@@ -154,6 +158,11 @@ def _settle(setup: Setup) -> None:
     from regrow.workers import _become
 
     os.setsid()
+    if setup.adopter is not None:
+        os.close(setup.adopter)
+    if not os.read(setup.adopted.number, 1):
+        os._exit(1)  # nobody would end it
+    os.close(setup.adopted.number)
     # What it double-forks becomes its own child rather than init's, and so is found at its end.
     _become.prctl(_become.PR_SET_CHILD_SUBREAPER, 1)
     if setup.dies_with_parent:

@@ -95,8 +95,15 @@ class MultiprocessContext(PContext):
         try:
             if self.start_method == "spawn":
                 return self._spawn(local_rank, process, env, pump)
-            job.setup = self._setup(local_rank, env, pump)
-            return self._fork(local_rank, process, job.setup, pump)
+            adopted, adopter = os.pipe()
+            try:
+                job.setup = self._setup(local_rank, env, pump, adopted, adopter)
+                worker = self._fork(local_rank, process, job.setup, pump)
+                os.write(adopter, b"\0")
+                return worker
+            finally:
+                os.close(adopted)
+                os.close(adopter)
         finally:
             call.close()
 
@@ -139,7 +146,9 @@ class MultiprocessContext(PContext):
             pipe.write(data)
         return worker
 
-    def _setup(self, local_rank: int, env: dict[str, str], pump: LogPump) -> _function.Setup:
+    def _setup(
+        self, local_rank: int, env: dict[str, str], pump: LogPump, adopted: int, adopter: int
+    ) -> _function.Setup:
         forked = self.start_method == "fork"
         streams = self._streams(local_rank, pump)
         strange: set[int] = set()
@@ -156,6 +165,8 @@ class MultiprocessContext(PContext):
             strange=sorted(strange),
             dies_with_parent=lasting,
             parent=os.getpid() if forked else None,
+            adopted=_function.Fd(adopted),
+            adopter=adopter if forked else None,
         )
 
     def _fork(
