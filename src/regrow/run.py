@@ -149,11 +149,10 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         )
     if args.max_restarts < 0:
         raise AssertionError(f"max_restarts must be >= 0, got {args.max_restarts}")
-    if getattr(args, "node_rank", 0) != 0 and args.rdzv_backend != "static":
+    ignored = _static_only(args) if args.rdzv_backend != "static" else ""
+    if ignored:
         logger.warning(
-            "--node-rank %s is ignored: only the static rendezvous uses it, not %s",
-            args.node_rank,
-            args.rdzv_backend,
+            "%s ignored: only the static rendezvous uses it, not %s", ignored, args.rdzv_backend
         )
     nproc_per_node = determine_local_world_size(
         args.nproc_per_node, one_device_each=args.virtual_local_rank
@@ -209,6 +208,21 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         )
         os.environ["OMP_NUM_THREADS"] = "1"
     return config, entrypoint, arguments
+
+
+def _static_only(args: Namespace) -> str:
+    """What was said that a rendezvous other than `static` has no use for."""
+    unsaid = {
+        "node_rank": (0,),
+        "master_addr": ("127.0.0.1",),
+        "master_port": (None, DEFAULT_MASTER_PORT),
+    }
+    said = {name: getattr(args, name, usual[0]) for name, usual in unsaid.items()}
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in said.items()
+        if value not in unsaid[name]
+    )
 
 
 def _local_ranks(text: str) -> set[int] | None:

@@ -254,11 +254,16 @@ def test_a_key_that_the_rendezvous_does_not_know_is_warned_of(
     assert launcher.config.rdzv_configs["jion_timeout"] == "4"
 
 
-def test_a_node_rank_that_nobody_uses_is_warned_of(
+def test_what_only_the_static_rendezvous_uses_is_warned_of_elsewhere(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["run", "--standalone", "--node-rank", "3", "train.py"]) == 0
-    assert "--node-rank 3 is ignored" in caplog.text
+    flags = "--standalone --node-rank 3 --master-addr node0 --master-port 1234"
+    assert main(["run", *flags.split(), "train.py"]) == 0
+    (message,) = caplog.messages
+    assert message.startswith("--node-rank 3, --master-addr node0, --master-port 1234 ignored")
+    caplog.clear()
+    assert main(["run", "--standalone", "train.py"]) == 0
+    assert not caplog.messages
 
 
 def test_a_signal_that_cannot_be_handled_is_warned_of_and_left_out(

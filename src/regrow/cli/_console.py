@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regrow.events import Event
 
 VERBOSE = "REGROW_VERBOSE"
-"""Environment variable; 1 prints the line at the start also if stderr is no terminal."""
+"""Environment variable; 1 prints the line at the start also if stderr is no terminal, 0 never."""
 
 
 class Console:
