@@ -25,13 +25,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent._environment import own_device
-from regrow.cli import _check
+from regrow.cli import _check, _values
 from regrow.cli._console import Console, say
-from regrow.cli._flags import build_parser
+from regrow.cli._parser import build_parser
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import get_logger, macros
-from regrow.workers import DefaultLogsSpecs, LogsSpecs, Std
+from regrow.workers import DefaultLogsSpecs, Std
 from regrow.workers.errors import record
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ __all__ = [
     "run_script_path",
 ]
 
-DEFAULT_MASTER_PORT = 29500
-LOGS_SPECS_GROUPS = ("regrow.logs_specs", "torchrun.logs_specs")
 LOG_LINE_PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 logger = get_logger(__name__)
@@ -149,7 +147,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         )
     if args.max_restarts < 0:
         raise AssertionError(f"max_restarts must be >= 0, got {args.max_restarts}")
-    ignored = _static_only(args) if args.rdzv_backend != "static" else ""
+    ignored = _values.static_only(args) if args.rdzv_backend != "static" else ""
     if ignored:
         logger.warning(
             "%s ignored: only the static rendezvous uses it, not %s", ignored, args.rdzv_backend
@@ -170,12 +168,12 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     if args.rdzv_backend == "static":
         rdzv_configs["rank"] = args.node_rank
     entrypoint, arguments = _entrypoint(args)
-    numa_options = _numa_options(args.numa_binding)
-    logs_specs = _logs_specs_class(args.logs_specs)(
+    numa_options = _values.numa_options(args.numa_binding)
+    logs_specs = _values.logs_specs_class(args.logs_specs)(
         log_dir=args.log_dir,
         redirects=Std.from_str(args.redirects),
         tee=Std.from_str(args.tee),
-        local_ranks_filter=_local_ranks(args.local_ranks_filter),
+        local_ranks_filter=_values.local_ranks(args.local_ranks_filter),
     )
     config = LaunchConfig(
         min_nodes=min_nodes,
@@ -208,56 +206,6 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         )
         os.environ["OMP_NUM_THREADS"] = "1"
     return config, entrypoint, arguments
-
-
-def _static_only(args: Namespace) -> str:
-    """What was said that a rendezvous other than `static` has no use for."""
-    unsaid = {
-        "node_rank": (0,),
-        "master_addr": ("127.0.0.1",),
-        "master_port": (None, DEFAULT_MASTER_PORT),
-    }
-    said = {name: getattr(args, name, usual[0]) for name, usual in unsaid.items()}
-    return ", ".join(
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in said.items()
-        if value not in unsaid[name]
-    )
-
-
-def _local_ranks(text: str) -> set[int] | None:
-    if not text:
-        return None
-    try:
-        return {int(rank) for rank in text.split(",")}
-    except ValueError:
-        raise ValueError(
-            f"--local-ranks-filter: {text!r} is not a list of local ranks such as 0,1,2"
-        ) from None
-
-
-def _logs_specs_class(name: str | None) -> Callable[..., LogsSpecs]:
-    """The class that a plug-in of that name provides, or the default."""
-    if name is None:
-        return DefaultLogsSpecs
-    from importlib.metadata import entry_points
-
-    for group in LOGS_SPECS_GROUPS:
-        for point in entry_points(group=group, name=name):
-            found: Callable[..., LogsSpecs] = point.load()
-            return found
-    raise ValueError(
-        f"Could not find entrypoint under 'torchrun.logs_specs[{name}]' key, nor under"
-        f" 'regrow.logs_specs[{name}]'"
-    )
-
-
-def _numa_options(mode: str | None) -> Any:
-    if mode is None:
-        return None
-    from regrow.workers import AffinityMode, NumaOptions
-
-    return NumaOptions(affinity_mode=AffinityMode(mode))
 
 
 def _entrypoint(args: Namespace) -> tuple[Callable[..., Any] | str, list[str]]:
@@ -309,7 +257,7 @@ def _settle(args: Namespace) -> None:
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = "localhost:0"
     if args.master_port is None:
-        args.master_port = DEFAULT_MASTER_PORT
+        args.master_port = _values.DEFAULT_MASTER_PORT
 
 
 def _launch(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from regrow.cli._flags import FLAGS, Flag, build_parser
+from regrow.cli._flags import FLAGS, Flag
+from regrow.cli._parser import build_parser
 
 VALUES: dict[str, tuple[str, Any]] = {
     "max-restarts": ("7", 7),

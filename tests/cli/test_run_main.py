@@ -266,6 +266,23 @@ def test_what_only_the_static_rendezvous_uses_is_warned_of_elsewhere(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("group", ["regrow.logs_specs", "torchrun.logs_specs"])
+def test_a_plug_in_may_decide_where_output_goes(
+    group: str, launcher: Launcher, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"specs_of_{group.partition('.')[0]}"
+    (place / f"{module}.py").write_text(
+        "from regrow.workers import DefaultLogsSpecs\nclass Mine(DefaultLogsSpecs): ...\n"
+    )
+    installed = place / "plugin-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{group}]\nmine = {module}:Mine\n")
+    monkeypatch.syspath_prepend(place)
+    assert main(["run", "--logs-specs", "mine", "-t", "3", "train.py"]) == 0
+    assert type(launcher.config.logs_specs).__name__ == "Mine"
+
+
 def test_a_signal_that_cannot_be_handled_is_warned_of_and_left_out(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:

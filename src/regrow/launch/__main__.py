@@ -23,7 +23,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from regrow import run
-from regrow.cli._flags import build_parser
+from regrow.cli._parser import build_parser
 from regrow.workers.errors import record
 
 __all__ = ["launch", "main", "parse_args"]
