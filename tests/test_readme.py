@@ -132,3 +132,10 @@ def test_every_variable_that_is_named_is_read_or_set_somewhere() -> None:
     names = set(re.findall(r"`(REGROW_[A-Z_]+)`", README))
     assert names
     assert {name for name in names if f'"{name}"' not in sources} == set()
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    names = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text))
+    assert names
+    assert {name for name in names if not (ROOT / "src" / "regrow" / name).exists()} == set()
