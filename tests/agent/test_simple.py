@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent import _decide as core
 from regrow.agent._decide import Signaled
 from regrow.agent._inbox import Inbox, signals_into
 from regrow.events import Event
@@ -118,6 +119,16 @@ def test_a_failure_without_budget_is_the_result() -> None:
     assert result.is_failed()
     assert result.failures[1].exitcode == 3
     assert agent.calls == ["start", "stop", "shutdown SIGTERM 30"]
+
+
+def test_what_is_left_of_a_failed_group_is_stopped_before_the_back_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "BACKOFF_BASE_S", 0.001)
+    agent = Agent([FAILED, FAILED, SUCCEEDED], max_restarts=2)
+    assert not agent.run().is_failed()
+    first, second = ["start", "stop"], ["start", "stop", "stop"]
+    assert agent.calls == [*first, *second, "start", "shutdown SIGTERM 30"]
 
 
 def test_waiting_nodes_restart_the_group_for_free() -> None:

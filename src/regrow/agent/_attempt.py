@@ -98,6 +98,7 @@ class AttemptSteps(AgentRecords):
         with self._starting:  # to the last event, which is told before any of the attempt's end
             self._stay()
             self._attempt += 1
+            self._noticed = None  # by the ends of an older attempt
             worker_ids = self._start_workers(worker_group)
             for local_rank, worker_id in worker_ids.items():
                 worker = worker_group.workers[local_rank]

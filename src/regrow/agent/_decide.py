@@ -154,7 +154,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Say DelayOver in `seconds`."""
+    """Stop what is left of the workers, and say DelayOver in `seconds`."""
 
     seconds: float
 

@@ -159,7 +159,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         state = core.State(remaining_restarts=self._remaining_restarts)
         event: core.Event | None = core.Begin()
         deadline: float | None = None  # of the running back-off
-        in_flight: dict[object, Callable[[Any], core.Event]] = {}
+        in_flight: dict[object, Callable[[Any], core.Event | None]] = {}
         while True:
             if event is not None:
                 state = replace(state, remaining_restarts=self._remaining_restarts)
@@ -180,6 +180,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                         case core.Delay(seconds):
                             self._emit_restarting("worker failure", seconds)
                             deadline = monotonic() + seconds
+                            self._perform(action, in_flight, delayed=True)
                         case _:
                             self._perform(action, in_flight, delayed=deadline is not None)
                             deadline = None
@@ -188,7 +189,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
     def _perform(
         self,
         action: core.Action,
-        in_flight: dict[object, Callable[[Any], core.Event]],
+        in_flight: dict[object, Callable[[Any], core.Event | None]],
         *,
         delayed: bool,
     ) -> None:
@@ -196,7 +197,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         match action:
             case core.Form():
                 call: Callable[[], Any] = lambda: self._initialize_workers(group)  # noqa: E731
-                then: Callable[[Any], core.Event] = lambda _: core.Formed(monotonic())  # noqa: E731
+                then: Callable[[Any], core.Event | None] = lambda _: core.Formed(monotonic())  # noqa: E731
             case core.Restart(reason):
                 if not delayed:
                     self._emit_restarting(reason, 0.0)
@@ -204,6 +205,10 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                 then = lambda _: core.Formed(monotonic())  # noqa: E731
             case core.Look():
                 call, then = self._look, self._report
+            case core.Delay():
+                # What is left of a failed group does not run on while the agent waits.
+                call = lambda: self._call_stop_workers(group)  # noqa: E731
+                then = lambda _: None  # noqa: E731
             case core.Stop():
                 call = lambda: self._call_stop_workers(group)  # noqa: E731
                 then = lambda _: core.Stopped()  # noqa: E731
@@ -218,7 +223,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         self,
         state: core.State,
         deadline: float | None,
-        in_flight: dict[object, Callable[[Any], core.Event]],
+        in_flight: dict[object, Callable[[Any], core.Event | None]],
     ) -> core.Event | None:
         timeout = None
         if deadline is not None:
