@@ -2,12 +2,13 @@
 # machine needs python3 (3.11 or newer, with its venv module) and make, nothing else.
 #
 #   make test      the test suite              make demo    a training that survives a kill -9
-#   make lint      ruff and mypy --strict      make bench   beside torchrun, with the bounds checked
+#   make lint      ruff and mypy --strict      make bench   beside torch, with the bounds checked
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
-# Test processes at once, more arguments for pytest, and how often `repeat` and `soak` repeat.
+# Test processes at once, more arguments for pytest, those of the benchmarks that have bounds, and
+# how often `repeat` and `soak` repeat.
 JOBS ?= 4
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
@@ -36,6 +37,8 @@ lint: $(DEV)/.installed
 
 bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/launch.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/store.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/logs.py
 
 repeat: $(DEV)/.installed
 	@for run in $$(seq $(N)); do \
