@@ -30,7 +30,7 @@ def test_a_crash_run_gives_both_times_and_leaves_no_process(bench: Any) -> None:
 
 
 def test_a_launcher_that_does_not_restart_is_no_result(bench: Any) -> None:
-    with pytest.raises(SystemExit, match="(?s)exit code 1.*No module named no_launcher"):
+    with pytest.raises(SystemExit, match=r"(?s)exit code 1.*No module named no_launcher"):
         bench.crash_run("no_launcher", "crash", 2)
 
 
