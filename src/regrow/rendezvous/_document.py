@@ -49,7 +49,7 @@ def decode(document: bytes) -> Round:
     """
     try:
         parts: Any = json.loads(document)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         _refuse(f"it is not JSON ({error})", document)
     if not isinstance(parts, dict) or parts.get("format") != FORMAT:
         _refuse(f"it is not a document of the format {FORMAT!r}", document)

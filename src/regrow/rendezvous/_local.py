@@ -130,11 +130,11 @@ class LocalRounds:
             if self._state.number != before.number:
                 self._store.close()
                 self._store = MemoryStore()
+            self._changed.notify_all()
             for effect in effects:
                 if isinstance(effect, RoundEnded | NodesWaiting):
                     for listener in tuple(self._listeners.values()):
                         listener(effect, before.ranks)
-            self._changed.notify_all()
             return effects
 
     def meet(
@@ -198,7 +198,7 @@ class LocalRounds:
                 deadline = None
             elif deadline is None:
                 deadline = now + timeout
-            self._patience, due, again = look(self._patience, self._state, {}, self._bounds, now)
+            self._patience, due, again = look(self._patience, self._state, None, self._bounds, now)
             if due:
                 for event in due:
                     self.post(event)

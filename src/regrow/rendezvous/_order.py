@@ -61,7 +61,7 @@ def assign_ranks(nodes: Mapping[str, Ranked], previous: Mapping[str, int]) -> di
         by_rank[0] = min(first, key=lambda id: (previous.get(id) != 0, newcomer(id)))
     for id in nodes:
         rank = previous.get(id, len(nodes))
-        if rank < len(nodes):
+        if rank < len(nodes) and id != by_rank.get(0):  # whoever wanted 0 has its seat
             by_rank.setdefault(rank, id)
     seated = set(by_rank.values())
     homeless = [id for id in nodes if id not in seated]

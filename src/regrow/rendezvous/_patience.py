@@ -50,17 +50,24 @@ class Patience:
 
 
 def look(
-    patience: Patience, state: Round, beats: Mapping[str, int], bounds: Bounds, now: float
+    patience: Patience,
+    state: Round,
+    beats: Mapping[str, int] | None,
+    bounds: Bounds,
+    now: float,
+    me: str = "",
 ) -> tuple[Patience, tuple[LastCallOver | Lost, ...], float | None]:
     """Judge what is due.
 
     Args:
         patience: what the last look returned; `Patience()` at first.
         state: the round as it is now.
-        beats: the latest beat heard of each node that this waiter is to watch; everything that
-            has arrived must have been taken in before.
+        beats: the latest beat heard of each node; everything that has arrived must have been
+            taken in before. A node of whom nothing was heard yet is watched like any other.
+            None: nodes are known to be lost in another way, and none is watched.
         bounds: how long is too long.
         now: seconds of this waiter's monotonic clock.
+        me: the waiter's own node, if it has one, which it does not watch.
 
     Returns:
         What to remember; the events that are due, each to be given to `step`; and when to look
@@ -70,10 +77,11 @@ def look(
     again: list[float] = []
     listened = min(max(now - patience.looked, 0.0), bounds.keep_alive)
     silent: dict[str, tuple[int, float]] = {}
-    for id in sorted(watched(state) & beats.keys()):
-        beat, silence = patience.silent.get(id, (beats[id], -listened))
-        silence = 0.0 if beats[id] != beat else silence + listened
-        silent[id] = (beats[id], silence)
+    for id in sorted(watched(state) - {me}) if beats is not None else ():
+        heard = (beats or {}).get(id, 0)
+        beat, silence = patience.silent.get(id, (heard, -listened))
+        silence = 0.0 if heard != beat else silence + listened
+        silent[id] = (heard, silence)
         if silence >= bounds.keep_alive * bounds.misses:
             due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s"))
         else:

@@ -23,6 +23,10 @@ the round in which a node was last seated is its fencing token, and it shows it 
 token that does not fit is refused, and says so, on the first call. The node may then come back as
 a new one, under a new id: ids are for one life, so that what is still said about the old life
 cannot harm the new one. A call that is repeated because its answer was lost changes nothing.
+What the rules need of whoever drives them: the calls of one life take effect in their order, and
+none after that life was given up. A session of the store server is such a life; a node that
+compares and sets the state for itself makes one call after the other, and knows which of them took
+effect.
 
 Why one queue: whoever arrives too late queues in order of arrival. As many of them as there are
 free seats in the running round are *waiting*, and the members are told, so that they can make room
@@ -140,7 +144,11 @@ class Refused(NamedTuple):
 
 
 class RoundEnded(NamedTuple):
-    """To the members: the round is over before its work was done."""
+    """To the members: the round is over before its work was done.
+
+    Also the answer to a member that asks with the token of an older round; it can ask again with
+    this one's, once its workers are stopped.
+    """
 
     round: int
     id: str
@@ -257,7 +265,8 @@ def digest(state: Round) -> str:
 
     It guards against mistakes, not against enemies.
     """
-    return f"{crc32(chr(10).join([str(state.number), *state.ranks]).encode()):08x}"
+    text = "\n".join([str(state.number), *state.ranks])
+    return f"{crc32(text.encode(errors='surrogatepass')):08x}"
 
 
 # --- the rules
@@ -304,6 +313,10 @@ def _join(state: Round, event: Join) -> tuple[Round, tuple[Effect, ...]]:
         news = standing(state, id)
         assert news is not None
         return state, (news,)
+    if id in state.awaited and token != state.number - 1:
+        # It was seated after it made this call; whether its workers run, only it knows.
+        assert state.ended is not None
+        return state, (state.ended,)
     return _admit(state, event.node)
 
 
