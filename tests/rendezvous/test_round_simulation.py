@@ -129,7 +129,7 @@ class Agent:
                 assert self.seat is None, "a seat while the workers of another round run"
                 sim.saw(news)
                 self.token, self.seat = round, news
-            case Seated() if waiting:
+            case Seated() if waiting and news == self.seat:
                 self.restart()
             case RoundEnded(round=round) if round > self.token:
                 self.token = round  # it had a seat, and no time to hear of it
@@ -151,10 +151,6 @@ class Agent:
                 self.join()
 
         self.world.sim.after(self.world.sim.random.uniform(0, 2), stopped)
-
-
-def in_it(state: Round, id: str) -> bool:
-    return isinstance(standing(state, id), Seated | Placed)
 
 
 class World(ABC):
@@ -212,7 +208,7 @@ class ByServer(World):
         def arrived() -> None:
             self.beats[id] = max(beat, self.beats.get(id, 0))
             # It has had no answer, so it repeats its call along with the beat.
-            if waits and id not in self.ended and not in_it(self._state, id):
+            if waits and id not in self.ended:
                 self.apply(Join(node, token))
             self.tell(agent, id)
 
