@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from storing import PATIENCE, Background, ServerThread
+from storing import PATIENCE, Background, ServerThread, eventually
 
 from regrow.store import (
     Limits,
@@ -339,10 +339,7 @@ def test_counts_over_the_limits_are_refused_without_effect(serve: Serve, small: 
     client.set("15", "may still change")
     blocked = [Background(client.get, f"never {i}") for i in range(4)]
     server_side = next(iter(server.server.machine.sessions.values()))
-    deadline = time.monotonic() + PATIENCE
-    while len(server_side.parked) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    eventually(lambda: len(server_side.parked) == 4)
     with pytest.raises(StoreLimitError, match=r"Limits\.parked"):
         client.get("never")
     client.close()
