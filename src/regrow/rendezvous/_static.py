@@ -89,7 +89,6 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         self.run_id = run_id
         self.timeout = timeout
         self._token = token
-        self._attempts = 0
         self._interrupted = threading.Event()
         self._server: ServerProcess | None = None
         self._client: StoreClient | None = None
@@ -122,9 +121,10 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         while True:
             client = self._connected(deadline)
             try:
-                mine = PrefixStore(self.run_id, client)
                 left = max(deadline - time.monotonic(), 0.001)
-                store = PrefixStore(str(meet(mine, self.rank, self.world_size, left)), mine)
+                meetings = PrefixStore(f"{self.run_id}/meetings", client)
+                attempt = meet(meetings, self.rank, self.world_size, left)
+                store = PrefixStore(f"{self.run_id}/{attempt}", client)
                 return RendezvousInfo(store, self.rank, self.world_size, self._agree(store))
             except StoreConnectionError as error:
                 # Node rank 0, and the server with it, was started again; or this is an interrupt.
