@@ -46,16 +46,15 @@ if TYPE_CHECKING:
     from regrow.utils import PortReservation
 
 TIMEOUT = 600.0
-_TRY = 5.0  # seconds for one try to connect, between which an interrupt is looked at
+_TRY = 2.0  # seconds for one try to connect, between which an interrupt is looked at
 _PAUSE = 0.2  # seconds between two tries
 
-_NO_TOKEN = """\
-several nodes need a token that they share, so that nobody else can take part in the job. Make one \
-on any node with
-    python -c 'import secrets; print(secrets.token_hex(32))'
-and give it to every node before the command, by
-    export REGROW_TOKEN=<the token>
-or by REGROW_TOKEN_FILE=<a file that holds it>"""
+_NO_TOKEN = (
+    "several nodes need a token that they share, so that nobody else can take part in the job, and "
+    "neither REGROW_TOKEN nor REGROW_TOKEN_FILE is set. On one node type: "
+    "export REGROW_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))') "
+    "and on every other: export REGROW_TOKEN=<what `echo $REGROW_TOKEN` prints on the first>"
+)
 
 
 class StaticTCPRendezvous(PushingRendezvousHandler):
