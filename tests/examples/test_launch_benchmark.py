@@ -21,12 +21,13 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_crash_run_gives_both_times_and_leaves_no_process(bench: Any) -> None:
+    before = bench.descendants(os.getpid())  # other tests' helper processes, too
     began_s = time.monotonic()
     first_line_s, restart_s = bench.crash_run("regrow.run", "crash", 2)
     passed_s = time.monotonic() - began_s
     assert 0 < first_line_s < passed_s
     assert 0 < restart_s < passed_s
-    assert bench.descendants(os.getpid()) == {os.getpid()}
+    assert bench.descendants(os.getpid()) <= before
 
 
 def test_a_launcher_that_does_not_restart_is_no_result(bench: Any) -> None:

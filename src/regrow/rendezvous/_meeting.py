@@ -11,6 +11,10 @@ Who finds its rank marked already knows that this attempt is over, whatever beca
 the next; those who still wait in the old one go on to it. So nobody has to remember anything, and
 an agent that was started again is like any other.
 
+Who gives up ends the attempt for all: a mark that nobody stands behind must not be counted. The
+mark of an agent that was killed stays until its session ends, at most the store's grace; nodes
+that meet in this time with the dead one hear of it from their workers only.
+
 How an attempt ended is one key, set once: the marks of those who met, or nothing. Each takes part
 only if its own mark is among them, so no one can be counted without knowing it, or the reverse.
 
@@ -61,6 +65,12 @@ def meet(store: WatchStore, rank: int, world_size: int, timeout: float) -> int:
             try:
                 met = _wait(store, attempt, mark, world_size, deadline, here)
             except StoreTimeout as error:
+                # Nobody may count on a node that has given up: the attempt is over for all, unless
+                # they have met this very moment.
+                outcome = store.compare_set(f"{attempt}/outcome", "", _OVER)
+                if mark.encode() in outcome.split(b","):
+                    return attempt
+                store.compare_set("attempt", str(attempt), str(attempt + 1))
                 missing = [str(r) for r in range(world_size) if f"{attempt}/{r}" not in here]
                 raise RendezvousTimeoutError(
                     f"node rank {rank} waited {timeout:g} s for all {world_size} nodes; missing: "
