@@ -179,6 +179,20 @@ def test_members_are_told_who_ended_the_round_but_not_the_one_who_did(make_job: 
     assert told_b.empty()
 
 
+def test_members_are_not_asked_to_make_room_for_one_who_has_given_up(make_job: MakeJob) -> None:
+    job = make_job(1, 2, 0.01)
+    a, b = job.handler("a"), job.handler("b")
+    news: SimpleQueue[object] = SimpleQueue()
+    a.subscribe(news.put)
+    job.join(a)
+    late = Call(b.next_rendezvous)
+    assert news.get(timeout=LONG) == NodesWaiting(1, 1)
+    b.interrupt()
+    with pytest.raises(RendezvousGracefulExitError):
+        late.result()
+    assert news.empty()
+
+
 def test_an_ended_subscription_is_silent(make_job: MakeJob) -> None:
     job = make_job(1, 2, 0.01)
     a, b = job.handler("a"), job.handler("b")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regrow.rendezvous._patience import Bounds, Patience, look
 from regrow.rendezvous._round import Join, LastCallOver, Lost, Node, Round, step
 
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BOUNDS = Bounds(last_call=30.0, keep_alive=1.0, misses=3)
 
 
@@ -109,6 +110,7 @@ def test_with_nothing_to_wait_for_there_is_no_need_to_look_again() -> None:
     assert look(Patience(), formed("a", low=2, high=2), None, BOUNDS, 5.0)[1:] == ((), None)
 
 
+@UNHURRIED
 @given(
     st.lists(st.tuples(st.floats(0.01, 5), st.booleans()), max_size=60),
     st.sampled_from([Bounds(), BOUNDS, Bounds(keep_alive=0.5, misses=4)]),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regrow.rendezvous._order import assign_ranks, natural_key
 from regrow.rendezvous._round import Node
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def nodes(*names: str, **wanted: int) -> dict[str, Node]:
@@ -31,11 +33,13 @@ def test_the_order_is_natural(in_order: list[str]) -> None:
     assert names == in_order
 
 
+@UNHURRIED
 @given(st.text(), st.text())
 def test_any_two_names_can_be_compared(one: str, other: str) -> None:
     assert natural_key(one) <= natural_key(other) or natural_key(other) <= natural_key(one)
 
 
+@UNHURRIED
 @given(st.integers(0, 10**30), st.integers(0, 10**30))
 def test_numbers_sort_as_numbers(one: int, other: int) -> None:
     assert (natural_key(str(one)) < natural_key(str(other))) == (one < other)
@@ -70,9 +74,18 @@ def test_a_rank_beyond_the_smaller_world_moves_into_the_gap_and_no_other_moves()
     }
 
 
+def test_who_was_there_before_fills_a_gap_before_who_is_new() -> None:
+    assert assign_ranks(nodes("a", "b2", "d"), {"a": 0, "b": 1, "c": 2, "d": 3}) == {
+        "a": 0,
+        "d": 1,
+        "b2": 2,
+    }
+
+
 names = st.text("ab019.", min_size=1, max_size=5)
 
 
+@UNHURRIED
 @given(
     st.dictionaries(names, st.none() | st.integers(0, 6), min_size=1, max_size=8),
     st.lists(names, unique=True, max_size=8),

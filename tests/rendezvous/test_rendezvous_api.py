@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import regrow.rendezvous as package
@@ -31,6 +31,8 @@ from regrow.rendezvous.utils import (
     unknown_config_keys,
 )
 from regrow.store import MemoryStore, StoreTimeout
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Handler(RendezvousHandler):
@@ -423,6 +425,7 @@ def test_a_host_that_is_none_is_refused_with_the_endpoint(endpoint: str) -> None
     assert endpoint in str(e.value)
 
 
+@UNHURRIED
 @given(st.text("aé1:[]. -_/", max_size=12), st.integers(0, 65535))
 def test_any_endpoint_is_read_as_torch_reads_it(endpoint: str, port: int) -> None:
     theirs = pytest.importorskip("torch.distributed.elastic.rendezvous.utils")
@@ -436,6 +439,7 @@ def test_any_endpoint_is_read_as_torch_reads_it(endpoint: str, port: int) -> Non
     assert outcome(parse_rendezvous_endpoint) == outcome(theirs.parse_rendezvous_endpoint)
 
 
+@UNHURRIED
 @given(st.text("ab=, 1", max_size=12))
 def test_any_configuration_is_read_as_torch_reads_it(text: str) -> None:
     theirs = pytest.importorskip("torch.distributed.elastic.rendezvous.utils")

@@ -214,6 +214,13 @@ def test_a_member_that_does_not_come_back_within_the_last_call_loses_its_seat() 
     assert [type(e) for e in effects] == [Refused]
 
 
+def test_a_seat_that_was_kept_in_vain_goes_to_a_standby_when_the_last_call_is_over() -> None:
+    state, _ = run(complete("a", "b"), *joins("c"), Join(node("a"), 1))
+    assert standing(state, "c") == Placed("c", "standby")
+    state, effects = run(state, LastCallOver(state.last_call))
+    assert seats(effects) == {"a": 0, "c": 1}
+
+
 def test_below_the_minimum_the_survivors_wait_until_one_comes() -> None:
     state, _ = run(complete("a", "b", low=2, high=3), Lost("b", "silence"), *joins("a", token=1))
     assert not state.complete
@@ -308,14 +315,17 @@ def test_a_closed_round_goes_on_and_its_members_leave_in_peace() -> None:
     state, effects = run(state, Leave("a", 1))
     assert effects == []
     assert isinstance(standing(state, "b"), Seated)
+    assert standing(state, "a") == state.closed
     assert watched(state) == {"b"}
+    assert run(state, Join(node("a"))) == (state, [state.closed])
 
 
 def test_after_closing_a_lost_member_is_still_reported_but_one_that_left_is_not() -> None:
     state, _ = run(complete("a", "b", "c"), Close("a"), Leave("a", 1))
     assert run(state, Lost("a", "its connection broke")) == (state, [])
-    _, effects = run(state, Lost("b", "silence"))
+    state, effects = run(state, Lost("b", "silence"))
     assert effects == [RoundEnded(1, "b", "silence")]
+    assert watched(state) == {"c"}
 
 
 def test_closing_is_final_and_the_first_reason_counts() -> None:
@@ -328,6 +338,7 @@ def test_no_round_completes_after_closing() -> None:
     call = state.last_call
     state, _ = run(state, Close("a"), LastCallOver(call))
     assert not state.complete
+    assert state.last_call == 0
 
 
 def test_a_closed_rendezvous_has_nobody_waiting() -> None:

@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regrow.rendezvous import RendezvousStateError
 from regrow.rendezvous._document import decode, encode
 from regrow.rendezvous._round import Close, Event, Join, Leave, Lost, Node, Round, step
+
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def state() -> Round:
@@ -119,6 +121,7 @@ json_values = st.recursive(
 )
 
 
+@UNHURRIED
 @given(st.dictionaries(st.sampled_from(sorted(parts())), json_values))
 def test_no_document_does_worse_than_be_refused(changes: dict[str, Any]) -> None:
     document = json.dumps({**parts(), **changes}).encode()
@@ -129,6 +132,7 @@ def test_no_document_does_worse_than_be_refused(changes: dict[str, Any]) -> None
     assert decode(encode(decoded)) == decoded
 
 
+@UNHURRIED
 @given(st.binary(max_size=40))
 def test_no_bytes_do_worse_than_be_refused(document: bytes) -> None:
     with pytest.raises(RendezvousStateError):
