@@ -51,6 +51,24 @@ def test_an_agent_that_dies_while_it_waits_is_not_counted(pool: ThreadPoolExecut
     assert {first.result(LONG), again.result(LONG), last.result(LONG)} == {1}
 
 
+def test_nobody_meets_with_the_mark_of_one_that_has_just_died(pool: ThreadPoolExecutor) -> None:
+    store = MemoryStore()
+    store.set("1/1", "the mark of one that died")
+    met = [pool.submit(meet, store, rank, 3, LONG) for rank in (0, 2)]
+    wait_for(store, lambda: store.check(["1/answer/0", "1/answer/2"]))
+    assert not any(future.done() for future in met)
+    store.delete_key("1/1")  # its session has ended
+    met.append(pool.submit(meet, store, 1, 3, LONG))
+    assert {future.result(LONG) for future in met} == {1}
+
+
+def test_a_timeout_names_the_rank_that_came_and_does_not_answer() -> None:
+    store = MemoryStore()
+    store.set("1/1", "the mark of one that died")
+    with pytest.raises(RendezvousTimeoutError, match=r"for all 2 nodes; missing: node rank 1$"):
+        meet(store, 0, 2, 0.05)
+
+
 def test_an_agent_started_again_before_its_death_was_noticed_meets_the_others(
     pool: ThreadPoolExecutor,
 ) -> None:

@@ -421,7 +421,6 @@ def _complete(state: Round) -> tuple[Round, tuple[Effect, ...]]:
         state,
         version=state.version + 1,
         ranks=assign_ranks(state.members, state.previous),
-        awaited=frozenset(),
         last_call=0,
     )
     same = digest(state)
