@@ -209,13 +209,13 @@ def test_an_ended_subscription_is_silent(make_job: MakeJob) -> None:
 
 def test_a_standby_waits_past_its_timeout_and_takes_a_seat_that_frees(make_job: MakeJob) -> None:
     job = make_job(1, 2)
-    a, b, spare = job.handler("a"), job.handler("b"), job.handler("c", timeout=0.01)
+    a, b, spare = job.handler("a"), job.handler("b"), job.handler("c", timeout=1.0)
     news: SimpleQueue[object] = SimpleQueue()
     a.subscribe(news.put)
     job.join(a, b)
     waiting = Call(spare.next_rendezvous)
     job.until(lambda: len(job.rounds.state.queue) == 1)
-    waiting.thread.join(0.1)  # ten times its timeout
+    waiting.thread.join(1.5)  # past its timeout, which counts anew once it has a seat
     assert waiting.thread.is_alive()
     assert news.empty()
     job.rounds.post(Lost(b._node.id, "its connection broke"))
@@ -369,6 +369,32 @@ def test_many_rounds_of_many_nodes_under_churn_all_agree(make_job: MakeJob) -> N
         assert len({size for _, size in members}) == 1
         assert len(set(ranks)) == len(ranks)
         assert max(ranks) < members[0][1]
+
+
+def test_what_happens_to_a_node_is_recorded(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str, int | None]] = []
+
+    def record(run_id: str, message: str, node_state: Any, rank: Any = None, **_: Any) -> None:
+        assert run_id == "job"
+        seen.append((node_state.name, message, rank))
+
+    monkeypatch.setattr("regrow.events.construct_and_record_rdzv_event", record)
+    handler = make_job(1, 1).handler("a")
+    handler.next_rendezvous()
+    handler.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        handler.next_rendezvous()
+    assert [(state, rank) for state, _, rank in seen] == [
+        ("RUNNING", None),
+        ("RUNNING", 0),
+        ("SUCCEEDED", None),
+        ("RUNNING", None),
+        ("FAILED", None),
+    ]
+    assert "has joined round 1 as rank 0 in a world of size 1" in seen[1][1]
+    assert seen[4][1].startswith("RendezvousClosedError: the rendezvous 'job' is closed")
 
 
 def test_more_nodes_than_one_are_refused_with_what_works_instead() -> None:
