@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from regrow.rendezvous._news import (
+from regrow.rendezvous._round import (
     Close,
     Effect,
     Event,
@@ -17,11 +17,16 @@ from regrow.rendezvous._news import (
     NodesWaiting,
     Placed,
     Refused,
+    Round,
     RoundClosed,
     RoundEnded,
     Seated,
+    digest,
+    standing,
+    stands_by,
+    step,
+    watched,
 )
-from regrow.rendezvous._round import Round, digest, standing, stands_by, step, watched
 
 
 def node(name: str, wanted: int | None = None) -> Node:

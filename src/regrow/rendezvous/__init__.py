@@ -27,9 +27,8 @@ from regrow.rendezvous._registry import (
 )
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._local import LocalRounds
-    from regrow.rendezvous._local_handler import LocalRendezvousHandler
-    from regrow.rendezvous._news import NodesWaiting, RoundEnded
+    from regrow.rendezvous._local import LocalRendezvousHandler, LocalRounds
+    from regrow.rendezvous._round import NodesWaiting, RoundEnded
 
 __all__ = [
     "LocalRendezvousHandler",
@@ -54,10 +53,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LocalRendezvousHandler": "_local_handler",
+    "LocalRendezvousHandler": "_local",
     "LocalRounds": "_local",
-    "NodesWaiting": "_news",
-    "RoundEnded": "_news",
+    "NodesWaiting": "_round",
+    "RoundEnded": "_round",
 }
 
 
