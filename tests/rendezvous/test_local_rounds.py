@@ -22,7 +22,7 @@ from regrow.rendezvous import (
     RoundEnded,
     get_rendezvous_handler,
 )
-from regrow.rendezvous._round import Lost
+from regrow.rendezvous._news import Lost
 from regrow.store import StoreClosedError
 
 LONG = 30.0  # seconds after which a test gives up; nothing here takes long

@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from regrow.rendezvous._news import Join, LastCallOver, Lost, Node
 from regrow.rendezvous._patience import Bounds, Patience, look
-from regrow.rendezvous._round import Join, LastCallOver, Lost, Node, Round, step
+from regrow.rendezvous._round import Round, step
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BOUNDS = Bounds(last_call=30.0, keep_alive=1.0, misses=3)

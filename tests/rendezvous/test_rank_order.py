@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from regrow.rendezvous._news import Node
 from regrow.rendezvous._order import assign_ranks, natural_key
-from regrow.rendezvous._round import Node
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from regrow.rendezvous._round import (
+from regrow.rendezvous._news import (
     Close,
     Effect,
     Event,
@@ -17,16 +17,11 @@ from regrow.rendezvous._round import (
     NodesWaiting,
     Placed,
     Refused,
-    Round,
     RoundClosed,
     RoundEnded,
     Seated,
-    digest,
-    standing,
-    stands_by,
-    step,
-    watched,
 )
+from regrow.rendezvous._round import Round, digest, standing, stands_by, step, watched
 
 
 def node(name: str, wanted: int | None = None) -> Node:

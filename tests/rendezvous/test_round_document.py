@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from regrow.rendezvous import RendezvousStateError
 from regrow.rendezvous._document import decode, encode
-from regrow.rendezvous._round import Close, Event, Join, Leave, Lost, Node, Round, step
+from regrow.rendezvous._news import Close, Event, Join, Leave, Lost, Node
+from regrow.rendezvous._round import Round, step
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from regrow.rendezvous._document import contradictions, decode, encode
-from regrow.rendezvous._round import (
+from regrow.rendezvous._news import (
     Close,
     Effect,
     Event,
@@ -23,15 +23,11 @@ from regrow.rendezvous._round import (
     NodesWaiting,
     Placed,
     Refused,
-    Round,
     RoundClosed,
     RoundEnded,
     Seated,
-    standing,
-    stands_by,
-    step,
-    watched,
 )
+from regrow.rendezvous._round import Round, standing, stands_by, step, watched
 
 LIVES = [f"n{i}" for i in range(6)]
 

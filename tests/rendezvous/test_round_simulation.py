@@ -20,20 +20,9 @@ from collections.abc import Callable
 import pytest
 
 from regrow.rendezvous._document import decode, encode
+from regrow.rendezvous._news import Event, Join, Lost, Node, Placed, RoundClosed, RoundEnded, Seated
 from regrow.rendezvous._patience import Bounds, Patience, look
-from regrow.rendezvous._round import (
-    Event,
-    Join,
-    Lost,
-    Node,
-    Placed,
-    Round,
-    RoundClosed,
-    RoundEnded,
-    Seated,
-    standing,
-    step,
-)
+from regrow.rendezvous._round import Round, standing, step
 
 BOUNDS = Bounds(last_call=8.0, keep_alive=1.0, misses=3)
 SETTLED_WITHIN = 60.0  # virtual seconds from the last fault to the last seat

@@ -27,8 +27,9 @@ from regrow.rendezvous._registry import (
 )
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._local import LocalRendezvousHandler, LocalRounds
-    from regrow.rendezvous._round import NodesWaiting, RoundEnded
+    from regrow.rendezvous._local import LocalRounds
+    from regrow.rendezvous._local_handler import LocalRendezvousHandler
+    from regrow.rendezvous._news import NodesWaiting, RoundEnded
 
 __all__ = [
     "LocalRendezvousHandler",
@@ -53,10 +54,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LocalRendezvousHandler": "_local",
+    "LocalRendezvousHandler": "_local_handler",
     "LocalRounds": "_local",
-    "NodesWaiting": "_round",
-    "RoundEnded": "_round",
+    "NodesWaiting": "_news",
+    "RoundEnded": "_news",
 }
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from regrow.rendezvous._errors import RendezvousStateError
-from regrow.rendezvous._round import Node, Round, RoundClosed, RoundEnded
+from regrow.rendezvous._news import Node, RoundClosed, RoundEnded
+from regrow.rendezvous._round import Round
 
 FORMAT = "regrow.round"
 VERSION = 1

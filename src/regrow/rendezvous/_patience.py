@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from regrow.rendezvous._round import LastCallOver, Lost, Round, watched
+from regrow.rendezvous._news import LastCallOver, Lost
+from regrow.rendezvous._round import Round, watched
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def _create_static(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    from regrow.rendezvous._local import create_handler
+    from regrow.rendezvous._local_handler import create_handler
 
     return create_handler(params)
 
