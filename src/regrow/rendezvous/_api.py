@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from regrow.rendezvous._news import Judged
     from regrow.store import Store
 
 _TRUE = ("1", "true", "t", "yes", "y")
@@ -69,9 +70,13 @@ class RendezvousInfo:
         world_size: number of nodes in the round.
         bootstrap_store_info: where the workers' rank 0 is to listen; None when the agent is to
             choose.
+        round: the round's number, from 1, the same on all nodes: the fencing token of this
+            membership. None where the rendezvous has no such number.
+        failures: how many failures of workers the job has been charged with, on all nodes
+            together. None where each agent has to count for itself.
     """
 
-    __slots__ = ("_bootstrap_store_info", "_rank", "_store", "_world_size")
+    __slots__ = ("_bootstrap_store_info", "_failures", "_rank", "_round", "_store", "_world_size")
 
     def __init__(
         self,
@@ -79,7 +84,11 @@ class RendezvousInfo:
         rank: int,
         world_size: int,
         bootstrap_store_info: RendezvousStoreInfo | None,
+        round: int | None = None,
+        failures: int | None = None,
     ) -> None:
+        self._round = round
+        self._failures = failures
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -104,6 +113,16 @@ class RendezvousInfo:
     def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
         """Where the workers' rank 0 is to listen, or None."""
         return self._bootstrap_store_info
+
+    @property
+    def round(self) -> int | None:
+        """The round's number, from 1, or None: the fencing token of this membership."""
+        return self._round
+
+    @property
+    def failures(self) -> int | None:
+        """How many failures the job has been charged with, or None."""
+        return self._failures
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self._store, self._rank, self._world_size))
@@ -173,8 +192,10 @@ class PushingRendezvousHandler(RendezvousHandler):
         """Be told when the current round should give way to the next one.
 
         Args:
-            callback: called with a `RoundEnded` or a `NodesWaiting`, whose text says why, from
-                whichever thread learns of it; it must neither block nor raise.
+            callback: called from whichever thread learns of it; it must neither block nor raise.
+                With a `RoundEnded` (of this node's round, by another's doing, or because touch
+                with the others was lost), a `NodesWaiting`, a `Judged` (only where it corrects the
+                cause of a `RoundEnded`), or a `RoundClosed`; the text of each says why.
 
         Returns:
             A function that ends the subscription.
@@ -186,6 +207,52 @@ class PushingRendezvousHandler(RendezvousHandler):
 
         Callable from any thread.
         """
+
+    # What a rendezvous of one node, or one that knows no more than torch's, need not do.
+
+    def report_failure(self, report: str) -> Judged | None:
+        """Tell all that this node's workers have failed, and block until that is judged.
+
+        It ends the round for everyone. The next call is `next_rendezvous` or `fail`.
+
+        Args:
+            report: what failed, as the other nodes are to show it.
+
+        Returns:
+            The judgement; None where each agent judges for itself, and where this node's round
+            was over already, so that nobody is charged.
+
+        Raises:
+            RendezvousError: as `next_rendezvous`.
+        """
+        return None
+
+    def fail(self, report: str) -> None:
+        """Close the rendezvous because the job has failed for good; tell everyone the report."""
+        self.set_closed()
+
+    def leaving(self, why: str) -> None:
+        """Tell all that this node stops its workers and will go; `shutdown` or `leave` follows.
+
+        It never blocks for long, and failing to tell is no error.
+        """
+
+    def leave(self, why: str) -> None:
+        """Give this node's seat back, now that its workers have ended; the job goes on."""
+
+    def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
+        """Be told how long this node may run its workers without hearing more.
+
+        Whoever cannot renew its lease stops its workers before others may take their place.
+
+        Args:
+            renewed: called with a time on the monotonic clock (seconds) whenever it moves on, from
+                any thread; it must neither block nor raise. Never called where there is no lease.
+
+        Returns:
+            A function that ends it.
+        """
+        return lambda: None
 
 
 class RendezvousParameters:

@@ -34,6 +34,10 @@ def encode(state: Round) -> bytes:
         "queue": [list(node) for node in state.queue.values()],
         "previous": list(state.previous),
         "awaited": sorted(state.awaited),
+        "unheard": sorted(state.unheard),
+        "evicting": int(state.evicting),
+        "failures": state.failures,
+        "charged": int(state.charged),
         "last_call": state.last_call,
         "ended": list(state.ended) if state.ended else None,
         "closed": list(state.closed) if state.closed else None,
@@ -90,6 +94,10 @@ def _read(parts: dict[str, Any]) -> Round:
         queue=_nodes(left.pop("queue")),
         previous=_ranks(left.pop("previous")),
         awaited=frozenset(_ranks(left.pop("awaited"))),
+        unheard=frozenset(_ranks(left.pop("unheard"))),
+        evicting=bool(_count(left.pop("evicting"))),
+        failures=_count(left.pop("failures")),
+        charged=bool(_count(left.pop("charged"))),
         last_call=_count(left.pop("last_call")),
         ended=None if ended is None else _ended(*ended),
         closed=None if closed is None else _closed(*closed),
@@ -100,18 +108,19 @@ def _read(parts: dict[str, Any]) -> Round:
     return state
 
 
-def _ended(round: object, id: object, why: object) -> RoundEnded:
-    return RoundEnded(_count(round), _text(id), _text(why))
+def _ended(round: object, id: object, why: object, report: object) -> RoundEnded:
+    return RoundEnded(_count(round), _text(id), _text(why), _text(report))
 
 
-def _closed(id: object, why: object) -> RoundClosed:
-    return RoundClosed(_text(id), _text(why))
+def _closed(id: object, why: object, report: object) -> RoundClosed:
+    return RoundClosed(_text(id), _text(why), _text(report))
 
 
 def _nodes(value: object) -> dict[str, Node]:
     nodes = {}
-    for id, addr, wanted in _list(value):
-        node = Node(_text(id), _text(addr), None if wanted is None else _count(wanted))
+    for id, addr, wanted, port in _list(value):
+        asked = None if wanted is None else _count(wanted)
+        node = Node(_text(id), _text(addr), asked, _count(port))
         if node.id in nodes:
             raise ValueError(f"node {node.id!r} is there twice")
         nodes[node.id] = node
@@ -160,7 +169,7 @@ def contradictions(state: Round) -> Iterator[str]:
             yield "its ranks are not those of its members"
         if len(members) < state.min_nodes:
             yield f"it is complete with fewer members than {state.min_nodes}"
-        if state.awaited or state.last_call:
+        if state.awaited or state.last_call or state.evicting:
             yield "it is complete and still waits for members"
     elif not state.closed:
         if len(members) == state.max_nodes:
@@ -173,6 +182,12 @@ def contradictions(state: Round) -> Iterator[str]:
         yield "it is closed and has a last call"
     if not state.gone <= members or (state.gone and not (state.closed and state.complete)):
         yield "members are gone that cannot be"
+    if not state.unheard <= state.awaited or (
+        state.unheard and not (state.ended and state.ended.report)
+    ):
+        yield "members are to be heard of that cannot be"
+    if state.evicting and not state.previous or state.charged and not state.failures:
+        yield "it does not fit the round before"
     if (state.ended is None) != (state.number == 1) or (
         state.ended and state.ended.round != state.number - 1
     ):

@@ -18,6 +18,8 @@ class Node(NamedTuple):
     """Host name or address, as the other nodes reach it; ranks follow its natural order."""
     wanted: int | None = None
     """The node rank the user gave, if any."""
+    port: int = 0
+    """A free TCP port that the node holds, for the workers' rank 0 should it become rank 0."""
 
 
 # --- what happens
@@ -33,8 +35,41 @@ class Join(NamedTuple):
     """What to tell the others if this ends their round."""
 
 
+class Failed(NamedTuple):
+    """The workers of a member have failed; this ends the round.
+
+    Whether it is the workers' fault is judged when every other member of the round has been heard
+    of after it: one that turns out to be lost, or to be leaving, is taken as the cause instead.
+    """
+
+    id: str
+    token: int
+    """The round in which they failed."""
+    report: str
+    """What failed, for the other nodes to show; this package does not look into it."""
+
+
+class Heard(NamedTuple):
+    """A member knows that its round is over, and is there: its workers are being stopped.
+
+    A `Join` or a `Failed` of the member says the same.
+    """
+
+    id: str
+    token: int
+    """The round that is over."""
+
+
+class Leaving(NamedTuple):
+    """A member will go, and stops its workers first: the round is over, its seat not yet free."""
+
+    id: str
+    token: int
+    why: str
+
+
 class Leave(NamedTuple):
-    """A node goes, by its own decision."""
+    """A node goes, by its own decision; its workers have ended."""
 
     id: str
     token: int = 0
@@ -62,9 +97,11 @@ class Close(NamedTuple):
 
     id: str
     why: str = "it closed the rendezvous"
+    report: str = ""
+    """What failed for good, for every node to show; empty when the job did not fail."""
 
 
-Event = Join | Leave | Lost | LastCallOver | Close
+Event = Join | Failed | Heard | Leaving | Leave | Lost | LastCallOver | Close
 
 
 # --- what nodes are told
@@ -82,6 +119,10 @@ class Seated(NamedTuple):
     """Address of rank 0."""
     digest: str
     """The same for all who have the same members with the same ranks."""
+    port: int = 0
+    """The port that rank 0 holds for the workers; 0 when it named none."""
+    failures: int = 0
+    """How many failures of workers the job has been charged with so far."""
 
 
 class Placed(NamedTuple):
@@ -111,9 +152,23 @@ class RoundEnded(NamedTuple):
     id: str
     """Whose doing it was."""
     why: str
+    report: str = ""
+    """What failed, if the workers of that node did."""
 
     def __str__(self) -> str:
         return f"round {self.round} is over: node {self.id}: {self.why}"
+
+
+class Judged(NamedTuple):
+    """To the members of a round that `Failed` ended: whose fault it was."""
+
+    round: int
+    charged: bool
+    """Whether the workers are to blame, so that it counts as a failure of the job."""
+    failures: int
+    """How many the job has been charged with, this one included."""
+    cause: RoundEnded
+    """What ended the round, as judged."""
 
 
 class NodesWaiting(NamedTuple):
@@ -140,6 +195,8 @@ class RoundClosed(NamedTuple):
     id: str
     """Who closed it."""
     why: str
+    report: str = ""
+    """What failed for good; empty when the job did not fail."""
 
 
-Effect = Seated | Placed | Refused | RoundEnded | NodesWaiting | LastCall | RoundClosed
+Effect = Seated | Placed | Refused | RoundEnded | Judged | NodesWaiting | LastCall | RoundClosed

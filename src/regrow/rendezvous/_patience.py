@@ -7,12 +7,15 @@ changes, and what counts is when the change was *seen*.
 
 Not hearing of a node is evidence against it only while one listens. A waiter that was stopped for
 a minute, or whose host was, finds a clock that has jumped and nothing heard in between; so one
-look adds one keep-alive interval of silence at most, however long ago the last one was. A node is
-lost after `misses` intervals of silence that somebody really listened to: `misses * keep_alive`
-seconds, plus one more for each time that the waiter itself was late.
+look adds one keep-alive interval of silence at most, however long ago the last one was.
+
+A node that cannot be heard may still run its workers, until its lease is over and they are killed.
+The lease lasts as long as the silence that is borne, counted from the last beat that was heard, by
+the node's own clock; so nobody takes its place before that time and `kill` seconds more. Only who
+knows otherwise that a node has ended (its connection was closed) need not wait.
 
 The last call is different: its end expels nobody, so it is simply so many seconds after it was
-first seen.
+first seen. What follows for those who have not come back by then is as long as a lease.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ class Bounds:
     keep_alive: float = 1.0
     """Seconds between two beats of a node."""
     misses: int = 3
-    """Beats that may fail to come before the node is given up."""
+    """Beats that may fail to come before the node's lease is over."""
+    kill: float = 1.0
+    """Seconds more, in which a node whose lease is over kills its workers."""
+
+    @property
+    def lease(self) -> float:
+        """Seconds for which a node may run its workers after a beat that was heard."""
+        return self.keep_alive * self.misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +93,17 @@ def look(
         beat, silence = patience.silent.get(id, (heard, -listened))
         silence = 0.0 if heard != beat else silence + listened
         silent[id] = (heard, silence)
-        if silence >= bounds.keep_alive * bounds.misses:
+        if silence >= bounds.lease + bounds.kill:
             due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s"))
         else:
-            left = bounds.keep_alive * bounds.misses - silence
+            left = bounds.lease + bounds.kill - silence
             again.append(now + min(left, bounds.keep_alive))
     since = patience.since if state.last_call == patience.call else now
     if state.last_call:
-        if now - since >= bounds.last_call:
+        wait = bounds.lease + bounds.kill if state.evicting else bounds.last_call
+        if now - since >= wait:
             due.append(LastCallOver(state.last_call))
         else:
-            again.append(since + bounds.last_call)
+            again.append(since + wait)
     remembered = Patience(now, state.last_call, since, silent)
     return remembered, tuple(due), min(again, default=None)

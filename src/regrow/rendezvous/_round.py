@@ -34,9 +34,16 @@ by starting the next round. The rest *stand by*: they cost the job nothing, and 
 is free. Which is which follows from the numbers, so it is not written down anywhere.
 
 The last call ends early when nobody is left to wait for: every member of the round before is back,
-has left or is lost. A member that does not come back within the last call loses its seat. It has
-been told that its round is over; to be sure that its workers are stopped by then, the last call
-must be longer than its lease.
+has left or is lost. A member that is there but does not come back within the last call is *evicted*:
+it is refused from then on, so that it cannot renew its lease (`holds`), and the others wait once
+more, for as long as a lease lasts, before they take its seat. So no two rounds ever have workers.
+
+Why a failure is judged: when a host is lost, the workers of the others fail as well, in the
+collective that the lost ones no longer take part in, and such a failure may be reported first. So
+`Failed` ends the round at once, but whose fault it was is known only when every other member has
+been heard of after it, which takes one message each way, or is lost or leaving: then that was the
+cause, and the job is not charged with a failure. All nodes count the same failures, so the job has
+one budget of restarts.
 
 Closing is final. A complete round that is closed goes on until its members have left, and these
 leave in peace; but one that is lost is still reported, since the others may be waiting for it.
@@ -52,10 +59,14 @@ from regrow.rendezvous._news import (
     Close,
     Effect,
     Event,
+    Failed,
+    Heard,
     Join,
+    Judged,
     LastCall,
     LastCallOver,
     Leave,
+    Leaving,
     Lost,
     Node,
     NodesWaiting,
@@ -87,7 +98,15 @@ class Round:
     previous: Mapping[str, int] = field(default_factory=dict)
     """The ranks of the last complete round, which ranks to come follow."""
     awaited: frozenset[str] = frozenset()
-    """Members of the round before, not heard of since it ended, each with a seat kept."""
+    """Members of the round before, not back since it ended, each with a seat kept."""
+    unheard: frozenset[str] = frozenset()
+    """Those of `awaited` that must be heard of before the failure in `ended` is judged."""
+    evicting: bool = False
+    """The last call is over, and those of `awaited` are refused until their leases are over."""
+    failures: int = 0
+    """How many failures of workers the job has been charged with."""
+    charged: bool = False
+    """Whether the round before ended by the last of them."""
     last_call: int = 0
     """Names the last call that runs, by the version at which it began; 0 when none does."""
     ended: RoundEnded | None = None
@@ -117,7 +136,7 @@ def standing(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClose
     if id in state.ranks and id not in state.gone:
         return _seated(state, id, digest(state))
     if id in state.awaited:
-        return state.ended
+        return None if state.evicting else state.closed or state.ended
     if id in state.members:
         return state.closed or Placed(id, "forming")
     if id in state.queue:
@@ -130,6 +149,21 @@ def stands_by(state: Round, id: str) -> bool:
     if id not in state.queue:
         return False
     return id not in list(state.queue)[: state._free if state.complete else 0]
+
+
+def holds(state: Round, id: str, token: int) -> bool:
+    """Return whether the workers that the node started in round `token` may go on running."""
+    if token == state.number:
+        return id in state.ranks and id not in state.gone
+    return token == state.number - 1 and id in state.awaited and not state.evicting
+
+
+def judged(state: Round, round: int) -> Judged | None:
+    """Return how a round ended; None while that is not judged, or when it is too long ago."""
+    ended = state.ended
+    if ended is None or ended.round != round or state.unheard:
+        return None
+    return Judged(round, state.charged, state.failures, ended)
 
 
 def watched(state: Round) -> frozenset[str]:
@@ -158,16 +192,22 @@ def step(state: Round, event: Event) -> tuple[Round, tuple[Effect, ...]]:
     match event:
         case Join():
             return _join(state, event)
+        case Failed(id, token, report):
+            return _failed(state, id, token, report)
+        case Heard(id, token):
+            return _heard(state, id, token)
+        case Leaving(id, token, why):
+            return _leaving(state, id, token, why)
         case Leave():
             return _leave(state, event)
         case Lost(id, why):
             return _remove(state, id, why)
         case LastCallOver(call) if call and call == state.last_call:
-            return _settle(replace(state, awaited=frozenset()), last_call_over=True)
+            return _last_call_over(state)
         case LastCallOver():
             return state, ()
-        case Close(id, why):
-            return _close(state, id, why)
+        case Close(id, why, report):
+            return _close(state, id, why, report)
 
 
 def _join(state: Round, event: Join) -> tuple[Round, tuple[Effect, ...]]:
@@ -175,6 +215,8 @@ def _join(state: Round, event: Join) -> tuple[Round, tuple[Effect, ...]]:
     if state.closed and (id not in state.ranks or id in state.gone or token == state.number):
         return state, (state.closed,)
     known = id in state.members or id in state.queue or id in state.awaited
+    if state.evicting and id in state.awaited:
+        return state, (Refused(id, token, "it did not come back within the last call"),)
     if token > state.number or (token == state.number and id not in state.ranks):
         why = f"the rendezvous has not got beyond round {state.number}"
         return state, (Refused(id, token, f"its round {token} never was: {why}"),)
@@ -204,17 +246,69 @@ def _why_stale(state: Round, token: int) -> str:
 
 def _admit(state: Round, node: Node) -> tuple[Round, tuple[Effect, ...]]:
     """Give a node that is nowhere yet a seat in the round that forms, or a place in the queue."""
+    state, told = _hear(state, node.id)
     awaited = state.awaited - {node.id}
     state = replace(state, awaited=awaited, version=state.version + 1)
     if not state.complete and state._free > 0:
         state = replace(state, members={**state.members, node.id: node})
         after, effects = _settle(state)
-        return after, effects if after.complete else (Placed(node.id, "forming"), *effects)
+        placed = () if after.complete else (Placed(node.id, "forming"),)
+        return after, (*told, *placed, *effects)
     before = state.waiting
     state = replace(state, queue={**state.queue, node.id: node})
     if state.waiting > before:
         return state, (Placed(node.id, "waiting"), NodesWaiting(state.number, state.waiting))
     return state, (Placed(node.id, "standby"),)
+
+
+def _failed(state: Round, id: str, token: int, report: str) -> tuple[Round, tuple[Effect, ...]]:
+    if state.closed:
+        return state, (state.closed,)
+    if token == state.number and id in state.ranks:
+        over, told = _end(state, id, "its workers failed", report)
+        return _judge(replace(over, unheard=over.awaited - {id}), told)
+    if not holds(state, id, token):
+        return state, (Refused(id, token, _why_stale(state, token)),)
+    after, told = _heard(state, id, token)
+    verdict = judged(after, token)
+    return after, told or ((verdict,) if verdict else ())
+
+
+def _heard(state: Round, id: str, token: int) -> tuple[Round, tuple[Effect, ...]]:
+    return _hear(state, id) if holds(state, id, token) else (state, ())
+
+
+def _hear(state: Round, id: str) -> tuple[Round, tuple[Effect, ...]]:
+    if id not in state.unheard:
+        return state, ()
+    heard = replace(state, unheard=state.unheard - {id}, version=state.version + 1)
+    return _judge(heard, ())
+
+
+def _judge(state: Round, told: tuple[Effect, ...]) -> tuple[Round, tuple[Effect, ...]]:
+    """Charge the job with the failure, if everyone has been heard of."""
+    if state.unheard:
+        return state, told
+    state = replace(state, failures=state.failures + 1, charged=True)
+    assert state.ended is not None
+    return state, (*told, Judged(state.ended.round, True, state.failures, state.ended))
+
+
+def _forgive(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]:
+    """Take a member that had not been heard of as the cause of the failure in the others."""
+    if id not in state.unheard:
+        return state, ()
+    cause = RoundEnded(state.number - 1, id, why)
+    state = replace(state, unheard=frozenset(), ended=cause, version=state.version + 1)
+    return state, (Judged(cause.round, False, state.failures, cause),)
+
+
+def _leaving(state: Round, id: str, token: int, why: str) -> tuple[Round, tuple[Effect, ...]]:
+    if state.closed or not holds(state, id, token):
+        return state, ()
+    if token == state.number:
+        return _end(state, id, why)
+    return _forgive(state, id, why)
 
 
 def _leave(state: Round, event: Leave) -> tuple[Round, tuple[Effect, ...]]:
@@ -237,6 +331,7 @@ def _remove(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]
         over, told = _end(state, id, why)
         after, effects = _settle(replace(over, awaited=over.awaited - {id}))
         return after, (*told, *effects)
+    state, told = _forgive(state, id, why)
     if id not in state.members and id not in state.queue and id not in state.awaited:
         return state, ()
     before = state.waiting
@@ -250,12 +345,13 @@ def _remove(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]
     if state.complete:
         fewer = state.waiting != before
         return state, (NodesWaiting(state.number, state.waiting),) if fewer else ()
-    return _settle(state)
+    after, effects = _settle(state)
+    return after, (*told, *effects)
 
 
-def _end(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]:
+def _end(state: Round, id: str, why: str, report: str = "") -> tuple[Round, tuple[Effect, ...]]:
     """End the complete round by the doing of one node; nobody is in the next one yet."""
-    ended = RoundEnded(state.number, id, why)
+    ended = RoundEnded(state.number, id, why, report)
     over = replace(
         state,
         number=state.number + 1,
@@ -265,9 +361,22 @@ def _end(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]:
         previous=state.ranks,
         awaited=frozenset(state.members) - state.gone,
         ended=ended,
+        charged=False,
         gone=frozenset(),
     )
     return over, (ended,)
+
+
+def _last_call_over(state: Round) -> tuple[Round, tuple[Effect, ...]]:
+    if state.awaited and not state.evicting:
+        call = state.version + 1
+        state = replace(state, evicting=True, last_call=call, version=call)
+        return state, (LastCall(call),)
+    told: tuple[Effect, ...] = ()
+    if state.unheard:  # they were there, and have nothing to say
+        state, told = _judge(replace(state, unheard=frozenset()), ())
+    after, effects = _settle(replace(state, awaited=frozenset()), last_call_over=True)
+    return after, (*told, *effects)
 
 
 def _settle(state: Round, last_call_over: bool = False) -> tuple[Round, tuple[Effect, ...]]:
@@ -299,19 +408,22 @@ def _complete(state: Round) -> tuple[Round, tuple[Effect, ...]]:
         version=state.version + 1,
         ranks=assign_ranks(state.members, state.previous),
         last_call=0,
+        evicting=False,
     )
     same = digest(state)
     return state, tuple(_seated(state, id, same) for id in state.ranks)
 
 
 def _seated(state: Round, id: str, same: str) -> Seated:
-    leader = state.members[next(iter(state.ranks))].addr
-    return Seated(id, state.number, state.ranks[id], len(state.ranks), leader, same)
+    leader = state.members[next(iter(state.ranks))]
+    rank, world_size = state.ranks[id], len(state.ranks)
+    where = leader.addr, same, leader.port
+    return Seated(id, state.number, rank, world_size, *where, state.failures)
 
 
-def _close(state: Round, id: str, why: str) -> tuple[Round, tuple[Effect, ...]]:
+def _close(state: Round, id: str, why: str, report: str) -> tuple[Round, tuple[Effect, ...]]:
     if state.closed:
         return state, ()
-    closed = RoundClosed(id, why)
+    closed = RoundClosed(id, why, report)
     after = replace(state, closed=closed, last_call=0, version=state.version + 1)
     return after, (closed,)
