@@ -17,18 +17,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from regrow.rendezvous._news import Refused, RoundClosed
 from regrow.rendezvous._round import Round, judged, standing
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._news import (
-        Event,
-        Judged,
-        Placed,
-        Refused,
-        RoundClosed,
-        RoundEnded,
-        Seated,
-    )
+    from collections.abc import Sequence
+
+    from regrow.rendezvous._news import Effect, Event, Judged, Placed, RoundEnded, Seated
     from regrow.store import Store
 
 
@@ -44,11 +39,37 @@ class View(NamedTuple):
     """How many nodes would have a seat in the next round."""
     judged: Judged | None
     """How the round before ended, once that is judged."""
+    closed: bool = False
+    """Whether there will be no other round; a node that has its seat may go on all the same."""
 
 
 def view(state: Round, id: str) -> View:
     """Return what a node has to believe that sees the state and nothing else."""
-    return View(state.version, standing(state, id), state.waiting, judged(state, state.number - 1))
+    verdict = judged(state, state.number - 1)
+    return View(
+        state.version, standing(state, id), state.waiting, verdict, state.closed is not None
+    )
+
+
+def answer(state: Round, id: str, effects: Sequence[Effect]) -> View:
+    """Return what a node has to believe that has made a call.
+
+    Args:
+        state: after the call.
+        id: the node.
+        effects: of the call. That it was refused, or that there will be no other round, is in them
+            and not always in the state.
+    """
+    said = view(state, id)
+    for effect in effects:
+        if isinstance(effect, RoundClosed) or (isinstance(effect, Refused) and effect.id == id):
+            said = said._replace(news=effect)
+    return said
+
+
+def differs(now: View, seen: View | None) -> bool:
+    """Return whether a view differs from another one in more than the version."""
+    return seen is None or now[1:] != seen[1:]
 
 
 class Driver(Protocol):
