@@ -4,6 +4,7 @@
 #   make test      the test suite              make demo    a training that survives a kill -9
 #   make lint      ruff and mypy --strict      make bench   beside torch, with the bounds checked
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
+#   make hosts     jobs on several hosts through every loss, as root (network namespaces)
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
@@ -19,13 +20,16 @@ DEMO := .venv-demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DELETE_ON_ERROR:
-.PHONY: help test demo lint bench repeat soak clean check-python
+.PHONY: help test hosts demo lint bench repeat soak clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
 
 test: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+hosts: $(DEV)/.installed
+	$(DEV)/bin/python -m pytest -n $(JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

@@ -84,6 +84,7 @@ class Host:
         self.name = f"node{port}"
         self.addr = f"{SUBNET}.{port}"
         self._network = network
+        self._entered: list[subprocess.Popen[Any]] = []
         etc = network.folder / self.name
         etc.mkdir()
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.addr} {self.name}\n")
@@ -109,19 +110,16 @@ class Host:
             self.destroy()
             raise
 
-    def start(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        output: IO[bytes],
-    ) -> Process:
-        """Start a program on the host, with stdout and stderr to a file."""
-        return Process(self, command, env, output)
+    def popen(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
+        """Start a program on the host; the arguments are those of subprocess.Popen."""
+        process = subprocess.Popen([*self._enter, *command], **how)
+        self._entered.append(process)
+        return process
 
     def run(self, *command: str) -> str:
         """Run a short program on the host and return what it writes."""
         return subprocess.run(
-            [*self.enter, *command], check=True, capture_output=True, text=True
+            [*self._enter, *command], check=True, capture_output=True, text=True
         ).stdout
 
     def link(self, state: str) -> None:
@@ -130,8 +128,13 @@ class Host:
 
     def destroy(self) -> None:
         """Kill everything on the host and take it away; its peers may be told by the kernel."""
-        self._boot.kill()
-        self._boot.communicate()
+        for process in (self._boot, *self._entered):
+            _end(process)
+
+    def hang_up(self) -> None:
+        """Do what happens when the test is killed: the host's first process loses its input."""
+        assert self._boot.stdin is not None
+        self._boot.stdin.close()
 
     def lose_power(self) -> None:
         """Take the host away without a last word to anybody."""
@@ -139,8 +142,7 @@ class Host:
         self.destroy()
 
     @property
-    def enter(self) -> list[str]:
-        """The words before a command that have it run on the host."""
+    def _enter(self) -> list[str]:
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid")
         return ["nsenter", "--target", str(self.pid), *spaces]
 
@@ -165,14 +167,8 @@ class Process:
     def __init__(
         self, host: Host, command: Sequence[str], env: Mapping[str, str], output: IO[bytes]
     ) -> None:
-        self.host = host
-        self._nsenter = subprocess.Popen(
-            [*host.enter, *command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=env,
-            start_new_session=True,
+        self._nsenter = host.popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env
         )
         wait_until(lambda: bool(self._children()), f"{command} runs on {host.name}")
         self.pid = self._children()[0]
@@ -240,8 +236,7 @@ class Network:
         """Take everything away."""
         for host in self.hosts:
             host.destroy()
-        self._switch.kill()
-        self._switch.communicate()
+        _end(self._switch)
         shutil.rmtree(self.folder)
 
     def __enter__(self) -> Network:
@@ -272,3 +267,11 @@ class Network:
                     line = self._lines.setdefault(way, {})
                     line.update(properties)
                     self.command(do="line", **{"from": way[0], "to": way[1]}, **line)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()

@@ -1,0 +1,262 @@
+"""A job on several hosts under test: agents started one by one, and what their workers saw.
+
+Workers append what they do to a file (`host_worker`), stamped by a clock that all hosts of a test
+share. So it can be told exactly whether two worlds ever ran at once, and how long it took from a
+fault to the next collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from netns import Host, Process
+from processes import alive, children_of
+
+T = TypeVar("T")
+
+#: Seconds after which a test gives up: far beyond what anything takes on a loaded machine.
+PATIENCE_S = 40.0
+PORT = 29400
+WORKER = Path(__file__).with_name("host_worker.py")
+
+
+class Record(NamedTuple):
+    """What a worker wrote of itself."""
+
+    what: str
+    host: str
+    pid: int
+    """On its host."""
+    round: int
+    """Its fencing token."""
+    attempt: int
+    restarts: int
+    rank: int
+    world_size: int
+    monotonic_s: float
+
+
+class World(NamedTuple):
+    """The workers of one round, all of which have got to work."""
+
+    round: int
+    hosts: tuple[str, ...]
+    """In the order of their ranks."""
+    restarts: int
+    started_s: float
+    """When the last of them ran its first line."""
+    reduced_s: float
+    """When the first of them had its first all-reduce behind it, if they do any."""
+
+
+class Agent:
+    """One `regrow run`."""
+
+    def __init__(self, job: Job, host: Host, name: str, flags: list[str]) -> None:
+        self.host = host
+        self.log_dir = job.folder / f"{name}.logs"
+        self._output = job.folder / f"{name}.output"
+        home = job.folder / f"{host.name}.home"
+        home.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "regrow.run", f"--log-dir={self.log_dir}", *flags]
+        with self._output.open("wb") as output:
+            env = {**job.env, "HOME": str(home)}
+            self.process = Process(host, [*command, str(WORKER), job.mode], env, output)
+
+    @property
+    def output(self) -> str:
+        """All that it and its workers have written."""
+        return self._output.read_text(errors="replace")
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Its recorded events called `regrow.<name>`."""
+        found = []
+        for path in self.log_dir.glob("*/events.jsonl"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n") and json.loads(line)["name"] == f"regrow.{name}":
+                    found.append(json.loads(line))
+        return found
+
+    def finish(self) -> int:
+        """Its exit status."""
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self} does not end") from None
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and nothing else."""
+        self.process.signal(signal.SIGKILL)
+
+    def kill_family(self) -> None:
+        """End it and its workers by SIGKILL, at one moment as far as this is possible.
+
+        All are stopped first, so that none acts on the end of another. A store server is none of
+        them: it belongs to the job, and takes sessions of its own to end.
+        """
+        family = [self.process.pid, *_below(self.process.pid)]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in family:
+                os.kill(pid, signum)
+
+    def __repr__(self) -> str:
+        return f"the agent on {self.host.name}, which wrote {self.output[-6000:]}"
+
+
+class Job:
+    """A job; `agent` starts another of its agents."""
+
+    def __init__(
+        self,
+        folder: Path,
+        coordinator: Host | None,
+        *,
+        nodes: str,
+        mode: str,
+        backend: str = "c10d",
+        endpoint: str = "",
+        max_restarts: int = 0,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        """Name the job.
+
+        Args:
+            folder: where everything is written.
+            coordinator: the host of the endpoint, unless `endpoint` is given.
+            nodes: least and most nodes, `2:4`.
+            mode: what the workers do (`host_worker`).
+            backend: how the nodes meet.
+            endpoint: where they meet.
+            max_restarts: failures after which workers are started again.
+            env: more variables for agents and workers.
+        """
+        self.folder = folder
+        self.mode = mode
+        self.agents: list[Agent] = []
+        (folder / "alive").mkdir()
+        outer = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+        self.env = {
+            **outer,
+            "JOB_FOLDER": str(folder),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+            "REGROW_TOKEN": "a token for the tests",
+            **(env or {}),
+        }
+        if coordinator is not None:
+            endpoint = f"{coordinator.addr}:{PORT}"
+        self._flags = [
+            f"--nnodes={nodes}",
+            f"--rdzv-backend={backend}",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+            f"--max-restarts={max_restarts}",
+        ]
+
+    def agent(self, host: Host, *flags: str) -> Agent:
+        """Start an agent on a host."""
+        agent = Agent(self, host, f"{host.name}.{len(self.agents)}", [*self._flags, *flags])
+        self.agents.append(agent)
+        return agent
+
+    def records(self, what: str) -> list[Record]:
+        """What the workers wrote so far of `what`."""
+        path = self.folder / "records"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [Record(**json.loads(line)) for line in lines]
+        return [record for record in found if record.what == what]
+
+    def world(self, size: int, after: World | None = None) -> World:
+        """Wait until a world of `size` nodes works, in a round after that of `after`."""
+        what = "reduced" if self.mode == "gloo" else "started"
+
+        def complete() -> World | None:
+            rounds = _by_round(self.records(what))
+            for number in sorted(rounds):
+                if len(rounds[number]) == size == rounds[number][0].world_size and (
+                    after is None or number > after.round
+                ):
+                    return _world(rounds[number], _by_round(self.records("started"))[number])
+            return None
+
+        return self.until(complete, f"a world of {size} nodes after {after}")
+
+    def until(self, found: Callable[[], T | None], what: str) -> T:
+        """Return what `found` returns once that is something."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (result := found()) is None:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"never: {what}; {self}")
+            time.sleep(0.01)
+        return result
+
+    def told(self, agent: Agent, name: str) -> dict[str, Any]:
+        """Wait for the first event of an agent called `regrow.<name>`, and return it."""
+        return self.until(
+            lambda: events[0] if (events := agent.events(name)) else None, f"{name} by {agent}"
+        )
+
+    def finish(self, *agents: Agent) -> None:
+        """Have the workers end well; these agents must end well, and all must have been right."""
+        (self.folder / "finish").touch()
+        assert [agent.finish() for agent in agents] == [0] * len(agents), self
+        self.assert_one_world_at_a_time()
+
+    def assert_one_world_at_a_time(self) -> None:
+        """No worker of a round may run while one of another does, and each round has one world."""
+        seen_s: dict[int, list[tuple[float, str]]] = defaultdict(list)
+        for path in (self.folder / "alive").iterdir():
+            number, text = int(path.name.split(".")[0]), path.read_text()
+            if text:
+                seen_s[number].append((float(text), path.name))
+        for number, records in _by_round(self.records("started")).items():
+            assert len({record.rank for record in records}) == len(records), (number, self)
+            assert len({record.world_size for record in records}) == 1, (number, self)
+            assert len(records) <= records[0].world_size, (number, self)
+            first_s = min(record.monotonic_s for record in records)
+            for other, last_seen in seen_s.items():
+                if other < number:
+                    assert max(last_seen) <= (first_s, ""), (
+                        f"{max(last_seen)} of round {other} ran when round {number} began; {self}"
+                    )
+
+    def __repr__(self) -> str:
+        records = (self.folder / "records").read_text() if self.agents else ""
+        return f"a job of {self.agents}, whose workers wrote {records}"
+
+
+def _by_round(records: list[Record]) -> dict[int, list[Record]]:
+    rounds: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        rounds[record.round].append(record)
+    return rounds
+
+
+def _world(at_work: list[Record], started: list[Record]) -> World:
+    ranked = sorted(at_work, key=lambda record: record.rank)
+    return World(
+        round=ranked[0].round,
+        hosts=tuple(record.host for record in ranked),
+        restarts=ranked[0].restarts,
+        started_s=max(record.monotonic_s for record in started),
+        reduced_s=min(record.monotonic_s for record in at_work),
+    )
+
+
+def _below(pid: int) -> list[int]:
+    """All descendants of an agent, but the store server."""
+    found = []
+    for child in children_of(pid):
+        command = Path(f"/proc/{child}/cmdline").read_bytes()
+        if alive(child) and b"regrow.store" not in command:
+            found += [child, *_below(child)]
+    return found
