@@ -29,7 +29,6 @@ from regrow.cli import _check, _values
 from regrow.cli._console import Console, say
 from regrow.cli._parser import build_parser
 from regrow.launch import LaunchConfig, elastic_launch
-from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import get_logger, macros
 from regrow.workers import DefaultLogsSpecs, Std
 from regrow.workers.errors import record
@@ -50,6 +49,8 @@ __all__ = [
     "run_script_path",
 ]
 
+# Variables of the schedulers that `regrow.launch._where` knows, one of which each always sets.
+_SCHEDULERS = frozenset({"SLURM_STEP_ID", "JOB_COMPLETION_INDEX", "OMPI_COMM_WORLD_SIZE"})
 LOG_LINE_PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 logger = get_logger(__name__)
@@ -157,16 +158,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
     )
     if args.virtual_local_rank:
         own_device(nproc_per_node - 1, os.environ.get("CUDA_VISIBLE_DEVICES"))  # are there enough?
-    rdzv_configs: dict[str, Any] = dict(_parse_rendezvous_config(args.rdzv_conf))
-    unknown = unknown_config_keys(args.rdzv_backend, rdzv_configs)
-    if unknown:
-        logger.warning(
-            "--rdzv-conf: the %s rendezvous does not know %s",
-            args.rdzv_backend,
-            ", ".join(unknown),
-        )
-    if args.rdzv_backend == "static":
-        rdzv_configs["rank"] = args.node_rank
+    rdzv_configs = _values.rendezvous_config(args, os.environ)
     entrypoint, arguments = _entrypoint(args)
     numa_options = _values.numa_options(args.numa_binding)
     logs_specs = _values.logs_specs_class(args.logs_specs)(
@@ -249,7 +241,14 @@ def run(args: Namespace) -> None:
 
 
 def _settle(args: Namespace) -> None:
-    """Fill in what depends on several flags: a job of one node needs no address."""
+    """Fill in what depends on the scheduler, if there is one, and on several flags."""
+    if not args.standalone and not _SCHEDULERS.isdisjoint(os.environ):
+        from regrow.cli._placement import fill_in
+
+        note = fill_in(args, os.environ)
+        if note:
+            say(sys.stderr, f"regrow: {note}")
+    # A job of one node needs no address.
     alone = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
     if args.standalone or (alone and parse_min_max_nnodes(args.nnodes)[1] == 1):
         if args.standalone or args.rdzv_id in ("", "none"):

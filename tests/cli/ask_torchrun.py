@@ -3,7 +3,8 @@
 MODULE is `torch.distributed.run`, or another with its names.
 
 A question is `{"argv": [...], "env": {...}}`. The answer has the launch configuration and the
-command, or the exception's name; beside the answers stands the parser's table of flags.
+command, or the exception's name; beside the answers stand the parser's table of flags, and what
+each abbreviation of one stands for.
 """
 
 from __future__ import annotations
@@ -29,6 +30,18 @@ def table(parser: ArgumentParser) -> dict[str, Any]:
         for action in parser._actions
         for spelling in action.option_strings or [action.dest]
         if action.dest != "help"
+    }
+
+
+def abbreviations(parser: ArgumentParser) -> dict[str, list[str]]:
+    """The flags that every beginning of a spelling may stand for."""
+    return {
+        spelling[:end]: sorted(
+            {match[0].dest for match in parser._get_option_tuples(spelling[:end])}
+        )
+        for spelling in parser._option_string_actions
+        for end in range(3, len(spelling))
+        if spelling[:end] not in parser._option_string_actions
     }
 
 
@@ -77,4 +90,6 @@ if __name__ == "__main__":
     run = importlib.import_module(sys.argv[1])
     questions = json.load(sys.stdin)
     answers = [answer(run, question) for question in questions]
-    json.dump({"table": table(run.get_args_parser()), "answers": answers}, sys.stdout)
+    parser = run.get_args_parser()
+    described = {"table": table(parser), "abbreviations": abbreviations(parser)}
+    json.dump({**described, "answers": answers}, sys.stdout)

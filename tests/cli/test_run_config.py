@@ -14,6 +14,9 @@ import pytest
 
 ASK = Path(__file__).with_name("ask_torchrun.py")
 
+# Flags that torchrun has not.
+OWN = {"rdzv_token_file", "rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca", "insecure"}
+
 # Words of a command line; {tmp} is a folder, {file} a file.
 COMMAND_LINES = """
 train.py
@@ -146,7 +149,11 @@ def test_flags_and_command_lines_mean_what_they_mean_to_torchrun(tmp_path: Path)
         ask("regrow.run", questions, tmp_path),
     )
 
-    assert ours["table"] == theirs["table"]
+    table = {spelling: row for spelling, row in ours["table"].items() if row["dest"] not in OWN}
+    assert table == theirs["table"]
+    for abbreviation, flags in theirs["abbreviations"].items():
+        if len(flags) == 1:
+            assert ours["abbreviations"][abbreviation] == flags, abbreviation
     kinds = Counter(next(iter(answer)) for answer in theirs["answers"])
     assert kinds["command"] > 50, kinds
     assert kinds["error"] > 20, kinds
@@ -154,6 +161,9 @@ def test_flags_and_command_lines_mean_what_they_mean_to_torchrun(tmp_path: Path)
     for question, answer, expected in zip(
         questions, ours["answers"], theirs["answers"], strict=True
     ):
+        if question["argv"][:2] == ["--rdzv-backend", "c10d"] and "--node-rank" in question["argv"]:
+            # torchrun warns and forgets the rank; here it is the one that this node would like.
+            expected["config"]["rdzv_configs"]["rank"] = 3
         assert answer == expected, question
 
 

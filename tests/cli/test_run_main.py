@@ -254,13 +254,26 @@ def test_a_key_that_the_rendezvous_does_not_know_is_warned_of(
     assert launcher.config.rdzv_configs["jion_timeout"] == "4"
 
 
+@pytest.mark.parametrize("backend", ["c10d", "etcd", "file"])
+def test_a_node_rank_that_was_given_is_the_wanted_one_elsewhere(
+    backend: str, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet = ["run", "--nnodes", "2", "--rdzv-backend", backend, "--rdzv-endpoint", "/x"]
+    assert main([*meet, "train.py"]) == 0
+    assert main([*meet, "--node-rank", "0", "train.py"]) == 0
+    monkeypatch.setenv("PET_NODE_RANK", "3")
+    assert main([*meet, "train.py"]) == 0
+    ranks = [config.rdzv_configs.get("rank") for config, _, _ in launcher.launched]
+    assert ranks == [None, 0, 3]
+
+
 def test_what_only_the_static_rendezvous_uses_is_warned_of_elsewhere(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     flags = "--standalone --node-rank 3 --master-addr node0 --master-port 1234"
     assert main(["run", *flags.split(), "train.py"]) == 0
     (message,) = caplog.messages
-    assert message.startswith("--node-rank 3, --master-addr node0, --master-port 1234 ignored")
+    assert message.startswith("--master-addr node0, --master-port 1234 ignored")
     caplog.clear()
     assert main(["run", "--standalone", "train.py"]) == 0
     assert not caplog.messages

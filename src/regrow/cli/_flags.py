@@ -112,7 +112,14 @@ RECOVERY = "failures and signals"
 LOGS = "logs and events"
 
 FLAGS: tuple[Flag, ...] = (
-    Flag("nnodes", SIZE, "nodes, N or MIN:MAX", "1:1", metavar="N[:MAX]"),
+    Flag(
+        "nnodes",
+        SIZE,
+        "nodes, N or MIN:MAX; a task of Slurm or Open MPI takes it, and how the nodes meet, from "
+        "its scheduler",
+        "1:1",
+        metavar="N[:MAX]",
+    ),
     Flag(
         "nproc-per-node",
         SIZE,
@@ -121,8 +128,19 @@ FLAGS: tuple[Flag, ...] = (
         "1",
         metavar="N",
     ),
-    Flag("rdzv-backend", MEETING, "how nodes meet: static, c10d, or a plug-in's name", "static"),
-    Flag("rdzv-endpoint", MEETING, "where nodes meet", "", metavar="HOST[:PORT]"),
+    Flag(
+        "rdzv-backend",
+        MEETING,
+        "how nodes meet: static, c10d, etcd, file, or a plug-in's name",
+        "static",
+    ),
+    Flag(
+        "rdzv-endpoint",
+        MEETING,
+        "where nodes meet; for file a path, for etcd one or several hosts",
+        "",
+        metavar="HOST[:PORT]",
+    ),
     Flag("rdzv-id", MEETING, "id of the job, the same on every node", "none"),
     Flag("rdzv-conf", MEETING, "the backend's own settings", "", metavar="KEY=VALUE,..."),
     Flag(
@@ -207,7 +225,14 @@ FLAGS: tuple[Flag, ...] = (
         comma_separated_list,
         metavar="TEXT,...",
     ),
-    Flag("node-rank", MEETING, "rank of this node (static)", 0, _integer, metavar="RANK"),
+    Flag(
+        "node-rank",
+        MEETING,
+        "rank of this node; where nodes come and go, the one it would like",
+        0,
+        _integer,
+        metavar="RANK",
+    ),
     Flag("master-addr", MEETING, "address of node 0 (static)", "127.0.0.1", metavar="HOST"),
     Flag(
         "master-port",
@@ -254,6 +279,26 @@ FLAGS: tuple[Flag, ...] = (
         "virtual-local-rank",
         WORKERS,
         "LOCAL_RANK is 0 for every worker, and each sees only its own GPU",
+        switch=True,
+    ),
+    Flag(
+        "rdzv-token-file",
+        MEETING,
+        "file with the secret that the nodes share, instead of REGROW_TOKEN or REGROW_TOKEN_FILE",
+        metavar="FILE",
+    ),
+    Flag("rdzv-tls-cert", MEETING, "this node's TLS certificate (PEM)", metavar="FILE"),
+    Flag("rdzv-tls-key", MEETING, "its private key, if not in that file", metavar="FILE"),
+    Flag(
+        "rdzv-tls-ca",
+        MEETING,
+        "who may sign the certificates of those that this node talks to",
+        metavar="FILE",
+    ),
+    Flag(
+        "insecure",
+        MEETING,
+        "let several nodes meet without a token: whoever reaches the port can take part",
         switch=True,
     ),
 )

@@ -10,9 +10,38 @@ from __future__ import annotations
 
 import os
 from argparse import REMAINDER, Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from regrow.cli._flags import FLAGS, LOGS, MEETING, RECOVERY, SIZE, WORKERS, EnvironmentDefault
+
+
+class Said(Namespace):
+    """What a command line says; knows which flags were on it."""
+
+    __slots__ = ("flags",)  # apart from the values: programs go through those
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.flags: set[str] = set()
+
+
+def is_said(args: Namespace, environ: Mapping[str, str], flag: str) -> bool:
+    """Whether a flag's value comes from the user, and not from the flag's default.
+
+    Args:
+        args: the values; everything in a namespace of another maker counts as said.
+        environ: where the `PET_` variables are.
+        flag: its attribute (`node_rank`).
+    """
+    return not isinstance(args, Said) or flag in args.flags or f"PET_{flag.upper()}" in environ
+
+
+def give(namespace: Namespace, flag: str, value: object) -> None:
+    """Set a flag's value as if the user had."""
+    setattr(namespace, flag, value)
+    if isinstance(namespace, Said):
+        namespace.flags.add(flag)
 
 
 class _Value(Action):
@@ -25,7 +54,7 @@ class _Value(Action):
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
     ) -> None:
-        setattr(namespace, self.dest, values)
+        give(namespace, self.dest, values)
 
 
 class _Switch(Action):
@@ -43,7 +72,7 @@ class _Switch(Action):
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option: Any = None
     ) -> None:
-        setattr(namespace, self.dest, self.const)
+        give(namespace, self.dest, self.const)
 
 
 class _Formatter(HelpFormatter):
@@ -73,6 +102,11 @@ class RunParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_clear(message, self)} (see {self.prog} --help)\n")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> tuple[Namespace, list[str]]:
+        return super().parse_known_args(args, Said() if namespace is None else namespace)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         by_flag: dict[int, Any] = {}

@@ -3,28 +3,58 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from regrow.cli._parser import is_said
+from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
+from regrow.utils import get_logger
 from regrow.workers import DefaultLogsSpecs, LogsSpecs
 
 DEFAULT_MASTER_PORT = 29500
+logger = get_logger(__name__)
 LOGS_SPECS_GROUPS = ("regrow.logs_specs", "torchrun.logs_specs")
+
+
+# Flags that are keys of `--rdzv-conf` as well, and what these are called there.
+SECURITY = {
+    "rdzv_token_file": "token_file",
+    "rdzv_tls_cert": "tls_cert",
+    "rdzv_tls_key": "tls_key",
+    "rdzv_tls_ca": "tls_ca",
+    "insecure": "insecure",
+}
 
 
 def static_only(args: Namespace) -> str:
     """What was said that a rendezvous other than `static` has no use for."""
-    unsaid = {
-        "node_rank": (0,),
-        "master_addr": ("127.0.0.1",),
-        "master_port": (None, DEFAULT_MASTER_PORT),
-    }
+    unsaid = {"master_addr": ("127.0.0.1",), "master_port": (None, DEFAULT_MASTER_PORT)}
     said = {name: getattr(args, name, usual[0]) for name, usual in unsaid.items()}
     return ", ".join(
         f"--{name.replace('_', '-')} {value}"
         for name, value in said.items()
         if value not in unsaid[name]
     )
+
+
+def rendezvous_config(args: Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of `--rdzv-conf`, and what other flags say of the rendezvous; these win."""
+    config: dict[str, Any] = dict(_parse_rendezvous_config(args.rdzv_conf))
+    unknown = unknown_config_keys(args.rdzv_backend, config)
+    if unknown:
+        logger.warning(
+            "--rdzv-conf: the %s rendezvous does not know %s",
+            args.rdzv_backend,
+            ", ".join(unknown),
+        )
+    for flag, key in SECURITY.items():
+        value = getattr(args, flag, None)
+        if value:
+            config[key] = value
+    # Only static has a use for a rank that nobody asked for.
+    if args.rdzv_backend == "static" or is_said(args, environ, "node_rank"):
+        config["rank"] = args.node_rank
+    return config
 
 
 def local_ranks(text: str) -> set[int] | None:
