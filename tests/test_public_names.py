@@ -41,10 +41,10 @@ PUBLIC = {
         get_rendezvous_handler rendezvous_handler_registry
     """,
     "regrow.store": """
-        Change Changes Characteristics ConnectionState Limits MemoryStore PrefixStore
-        ServerProcess Store StoreAuthError StoreClient StoreClosedError
+        Answer Change Changes Characteristics ConnectionState Limits MemoryStore PrefixStore
+        ServerProcess Service Store StoreAuthError StoreClient StoreClosedError
         StoreConnectionError StoreError StoreLimitError StoreProtocolError StoreServer
-        StoreSessionLost StoreTimeout StoreTooWeakError StoreValueError Tls WatchStore
+        StoreServiceError StoreSessionLost StoreTimeout StoreTooWeakError StoreValueError Tls WatchStore
         characteristics_of connect load_token make_token require start_server
     """,
     "regrow.utils": """

@@ -18,6 +18,7 @@ ERRORS = [
     "StoreError",
     "StoreLimitError",
     "StoreProtocolError",
+    "StoreServiceError",
     "StoreSessionLost",
     "StoreTimeout",
     "StoreTooWeakError",
@@ -26,6 +27,7 @@ ERRORS = [
 
 NAMES = [
     *ERRORS,
+    "Answer",
     "Change",
     "Changes",
     "Characteristics",
@@ -34,6 +36,7 @@ NAMES = [
     "MemoryStore",
     "PrefixStore",
     "ServerProcess",
+    "Service",
     "Store",
     "StoreClient",
     "StoreServer",

@@ -28,6 +28,7 @@ from regrow.store._errors import (
     StoreError,
     StoreLimitError,
     StoreProtocolError,
+    StoreServiceError,
     StoreSessionLost,
     StoreTimeout,
     StoreTooWeakError,
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     from regrow.store._client import StoreClient, connect
     from regrow.store._process import ServerProcess, start_server
     from regrow.store._server import StoreServer
+    from regrow.store._service import Answer, Service
     from regrow.store._tls import Tls
 
 __all__ = [
+    "Answer",
     "Change",
     "Changes",
     "Characteristics",
@@ -54,6 +57,7 @@ __all__ = [
     "MemoryStore",
     "PrefixStore",
     "ServerProcess",
+    "Service",
     "Store",
     "StoreAuthError",
     "StoreClient",
@@ -63,6 +67,7 @@ __all__ = [
     "StoreLimitError",
     "StoreProtocolError",
     "StoreServer",
+    "StoreServiceError",
     "StoreSessionLost",
     "StoreTimeout",
     "StoreTooWeakError",
@@ -78,6 +83,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Answer": "_service",
+    "Service": "_service",
     "ConnectionState": "_calls",
     "StoreClient": "_client",
     "connect": "_client",

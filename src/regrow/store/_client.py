@@ -23,9 +23,11 @@ from regrow.store._calls import ConnectionState
 from regrow.store._connection import Connection
 from regrow.store._dial import Dialer
 from regrow.store._errors import (
+    StoreConnectionError,
     StoreError,
     StoreLimitError,
     StoreProtocolError,
+    StoreServiceError,
     StoreTimeout,
     StoreValueError,
 )
@@ -43,7 +45,11 @@ if TYPE_CHECKING:
 SESSION_GRACE = timedelta(seconds=5)
 """How long a session outlives a lost connection unless the client asks otherwise."""
 
-_ERRORS: dict[str, type[StoreError]] = {"limit": StoreLimitError, "value": StoreValueError}
+_ERRORS: dict[str, type[StoreError]] = {
+    "limit": StoreLimitError,
+    "value": StoreValueError,
+    "service": StoreServiceError,
+}
 
 
 def connect(
@@ -55,6 +61,8 @@ def connect(
     call_timeout: Timeout = DEFAULT_TIMEOUT,
     tls: Tls | None = None,
     on_state: Callable[[ConnectionState], None] | None = None,
+    spare_round_trips: float = 0.0,
+    stop: int | None = None,
 ) -> StoreClient:
     """Connect to a store server and begin a session.
 
@@ -72,6 +80,11 @@ def connect(
         tls: certificates, if the server has them.
         on_state: told of every change of state, from the client's own thread; it must
             return soon and make no call.
+        spare_round_trips: how often a message may go to the server and back while the
+            session waits for its client, on top of `session_grace`: time to connect anew
+            on a slow link, as measured on the first connection.
+        stop: a file descriptor; while connecting for the first time, StoreClosedError is
+            raised when it becomes readable.
 
     Raises:
         StoreConnectionError: no server could be reached in that time.
@@ -84,10 +97,11 @@ def connect(
     hostname = None if tls is None else tls.server_hostname
     name = f"{socket.gethostname()} pid {os.getpid()}"[:200]
     connection = Connection(
-        lambda wake: Dialer(endpoint, token, context, hostname, name, wake),
+        lambda wake: Dialer(endpoint, token, context, hostname, name, wake, spare_round_trips),
         to_seconds(session_grace),
         to_seconds(timeout),
         on_state,
+        stop,
     )
     return StoreClient(connection, call_timeout, encrypted=tls is not None)
 
@@ -118,6 +132,11 @@ class StoreClient:
     def state(self) -> ConnectionState:
         """What may be believed about the session now."""
         return self._connection.state
+
+    @property
+    def local_host(self) -> str:
+        """This host's address on the way to the server; "" over a unix socket."""
+        return self._connection.local_host
 
     @property
     def characteristics(self) -> Characteristics:
@@ -202,6 +221,30 @@ class StoreClient:
         seconds = self._seconds if timeout is None else to_seconds(timeout)
         args = (query.keys, query.after, query.prefix)
         return cast("Changes", self._read(wire.Watch, query, *args, seconds=seconds))
+
+    def ask(self, service: str, body: bytes, timeout: Timeout) -> bytes:
+        """Ask a service of the server, and wait for the answer.
+
+        The question is repeated after a reconnect, so it may be carried out more than once;
+        services take that into account.
+
+        Args:
+            service: the name under which the server has it.
+            body: the question.
+            timeout: seconds or timedelta.
+
+        Raises:
+            StoreServiceError: the service refused, failed, or is not there.
+            StoreTimeout: it did not answer in that time.
+        """
+        seconds = to_seconds(timeout)
+        args = (service, body)
+        try:
+            reply = self._connection.call(wire.Ask, *args, changes=False, seconds=seconds)
+            return cast("bytes", _result(reply))
+        except (StoreTimeout, StoreConnectionError, StoreServiceError) as error:
+            error.applied = "unknown"
+            raise
 
     def close(self) -> None:
         """End the session: its ephemeral keys are gone when this returns, if the server

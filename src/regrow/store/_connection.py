@@ -59,18 +59,20 @@ class Connection:
     """A session and the connection that carries it.
 
     Args:
-        dial: makes the dialer, given a descriptor whose readability stops it.
+        dial: makes the dialer, given descriptors whose readability stops it.
         grace: seconds the session is to outlive a lost connection.
         timeout: seconds within which the first connection must be made.
         on_state: called from the background thread after each change of state.
+        stop: another descriptor that stops the making of the first connection.
     """
 
     def __init__(
         self,
-        dial: Callable[[int], Dialer],
+        dial: Callable[[set[int]], Dialer],
         grace: float,
         timeout: float,
         on_state: Callable[[ConnectionState], None] | None,
+        stop: int | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._role = threading.RLock()
@@ -87,9 +89,12 @@ class Connection:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._dialer = dial(self._wake)
+        # The dialer shares the set.
+        self._wakes = {self._wake} if stop is None else {self._wake, stop}
+        self._dialer = dial(self._wakes)
         try:
             self._first(grace, time.monotonic() + timeout, timeout)
+            self._wakes &= {self._wake}
         except BaseException:
             self._epoll.close()
             os.close(self._wake)
@@ -102,6 +107,11 @@ class Connection:
     def state(self) -> ConnectionState:
         """What may be believed about the session."""
         return self._state
+
+    @property
+    def local_host(self) -> str:
+        """See `StoreClient.local_host`."""
+        return self._dialer.local_host
 
     def call(
         self,
@@ -413,6 +423,8 @@ class Connection:
                 break
             except StoreConnectionError as error:
                 failure = error
+                if isinstance(error, StoreClosedError):
+                    raise
                 self._sleep(min(pause, deadline - time.monotonic()))
                 pause = min(pause * 2, _LONGEST_PAUSE)
             except StoreTimeout as error:
@@ -427,7 +439,8 @@ class Connection:
     def _sleep(self, seconds: float) -> bool:
         """Sleep; return True at once if the client is closed meanwhile."""
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        for wake in self._wakes:
+            poll.register(wake, select.POLLIN)
         return bool(poll.poll(max(0.0, seconds) * 1000))
 
     def _tell(self) -> None:

@@ -28,6 +28,7 @@ from regrow.store._sockets import keep_alive
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Collection
 
 _NOT_OURS: Final = (
     "either it is not a regrow store (a PyTorch TCPStore behaves like this), or it is {instead}"
@@ -61,7 +62,8 @@ class Dialer:
         tls: the TLS context, if the server has certificates.
         server_hostname: the name expected in the server's certificate.
         client: how to name this client to the server.
-        wake: a file descriptor; when it becomes readable, dialing stops.
+        wake: file descriptors; when one becomes readable, dialing stops.
+        spare: round trips to the server that are added to the grace of a session.
     """
 
     def __init__(
@@ -71,7 +73,8 @@ class Dialer:
         tls: ssl.SSLContext | None,
         server_hostname: str | None,
         client: str,
-        wake: int,
+        wake: Collection[int],
+        spare: float,
     ) -> None:
         self.endpoint = endpoint
         self._where = parse_endpoint(endpoint)
@@ -80,6 +83,9 @@ class Dialer:
         self._server_hostname = server_hostname
         self._client = client
         self._wake = wake
+        self._spare = spare
+        self.local_host = ""
+        """This host's address on the last connection; "" over a unix socket."""
 
     def dial(
         self, session: bytes, grace: float, deadline: float
@@ -88,7 +94,7 @@ class Dialer:
 
         Args:
             session: the session to resume; empty to begin one.
-            grace: seconds that the session is to outlive a lost connection.
+            grace: seconds that a new session is to outlive a lost connection.
             deadline: when to give up, on the monotonic clock.
 
         Returns:
@@ -96,6 +102,8 @@ class Dialer:
         """
         try:
             sock = self._connect(deadline)
+            if sock.family != socket.AF_UNIX:
+                self.local_host = sock.getsockname()[0]
             deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
             return self._greet(sock, session, grace, deadline)
         except StoreError as error:
@@ -174,8 +182,10 @@ class Dialer:
     ) -> tuple[Channel, wire.Welcome, bytes]:
         reader = _Reader(self, channel, deadline)
         nonce = os.urandom(handshake.NONCE)
+        sent = time.monotonic()
         channel.send(handshake.PREAMBLE + nonce)
         opening = reader.opening()
+        grace += self._spare * (time.monotonic() - sent)
         theirs = opening[len(handshake.PREAMBLE) :]
         proof = handshake.prove(self._token, "client", nonce, theirs)
         hello = wire.frame(wire.Hello(session, grace, self._client))
@@ -196,10 +206,11 @@ class Dialer:
     def _await(self, fd: int, event: int, deadline: float, what: str) -> None:
         poll = select.poll()
         poll.register(fd, event)
-        poll.register(self._wake, select.POLLIN)
+        for wake in self._wake:
+            poll.register(wake, select.POLLIN)
         remaining = deadline - time.monotonic()
         ready = dict(poll.poll(max(0.0, remaining) * 1000))
-        if self._wake in ready:
+        if ready.keys() & self._wake:
             raise StoreClosedError("the client was closed")
         if not ready:
             raise StoreTimeout(f"it did not {what} in time")

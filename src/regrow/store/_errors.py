@@ -9,6 +9,7 @@
      ├─ StoreProtocolError      the other end is not a regrow store, or not of our version
      ├─ StoreLimitError         a key, value, message or count is over a limit
      ├─ StoreValueError         also a ValueError: the stored value does not fit the call
+     ├─ StoreServiceError       a service of the server refused the question, or failed at it
      └─ StoreTooWeakError       the store lacks a guarantee that the caller needs
 
 Every one of them says in `applied` what became of the call: "no" means that it had
@@ -65,6 +66,10 @@ class StoreLimitError(StoreError):
 
 class StoreValueError(StoreError, ValueError):
     """What is stored, or what was passed, does not fit the call."""
+
+
+class StoreServiceError(StoreError):
+    """A service of the server refused a question, failed at it, or is not there."""
 
 
 class StoreTooWeakError(StoreError):

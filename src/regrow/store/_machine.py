@@ -14,9 +14,10 @@ answered from `answers`, never carried out again. A client confirms what it has 
 (`ack`), which bounds that memory. If a repetition is not in memory the client broke the
 protocol, and its session is ended rather than guessed about.
 
-Reads that cannot be answered yet are parked in the key space. They do not survive a lost
-connection: the client asks again, and a watch misses nothing because it says what it last
-saw. So a session without a connection holds nothing but its keys and a few answers.
+Reads that cannot be answered yet are parked in the key space, and questions to a service
+with the service (`_service`). They do not survive a lost connection: the client asks again,
+and a watch misses nothing because it says what it last saw. So a session without a
+connection holds nothing but its keys and a few answers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from regrow.store._api import Changes
 from regrow.store._errors import StoreLimitError, StoreProtocolError, StoreValueError
 from regrow.store._keyspace import Answer, KeySpace, NotReady, Parked, Query
 from regrow.store._limits import DEFAULT_LIMITS, Limits
+from regrow.store._service import Switchboard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +41,19 @@ if TYPE_CHECKING:
 class Session:
     """One client, as the server sees it."""
 
-    __slots__ = ("answers", "client", "ended", "grace", "id", "kept", "last_id", "link", "parked")
+    __slots__ = (
+        "answers",
+        "asked",
+        "client",
+        "ended",
+        "grace",
+        "id",
+        "kept",
+        "last_id",
+        "link",
+        "parked",
+        "services",
+    )
 
     def __init__(self, id: bytes, grace: float, client: str) -> None:
         self.id = id
@@ -55,6 +69,10 @@ class Session:
         """Bytes of the values in `answers`."""
         self.parked: dict[int, Parked] = {}
         """Blocked reads by request id."""
+        self.asked: dict[int, str] = {}
+        """Parked questions by request id: the service that has to answer."""
+        self.services: set[str] = set()
+        """The services that know this session."""
         self.link: object | None = None
         """The server's: the connection, or None while there is none."""
         self.ended = False
@@ -69,10 +87,17 @@ class Machine:
     Args:
         new_id: returns a fresh random session id; given, so that tests can repeat.
         limits: what the store refuses to exceed.
+        board: the services; None for a store without any.
     """
 
-    def __init__(self, new_id: Callable[[], bytes], limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self,
+        new_id: Callable[[], bytes],
+        limits: Limits = DEFAULT_LIMITS,
+        board: Switchboard | None = None,
+    ) -> None:
         self.limits = limits
+        self.board = board or Switchboard({}, limits, lambda: 0.0, lambda line: None)
         self.sessions: dict[bytes, Session] = {}
         self._new_id = new_id
         self._space = KeySpace(limits)
@@ -104,21 +129,30 @@ class Machine:
             limits.keys_per_call,
         )
 
-    def suspend(self, session: Session) -> None:
+    def suspend(self, session: Session) -> list[Outgoing]:
         """The session's connection was lost: forget what it waits for."""
-        for parked in session.parked.values():
-            self._space.unpark(parked)
-        session.parked.clear()
+        self._unpark(session)
+        return self.board.suspended(session) if session.services else []
 
-    def end(self, session: Session) -> list[Outgoing]:
-        """The session is over, by Bye or because its grace ran out: delete its keys."""
+    def resume(self, session: Session) -> list[Outgoing]:
+        """The session has a connection again."""
+        return self.board.resumed(session) if session.services else []
+
+    def end(self, session: Session, why: str = "its connection broke") -> list[Outgoing]:
+        """The session is over: delete its keys.
+
+        Args:
+            session: may be over already; then nothing happens.
+            why: what became of its client, for the services.
+        """
         if session.ended:
             return []
         session.ended = True
-        self.suspend(session)
+        self._unpark(session)
         self.sessions.pop(session.id, None)
         self._space.drop_owner(session)
-        return self._woken([])
+        out = self._woken([])
+        return out + self.board.ended(session, why) if session.services else out
 
     def handle(self, session: Session, request: wire.Request) -> list[Outgoing]:
         """Carry out a request; return what to send, the session's own answer first.
@@ -131,6 +165,11 @@ class Machine:
         if session.parked and request.id in session.parked:
             if isinstance(request, wire.Cancel):
                 self._space.unpark(session.parked.pop(request.id))
+                return [(session, wire.Failed(request.id, "cancelled", ""))]
+            raise StoreProtocolError(f"request id {request.id} is already in use")
+        if session.asked and request.id in session.asked:
+            if isinstance(request, wire.Cancel):
+                self.board.cancel(session, request.id)
                 return [(session, wire.Failed(request.id, "cancelled", ""))]
             raise StoreProtocolError(f"request id {request.id} is already in use")
         try:
@@ -149,8 +188,11 @@ class Machine:
                 return [(session, wire.Done(request.id, self._space.check(request.keys)))]
             elif type(request) is wire.NumKeys:
                 return [(session, wire.Done(request.id, self._space.num_keys()))]
+            elif type(request) is wire.Ask:
+                return self.board.ask(session, request)
             elif type(request) is wire.Bye:
-                return [(session, wire.Done(request.id)), *self.end(session)]
+                done = (session, wire.Done(request.id))
+                return [done, *self.end(session, "it closed its connection")]
             else:  # a Cancel that came after the answer
                 return []
             return self._read(session, request.id, query)
@@ -158,6 +200,11 @@ class Machine:
             return [(session, wire.Failed(request.id, "limit", str(error)))]
 
     # ------------------------------------------------------------------ helpers
+
+    def _unpark(self, session: Session) -> None:
+        for parked in session.parked.values():
+            self._space.unpark(parked)
+        session.parked.clear()
 
     def _change(self, session: Session, request: wire.Mutation) -> list[Outgoing]:
         answers = session.answers
@@ -207,7 +254,7 @@ class Machine:
         answer = self._space.answer(query)
         if not isinstance(answer, NotReady):
             return [(session, _reply(id, answer, self.limits))]
-        if len(session.parked) >= self.limits.parked:
+        if len(session.parked) + len(session.asked) >= self.limits.parked:
             raise StoreLimitError(
                 f"{self.limits.parked} calls of this client are blocked already (Limits.parked)"
             )

@@ -1,11 +1,18 @@
 """The store server as a process of its own, and the handle its starter holds.
 
-The server must not outlive the agent that started it, however the agent ends. It watches
-a pidfd of the agent, and a pipe whose other end the agent holds and which also carries the
+The server knows when the agent that started it ends, however that happens. It watches a
+pidfd of the agent, and a pipe whose other end the agent holds and which also carries the
 configuration: when the agent is gone, or closes the pipe, the server stops. (PDEATHSIG
 would not do: it fires when the *thread* that started the server ends.) It runs in a
 session of its own, so that Ctrl-C on the terminal reaches the agent alone, which ends it
 when its workers are gone.
+
+A server that lingers serves others as well as its starter, and a starter that was killed must
+not cost them their store. So it goes on while a session is open, and ends by itself soon after
+the last one has: not at once, since a client may be about to come back with a new session, and
+not before everybody had the time to connect that a server is normally given to start in. A
+starter that says goodbye knows that nobody is to come; then the end of the last session is the
+server's. From then on nobody reads what it writes, and it holds nobody's terminal open.
 
 The process imports the standard library first and only regrow and msgspec besides, so no
 file beside a user's script can take the place of a module.
@@ -20,6 +27,7 @@ import signal
 import sys
 import time
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from regrow.store._errors import StoreConnectionError, StoreTimeout
@@ -27,9 +35,16 @@ from regrow.store._limits import DEFAULT_LIMITS, Limits
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Mapping
+
     from regrow.store._tls import Tls
 
 _BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._process import serve; serve()"
+
+_STOP, _GOODBYE = b"stop\n", b"bye\n"
+_CHANCE = 5.0  # seconds from the start of a server in which its first clients may come
+_QUIET = 2.0  # seconds without a session after which nobody will come back
 
 _RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE]
 
@@ -37,16 +52,18 @@ _RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, 
 class ServerProcess:
     """A running store server; use as a context manager, or `close()` it.
 
-    It ends with this process, however this process ends. A forked child does not own it.
+    It ends with this process, however this process ends, or lingers until its clients are
+    gone as well, if it was started so. A forked child does not own it.
     """
 
-    def __init__(self, pid: int, pidfd: int, lifeline: int, endpoint: str) -> None:
+    def __init__(self, pid: int, pidfd: int, lifeline: int, endpoint: str, lingers: bool) -> None:
         self.pid = pid
         """The server's process id."""
         self.endpoint = endpoint
         """What to `connect` to: "host:port" or "unix:path"."""
         self._pidfd = pidfd
         self._lifeline = lifeline
+        self._lingers = lingers
         _servers.add(self)
 
     def fileno(self) -> int:
@@ -57,14 +74,25 @@ class ServerProcess:
         """Say whether the server runs."""
         return self._pidfd >= 0 and not _ended(self._pidfd, 0)
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Stop the server; kill it if it has not ended within `timeout` seconds."""
+    def close(self, timeout: float = 5.0, *, wait: float | None = None) -> None:
+        """Stop the server, or leave it to its clients.
+
+        Args:
+            timeout: seconds in which it has to end, or it is killed.
+            wait: only for a server that lingers: seconds to wait until its clients are gone;
+                if some are there then, they keep it, and it ends after the last of them.
+        """
         if self._pidfd < 0:
             return
+        leave = self._lingers and wait is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            os.write(self._lifeline, _GOODBYE if leave else _STOP)
         os.close(self._lifeline)
-        if not _ended(self._pidfd, timeout):
+        ended = _ended(self._pidfd, timeout if wait is None else wait)
+        if not ended and not leave:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        _reap(self.pid)
+        if ended or not leave:
+            _reap(self.pid)
         os.close(self._pidfd)
         self._pidfd = self._lifeline = -1
 
@@ -101,6 +129,8 @@ def start_server(
     path: str | None = None,
     limits: Limits = DEFAULT_LIMITS,
     tls: Tls | None = None,
+    services: Mapping[str, str] | None = None,
+    linger: bool = False,
     timeout: float = 30.0,
 ) -> ServerProcess:
     """Start a store server in a process of its own and wait until it listens.
@@ -112,10 +142,14 @@ def start_server(
         path: listen on this unix socket instead of a port.
         limits: what the store refuses to exceed.
         tls: certificates to show to clients.
+        services: what clients can ask besides keys: for each name the "module:function" that
+            makes the `Service` in the server's process.
+        linger: outlive this process as long as sessions are open.
         timeout: seconds within which the server must listen.
 
     Raises:
-        StoreConnectionError: the server could not start; says why.
+        StoreConnectionError: the server could not start; says why. If it could not listen, its
+            cause is an OSError with the `errno`.
         StoreTimeout: it did not start in time.
     """
     config = {
@@ -125,6 +159,8 @@ def start_server(
         "token": check_token(token).hex(),
         "limits": _fields(limits),
         "tls": None if tls is None else _fields(tls),
+        "services": dict(services or {}),
+        "linger": linger,
         "parent": os.getpid(),
     }
     config_read, lifeline = os.pipe2(os.O_CLOEXEC)
@@ -161,7 +197,7 @@ def start_server(
         raise
     finally:
         os.close(answer)
-    return ServerProcess(pid, pidfd, lifeline, endpoint)
+    return ServerProcess(pid, pidfd, lifeline, endpoint, linger)
 
 
 def _await_endpoint(answer: int, timeout: float) -> str:
@@ -176,10 +212,14 @@ def _await_endpoint(answer: int, timeout: float) -> str:
                 "the store server ended before it listened; what it wrote to stderr says why"
             )
         received += chunk
-    report: dict[str, str] = json.loads(received)
+    report: dict[str, Any] = json.loads(received)
     if "error" in report:
-        raise StoreConnectionError(f"the store server could not start: {report['error']}")
-    return report["endpoint"]
+        code = report.get("errno")
+        raise StoreConnectionError(f"the store server could not start: {report['error']}") from (
+            None if code is None else OSError(code, os.strerror(code))
+        )
+    endpoint: str = report["endpoint"]
+    return endpoint
 
 
 def _import_paths() -> list[str]:
@@ -216,7 +256,7 @@ def _reap(pid: int) -> None:
 
 
 def serve() -> None:
-    """Run a server as told on standard input, until that closes or the parent ends."""
+    """Run a server as told on standard input, until it is not needed any more."""
     import asyncio
 
     with open(0, "rb", buffering=0, closefd=False) as config_file:
@@ -239,15 +279,14 @@ async def _serve(config: dict[str, Any]) -> None:
     import gc
 
     from regrow.store._server import StoreServer
+    from regrow.store._service import load
 
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    loop.add_reader(0, stop.set)
+    end = _End(asyncio.get_running_loop(), config["linger"])
     try:
         parent = os.pidfd_open(config["parent"])
     except ProcessLookupError:
         return
-    loop.add_reader(parent, stop.set)
+    end.watch(parent)
     if os.getppid() != config["parent"]:
         return
     _allow_many_files()
@@ -257,9 +296,15 @@ async def _serve(config: dict[str, Any]) -> None:
         from regrow.store._tls import Tls
 
         tls = Tls(**config["tls"])
-    report: dict[str, str] = {}
+    report: dict[str, str | int | None] = {}
     try:
-        server = StoreServer(bytes.fromhex(config["token"]), Limits(**config["limits"]), tls)
+        server = StoreServer(
+            bytes.fromhex(config["token"]),
+            Limits(**config["limits"]),
+            tls,
+            services={name: load(where) for name, where in config["services"].items()},
+            on_sessions=end.look,
+        )
         if config["path"] is not None:
             where = config["path"]
             report["endpoint"] = await server.listen_unix(where)
@@ -268,6 +313,7 @@ async def _serve(config: dict[str, Any]) -> None:
             report["endpoint"] = await server.listen(config["host"], config["port"])
     except OSError as error:
         report["error"] = f"cannot listen on {where}: {error.strerror or error}"
+        report["errno"] = error.errno
     except ValueError as error:
         report["error"] = str(error)
     os.write(1, json.dumps(report).encode() + b"\n")
@@ -276,8 +322,72 @@ async def _serve(config: dict[str, Any]) -> None:
         return
     # What was made until now lives as long as the process: keep the collector off it.
     gc.freeze()
-    await stop.wait()
+    await end.come()
     await server.close()
+
+
+class _End:
+    """Decides when the server ends.
+
+    Args:
+        loop: the server's.
+        lingers: whether the starter's end is not the server's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, lingers: bool) -> None:
+        self._loop = loop
+        self._lingers = lingers
+        self._sessions = 0
+        self._not_before = loop.time() + _CHANCE
+        """When the last session has ended for certain; on the loop's clock."""
+        self._alone = False
+        """The starter is gone, or has said goodbye."""
+        self._quiet = _QUIET
+        self._timer: asyncio.TimerHandle | None = None
+        self._now: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(0, self._heard)
+
+    async def come(self) -> None:
+        """Wait for it."""
+        await self._now
+
+    def watch(self, parent: int) -> None:
+        """Take a pidfd of the starter."""
+        self._loop.add_reader(parent, self._orphaned, parent)
+
+    def look(self, sessions: int) -> None:
+        """Take in how many sessions there are now."""
+        self._sessions = sessions
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._alone and sessions == 0:
+            at = max(self._not_before, self._loop.time() + self._quiet)
+            self._timer = self._loop.call_at(at, self._end)
+
+    def _heard(self) -> None:
+        said = os.read(0, 64)
+        if said.startswith(_GOODBYE):
+            self._quiet, self._not_before = 0.0, 0.0
+        elif said:
+            self._end()
+        self._orphaned(0)
+
+    def _orphaned(self, watched: int) -> None:
+        self._loop.remove_reader(watched)
+        if not self._lingers:
+            self._end()
+        elif not self._alone:
+            self._alone = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            os.close(nowhere)
+            self.look(self._sessions)
+
+    def _end(self) -> None:
+        if not self._now.done():
+            self._now.set_result(None)
 
 
 def _allow_many_files() -> None:

@@ -11,6 +11,11 @@ while its client does not read the answers, nothing more is read from it, so TCP
 client wait. What is sent to it all the same (answers to blocked calls) is bounded by
 `Limits.outgoing_bytes`; beyond that it is cut off. A message is decoded only when all of
 it is there, and a length over the limit is refused before a byte of it is stored.
+
+The server's own pause is nobody's fault. If it was stopped, or its host was, clients that
+came back meanwhile are still in the queue of the kernel when the timers run out. So a
+session whose grace is over much too late gets as much of it again, and services learn that
+a deadline has passed only when what had arrived by then was read.
 """
 
 from __future__ import annotations
@@ -19,7 +24,9 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections import OrderedDict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -29,17 +36,21 @@ from regrow.store import _wire as wire
 from regrow.store._errors import StoreLimitError, StoreProtocolError
 from regrow.store._limits import DEFAULT_LIMITS, Limits
 from regrow.store._machine import Machine, Outgoing, Session
+from regrow.store._service import Switchboard
 from regrow.store._sockets import keep_alive
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from regrow.store._service import Service
     from regrow.store._tls import Tls
 
 _BUFFER: Final = 1 << 16
 _TURN_FRAMES: Final = 128
 _TURN_BYTES: Final = 1 << 18
+_LATE: Final = 0.05
+"""Seconds; a timer that is later shows that the server itself was stopped or busy."""
 
 
 def _log_to_stderr(line: str) -> None:
@@ -55,6 +66,8 @@ class StoreServer:
         limits: what the store refuses to exceed.
         tls: certificates; without them the connection is not encrypted.
         log: takes one line for every client refused or cut off; default stderr.
+        services: what clients can ask besides keys, by name.
+        on_sessions: told how many sessions are open, whenever that has changed.
     """
 
     def __init__(
@@ -63,11 +76,14 @@ class StoreServer:
         limits: Limits = DEFAULT_LIMITS,
         tls: Tls | None = None,
         log: Callable[[str], None] = _log_to_stderr,
+        services: Mapping[str, Service] = MappingProxyType({}),
+        on_sessions: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.token = check_token(token)
         self.limits = limits
         self.log = log
-        self.machine = Machine(lambda: os.urandom(16), limits)
+        self.board = Switchboard(services, limits, time.monotonic, log)
+        self.machine = Machine(lambda: os.urandom(16), limits, self.board)
         self.buffer = memoryview(bytearray(_BUFFER))
         self.opening: OrderedDict[_Connection, asyncio.TimerHandle] = OrderedDict()
         self._tls: dict[str, Any] = {}
@@ -77,6 +93,9 @@ class StoreServer:
         self._connections: dict[_Connection, None] = {}
         self._graces: dict[Session, asyncio.TimerHandle] = {}
         self._dirty: list[_Connection] = []
+        self._on_sessions = on_sessions
+        self._count = 0
+        self._alarm: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
         self._path: str | None = None
 
@@ -107,6 +126,8 @@ class StoreServer:
         for timer in self._graces.values():
             timer.cancel()
         self._graces.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._path is not None and os.path.exists(self._path):
             os.unlink(self._path)
         await asyncio.sleep(0)
@@ -137,12 +158,13 @@ class StoreServer:
         if older is not None:
             older.session = None
             older.drop()
-            self.machine.suspend(session)
+            self.send(self.machine.suspend(session))
         timer = self._graces.pop(session, None)
         if timer is not None:
             timer.cancel()
         session.link = connection
         self._queue(connection, welcome)
+        self.send(self.machine.resume(session))
         return session
 
     def lost(self, connection: _Connection) -> None:
@@ -156,9 +178,9 @@ class StoreServer:
         session.link = None
         if session.ended:
             return
-        self.machine.suspend(session)
-        loop = asyncio.get_running_loop()
-        self._graces[session] = loop.call_later(session.grace, self._grace_over, session)
+        self.send(self.machine.suspend(session))
+        self._start_grace(session, session.grace)
+        self.flush()
 
     def handle(self, session: Session, request: wire.Request) -> None:
         """Carry out a request and put the answers on their way."""
@@ -170,6 +192,10 @@ class StoreServer:
             connection = cast("_Connection | None", session.link)
             if connection is not None:
                 self._queue(connection, message)
+        self._set_alarm()
+        if len(self.machine.sessions) != self._count:
+            self._count = len(self.machine.sessions)
+            self._on_sessions(self._count)
 
     def _queue(self, connection: _Connection, message: msgspec.Struct) -> None:
         if not connection.queued:
@@ -184,11 +210,44 @@ class StoreServer:
 
     def end(self, session: Session) -> None:
         """End a session whose client broke the protocol."""
-        self.send(self.machine.end(session))
+        self.send(self.machine.end(session, "it broke the protocol of the store"))
 
-    def _grace_over(self, session: Session) -> None:
+    def _start_grace(self, session: Session, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._graces[session] = loop.call_later(
+            seconds, self._grace_over, session, loop.time() + seconds
+        )
+
+    def _grace_over(self, session: Session, due: float) -> None:
+        late = asyncio.get_running_loop().time() - due
+        if late > _LATE:
+            self._start_grace(session, min(late, session.grace))
+            return
         del self._graces[session]
-        self.send(self.machine.end(session))
+        self.send(self.machine.end(session, "its connection broke"))
+        self.flush()
+
+    def _set_alarm(self) -> None:
+        """Have the services called when the first of their deadlines has passed."""
+        at = self.board.deadline
+        if at is None:
+            return
+        if self._alarm is not None:
+            if self._alarm.when() <= at:  # then it looks again
+                return
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(at, self._ring)
+
+    def _ring(self) -> None:
+        # A handle that is called soon runs before what the next look at the sockets brings, and
+        # one called soon from there after it.
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._alarm = None
+        loop.call_soon(loop.call_soon, self._due, now)
+
+    def _due(self, now: float) -> None:
+        self.send(self.board.due(now))
         self.flush()
 
 

@@ -9,7 +9,8 @@ field's type while it decodes, so what arrives is either one of these types or a
 that had to reconnect sends what is unanswered again under the same ids, and the server
 answers a change it has already made from memory instead of making it twice. `ack` is the
 lowest id of a change that the client still waits for, which tells the server what it may
-forget. Reads have no `ack`: doing one twice changes nothing.
+forget. Reads have no `ack`: doing one twice changes nothing. Neither has `Ask`: a service
+promises as much.
 """
 
 from __future__ import annotations
@@ -138,6 +139,14 @@ class Cancel(Struct, array_like=True, tag=16, frozen=True, gc=False):
     id: Id
 
 
+class Ask(Struct, array_like=True, tag=18, frozen=True, gc=False):
+    """`StoreClient.ask`; answered with Done, now or later."""
+
+    id: Id
+    service: Annotated[str, Meta(max_length=100)]
+    body: bytes
+
+
 class Bye(Struct, array_like=True, tag=17, frozen=True, gc=False):
     """End the session now; answered with Done."""
 
@@ -158,6 +167,7 @@ Request = (
     | Check
     | NumKeys
     | Cancel
+    | Ask
     | Bye
 )
 
@@ -196,7 +206,7 @@ class Failed(Struct, array_like=True, tag=3, frozen=True, gc=False):
 
     id: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     kind: Annotated[str, Meta(max_length=32)]
-    """One of "limit", "value", "cancelled", "protocol"."""
+    """One of "limit", "value", "cancelled", "protocol", "service"."""
     message: str
 
 
