@@ -1,0 +1,233 @@
+"""How long a job stands still when it loses a node, beside torchrun of the installed torch.
+
+    python benchmarks/node_loss.py [-n RUNS] [--torchrun-runs RUNS] [--json FILE] [--check]
+
+Three agents on this host, `--nnodes=1:3` with one worker each, meet at a port of the loopback and
+do all-reduces over gloo. Then the third agent, everything it has started and its worker get
+SIGKILL at one moment; it is neither rank 0 nor the one that serves the store. Two questions:
+
+1. from that moment to the first line of both survivors' new workers
+2. from that moment to their first all-reduce
+
+Both launchers get the same command line and their own defaults, one after the other. torchrun may
+never come back: it gets LIMIT_S, and what is not there by then is counted as not within LIMIT_S,
+which the medians and ratios take as LIMIT_S, in torchrun's favour.
+
+`--check` compares regrow's times to BOUNDS and exits with 1 where a run missed one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from _procs import descendants
+
+import regrow
+
+WORKER = Path(__file__).with_name("_node_worker.py")
+LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
+NODES = 3
+STARTED = "SIGKILL to the survivors' new workers' first lines"
+REDUCED = "SIGKILL to their first all-reduce"
+
+# Seconds, for every run of regrow.
+BOUNDS = {STARTED: 1.0}
+
+FORMING_S = 120.0
+SETTLE_S = 2.0
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A line that a worker wrote."""
+
+    what: str
+    rank: int
+    world_size: int
+    pid: int
+    monotonic_s: float
+
+
+def read_stamps(path: Path) -> list[Stamp]:
+    """Return what the workers noted so far."""
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [Stamp(w, int(r), int(n), int(p), int(ns) / 1e9) for w, r, n, p, ns in rows]
+
+
+@contextmanager
+def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the agents of one job; kill everything of it at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", module, f"--nnodes=1:{NODES}", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=loss"]
+    command += ["--max-restarts=3", str(WORKER)]
+    env = {**os.environ, "BENCH_STAMPS": str(work / "stamps"), "OMP_NUM_THREADS": "1"}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(NODES):
+            with open(work / f"output.{number}", "wb") as output:
+                started.append(
+                    subprocess.Popen(
+                        command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                    )
+                )
+            if number == 0:  # the one that serves the store is not the one to be killed
+                _await(lambda: _listens(port), FORMING_S)
+        yield started
+    finally:
+        for process in started:
+            kill_at_once(descendants(process.pid))
+            process.wait()
+        for stamp in read_stamps(work / "stamps"):  # those whose agent had gone before
+            with suppress(ProcessLookupError):
+                os.kill(stamp.pid, signal.SIGKILL)
+
+
+def kill_at_once(pids: set[int]) -> float:
+    """Send SIGKILL to all, none of which can act on the end of another; return when."""
+    for signum in (signal.SIGSTOP, signal.SIGKILL):
+        at_s = time.monotonic()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signum)
+    return at_s
+
+
+def lose_a_node(module: str) -> dict[str, float | None]:
+    """Run a job, kill one of its nodes, and return the seconds to each goal; None: not reached."""
+    with tempfile.TemporaryDirectory(prefix="bench_node_loss_") as folder:
+        work = Path(folder)
+        stamps = work / "stamps"
+        with agents(module, work) as processes:
+            if not _await(lambda: _count(stamps, "reduced", NODES) == NODES, FORMING_S):
+                text = (work / "output.0").read_text(errors="replace")
+                sys.exit(f"{module}: no world of {NODES} nodes; the first agent wrote:\n{text}")
+            time.sleep(SETTLE_S)
+            family = descendants(processes[-1].pid)
+            killed_s = kill_at_once(family)
+            survivors = NODES - 1
+            _await(lambda: _count(stamps, "reduced", survivors) >= survivors, LIMIT_S)
+            seen = [s for s in read_stamps(stamps) if s.world_size == survivors]
+        times: dict[str, float | None] = {}
+        for goal, what in ((STARTED, "started"), (REDUCED, "reduced")):
+            reached = sorted(s.monotonic_s - killed_s for s in seen if s.what == what)
+            times[goal] = reached[survivors - 1] if len(reached) >= survivors else None
+        return times
+
+
+def _count(path: Path, what: str, world_size: int) -> int:
+    return sum(s.what == what and s.world_size == world_size for s in read_stamps(path))
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def _await(done: Callable[[], bool], limit_s: float) -> bool:
+    deadline_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def measure(runs: dict[str, int]) -> dict[str, dict[str, list[float | None]]]:
+    """Return for each goal and launcher the seconds of every run."""
+    times: dict[str, dict[str, list[float | None]]] = {
+        goal: {name: [] for name in LAUNCHERS} for goal in (STARTED, REDUCED)
+    }
+    for name, count in runs.items():
+        for run in range(count):
+            result = lose_a_node(LAUNCHERS[name])
+            for goal, seconds in result.items():
+                times[goal][name].append(seconds)
+            print(
+                f"run {run + 1}/{count} {name:8}  " + "  ".join(map(_shown, result.values())),
+                file=sys.stderr,
+            )
+    return times
+
+
+def main() -> int:
+    """Measure, print the table, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Measure the loss of a node beside torchrun.")
+    parser.add_argument("-n", "--runs", type=int, default=3, help="of regrow")
+    parser.add_argument("--torchrun-runs", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write every single figure to this file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
+    args = parser.parse_args()
+
+    # As pip does for an installed package, torch among them, and not for an editable checkout.
+    compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
+    times = measure({"regrow": args.runs, "torchrun": args.torchrun_runs})
+    missed = [
+        f"{goal}: {_shown(seconds)} is over {bound:g} s"
+        for goal, bound in BOUNDS.items()
+        for seconds in times[goal]["regrow"]
+        if seconds is None or seconds > bound
+    ]
+
+    print(f"{NODES} agents, one killed with its worker; medians of seconds (least to most)")
+    print(f"{'':52}{'regrow':>24}{'torchrun':>24}{'ratio':>8}")
+    for goal, by_name in times.items():
+        cells = "".join(f"{_median_and_range(by_name[name]):>24}" for name in LAUNCHERS)
+        print(f"{goal:52}{cells}{_ratio(by_name):>8}  {_verdict(goal, by_name['regrow'])}")
+    if args.json:
+        args.json.write_text(json.dumps({"seconds": times, "missed": missed}, indent=2) + "\n")
+    if missed and args.check:
+        print("bounds missed: " + "; ".join(missed), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _shown(seconds: float | None) -> str:
+    return f"not within {LIMIT_S:g}" if seconds is None else f"{seconds:.3f}"
+
+
+def _median_and_range(values: list[float | None]) -> str:
+    known = [LIMIT_S if value is None else value for value in values]
+    median, least, most = statistics.median(known), min(known), max(known)
+    if median == LIMIT_S:
+        return _shown(None)
+    return f"{median:.3f} ({least:.3f}-{f'{most:.3f}' if most < LIMIT_S else 'never'})"
+
+
+def _ratio(by_name: dict[str, list[float | None]]) -> str:
+    regrow, torchrun = (
+        statistics.median(LIMIT_S if value is None else value for value in by_name[name])
+        for name in ("regrow", "torchrun")
+    )
+    return f"{'<' if torchrun == LIMIT_S else ''}{regrow / torchrun:.3f}"
+
+
+def _verdict(goal: str, values: list[float | None]) -> str:
+    if goal not in BOUNDS:
+        return ""
+    held = all(value is not None and value <= BOUNDS[goal] for value in values)
+    return f"{'ok' if held else 'MISSED'} (each <= {BOUNDS[goal]:g} s)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
