@@ -1,0 +1,149 @@
+"""The keys of `--rdzv-conf` for etcd: where the cluster is, and how to be let in.
+
+Both torch's names of the certificates' keys (`ca_cert`, `ssl_cert`, `ssl_cert_key`) and its older
+ones (`cacert`, `cert`, `key`) are read. A password had better not stand on a command line, where
+every user of the host can read it: it may be in a file or in the environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous._etcd_http import Access
+from regrow.rendezvous.utils import parse_rendezvous_endpoint
+
+if TYPE_CHECKING:
+    import ssl
+
+    from regrow.rendezvous._api import RendezvousParameters
+
+KEYS = frozenset(
+    {
+        "ca_cert",
+        "cacert",
+        "cert",
+        "etcd_prefix",
+        "key",
+        "password",
+        "password_file",
+        "protocol",
+        "read_timeout",
+        "ssl_cert",
+        "ssl_cert_key",
+        "user",
+    }
+)
+PREFIX = "/torch/elastic/rendezvous"
+PORT = 2379
+USER, PASSWORD, PASSWORD_FILE = (
+    "REGROW_ETCD_USER",
+    "REGROW_ETCD_PASSWORD",
+    "REGROW_ETCD_PASSWORD_FILE",
+)
+
+
+def read_prefix(params: RendezvousParameters) -> str:
+    """Return what the keys of all jobs begin with, from `etcd_prefix`.
+
+    Raises:
+        ValueError: it is empty.
+    """
+    prefix = str(params.get("etcd_prefix", PREFIX)).strip().rstrip("/")
+    if not prefix:
+        raise ValueError(
+            "The rendezvous configuration option 'etcd_prefix' must be more than '/': the keys of "
+            "a job are deleted with it."
+        )
+    return prefix
+
+
+def read_access(params: RendezvousParameters, environment: Mapping[str, str]) -> Access:
+    """Read the endpoint and the keys on security; `REGROW_ETCD_*` stand in for missing keys.
+
+    Raises:
+        ValueError: a value makes no sense, or a file cannot be read. No text shows a password.
+    """
+    schemes, endpoints = _endpoints(params.endpoint)
+    ca, cert, key = (
+        _first(params, *names)
+        for names in (("ca_cert", "cacert"), ("ssl_cert", "cert"), ("ssl_cert_key", "key"))
+    )
+    protocol = _first(params, "protocol")
+    if protocol:
+        schemes.add(protocol)
+    elif not schemes:
+        schemes.add("https" if ca or cert or key else "http")
+    if len(schemes) > 1 or not schemes <= {"http", "https"}:
+        raise ValueError(
+            f"etcd is spoken to by 'http' or 'https', and all its members by the same. Got "
+            f"{', '.join(sorted(schemes))} from the endpoint '{params.endpoint}' and the "
+            "rendezvous configuration option 'protocol'."
+        )
+    secure = "https" in schemes
+    if not secure and (ca or cert or key):
+        raise ValueError(
+            "The rendezvous configuration options for certificates need 'protocol=https'. Got "
+            "'http'."
+        )
+    user = _first(params, "user") or environment.get(USER, "")
+    password = _password(params, environment)
+    if bool(user) != bool(password):
+        has, lacks = ("user", "password") if user else ("password", "user")
+        raise ValueError(
+            f"etcd was given a {has} and no {lacks}: set the rendezvous configuration options "
+            f"'user' and 'password_file', or {USER} and {PASSWORD} or {PASSWORD_FILE}."
+        )
+    return Access(endpoints, _context(ca, cert, key) if secure else None, user, password)
+
+
+def _endpoints(text: str) -> tuple[set[str], tuple[tuple[str, int], ...]]:
+    schemes: set[str] = set()
+    found: dict[tuple[str, int], None] = {}
+    for part in (text or "").split(","):
+        scheme, separator, rest = part.strip().partition("://")
+        if separator:
+            schemes.add(scheme)
+        found[parse_rendezvous_endpoint(rest if separator else scheme, PORT)] = None
+    return schemes, tuple(found)
+
+
+def _first(params: RendezvousParameters, *names: str) -> str:
+    return next((str(value) for name in names if (value := params.get(name))), "")
+
+
+def _password(params: RendezvousParameters, environment: Mapping[str, str]) -> str:
+    password = _first(params, "password")
+    file = _first(params, "password_file")
+    if not password and not file:
+        password = environment.get(PASSWORD, "")
+        file = "" if password else environment.get(PASSWORD_FILE, "")
+    if password or not file:
+        return password
+    try:
+        with open(file, encoding="utf-8") as opened:
+            password = opened.read().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the file of etcd's password cannot be read: {error}") from error
+    if not password:
+        raise ValueError(f"the file of etcd's password, {file!r}, is empty")
+    return password
+
+
+def _context(ca: str, cert: str, key: str) -> ssl.SSLContext:
+    import ssl
+
+    if key and not cert:
+        raise ValueError(
+            f"etcd was given a private key ({key!r}) and no certificate that it belongs to: set "
+            "the rendezvous configuration option 'ssl_cert'."
+        )
+    try:
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=ca or None)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if cert:
+            context.load_cert_chain(cert, key or None)
+    except OSError as error:  # also SSLError
+        files = ", ".join(repr(file) for file in (ca, cert, key) if file)
+        raise ValueError(f"certificates for etcd cannot be loaded ({files}): {error}") from error
+    return context
