@@ -28,13 +28,15 @@ def test_a_node_that_beats_is_never_lost() -> None:
         assert again == second + 1
 
 
-def test_a_silent_node_is_lost_after_the_misses_and_it_is_said_how_long_it_was_silent() -> None:
+def test_a_silent_node_is_lost_when_its_workers_are_dead_and_it_is_said_how_long_it_was_silent() -> (
+    None
+):
     state, patience = formed("a"), Patience()
     seen = []
-    for second in range(10, 14):
+    for second in range(10, 15):
         patience, due, _ = look(patience, state, {"a": 1}, BOUNDS, float(second))
         seen.append(due)
-    assert seen == [(), (), (), (Lost("a", "nothing was heard of it for 3 s"),)]
+    assert seen == [(), (), (), (), (Lost("a", "nothing was heard of it for 4 s"),)]
 
 
 def test_a_node_is_judged_from_when_it_is_first_seen() -> None:
@@ -52,7 +54,9 @@ def test_whoever_slept_itself_gives_up_nobody_for_it() -> None:
     assert again == 601.0
     patience, due, _ = look(patience, state, {"a": 2, "b": 1}, BOUNDS, 601.0)
     assert due == ()
-    _, due, _ = look(patience, state, {"a": 3, "b": 1}, BOUNDS, 602.0)
+    patience, due, _ = look(patience, state, {"a": 3, "b": 1}, BOUNDS, 602.0)
+    assert due == ()
+    _, due, _ = look(patience, state, {"a": 4, "b": 1}, BOUNDS, 603.0)
     assert [event.id for event in due if isinstance(event, Lost)] == ["b"]
 
 
@@ -72,10 +76,10 @@ def test_a_node_that_is_not_in_the_rounds_or_is_the_waiter_itself_is_not_lost() 
 
 def test_a_node_that_never_beat_is_lost_like_one_that_stopped() -> None:
     state, patience = formed("a"), Patience()
-    for second in range(3):
+    for second in range(4):
         patience, due, _ = look(patience, state, {}, BOUNDS, float(second))
         assert due == ()
-    assert [e.id for e in look(patience, state, {}, BOUNDS, 3.0)[1] if isinstance(e, Lost)] == ["a"]
+    assert [e.id for e in look(patience, state, {}, BOUNDS, 4.0)[1] if isinstance(e, Lost)] == ["a"]
 
 
 def test_where_losses_are_known_in_another_way_silence_means_nothing() -> None:
@@ -97,6 +101,18 @@ def test_the_last_call_is_over_so_long_after_it_was_first_seen() -> None:
     patience, due, again = look(patience, state, None, BOUNDS, 129.0)
     assert (due, again) == ((), 130.0)
     assert look(patience, state, None, BOUNDS, 130.0)[1] == (LastCallOver(state.last_call),)
+
+
+def test_who_is_evicted_is_waited_for_as_long_as_its_workers_may_live() -> None:
+    state = formed("a", "b")
+    state, _ = step(state, Join(Node("a", "a"), 1))
+    patience, _, _ = look(Patience(), state, None, BOUNDS, 0.0)
+    patience, due, _ = look(patience, state, None, BOUNDS, 30.0)
+    state, _ = step(state, due[0])
+    assert state.evicting
+    patience, due, again = look(patience, state, None, BOUNDS, 30.5)
+    assert (due, again) == ((), 34.5)
+    assert look(patience, state, None, BOUNDS, 34.5)[1] == (LastCallOver(state.last_call),)
 
 
 def test_another_last_call_is_waited_for_anew() -> None:
@@ -127,7 +143,7 @@ def test_a_node_is_lost_exactly_after_enough_silence_that_was_listened_to(
         listened = min(now - patience.looked, bounds.keep_alive)
         silence = 0.0 if beats else silence + listened
         patience, due, again = look(patience, state, {"a": beat}, bounds, now)
-        assert bool(due) == (silence >= bounds.keep_alive * bounds.misses)
+        assert bool(due) == (silence >= bounds.lease + bounds.kill)
         if due:
             return
         assert again is not None

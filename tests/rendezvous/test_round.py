@@ -8,10 +8,14 @@ from regrow.rendezvous._news import (
     Close,
     Effect,
     Event,
+    Failed,
+    Heard,
     Join,
+    Judged,
     LastCall,
     LastCallOver,
     Leave,
+    Leaving,
     Lost,
     Node,
     NodesWaiting,
@@ -21,7 +25,17 @@ from regrow.rendezvous._news import (
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous._round import Round, digest, standing, stands_by, step, watched
+from regrow.rendezvous._document import decode, encode
+from regrow.rendezvous._round import (
+    Round,
+    holds,
+    judged,
+    seated,
+    standing,
+    stands_by,
+    step,
+    watched,
+)
 
 
 def node(name: str, wanted: int | None = None) -> Node:
@@ -33,6 +47,7 @@ def run(state: Round, *events: Event) -> tuple[Round, list[Effect]]:
     effects: tuple[Effect, ...] = ()
     for event in events:
         state, effects = step(state, event)
+        assert decode(encode(state)) == state
     return state, list(effects)
 
 
@@ -62,7 +77,7 @@ def test_a_full_round_completes_at_once_and_tells_everyone_its_rank() -> None:
     assert seats(effects) == {"a": 0, "b": 1, "c": 2}
     assert {
         (e.round, e.world_size, e.leader, e.digest) for e in effects if isinstance(e, Seated)
-    } == {(1, 3, "host-a", digest(state))}
+    } == {(1, 3, "host-a", state.digest)}
 
 
 def test_a_round_below_its_minimum_waits() -> None:
@@ -201,19 +216,11 @@ def test_the_last_call_ends_as_soon_as_nobody_is_left_to_wait_for() -> None:
     assert seats(effects) == {"a": 0, "b": 1}
 
 
-def test_a_member_that_does_not_come_back_within_the_last_call_loses_its_seat() -> None:
-    state, _ = run(complete("a", "b", high=3), Join(node("a"), 1))
-    state, effects = run(state, LastCallOver(state.last_call))
-    assert seats(effects) == {"a": 0}
-    _, effects = run(state, Join(node("b"), 1))
-    assert [type(e) for e in effects] == [Refused]
-
-
-def test_a_seat_that_was_kept_in_vain_goes_to_a_standby_when_the_last_call_is_over() -> None:
-    state, _ = run(complete("a", "b"), *joins("c"), Join(node("a"), 1))
-    assert standing(state, "c") == Placed("c", "standby")
-    state, effects = run(state, LastCallOver(state.last_call))
-    assert seats(effects) == {"a": 0, "c": 1}
+def test_seats_and_last_call_follow_at_once_when_a_round_ends_while_others_wait() -> None:
+    for event in (Failed("a", 1, "boom"), Leaving("a", 1, "SIGTERM")):
+        state, effects = run(complete("a", "b", high=4), *joins("c", "d"), event)
+        assert list(state.members) == ["c", "d"]
+        assert LastCall(state.last_call) in effects
 
 
 def test_below_the_minimum_the_survivors_wait_until_one_comes() -> None:
@@ -287,6 +294,210 @@ def test_a_token_of_a_round_that_never_was_is_refused(state: Round) -> None:
     ]
 
 
+# --- eviction
+
+
+def evicting() -> Round:
+    """Of a, b and c, only a has come back within the last call."""
+    state, _ = run(complete("a", "b", "c"), Join(node("a"), 1))
+    return run(state, LastCallOver(state.last_call))[0]
+
+
+def test_who_does_not_come_back_within_the_last_call_may_not_renew_its_lease() -> None:
+    before, _ = run(complete("a", "b", "c"), Join(node("a"), 1))
+    assert holds(before, "b", 1)
+    state, effects = run(before, LastCallOver(before.last_call))
+    assert not holds(state, "b", 1)
+    assert seated(state, "b", 1)
+    assert effects == [LastCall(state.last_call)]
+    assert state.last_call > before.last_call
+
+
+def test_its_seat_is_taken_only_when_its_lease_is_over() -> None:
+    state, _ = run(evicting(), *joins("d", "e"))
+    assert not state.complete
+    state, effects = run(state, LastCallOver(state.last_call))
+    assert seats(effects) == {"a": 0, "d": 1, "e": 2}
+    assert standing(state, "b") is None
+    _, effects = run(state, Join(node("b"), 1))
+    assert [type(e) for e in effects] == [Refused]
+
+
+def test_a_seat_that_was_kept_in_vain_goes_to_a_standby_when_the_lease_is_over() -> None:
+    state, _ = run(complete("a", "b"), *joins("c"), Join(node("a"), 1))
+    state, _ = run(state, LastCallOver(state.last_call))
+    assert standing(state, "c") == Placed("c", "standby")
+    state, effects = run(state, LastCallOver(state.last_call))
+    assert seats(effects) == {"a": 0, "c": 1}
+
+
+def test_who_comes_back_while_it_is_evicted_has_its_seat() -> None:
+    state, effects = run(evicting(), *joins("b", "c", token=1))
+    assert seats(effects) == {"a": 0, "b": 1, "c": 2}
+    assert not state.evicting
+
+
+def test_nobody_waits_for_a_lease_of_one_that_is_lost_or_has_left() -> None:
+    _, effects = run(evicting(), Lost("b", "its connection broke"), Leave("c", 1))
+    assert seats(effects) == {"a": 0}
+
+
+def test_an_eviction_ends_when_too_few_are_left_to_take_the_seats() -> None:
+    state, _ = run(complete("a", "b", "c", low=2), *joins("a", "b", token=1))
+    state, _ = run(state, LastCallOver(state.last_call), Leave("b", 1))
+    assert (state.last_call, holds(state, "c", 1)) == (0, True)
+
+
+def test_a_closed_rendezvous_evicts_nobody() -> None:
+    state, _ = run(evicting(), Close("a"))
+    assert holds(state, "b", 1)
+    assert standing(state, "b") == state.closed
+
+
+def test_only_members_that_are_there_hold_their_seats() -> None:
+    state = complete("a", "b", "c")
+    assert [holds(state, "a", token) for token in range(3)] == [False, True, False]
+    assert not holds(state, "z", 1)
+    state, _ = run(state, Failed("a", 1, "boom"), Join(node("b"), 1), Lost("c", "silence"))
+    assert [holds(state, id, 1) for id in "abc"] == [True, False, False]
+    assert not holds(run(complete("a"), Close("a"), Leave("a"))[0], "a", 1)
+
+
+# --- failures
+
+
+BOOM = RoundEnded(1, "a", "its workers failed", "boom")
+
+
+def failed(*names: str, high: int = 0) -> Round:
+    """The workers of the first of these members have failed."""
+    return run(complete(*names, high=high), Failed(names[0], 1, "boom"))[0]
+
+
+def test_a_failure_ends_the_round_at_once_and_all_are_told_what_failed() -> None:
+    state, effects = run(complete("a", "b", "c"), Failed("a", 1, "boom"))
+    assert effects == [BOOM]
+    assert [standing(state, id) for id in "abc"] == [BOOM] * 3
+    assert judged(state, 1) is None
+
+
+def test_a_failure_is_charged_when_every_other_member_has_been_heard_of() -> None:
+    state, effects = run(failed("a", "b", "c"), Heard("b", 1))
+    assert effects == []
+    state, effects = run(state, Join(node("c"), 1))
+    assert effects[0] == Judged(1, True, 1, BOOM) == judged(state, 1)
+    _, effects = run(state, *joins("a", "b", token=1))
+    assert {e.failures for e in effects if isinstance(e, Seated)} == {1}
+
+
+def test_in_a_world_of_one_there_is_nobody_to_hear_of() -> None:
+    _, effects = run(complete("a"), Failed("a", 1, "boom"))
+    assert effects == [BOOM, Judged(1, True, 1, BOOM)]
+
+
+def test_failures_on_two_nodes_are_charged_once_and_the_first_is_the_cause() -> None:
+    state, effects = run(failed("a", "b"), Failed("b", 1, "gloo: connection closed"))
+    assert effects == [Judged(1, True, 1, BOOM)]
+    again, effects = run(state, Failed("b", 1, "gloo: connection closed"))
+    assert (again, effects) == (state, [Judged(1, True, 1, BOOM)])
+
+
+def test_a_failure_that_is_reported_again_is_not_charged_again() -> None:
+    state, _ = run(failed("a", "b"))
+    assert run(state, Failed("a", 1, "boom")) == (state, [])
+    state, _ = run(state, Heard("b", 1))
+    assert run(state, Failed("a", 1, "boom")) == (state, [judged(state, 1)])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        Lost("c", "its connection broke"),
+        Leaving("c", 1, "its connection broke"),
+        Leave("c", 1, "its connection broke"),
+    ],
+)
+def test_a_failure_is_not_charged_when_a_member_is_lost_or_leaving_before_it_was_heard_of(
+    end: Event,
+) -> None:
+    state, effects = run(failed("a", "b", "c"), Heard("b", 1), end)
+    cause = RoundEnded(1, "c", "its connection broke")
+    assert effects[0] == Judged(1, False, 0, cause)
+    assert standing(state, "a") == cause
+    assert judged(state, 1) == Judged(1, False, 0, cause)
+    assert state.failures == 0
+
+
+def test_a_failure_is_not_charged_when_the_node_that_reported_it_is_lost_before_the_verdict() -> (
+    None
+):
+    state, effects = run(failed("a", "b"), Lost("a", "its connection broke"))
+    assert isinstance(effects[0], Judged)
+    assert not effects[0].charged
+    assert run(state, Heard("b", 1)) == (state, [])
+
+
+def test_the_loss_of_a_node_that_was_no_member_excuses_no_failure() -> None:
+    state, effects = run(failed("a", "b", high=3), *joins("c"), Lost("c", "silence"))
+    assert not any(isinstance(e, Judged) for e in effects)
+    assert run(state, Heard("b", 1))[0].charged
+
+
+def test_what_is_lost_after_the_verdict_does_not_change_it() -> None:
+    state, _ = run(failed("a", "b"), Heard("b", 1), Lost("b", "silence"))
+    assert judged(state, 1) == Judged(1, True, 1, BOOM)
+
+
+def test_a_failure_after_the_round_has_ended_otherwise_is_not_charged() -> None:
+    state, _ = run(complete("a", "b", "c"), Lost("c", "silence"))
+    verdict = Judged(1, False, 0, RoundEnded(1, "c", "silence"))
+    assert run(state, Failed("a", 1, "gloo: connection closed")) == (state, [verdict])
+
+
+def test_a_member_that_is_evicted_unheard_is_taken_as_the_cause() -> None:
+    state, _ = run(complete("a", "b", "c", "d"), Failed("d", 1, "boom"), *joins("a", token=1))
+    state, effects = run(state, LastCallOver(state.last_call))
+    (verdict,) = (e for e in effects if isinstance(e, Judged))
+    assert verdict.cause == RoundEnded(1, "b", "nothing was heard of it within the last call")
+    assert not verdict.charged
+    assert run(state, Heard("c", 1)) == (state, [])
+
+
+def test_a_failure_with_a_stale_token_ends_no_round() -> None:
+    state, _ = run(complete("a", "b"), *joins("b", "a", token=1))
+    after, effects = run(state, Failed("a", 1, "boom"))
+    assert after is state
+    assert [type(e) for e in effects] == [Refused]
+    assert run(state, Heard("a", 1)) == (state, [])
+    assert run(state, Leaving("a", 1, "SIGTERM")) == (state, [])
+
+
+def test_a_failure_is_still_judged_when_the_job_is_closed_meanwhile() -> None:
+    state, _ = run(failed("a", "b"), Close("b"), Heard("b", 1))
+    assert judged(state, 1) == Judged(1, True, 1, BOOM)
+    assert standing(state, "a") == state.closed
+
+
+def test_failures_add_up_over_the_rounds_and_other_ends_cost_nothing() -> None:
+    state, _ = run(failed("a", "b"), *joins("b", "a", token=1))
+    state, _ = run(state, Lost("b", "silence"), *joins("a", token=2))
+    assert (state.number, state.failures, state.charged) == (3, 1, False)
+    state, effects = run(state, Failed("a", 3, "again"))
+    assert effects[-1] == Judged(3, True, 2, RoundEnded(3, "a", "its workers failed", "again"))
+
+
+def test_a_member_that_is_leaving_ends_the_round_and_keeps_its_seat_until_its_workers_ended() -> (
+    None
+):
+    state, effects = run(complete("a", "b", "c", high=3), Leaving("c", 1, "SIGTERM"))
+    assert effects == [RoundEnded(1, "c", "SIGTERM")]
+    assert holds(state, "c", 1)
+    state, _ = run(state, *joins("a", "b", token=1))
+    assert not state.complete
+    _, effects = run(state, Leave("c", 1))
+    assert seats(effects) == {"a": 0, "b": 1}
+
+
 # --- closing
 
 
@@ -321,6 +532,14 @@ def test_after_closing_a_lost_member_is_still_reported_but_one_that_left_is_not(
     state, effects = run(state, Lost("b", "silence"))
     assert effects == [RoundEnded(1, "b", "silence")]
     assert watched(state) == {"c"}
+
+
+@pytest.mark.parametrize("event", [Failed("a", 1, "boom"), Leaving("a", 1, "SIGTERM")])
+def test_a_closed_round_that_cannot_go_on_ends_for_the_others(event: Event) -> None:
+    state, effects = run(complete("a", "b"), Close("b"), event)
+    assert isinstance(effects[0], RoundEnded)
+    assert standing(state, "b") == state.closed
+    assert judged(state, 1) is None or isinstance(event, Leaving)
 
 
 def test_closing_is_final_and_the_first_reason_counts() -> None:
@@ -358,5 +577,5 @@ def test_nodes_that_stay_keep_their_ranks() -> None:
 def test_the_digest_tells_memberships_apart() -> None:
     one, two = complete("a", "b"), complete("a", "c")
     three, _ = run(one, *joins("a", "b", token=1))
-    assert len({digest(one), digest(two), digest(three)}) == 3
-    assert digest(one) == digest(complete("b", "a"))
+    assert len({one.digest, two.digest, three.digest}) == 3
+    assert one.digest == complete("b", "a").digest

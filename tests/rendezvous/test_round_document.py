@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from regrow.rendezvous import RendezvousStateError
 from regrow.rendezvous._document import decode, encode
-from regrow.rendezvous._news import Close, Event, Join, Leave, Lost, Node
+from regrow.rendezvous._news import (
+    Close,
+    Event,
+    Failed,
+    Heard,
+    Join,
+    LastCallOver,
+    Leave,
+    Lost,
+    Node,
+)
 from regrow.rendezvous._round import Round, step
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,13 +48,40 @@ def state() -> Round:
     return state
 
 
+def unjudged() -> Round:
+    """A round that forms, after a failure of which not everyone has been heard."""
+    state = Round(1, 3)
+    events: list[Event] = [
+        *(Join(Node(name, f"host-{name}", port=7)) for name in "abc"),
+        Failed("a", 1, "boom"),
+        Heard("b", 1),
+    ]
+    for event in events:
+        state, _ = step(state, event)
+    assert state.unheard == {"c"}
+    return state
+
+
+def evicting() -> Round:
+    """One of three has come back in time, after a failure that was charged."""
+    state = unjudged()
+    events: list[Event] = [Heard("c", 1), Join(Node("a", "host-a"), 1)]
+    for event in events:
+        state, _ = step(state, event)
+    state, _ = step(state, LastCallOver(state.last_call))
+    assert state.evicting
+    assert state.charged
+    return state
+
+
 def parts() -> dict[str, Any]:
     document: dict[str, Any] = json.loads(encode(state()))
     return document
 
 
-def test_a_document_is_read_as_it_was_written() -> None:
-    assert decode(encode(state())) == state()
+@pytest.mark.parametrize("made", [Round(1, 2), state(), unjudged(), evicting()])
+def test_a_document_is_read_as_it_was_written(made: Round) -> None:
+    assert decode(encode(made)) == made
 
 
 def test_two_nodes_write_the_same_state_as_the_same_bytes() -> None:
@@ -106,6 +143,11 @@ WRONG: list[tuple[str, Any]] = [
     ("min_nodes", 0),
     ("min_nodes", 4),
     ("max_nodes", 2),
+    ("unheard", ["a"]),
+    ("evicting", 1),
+    ("evicting", True),
+    ("failures", 2),
+    ("charged", 1),
 ]
 
 
@@ -113,6 +155,25 @@ WRONG: list[tuple[str, Any]] = [
 def test_a_part_of_a_wrong_type_or_against_the_others_is_refused(part: str, value: object) -> None:
     with pytest.raises(RendezvousStateError):
         decode(json.dumps({**parts(), part: value}).encode())
+
+
+@pytest.mark.parametrize(
+    ("made", "part", "value"),
+    [
+        (unjudged(), "charged", 1),
+        (unjudged(), "unheard", ["z"]),
+        (evicting(), "unheard", ["b"]),
+        (evicting(), "awaited", []),
+        (evicting(), "last_call", 0),
+        (evicting(), "failures", 0),
+    ],
+)
+def test_a_judgement_or_an_eviction_that_cannot_be_is_refused(
+    made: Round, part: str, value: object
+) -> None:
+    document = {**json.loads(encode(made)), part: value}
+    with pytest.raises(RendezvousStateError):
+        decode(json.dumps(document).encode())
 
 
 json_values = st.recursive(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from regrow.rendezvous._errors import RendezvousStateError
 from regrow.rendezvous._news import Node, RoundClosed, RoundEnded
-from regrow.rendezvous._round import Round
+from regrow.rendezvous._state import Round, digest_of
 
 FORMAT = "regrow.round"
 VERSION = 1
@@ -84,13 +84,15 @@ def _read(parts: dict[str, Any]) -> Round:
     left = dict(parts)
     del left["format"], left["format_version"]
     ended, closed = left.pop("ended"), left.pop("closed")
+    number, ranks = _count(left.pop("number")), _ranks(left.pop("ranks"))
     state = Round(
         min_nodes=_count(left.pop("min_nodes")),
         max_nodes=_count(left.pop("max_nodes")),
-        number=_count(left.pop("number")),
+        number=number,
         version=_count(left.pop("version")),
         members=_nodes(left.pop("members")),
-        ranks=_ranks(left.pop("ranks")),
+        ranks=ranks,
+        digest=digest_of(number, ranks) if ranks else "",
         queue=_nodes(left.pop("queue")),
         previous=_ranks(left.pop("previous")),
         awaited=frozenset(_ranks(left.pop("awaited"))),
@@ -169,25 +171,25 @@ def contradictions(state: Round) -> Iterator[str]:
             yield "its ranks are not those of its members"
         if len(members) < state.min_nodes:
             yield f"it is complete with fewer members than {state.min_nodes}"
-        if state.awaited or state.last_call or state.evicting:
+        if state.awaited or state.last_call:
             yield "it is complete and still waits for members"
     elif not state.closed:
         if len(members) == state.max_nodes:
             yield "it is full and not complete"
-        if state.queue and len(members) + len(state.awaited) < state.max_nodes:
+        if state.queue and state.free > 0:
             yield "it has a queue and free seats"
         if (state.last_call != 0) != (len(members) >= state.min_nodes):
             yield "its last call does not fit its members"
     if state.closed and state.last_call:
         yield "it is closed and has a last call"
+    if state.evicting and not (state.last_call and state.awaited):
+        yield "it evicts nobody"
     if not state.gone <= members or (state.gone and not (state.closed and state.complete)):
         yield "members are gone that cannot be"
-    if not state.unheard <= state.awaited or (
-        state.unheard and not (state.ended and state.ended.report)
-    ):
+    if not state.unheard <= state.awaited or (state.unheard and (state.charged or state.evicting)):
         yield "members are to be heard of that cannot be"
-    if state.evicting and not state.previous or state.charged and not state.failures:
-        yield "it does not fit the round before"
+    if state.failures >= state.number or (state.charged and not state.failures):
+        yield f"it cannot have {state.failures} failures"
     if (state.ended is None) != (state.number == 1) or (
         state.ended and state.ended.round != state.number - 1
     ):

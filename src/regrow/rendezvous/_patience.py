@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regrow.rendezvous._news import LastCallOver, Lost
-from regrow.rendezvous._round import Round, watched
+from regrow.rendezvous._state import Round, watched
 
 
 @dataclass(frozen=True, slots=True)
