@@ -14,10 +14,14 @@ from regrow.rendezvous._news import (
     Close,
     Effect,
     Event,
+    Failed,
+    Heard,
     Join,
+    Judged,
     LastCall,
     LastCallOver,
     Leave,
+    Leaving,
     Lost,
     Node,
     NodesWaiting,
@@ -27,13 +31,22 @@ from regrow.rendezvous._news import (
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous._round import Round, standing, stands_by, step, watched
+from regrow.rendezvous._round import (
+    Round,
+    holds,
+    judged,
+    seated,
+    standing,
+    stands_by,
+    step,
+    watched,
+)
 
 LIVES = [f"n{i}" for i in range(6)]
 
 
 class Rounds(RuleBasedStateMachine):
-    """Six lives that join, leave, get lost and repeat themselves, truthfully or not."""
+    """Six lives that join, fail, leave, get lost and repeat themselves, truthfully or not."""
 
     @initialize(low=st.integers(1, 3), more=st.integers(0, 2))
     def begin(self, low: int, more: int) -> None:
@@ -43,6 +56,8 @@ class Rounds(RuleBasedStateMachine):
         self.tokens: dict[str, int] = {}
         self.events: list[Event] = []
         self.begun = self.state
+        self.verdicts: dict[int, Judged] = {}
+        self.excused: set[int] = set()  # rounds of which a member went before they were judged
 
     def post(self, event: Event) -> tuple[Effect, ...]:
         before = self.state
@@ -64,6 +79,15 @@ class Rounds(RuleBasedStateMachine):
         if before.closed:
             assert after.closed == before.closed, "closing is final"
             assert not (after.complete and not before.complete), "completed after closing"
+        assert (after.failures, after.charged) == (before.failures, before.charged) or (
+            after.failures == before.failures + after.charged
+        )
+        if before.unheard and not after.awaited | after.members.keys() >= before.awaited:
+            self.excused.add(before.number - 1)
+        if after.complete and not before.complete:
+            taken = before.awaited - after.members.keys()
+            gone = {e.id for e in self.events[-1:] if isinstance(e, Leave | Lost)}
+            assert before.evicting or taken <= gone, "a seat was taken whose lease may be renewed"
         if before.complete and after.number == before.number:
             assert after.ranks == before.ranks, "a complete round never changes its members"
 
@@ -87,6 +111,12 @@ class Rounds(RuleBasedStateMachine):
                     assert by in before.members
                     for id in before.members:
                         self.told[id] = effect
+                case Judged(round, charged, failures, cause):
+                    assert effect == judged(after, round)
+                    assert self.verdicts.setdefault(round, effect) == effect, "judged twice"
+                    assert failures == sum(v.charged for v in self.verdicts.values())
+                    assert not (charged and round in self.excused)
+                    assert cause.round == round
                 case NodesWaiting(round, count):
                     assert round == after.number
                     assert count == after.waiting != before.waiting
@@ -118,6 +148,26 @@ class Rounds(RuleBasedStateMachine):
         if not any(isinstance(e, Refused) for e in effects):
             assert id not in watched(self.state)
 
+    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
+    def fail(self, id: str, honest: bool, lie: int) -> None:
+        token = self.tokens.get(id, 0) if honest else lie
+        before = self.state
+        self.post(Failed(id, token, f"report of {id}"))
+        if before.complete and token == before.number and seated(before, id, token):
+            assert self.state.number == before.number + 1
+
+    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
+    def hear(self, id: str, honest: bool, lie: int) -> None:
+        before = self.state
+        self.post(Heard(id, self.tokens.get(id, 0) if honest else lie))
+        assert id not in self.state.unheard or self.state is before
+
+    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
+    def be_leaving(self, id: str, honest: bool, lie: int) -> None:
+        before = self.state
+        self.post(Leaving(id, self.tokens.get(id, 0) if honest else lie, "SIGTERM"))
+        assert watched(self.state) == watched(before), "it is there until it has left"
+
     @rule(id=st.sampled_from(LIVES))
     def lose(self, id: str) -> None:
         self.post(Lost(id, "silence"))
@@ -125,9 +175,13 @@ class Rounds(RuleBasedStateMachine):
 
     @rule()
     def last_call_over(self) -> None:
-        called = self.state.last_call
-        self.post(LastCallOver(called))
-        assert self.state.complete or not called
+        before = self.state
+        self.post(LastCallOver(before.last_call))
+        if before.last_call and before.awaited and not before.evicting:
+            assert self.state.evicting
+            assert self.state.last_call > before.last_call
+        else:
+            assert self.state.complete or not before.last_call
 
     @rule(call=st.integers(0, 30))
     def some_other_last_call_over(self, call: int) -> None:
@@ -153,6 +207,8 @@ class Rounds(RuleBasedStateMachine):
         before = self.state
         if isinstance(event, Join) and event.token == before.number and before.complete:
             return  # its round completed by this very join: the token is new again
+        if isinstance(event, LastCallOver) and event.call == before.last_call:
+            return  # drawn anew, after another began
         self.post(event)
         assert self.state is before
 
@@ -180,7 +236,22 @@ class Rounds(RuleBasedStateMachine):
             news = standing(self.state, id)
             assert news is not None
             if isinstance(self.told[id], Seated | RoundEnded):
-                assert news in (self.told[id], self.state.closed)
+                # The cause of a failure may turn out to be another than was told at first.
+                assert news in (self.told[id], self.state.closed, self.state.ended)
+
+    @invariant()
+    def nobody_holds_a_seat_of_two_rounds_and_none_of_an_older_one(self) -> None:
+        state = self.state
+        holders = {token: [i for i in LIVES if holds(state, i, token)] for token in range(10)}
+        rounds = {token for token, ids in holders.items() if ids}
+        assert rounds <= ({state.number} if state.complete else {state.number - 1})
+        assert not state.evicting or not rounds
+
+    @invariant()
+    def a_verdict_stands_as_long_as_it_can_be_asked_for(self) -> None:
+        for round, verdict in self.verdicts.items():
+            assert judged(self.state, round) in (verdict, None)
+        assert judged(self.state, self.state.number) is None
 
     @invariant()
     def everyone_in_a_seat_is_known_to_all_who_are_in_the_round(self) -> None:
@@ -206,9 +277,10 @@ class Rounds(RuleBasedStateMachine):
             self.post(Join(Node(id, id), self.state.number - 1))
         for i in range(self.state.min_nodes):
             self.post(Join(Node(f"late{i}", f"late{i}")))
-        if self.state.last_call:
+        while self.state.last_call:
             self.post(LastCallOver(self.state.last_call))
         assert self.state.complete
+        assert not self.state.unheard
         for id in waits:
             seated = isinstance(standing(self.state, id), Seated)
             assert seated or stands_by(self.state, id) or self.state.waiting
