@@ -2,6 +2,7 @@
 
     regrow run ...              start a training, as torchrun does
     regrow events LOGDIR        tell the story of a job again, from its log directory
+    regrow token FILE           make the secret that the hosts of a job share
 
 This file is all that is loaded before a Ctrl-C is caught, so it imports nothing heavy; its exit
 codes are in `_exit`.
@@ -19,6 +20,7 @@ usage: regrow COMMAND ...
 
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
   regrow events LOGDIR [--json]    tell the story of a job again, from its log directory
+  regrow token FILE                make the secret that the hosts of a job share
   regrow --version                 print the version
 
 `regrow run --help` lists the flags.
@@ -82,6 +84,10 @@ def _dispatch(arguments: list[str]) -> None:
             from regrow.cli._events import main as events
 
             events(arguments[1:])
+        case "token":
+            from regrow.cli._token import main as token
+
+            token(arguments[1:])
         case "--version" | "-V":
             from regrow import __version__
 
@@ -101,9 +107,9 @@ def _dispatch(arguments: list[str]) -> None:
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(arguments[0], ["run", "events"], 1)
+    close = get_close_matches(arguments[0], ["run", "events", "token"], 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run and events (see regrow --help)"
+    return "; the commands are run, events and token (see regrow --help)"

@@ -18,12 +18,15 @@ _DYNAMIC = frozenset(
         "keep_alive_interval",
         "keep_alive_max_attempt",
         "last_call_timeout",
+        "rank",
+        "reconnect_timeout",
         "timeout",
     }
 )
+_CREDENTIALS = frozenset({"insecure", "tls_ca", "tls_cert", "tls_key", "token_file"})
 _KNOWN: Mapping[str, frozenset[str]] = {
-    "static": frozenset({"rank", "timeout"}),
-    "c10d": _DYNAMIC | {"is_host", "read_timeout", "store_type"},
+    "static": _CREDENTIALS | {"rank", "timeout"},
+    "c10d": _DYNAMIC | _CREDENTIALS | {"is_host", "read_timeout", "store_type"},
 }
 
 

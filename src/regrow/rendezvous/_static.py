@@ -11,7 +11,6 @@ here the agents' does, and the workers' is another, agreed anew in every attempt
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from regrow.rendezvous._api import (
     RendezvousStoreInfo,
 )
 from regrow.rendezvous._config import timeout_option
+from regrow.rendezvous._credentials import NO_TOKEN, credentials
 from regrow.rendezvous._errors import (
     RendezvousConnectionError,
     RendezvousError,
@@ -32,29 +32,20 @@ from regrow.rendezvous.utils import parse_rendezvous_endpoint
 from regrow.store import (
     MemoryStore,
     PrefixStore,
-    StoreAuthError,
     StoreConnectionError,
     StoreError,
     StoreTimeout,
-    load_token,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from regrow.store import ServerProcess, StoreClient
+    from regrow.store import ServerProcess, StoreClient, Tls
     from regrow.utils import PortReservation
 
 TIMEOUT = 600.0
 _TRY = 2.0  # seconds for one try to connect, between which an interrupt is looked at
 _PAUSE = 0.2  # seconds between two tries
-
-_NO_TOKEN = (
-    "several nodes need a token that they share, so that nobody else can take part in the job, and "
-    "neither REGROW_TOKEN nor REGROW_TOKEN_FILE is set. On one node type: "
-    "export REGROW_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))') "
-    "and on every other: export REGROW_TOKEN=<what `echo $REGROW_TOKEN` prints on the first>"
-)
 
 
 class StaticTCPRendezvous(PushingRendezvousHandler):
@@ -69,6 +60,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         run_id: the id of the job.
         timeout: seconds in which all nodes have to come to an attempt.
         token: the job's secret; needed for several nodes.
+        tls: their certificates.
     """
 
     def __init__(
@@ -80,6 +72,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         run_id: str,
         timeout: float,
         token: bytes | None = None,
+        tls: Tls | None = None,
     ) -> None:
         self.master_addr = master_addr
         self.master_port = master_port
@@ -88,6 +81,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         self.run_id = run_id
         self.timeout = timeout
         self._token = token
+        self._tls = tls
         self._interrupted = threading.Event()
         self._server: ServerProcess | None = None
         self._client: StoreClient | None = None
@@ -147,7 +141,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         if self._client is not None:
             return self._client
         if self._token is None:
-            raise RendezvousError(_NO_TOKEN)
+            raise RendezvousError(NO_TOKEN)
         if self.rank == 0 and self._server is None:
             self._server = self._serve(self._token)
         self._client = self._connect(self._token, deadline)
@@ -161,7 +155,7 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
 
         host = _address_to_listen_on(self.master_addr)
         try:
-            return start_server(host, self.master_port or 0, token=token)
+            return start_server(host, self.master_port or 0, token=token, tls=self._tls)
         except (OSError, StoreError) as error:
             raise RendezvousConnectionError(
                 f"node rank 0 cannot serve the store on port {self.master_port} of {host}: {error};"
@@ -175,7 +169,9 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
             self._check_interrupted()
             left = max(deadline - time.monotonic(), 0.001)
             try:
-                return connect(self._endpoint(), token=token, timeout=min(left, _TRY))
+                return connect(
+                    self._endpoint(), token=token, timeout=min(left, _TRY), tls=self._tls
+                )
             except (StoreConnectionError, StoreTimeout) as error:
                 if time.monotonic() + _PAUSE >= deadline:
                     raise RendezvousConnectionError(
@@ -239,11 +235,11 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
-    """Create the handler; reads the configuration keys `rank` and `timeout`.
+    """Create the handler; reads the keys `rank` and `timeout`, and those of the credentials.
 
     Raises:
         ValueError: rank or endpoint is missing or makes no sense.
-        RendezvousError: there are several nodes, and no token.
+        RendezvousError: there are several hosts, and no token.
     """
     rank = params.get_as_int("rank")
     if rank is None:
@@ -267,6 +263,7 @@ def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
         raise ValueError(
             f"Port is absent in endpoint: {endpoint}. Try launching with --master-port"
         )
+    token, tls = (None, None) if alone else credentials(params, addr)
     return StaticTCPRendezvous(
         addr,
         port if port > 0 else None,
@@ -274,18 +271,9 @@ def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
         params.max_nodes,
         params.run_id,
         timeout_option(params, "timeout", default=TIMEOUT),
-        None if alone else _token(),
+        token,
+        tls,
     )
-
-
-def _token() -> bytes:
-    try:
-        token = load_token(os.environ)
-    except StoreAuthError as error:
-        raise RendezvousError(str(error)) from error
-    if token is None:
-        raise RendezvousError(_NO_TOKEN)
-    return token
 
 
 def _address_to_listen_on(addr: str) -> str:

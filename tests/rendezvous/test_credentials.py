@@ -1,0 +1,116 @@
+"""The token and the certificates of a job: where they come from, and who need not have any."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.rendezvous import RendezvousError, RendezvousParameters
+from regrow.rendezvous._credentials import (
+    INSECURE_TOKEN,
+    Credentials,
+    credentials,
+    make_token_file,
+    own_secret,
+)
+from regrow.store import Tls
+
+TOKEN = "a secret of this test, and of nobody else"
+
+
+def found(
+    host: str = "node0", environ: Mapping[str, str] | None = None, **config: Any
+) -> Credentials:
+    params = RendezvousParameters("c10d", f"{host}:1", "job", 2, 2, **config)
+    return credentials(params, host, environ or {})
+
+
+def written(path: Path, text: str, mode: int = 0o600) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_token_comes_from_a_flag_or_a_variable_and_the_flag_wins(tmp_path: Path) -> None:
+    path = written(tmp_path / "flag", f"{TOKEN}\n")
+    other = written(tmp_path / "variable", "another token of enough bytes")
+    assert found(token_file=path).token == TOKEN.encode()
+    assert found(environ={"REGROW_TOKEN": TOKEN}).token == TOKEN.encode()
+    assert found(environ={"REGROW_TOKEN_FILE": path}).token == TOKEN.encode()
+    assert found(environ={"REGROW_TOKEN_FILE": other}, token_file=path).token == TOKEN.encode()
+
+
+@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fe80::1"])
+def test_several_hosts_without_a_token_are_told_what_to_type(host: str) -> None:
+    with pytest.raises(RendezvousError, match=r"regrow token ~/job.token .* --rdzv-token-file "):
+        found(host)
+
+
+def test_a_token_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=r"'/no/such' cannot be read: No such file"):
+        found(token_file="/no/such")
+    short = written(tmp_path / "short", "short")
+    with pytest.raises(RendezvousError, match=f"{short}: the token has 5 bytes"):
+        found(token_file=short)
+
+
+@pytest.mark.parametrize("insecure", [True, "true", "1"])
+def test_going_without_takes_the_word_of_the_user(insecure: bool | str) -> None:
+    assert found(insecure=insecure).token == INSECURE_TOKEN
+    environ = {"REGROW_TOKEN": TOKEN}
+    assert found(environ=environ, insecure=insecure).token == TOKEN.encode()
+    with pytest.raises(RendezvousError):
+        found(insecure="false")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
+def test_who_meets_on_this_host_alone_shares_a_secret_that_nobody_else_can_read(
+    host: str, tmp_path: Path
+) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    with ThreadPoolExecutor(8) as pool:
+        tokens = set(pool.map(lambda _: found(host, environ).token, range(8)))
+    assert len(tokens) == 1
+    (path,) = (tmp_path / "regrow").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert {path.read_text().strip().encode()} == tokens == {found(host, environ).token}
+
+
+def test_an_own_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "regrow" / "token", TOKEN, 0o640)
+    with pytest.raises(RendezvousError, match=f"{path} .* others can read .* remove it"):
+        own_secret({"XDG_STATE_HOME": str(tmp_path)})
+
+
+def test_an_own_secret_that_cannot_be_made_names_the_way_out(tmp_path: Path) -> None:
+    written(tmp_path / "regrow", "a file in the way")
+    with pytest.raises(RendezvousError, match=r"regrow/token, .* name another file with --rdzv-to"):
+        own_secret({"XDG_STATE_HOME": str(tmp_path)})
+
+
+def test_certificates_come_from_the_flags() -> None:
+    environ = {"REGROW_TOKEN": TOKEN}
+    assert found(environ=environ).tls is None
+    assert found(environ=environ, tls_ca="/ca").tls == Tls(cafile="/ca")
+    tls = found(environ=environ, tls_cert="/c", tls_key="/k", tls_ca="/ca").tls
+    assert tls == Tls("/c", "/k", "/ca")
+    with pytest.raises(ValueError, match="--rdzv-tls-key needs --rdzv-tls-cert"):
+        found(environ=environ, tls_key="/k")
+
+
+def test_a_token_file_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "job.token"
+    make_token_file(str(path))
+    token = found(token_file=str(path)).token
+    assert len(token) == 64
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        make_token_file(str(path))
+    assert found(token_file=str(path)).token == token
