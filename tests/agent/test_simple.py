@@ -12,8 +12,8 @@ import pytest
 
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent import _decide as core
-from regrow.agent._decide import Signaled
 from regrow.agent._inbox import Inbox, signals_into
+from regrow.agent._words import Signaled
 from regrow.events import Event
 from regrow.rendezvous import (
     RendezvousGracefulExitError,

@@ -15,6 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent import _ranks
+from regrow.agent._lease import Lease
 from regrow.agent._records import AgentRecords
 from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from regrow.events import EventSource
@@ -24,6 +25,7 @@ from regrow.utils import get_logger
 from regrow.workers import SignalException
 
 if TYPE_CHECKING:
+    from regrow.rendezvous import RendezvousStoreInfo
     from regrow.store import Store
 
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
@@ -42,6 +44,8 @@ class AttemptSteps(AgentRecords):
     _last_result: RunResult
     _starting: threading.Lock  # held while workers are being started
     _leaving: bool  # the agent has begun to leave the job: start nothing any more
+    _lease: Lease
+    _over: int  # the latest round that the rendezvous says is over
 
     _start_workers: Callable[[WorkerGroup], dict[int, Any]]
     _stop_workers: Callable[..., None]
@@ -50,16 +54,34 @@ class AttemptSteps(AgentRecords):
     @prof
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents in the next round; take over its ranks, store and address."""
+        while not self._meet(worker_group):  # the round was over before it had begun
+            self._stay()
+
+    def _meet(self, worker_group: WorkerGroup) -> bool:
         spec = worker_group.spec
         start = monotonic()
         with self.record_duration("RENDEZVOUS"):
             info = spec.rdzv_handler.next_rendezvous()
         store, group_rank, group_world_size = info
-        bootstrap = getattr(info, "bootstrap_store_info", None)  # the reference's triple has none
+        # The reference's triple has none of these, and torch's object not all.
+        bootstrap = getattr(info, "bootstrap_store_info", None)
+        number: int | None = getattr(info, "round", None)
+        failures: int | None = getattr(info, "failures", None)
+        try:
+            with self.record_duration("ASSIGN_WORKER_RANKS"):
+                assigned = self._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            if bootstrap is None and not spec.master_addr and group_world_size > 1:
+                bootstrap = self._agree_on_address(store, group_rank, spec)
+        except Exception as error:
+            if number is None or not _round_is_over(error):
+                raise
+            return False
         self._store = store
-        self._round += 1
-        with self.record_duration("ASSIGN_WORKER_RANKS"):
-            assigned = self._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        self._numbered = number is not None
+        self._round = self._round + 1 if number is None else number
+        self._shared = failures is not None
+        if failures is not None:
+            self._count_failures(failures)
         worker_group.workers = assigned
         worker_group.store = store
         worker_group.group_rank = group_rank
@@ -73,8 +95,18 @@ class AttemptSteps(AgentRecords):
             group_rank=group_rank,
             group_world_size=group_world_size,
             world_size=assigned[0].world_size,
+            leader=worker_group.master_addr,
             duration_s=monotonic() - start,
         )
+        return True
+
+    def _agree_on_address(
+        self, store: Store, group_rank: int, spec: WorkerSpec
+    ) -> RendezvousStoreInfo:
+        """Where the workers' rank 0 listens, for a rendezvous that does not say."""
+        from regrow.rendezvous import RendezvousStoreInfo
+
+        return RendezvousStoreInfo.build(group_rank, store, spec.local_addr, spec.master_port)
 
     @prof
     def _assign_worker_ranks(
@@ -95,10 +127,14 @@ class AttemptSteps(AgentRecords):
         """Form a round and start fresh workers in it."""
         self._stay()
         self._rendezvous(worker_group)
+        while not self._lease.wait(self._in_vain):
+            self._stay()
+            self._rendezvous(worker_group)
         with self._starting:  # to the last event, which is told before any of the attempt's end
             self._stay()
-            self._attempt += 1
-            self._noticed = None  # by the ends of an older attempt
+            # The same on every node that counts by the rounds, also on one that joined late.
+            self._attempt = self._round - 1 if self._numbered else self._attempt + 1
+            self._begin_records()
             worker_ids = self._start_workers(worker_group)
             for local_rank, worker_id in worker_ids.items():
                 worker = worker_group.workers[local_rank]
@@ -107,6 +143,10 @@ class AttemptSteps(AgentRecords):
             worker_group.state = WorkerState.HEALTHY
             self._emit_attempt_started()
 
+    def _in_vain(self) -> bool:
+        """Whether the round is over, or this agent's part in it, before workers were started."""
+        return self._leaving or (self._numbered and self._over >= self._round)
+
     def _stay(self) -> None:
         if self._leaving:
             raise RendezvousGracefulExitError("the agent is leaving the job")
@@ -114,17 +154,25 @@ class AttemptSteps(AgentRecords):
     @prof
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Stop the workers, form the next round and start them again."""
+        self._stop_attempt(worker_group)
+        self._initialize_workers(worker_group)
+
+    def _stop_attempt(self, worker_group: WorkerGroup) -> None:
+        """Stop the workers, and tell how their attempt ended if that was not told before."""
         self._call_stop_workers(worker_group)
         worker_group.state = WorkerState.STOPPED
         unhealthy = self._last_result.state is WorkerState.UNHEALTHY
         self._end_attempt(self._last_result if unhealthy else RunResult(WorkerState.STOPPED))
-        self._initialize_workers(worker_group)
 
-    def _exit_barrier(self) -> None:
-        """Wait until every agent of the round is done; a failure of that is logged, no more."""
+    def _exit_barrier(self) -> bool:
+        """Wait until every agent of the round is done; a failure of that is logged, no more.
+
+        Returns:
+            False if the round ended meanwhile, so that its work is not done.
+        """
         world_size = self._worker_group.group_world_size
         if world_size is None or world_size == 1 or self._store is None:
-            return
+            return True
         from regrow.utils import store as store_util
 
         self._in_exit_barrier = True
@@ -137,16 +185,25 @@ class AttemptSteps(AgentRecords):
             )
         except SignalException:
             raise
-        except Exception:
+        except Exception as error:
+            if self._numbered and _round_is_over(error):
+                return False
             logger.exception("Error waiting on the exit barrier for %s agents", world_size)
         finally:
             self._in_exit_barrier = False
+        return True
 
     def _call_stop_workers(self, worker_group: WorkerGroup) -> None:
         _call(self._stop_workers, worker_group, is_restart=True)
 
     def _call_shutdown(self, death_sig: signal.Signals) -> None:
         _call(self._shutdown, death_sig, timeout=self._shutdown_timeout, is_restart=False)
+
+
+def _round_is_over(error: Exception) -> bool:
+    from regrow.store import StoreClosedError
+
+    return isinstance(error, StoreClosedError)
 
 
 def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:

@@ -1,23 +1,34 @@
 """The decisions of an agent, as a function of its state and one event.
 
 An agent forms a round and starts its workers, watches them, and when something changes either
-starts them again, ends, or gives up. Everything that takes time (the rendezvous, starting and
-stopping processes, looking at them, the exit barrier) is an *operation*: this file asks for one by
-an action and hears of its end by an event, so that no decision ever waits and a signal is heeded
-at once in every phase. At most one operation runs at a time.
+starts them again, ends, or gives up. Everything that takes time is an operation (see `_words`), of
+which this file asks for one by an action and hears of its end by an event, so that no decision ever
+waits and news and signals are heeded at once in every phase.
 
     FORMING --Formed--> RUNNING --Report(SUCCEEDED)--> BARRIER --BarrierPassed--> ENDED
-       ^                   |  \\--Report(FAILED), no budget--> STOPPING --Stopped--> ENDED
-       |                   |--Report(FAILED), budget--> BACKOFF --DelayOver--.
-       '-------------------'--membership changed                             |
-       '---------------------------------------------------------------------'
+       ^                   |  `--Failing, Report(FAILED)--> JUDGING --final--> STOPPING --> ENDED
+       |                   |                                   |
+       |        round over, lease over, nodes wait          charged or not
+       '-------------------'---------- BACKOFF ----------------'
 
-What spends the restart budget: failed workers, nothing else. A change of membership (nodes wait,
-a peer was lost) starts a new round for free.
+**What spends the restart budget**: failed workers, nothing else. Where the nodes of a job count
+together (`Formed.shared`), a failure is told to all of them as soon as the first worker has failed,
+while the others of its node are still being stopped; the verdict says whether it was the workers'
+fault, and how many such failures the job has had. Elsewhere each agent counts for itself, and the
+phase JUDGING is not entered. A change of membership starts a new round for free.
 
-A crash loop backs off: the first failure restarts at once; a group that fails again and again
-within `QUICK_S` of its start waits 1 s, 2 s, 4 s ... up to `BACKOFF_CAP_S` before the next try.
-An attempt that lives longer than that ends the loop.
+**News may come at any time**, also before the agent knows that the round they are about is formed,
+or after it has begun to leave it. So each names its round: what concerns a round that is still
+being formed is remembered and acted on when it is (`over`, `waiting`), what concerns an older one
+changes nothing. Rounds only grow, so one number is enough to remember.
+
+**Nodes that wait are gathered**: ten arrivals within a moment cost one restart. Only group rank 0
+counts the time, or ten agents would; the others hear that the round is over.
+
+**What ends quickly again and again is slowed down**, whether workers crash or a host comes and
+goes: the first attempt that lived less than `QUICK_S` is followed by the next at once, later ones
+after 1 s, 2 s, 4 s and so on. Nodes that wait are let in when the attempt has lived for that long;
+else the agent pauses before it joins, for less than the last call in which the others wait for it.
 
 A signal ends the run from any phase; the loop then stops the workers with that signal.
 
@@ -30,10 +41,46 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from regrow.agent._types import WorkerState
+from regrow.agent._words import (
+    Action,
+    Barrier,
+    BarrierBroken,
+    BarrierPassed,
+    Begin,
+    Changed,
+    Closed,
+    Delay,
+    DelayOver,
+    Event,
+    Failing,
+    Finish,
+    Form,
+    Formed,
+    Gather,
+    GatherOver,
+    GiveUp,
+    Interrupt,
+    LeaseOver,
+    Look,
+    MembershipChanged,
+    Raise,
+    Report,
+    Restart,
+    RoundOver,
+    Signaled,
+    Stop,
+    Stopped,
+    Tell,
+    Verdict,
+    Waiting,
+)
 
 QUICK_S = 10.0
 BACKOFF_BASE_S = 1.0
 BACKOFF_CAP_S = 30.0
+SHARED_BACKOFF_CAP_S = 15.0  # well below a last call, after which the others go on without us
+GATHER_S = 1.0
+GATHER_CAP_S = 5.0
 
 _FAILED_STATES = frozenset({WorkerState.FAILED, WorkerState.UNHEALTHY})
 
@@ -44,6 +91,7 @@ class Phase(StrEnum):
     IDLE = "IDLE"
     FORMING = "FORMING"
     RUNNING = "RUNNING"
+    JUDGING = "JUDGING"
     BACKOFF = "BACKOFF"
     BARRIER = "BARRIER"
     STOPPING = "STOPPING"
@@ -57,185 +105,200 @@ class State:
     remaining_restarts: int  # failures that may still be healed
     phase: Phase = Phase.IDLE
     started_at: float = 0.0  # monotonic seconds: when the running attempt was formed
-    quick_failures: int = 0  # attempts in a row that failed within QUICK_S
+    quick_ends: int = 0  # attempts in a row that lived less than QUICK_S
     looking: bool = False  # a Look operation runs
     look_again: bool = False  # something changed while it ran
+    round: int | None = None  # the latest that was formed here
+    shared: bool = False  # failures are judged by all nodes
+    leads: bool = True
+    over: int = 0  # the latest round that is known to be over
+    why_over: str = ""
+    closed: bool = False  # there will be no other round
+    job_failed: bool = False  # and that is because the job failed
+    succeeded: bool = False  # this node's workers did, before the round ended all the same
+    waiting: Waiting | None = None  # the latest of a round not known to be formed
+    gathered: int = 0  # nodes that wait
+    gathered_since: float = 0.0  # when the first of them came
+    gather_until: float | None = None  # when they are let in
+    verdict: Verdict | None = None  # in JUDGING: it is there, the group's end is not yet
+    ended: bool = False  # in JUDGING: the group has ended, the verdict is not yet there
+    next_reason: str = ""  # in BACKOFF: of the restart
 
 
-# --- events
+Decision = tuple[State, tuple[Action, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The run starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """The round is formed and its workers are started."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Something about the workers may have changed: look at them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the look at the workers found."""
-
-    state: WorkerState
-    nodes_waiting: int
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class MembershipChanged:
-    """The rendezvous says that this round should give way to the next one."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class DelayOver:
-    """The back-off is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The workers that `Stop` was about are gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class BarrierPassed:
-    """Every agent has reached the exit barrier, or it timed out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Signaled:
-    """A signal that ends the job arrived."""
-
-    signum: int
-
-
-Event = (
-    Begin
-    | Formed
-    | Changed
-    | Report
-    | MembershipChanged
-    | DelayOver
-    | Stopped
-    | BarrierPassed
-    | Signaled
-)
-
-# --- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Rendezvous and start the workers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """Stop the workers, rendezvous and start them again."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Find out how the workers are."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """Stop what is left of the workers, and say DelayOver in `seconds`."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop the workers; the job has failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Barrier:
-    """Wait for the other agents."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Return the last report's result; in state `state`."""
-
-    state: WorkerState
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupt:
-    """Leave whatever runs and end the job by this signal."""
-
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """The group is in a state no agent can act on: end with this error."""
-
-    message: str
-
-
-Action = Form | Restart | Look | Delay | Stop | Barrier | Finish | Interrupt | GiveUp
-
-
-def decide(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
+def decide(state: State, event: Event) -> Decision:
     """The state after `event`, and what is to be done about it.
 
     An event that means nothing in the present phase (a worker's exit while the group is being
-    stopped anyway) changes nothing.
+    stopped anyway) changes nothing but what is remembered.
     """
     if state.phase is Phase.ENDED:
         return state, ()
     match event:
         case Signaled(signum):
             return replace(state, phase=Phase.ENDED), (Interrupt(signum),)
-        case Begin() if state.phase is Phase.IDLE:
+        case RoundOver():
+            return _round_over(state, event)
+        case Waiting():
+            return _waiting(state, event)
+        case Closed():
+            return _closed(state, event)
+    match state.phase, event:
+        case Phase.IDLE, Begin():
             return replace(state, phase=Phase.FORMING), (Form(),)
-        case Formed(now) if state.phase is Phase.FORMING:
-            # Looking at once catches what changed while the group was being formed.
-            running = replace(state, phase=Phase.RUNNING, started_at=now)
-            return _look(replace(running, looking=False, look_again=False))
-        case Changed() if state.phase is Phase.RUNNING:
+        case Phase.FORMING, Formed():
+            return _formed(state, event)
+        case Phase.RUNNING | Phase.JUDGING, Changed():
             return _look(state)
-        case Report() if state.phase is Phase.RUNNING:
+        case Phase.RUNNING, Failing():
+            return _tell(state) if state.shared and not state.closed else _look(state)
+        case Phase.RUNNING, Report():
             return _after_look(replace(state, looking=False), event)
-        case MembershipChanged(reason) if state.phase is Phase.RUNNING:
-            return replace(state, phase=Phase.FORMING), (Restart(reason),)
-        case DelayOver() if state.phase is Phase.BACKOFF:
-            return replace(state, phase=Phase.FORMING), (Restart("worker failure"),)
-        case Stopped() if state.phase is Phase.STOPPING:
+        case Phase.RUNNING, MembershipChanged(reason, now) | LeaseOver(reason, now):
+            return _again(state, reason, now, announce=isinstance(event, LeaseOver))
+        case Phase.RUNNING, GatherOver(now):
+            return _let_in(state, now)
+        case Phase.JUDGING, Report():
+            return _after_end(replace(state, looking=False), event)
+        case Phase.JUDGING, Verdict():
+            judged = replace(state, verdict=event)
+            return _sentence(judged, event) if state.ended else _look(judged)
+        case Phase.BACKOFF, DelayOver():
+            return replace(state, phase=Phase.FORMING), (Restart(state.next_reason),)
+        case Phase.STOPPING, Stopped():
             return replace(state, phase=Phase.ENDED), (Finish(WorkerState.FAILED),)
-        case BarrierPassed() if state.phase is Phase.BARRIER:
+        case Phase.BARRIER, BarrierPassed():
             return replace(state, phase=Phase.ENDED), (Finish(WorkerState.SUCCEEDED),)
+        case Phase.BARRIER, BarrierBroken(now):
+            if state.closed:
+                return replace(state, phase=Phase.ENDED), (Finish(WorkerState.SUCCEEDED),)
+            reason = "the round ended while the nodes waited for one another at the end"
+            return _again(replace(state, succeeded=True), reason, now)
     return state, ()
 
 
-def _look(state: State) -> tuple[State, tuple[Action, ...]]:
+# --- news of the other nodes
+
+
+def _formed(state: State, event: Formed) -> Decision:
+    early = state.waiting
+    state = replace(
+        state,
+        phase=Phase.RUNNING,
+        started_at=event.now,
+        looking=False,
+        look_again=False,
+        round=event.round,
+        shared=event.shared,
+        leads=event.leads,
+        succeeded=False,
+        waiting=None,
+        gathered=0,
+        gather_until=None,
+        verdict=None,
+        ended=False,
+    )
+    if state.job_failed:
+        return replace(state, phase=Phase.STOPPING), (Stop(),)
+    if event.round is not None and event.round <= state.over and not state.closed:
+        return _again(state, state.why_over, event.now)
+    # Looking at once catches what changed while the group was being formed.
+    state, actions = _look(state)
+    if early is not None and early.round == event.round:
+        state, more = _gather(state, replace(early, now=event.now))
+        actions = more if state.phase is not Phase.RUNNING else (*actions, *more)
+    return state, actions
+
+
+def _round_over(state: State, event: RoundOver) -> Decision:
+    if event.round <= state.over:
+        return state, ()
+    state = replace(state, over=event.round, why_over=event.reason)
+    concerns_us = state.round is None or event.round >= state.round
+    if not concerns_us or state.closed or state.phase not in (Phase.RUNNING, Phase.BARRIER):
+        return state, ()
+    state = replace(state, succeeded=state.phase is Phase.BARRIER)
+    return _again(state, event.reason, event.now)
+
+
+def _closed(state: State, event: Closed) -> Decision:
+    state = replace(state, closed=True, job_failed=state.job_failed or event.failed)
+    match state.phase:
+        case Phase.FORMING if not event.refused:
+            return state, ()  # the operation that runs will end, and is taken from there
+        case Phase.FORMING if not state.job_failed:
+            state = replace(state, phase=Phase.ENDED)
+            return state, (Finish(WorkerState.SUCCEEDED) if state.succeeded else Raise(),)
+        case Phase.FORMING | Phase.BARRIER if state.job_failed:
+            return replace(state, phase=Phase.ENDED), (Finish(WorkerState.FAILED),)
+        case Phase.RUNNING | Phase.BACKOFF if state.job_failed:
+            return replace(state, phase=Phase.STOPPING), (Stop(),)
+        case Phase.BACKOFF | Phase.JUDGING if state.job_failed or event.refused:
+            return replace(state, phase=Phase.STOPPING), (Stop(),)
+    return state, ()
+
+
+def _waiting(state: State, event: Waiting) -> Decision:
+    if state.phase is Phase.RUNNING and event.round == state.round:
+        return _gather(state, event)
+    if state.phase is Phase.FORMING and event.round > (state.round or 0):
+        return replace(state, waiting=event), ()
+    return state, ()
+
+
+def _gather(state: State, event: Waiting) -> Decision:
+    """Let the nodes that wait in, now or in a moment."""
+    if event.waiting == 0:
+        return replace(state, gathered=0, gather_until=None), ()
+    if not state.leads or state.closed:
+        return state, ()
+    grew, now = event.waiting > state.gathered, event.now
+    state = replace(
+        state,
+        gathered=event.waiting,
+        gathered_since=state.gathered_since if state.gather_until is not None else now,
+    )
+    until = state.gather_until
+    if event.full:
+        until = now
+    elif grew or until is None:
+        until = min(now + GATHER_S, state.gathered_since + GATHER_CAP_S)
+    until = max(until, state.started_at + _pause(state, now))
+    state = replace(state, gather_until=until)
+    if until <= now:
+        return _let_in(state, now)
+    return state, (Gather(event.waiting, until),) if grew else ()
+
+
+def _let_in(state: State, now: float) -> Decision:
+    if state.gather_until is None or now < state.gather_until:
+        return state, ()
+    number = state.gathered
+    reason = f"{number} node{'s wait' if number != 1 else ' waits'} to join"
+    quick = _quick(state, now)
+    state = replace(state, phase=Phase.FORMING, quick_ends=quick, gather_until=None)
+    return state, (Restart(reason, announce=True),)
+
+
+# --- the workers
+
+
+def _look(state: State) -> Decision:
     if state.looking:
         return replace(state, look_again=True), ()
     return replace(state, looking=True, look_again=False), (Look(),)
 
 
-def _after_look(state: State, report: Report) -> tuple[State, tuple[Action, ...]]:
+def _after_look(state: State, report: Report) -> Decision:
     if report.state is WorkerState.SUCCEEDED:
         return replace(state, phase=Phase.BARRIER), (Barrier(),)
     if report.state in _FAILED_STATES:
-        return _after_failure(state, report)
+        if report.hopeless or state.closed:
+            tell = state.shared and not state.closed
+            return replace(state, phase=Phase.STOPPING), (Stop(tell),)
+        return _tell(replace(state, ended=True)) if state.shared else _count(state, report)
     if report.state is not WorkerState.HEALTHY:
         message = f"Worker group in {report.state.name} state"
         return replace(state, phase=Phase.ENDED), (GiveUp(message),)
@@ -245,19 +308,57 @@ def _after_look(state: State, report: Report) -> tuple[State, tuple[Action, ...]
     return _look(state) if state.look_again else (state, ())
 
 
-def _after_failure(state: State, report: Report) -> tuple[State, tuple[Action, ...]]:
+def _count(state: State, report: Report) -> Decision:
+    """A failure where each agent has a budget of its own."""
     if state.remaining_restarts <= 0:
         return replace(state, phase=Phase.STOPPING), (Stop(),)
-    quick = state.quick_failures + 1 if report.now - state.started_at < QUICK_S else 0
-    healed = replace(state, remaining_restarts=state.remaining_restarts - 1, quick_failures=quick)
-    delay = backoff(quick)
-    if delay > 0:
-        return replace(healed, phase=Phase.BACKOFF), (Delay(delay),)
-    return replace(healed, phase=Phase.FORMING), (Restart("worker failure"),)
+    spent = replace(state, remaining_restarts=state.remaining_restarts - 1)
+    return _again(spent, "worker failure", report.now)
 
 
-def backoff(quick_failures: int) -> float:
-    """Seconds to wait before the restart that follows this many quick failures in a row."""
-    if quick_failures <= 1:
+def _tell(state: State) -> Decision:
+    return replace(state, phase=Phase.JUDGING), (Tell(),)
+
+
+def _after_end(state: State, report: Report) -> Decision:
+    """In JUDGING: the group may have ended."""
+    if WorkerState.is_running(report.state) and not report.hopeless:
+        return _look(state) if state.look_again else (state, ())
+    state = replace(state, ended=True)
+    return _sentence(state, state.verdict) if state.verdict is not None else (state, ())
+
+
+def _sentence(state: State, verdict: Verdict) -> Decision:
+    if verdict.charged and verdict.final and verdict.mine:
+        return replace(state, phase=Phase.STOPPING), (Stop(tell=True),)
+    if state.closed:
+        return replace(state, phase=Phase.STOPPING), (Stop(),)
+    # Where another node is to blame for good, it closes the rendezvous, and forming ends with that.
+    return _again(state, verdict.reason, verdict.now)
+
+
+# --- the next attempt
+
+
+def _again(state: State, reason: str, now: float, announce: bool = False) -> Decision:
+    """Start the workers again, after a pause if attempts have been short of late."""
+    pause = _pause(state, now)
+    state = replace(state, quick_ends=_quick(state, now), next_reason=reason)
+    if pause > 0:
+        return replace(state, phase=Phase.BACKOFF), (Delay(pause, reason, announce),)
+    return replace(state, phase=Phase.FORMING), (Restart(reason, announce),)
+
+
+def _quick(state: State, now: float) -> int:
+    return state.quick_ends + 1 if now - state.started_at < QUICK_S else 0
+
+
+def _pause(state: State, now: float) -> float:
+    return backoff(_quick(state, now), SHARED_BACKOFF_CAP_S if state.shared else BACKOFF_CAP_S)
+
+
+def backoff(quick_ends: int, cap: float = BACKOFF_CAP_S) -> float:
+    """Seconds to wait before the restart that follows this many quick ends in a row."""
+    if quick_ends <= 1:
         return 0.0
-    return float(min(BACKOFF_BASE_S * 2 ** min(quick_failures - 2, 30), BACKOFF_CAP_S))
+    return float(min(BACKOFF_BASE_S * 2 ** min(quick_ends - 2, 30), cap))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from regrow.agent._types import Worker, WorkerGroup
 
 ATTEMPT_ENV = "REGROW_ATTEMPT"
+FENCING_TOKEN_ENV = "REGROW_FENCING_TOKEN"
 ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -19,6 +20,7 @@ def worker_environment(
     attempt: int,
     use_agent_store: bool,
     outer: Mapping[str, str],
+    fencing_token: int | None = None,
 ) -> dict[str, str]:
     """The variables a worker gets on top of the agent's own.
 
@@ -30,6 +32,9 @@ def worker_environment(
         attempt: starts of workers so far, counting from 0; `REGROW_ATTEMPT`.
         use_agent_store: whether MASTER_ADDR:MASTER_PORT is already served by the agent.
         outer: the agent's environment.
+        fencing_token: the round's number, which only grows and which all workers of the round
+            have; `REGROW_FENCING_TOKEN`. A place that checkpoints are written to can refuse a
+            lower one than it has seen. None where the rendezvous has no such number.
 
     Raises:
         ValueError: `virtual_local_rank` and fewer visible devices than workers.
@@ -53,6 +58,8 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
         ATTEMPT_ENV: str(attempt),
     }
+    if fencing_token is not None:
+        env[FENCING_TOKEN_ENV] = str(fencing_token)
     for name in ASYNC_ERROR_HANDLING:
         env[name] = outer.get(name, "1")
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):

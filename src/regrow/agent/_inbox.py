@@ -21,7 +21,7 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from regrow.agent._decide import Signaled
+from regrow.agent._words import Signaled
 
 
 @dataclass(frozen=True, slots=True)

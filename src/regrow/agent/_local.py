@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
-from regrow.agent import _decide as core
+from regrow.agent import _words as words
 from regrow.agent._environment import worker_environment
 from regrow.agent._inbox import Probe
 from regrow.agent._progress import ProgressBoard, Steps
@@ -117,7 +117,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         self._sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
         self._event_sinks = event_sinks
-        self._job = {"bounds": bounds(self._shutdown_timeout)} | dict(job or {})
+        more = getattr(spec.rdzv_handler, "bounds", {})
+        self._job = {"bounds": bounds(self._shutdown_timeout) | dict(more)} | dict(job or {})
         self._pcontext: PContext | None = None
         self._guardian: Guardian | None = None
         self._board: ProgressBoard | None = None
@@ -130,36 +131,23 @@ class LocalElasticAgent(SimpleElasticAgent):
     def run(self, role: str = "default") -> RunResult:
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
         self._guardian = Guardian()
-        unsubscribe: Callable[[], None] = lambda: None  # noqa: E731
         try:
             # Started first: its interpreter starts while the round forms.
             self._guardian.start()
-            unsubscribe = self._subscribe()
             self._setup_healthcheck()
             return super().run(role)
         finally:
-            unsubscribe()
             self._release_attempt()
             self._release()
             console().flush()
 
-    def _subscribe(self) -> Callable[[], None]:
-        subscribe = getattr(self._worker_group.spec.rdzv_handler, "subscribe", None)
-        self._handler_pushes = subscribe is not None
-        if subscribe is None:
-            return lambda: None
-        unsubscribe: Callable[[], None] = subscribe(
-            lambda change: self._inbox.put(core.MembershipChanged(str(change)))
-        )
-        return unsubscribe
-
     def _poll_interval(self) -> float | None:
         replaced = type(self)._monitor_workers is not LocalElasticAgent._monitor_workers
-        if replaced or not self._handler_pushes or self._sleepers.timeout > 0:
+        if replaced or not self._pushes or self._sleepers.timeout > 0:
             return self._worker_group.spec.monitor_interval
         return None
 
-    def _heed(self, message: object) -> core.Event | None:
+    def _heed(self, message: object) -> words.Event | None:
         match message:
             case WorkerChange():
                 return self._heed_worker(message)
@@ -169,7 +157,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 return None
         return super()._heed(message)
 
-    def _heed_worker(self, change: WorkerChange) -> core.Event | None:
+    def _heed_worker(self, change: WorkerChange) -> words.Event | None:
         if change.kind in ("suspended", "resumed"):
             worker = self._worker_group.workers[change.local_rank]
             self._emit(
@@ -190,7 +178,15 @@ class LocalElasticAgent(SimpleElasticAgent):
             return None
         if self._noticed is None and change.status != 0:
             self._noticed = monotonic()
-        return core.Changed()
+            return words.Failing()
+        return words.Changed()
+
+    def _first_failure(self) -> tuple[int, ProcessFailure] | None:
+        context = self._pcontext
+        failure = context.first_failure() if context is not None else None
+        if failure is None or self._last_result.failures:
+            return super()._first_failure()
+        return self._worker_group.workers[failure.local_rank].global_rank, failure
 
     # --- the hooks
 
@@ -218,6 +214,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 run_id=spec.rdzv_handler.get_run_id(),
                 restart_count=self._restart_count(),
                 attempt=self._attempt,
+                fencing_token=self._round if self._numbered else None,
                 use_agent_store=spec.rdzv_handler.use_agent_store,
                 outer=os.environ,
             ) | board.environment(rank)
@@ -298,6 +295,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if not stuck:
             return RunResult(state=WorkerState.HEALTHY)
         self._remaining_restarts = 0
+        self._hopeless = True
         failures = {}
         for local_rank, pid in pids.items():
             if pid in stuck:

@@ -44,6 +44,11 @@ class AgentRecords:
     _telling: threading.Lock  # an attempt's end may be told by either of two threads, but once
     _restarts = 0  # how often workers were started again, for whatever reason
     _noticed: float | None = None  # monotonic: when the loop first heard of a failed worker
+    _numbered = False  # whether `_round` is the rendezvous's number, the same on all nodes
+    _shared = False  # whether all nodes of the job count its failures together
+    _failures: int | None = None  # of the job so far, where they do
+    _caused_elsewhere = False  # what ended the attempt was not this node's doing
+    _failures_told: set[tuple[str, int | None, int]]  # of other nodes: host, rank, pid
 
     # --- the job's events
 
@@ -85,6 +90,16 @@ class AgentRecords:
             pids={str(worker.global_rank): worker.id for worker in workers},
         )
 
+    def _begin_records(self) -> None:
+        """Forget what was known of an older attempt."""
+        self._noticed = None
+        self._caused_elsewhere = False
+        self._failures_told = set()
+
+    def _was_caused_elsewhere(self) -> bool:
+        """Whether the running attempt ended by another node's doing."""
+        return self._caused_elsewhere
+
     def _end_attempt(self, result: RunResult) -> None:
         """Tell how the running attempt ended, once; its workers are gone by now."""
         with self._telling:
@@ -93,7 +108,8 @@ class AgentRecords:
             return
         root = _root_cause(result)
         for rank, failure in sorted(result.failures.items()):
-            self._emit_failure(rank, failure, root_cause=failure is root)
+            first = failure is root and not self._was_caused_elsewhere()
+            self._emit_failure(rank, failure, root_cause=first)
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         last_steps = {
             str(ranks[local_rank]): {
@@ -163,7 +179,13 @@ class AgentRecords:
         )
 
     def _emit_job_error(self, error: BaseException, start: float) -> None:
-        self._finish("ERROR", start, exit_code=None, reason=f"{type(error).__name__}: {error}")
+        from regrow.rendezvous import RendezvousConnectionError
+
+        reason = f"{type(error).__name__}: {error}"
+        lost = isinstance(error, RendezvousConnectionError)
+        if lost:
+            self._emit("regrow.rendezvous.lost", why=str(error))
+        self._finish("ERROR", start, exit_code=75 if lost else None, reason=reason)
 
     def _finish(self, state: str, start: float, *, signal: str | None = None, **more: Any) -> None:
         self._emit(
@@ -175,7 +197,14 @@ class AgentRecords:
             **more,
         )
 
+    def _count_failures(self, failures: int) -> None:
+        """Take over how many failures the job has had, on all nodes together."""
+        self._failures = failures
+        self._remaining_restarts = max(0, self._worker_group.spec.max_restarts - failures)
+
     def _restart_count(self) -> int:
+        if self._failures is not None:
+            return self._failures
         return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     # --- torch's events

@@ -21,8 +21,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent import _decide as core
-from regrow.agent._attempt import AttemptSteps
+from regrow.agent import _words as words
+from regrow.agent._company import Company, News
 from regrow.agent._inbox import Done, Inbox, Operations, Probe, signals_into
+from regrow.agent._lease import Lease
 from regrow.agent._types import (
     DEFAULT_ROLE,
     ElasticAgent,
@@ -32,7 +34,7 @@ from regrow.agent._types import (
     WorkerState,
 )
 from regrow.metrics import prof, put_metric
-from regrow.rendezvous import RendezvousGracefulExitError
+from regrow.rendezvous import RendezvousClosedError, RendezvousGracefulExitError
 from regrow.utils import get_logger
 from regrow.workers import SignalException
 
@@ -45,7 +47,7 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 logger = get_logger(__name__)
 
 
-class SimpleElasticAgent(AttemptSteps, ElasticAgent):
+class SimpleElasticAgent(Company, ElasticAgent):
     """Manages the workers of a single spec.
 
     Args:
@@ -69,6 +71,11 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         self._in_exit_barrier = False
         self._attempt = -1  # counts every start of workers
         self._round = -1
+        self._over = 0
+        self._lease = Lease()
+        self._hopeless = False  # no restart can help
+        self._failures_told = set()
+        self._error: BaseException | None = None  # of the last operation
         self._inbox = Inbox()
         self._operations: Operations | None = None
         # Held while workers are being started, so that nobody leaves half-started ones behind.
@@ -125,7 +132,9 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         with signals_into(self._inbox, names):
             self._operations = Operations(self._inbox)
             death_sig = signal.SIGTERM
+            unfollow: Callable[[], None] = lambda: None  # noqa: E731
             try:
+                unfollow = self._follow()
                 self._emit_job_started()
                 result = self._invoke_run(role)
                 self._total_execution_time = int(monotonic() - start)
@@ -141,25 +150,30 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
             except SignalException as error:
                 logger.warning("Received %s death signal, shutting down workers", error.sigval)
                 death_sig = error.sigval
+                why = f"its agent got {death_sig.name}"
+                self._announce(why)
                 self._interrupt_rendezvous()
                 self._shut_down(death_sig)
+                self._give_seat_back(why)
                 self._emit_job_signaled(death_sig, start)
                 raise
             except BaseException as error:
+                self._fail_by_error(error)
                 self._interrupt_rendezvous()
                 self._shut_down(death_sig)
                 self._emit_job_error(error, start)
                 raise
             finally:
                 self._shut_down(death_sig)
+                unfollow()
                 self._operations.close()
                 self._total_execution_time = int(monotonic() - start)
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         state = core.State(remaining_restarts=self._remaining_restarts)
-        event: core.Event | None = core.Begin()
+        event: words.Event | None = words.Begin()
         deadline: float | None = None  # of the running back-off
-        in_flight: dict[object, Callable[[Any], core.Event | None]] = {}
+        in_flight: dict[object, Callable[[Any], words.Event | None]] = {}
         while True:
             if event is not None:
                 state = replace(state, remaining_restarts=self._remaining_restarts)
@@ -167,18 +181,22 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                 self._remaining_restarts = state.remaining_restarts
                 for action in actions:
                     match action:
-                        case core.Finish(final):
-                            self._worker_group.state = final
-                            self._last_result.state = final
-                            self._end_attempt(self._last_result)
-                            return self._last_result
-                        case core.Interrupt(signum):
+                        case words.Finish(final):
+                            return self._conclude(final)
+                        case words.Interrupt(signum):
                             sigval = signal.Signals(signum)
                             raise SignalException(f"the agent got {sigval.name}", sigval=sigval)
-                        case core.GiveUp(message):
+                        case words.GiveUp(message):
                             raise RuntimeError(f"[{self._worker_group.spec.role}] {message}")
-                        case core.Delay(seconds):
-                            self._emit_restarting("worker failure", seconds)
+                        case words.Raise():
+                            assert self._error is not None
+                            raise self._error
+                        case words.Gather(waiting, until):
+                            self._emit(
+                                "regrow.job.gathering", waiting=waiting, delay_s=until - monotonic()
+                            )
+                        case words.Delay(seconds, reason):
+                            self._emit_restarting(reason, seconds)
                             deadline = monotonic() + seconds
                             self._perform(action, in_flight, delayed=True)
                         case _:
@@ -188,32 +206,32 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
 
     def _perform(
         self,
-        action: core.Action,
-        in_flight: dict[object, Callable[[Any], core.Event | None]],
+        action: words.Action,
+        in_flight: dict[object, Callable[[Any], words.Event | None]],
         *,
         delayed: bool,
     ) -> None:
         group = self._worker_group
         match action:
-            case core.Form():
+            case words.Form():
                 call: Callable[[], Any] = lambda: self._initialize_workers(group)  # noqa: E731
-                then: Callable[[Any], core.Event | None] = lambda _: core.Formed(monotonic())  # noqa: E731
-            case core.Restart(reason):
+                then: Callable[[Any], words.Event | None] = self._formed
+            case words.Restart(reason, announce):
                 if not delayed:
                     self._emit_restarting(reason, 0.0)
-                call = lambda: self._restart_workers(group)  # noqa: E731
-                then = lambda _: core.Formed(monotonic())  # noqa: E731
-            case core.Look():
+                call, then = lambda: self._restart(reason, announce), self._formed
+            case words.Look():
                 call, then = self._look, self._report
-            case core.Delay():
-                # What is left of a failed group does not run on while the agent waits.
-                call = lambda: self._call_stop_workers(group)  # noqa: E731
+            case words.Tell():
+                call, then = self._tell_failure, self._verdict
+            case words.Delay(_, reason, announce):
+                # What is left of a group does not run on while the agent waits.
+                call = lambda: self._pause(reason, announce)  # noqa: E731
                 then = lambda _: None  # noqa: E731
-            case core.Stop():
-                call = lambda: self._call_stop_workers(group)  # noqa: E731
-                then = lambda _: core.Stopped()  # noqa: E731
-            case core.Barrier():
-                call, then = self._exit_barrier, lambda _: core.BarrierPassed()
+            case words.Stop(tell):
+                call, then = lambda: self._stop_for_good(tell), lambda _: words.Stopped()
+            case words.Barrier():
+                call, then = self._exit_barrier, _barrier_ended
             case _:
                 raise AssertionError(f"not an operation: {action}")
         assert self._operations is not None
@@ -223,39 +241,52 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         self,
         state: core.State,
         deadline: float | None,
-        in_flight: dict[object, Callable[[Any], core.Event | None]],
-    ) -> core.Event | None:
+        in_flight: dict[object, Callable[[Any], words.Event | None]],
+    ) -> words.Event | None:
         timeout = None
         if deadline is not None:
             timeout = max(0.0, deadline - monotonic())
-        elif state.phase is core.Phase.RUNNING and not state.looking:
-            timeout = self._poll_interval()
+        elif state.phase is core.Phase.RUNNING:
+            timeout = None if state.looking else self._poll_interval()
+            if state.gather_until is not None:
+                left = max(0.0, state.gather_until - monotonic())
+                timeout = left if timeout is None else min(left, timeout)
         message = self._inbox.get(timeout)
         match message:
+            case None if deadline is not None:
+                return words.DelayOver()
             case None:
-                return core.Changed() if deadline is None else core.DelayOver()
+                now = monotonic()
+                due = state.gather_until is not None and now >= state.gather_until
+                return words.GatherOver(now) if due else words.Changed()
             case Done(operation, result, error):
                 then = in_flight.pop(operation, None)
                 if error is not None and then is not None:
-                    raise error
+                    self._error = error
+                    if not isinstance(error, RendezvousClosedError):
+                        raise error
+                    return words.Closed(self._learn_end(error.report), refused=True)
                 return then(result) if then is not None else None
+            case News():
+                return self._hear(message.what)
             case Probe(answered):
                 answered.set()
                 return None
         return self._heed(message)
 
-    def _heed(self, message: object) -> core.Event | None:
+    def _heed(self, message: object) -> words.Event | None:
         """What a message means that is no operation's end; subclasses add their own kinds."""
-        return message if isinstance(message, core.Event) else None
+        return message if isinstance(message, words.Event) else None
 
     def _look(self) -> tuple[RunResult, int]:
         result = self._monitor_workers(self._worker_group)
         waiting = 0
-        if result.state == WorkerState.HEALTHY:
+        told = self._pushes and self._numbered
+        if result.state == WorkerState.HEALTHY and not told:
             waiting = self._worker_group.spec.rdzv_handler.num_nodes_waiting()
         return result, waiting
 
-    def _report(self, found: tuple[RunResult, int]) -> core.Event:
+    def _report(self, found: tuple[RunResult, int]) -> words.Event:
         result, waiting = found
         role = self._worker_group.spec.role
         self._last_result = result
@@ -264,7 +295,31 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         put_metric(f"workers.{role}.{result.state.name.lower()}", 1)
         if not WorkerState.is_running(result.state):
             self._end_attempt(result)
-        return core.Report(result.state, waiting, monotonic())
+        return words.Report(result.state, waiting, monotonic(), self._hopeless)
+
+    # --- operations
+
+    def _formed(self, _: object) -> words.Event:
+        number = self._round if self._numbered else None
+        leads = self._worker_group.group_rank == 0
+        return words.Formed(monotonic(), number, self._shared, leads)
+
+    def _restart(self, reason: str, announce: bool) -> None:
+        if announce:
+            self._announce(reason)
+        self._restart_workers(self._worker_group)
+
+    def _pause(self, reason: str, announce: bool) -> None:
+        if announce:
+            self._announce(reason)
+        self._stop_attempt(self._worker_group)
+
+    def _stop_for_good(self, tell: bool) -> None:
+        if tell:
+            self._fail_for_all()
+        self._call_stop_workers(self._worker_group)
+
+    # --- the end
 
     def _interrupt_rendezvous(self) -> None:
         interrupt = getattr(self._worker_group.spec.rdzv_handler, "interrupt", None)
@@ -276,6 +331,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
         if self._leaving:
             return
         self._leaving = True
+        self._lease.wake()
         stop = Operations(self._inbox)
         operation = stop.submit(lambda: self._leave(death_sig))
         stop.close()
@@ -285,7 +341,7 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
                     if error is not None:
                         raise error
                     break
-                case core.Signaled():
+                case words.Signaled():
                     self._kill_now()
                 case Probe(answered):
                     answered.set()
@@ -296,3 +352,8 @@ class SimpleElasticAgent(AttemptSteps, ElasticAgent):
     def _leave(self, death_sig: signal.Signals) -> None:
         with self._starting:  # those being started are stopped once they all exist
             self._call_shutdown(death_sig)
+
+
+def _barrier_ended(passed: object) -> words.Event:
+    # Hooks of torch's time return nothing.
+    return words.BarrierBroken(monotonic()) if passed is False else words.BarrierPassed()

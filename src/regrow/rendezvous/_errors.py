@@ -18,6 +18,9 @@ class RendezvousError(Exception):
 class RendezvousClosedError(RendezvousError):
     """The rendezvous is closed; closing is final."""
 
+    report: str = ""
+    """What failed for good, if that is why; set by who raises it."""
+
 
 class RendezvousTimeoutError(RendezvousError):
     """The rendezvous did not complete on time."""

@@ -194,6 +194,13 @@ class PContext(ABC):
                 raise self._error
             return self._result
 
+    def first_failure(self) -> ProcessFailure | None:
+        """What failed first, as far as is known while others are still being stopped."""
+        with self._changed:
+            group = self._group
+        failures = [self._failure(rank, group.members[rank]) for rank in group.failed]
+        return min(failures, key=lambda failure: failure.failed_monotonic, default=None)
+
     def pids(self) -> dict[int, int]:
         """The process of each local rank, also after it ended."""
         with self._changed:

@@ -81,7 +81,7 @@ def _entry(index: int, rank: int, failure: ProcessFailure) -> str:
     return (
         f"[{index}]:\n"
         f"  time      : {failure.timestamp_isoformat()}\n"
-        f"  host      : {os.uname().nodename}\n"
+        f"  host      : {failure.host or os.uname().nodename}\n"
         f"  rank      : {rank} (local_rank: {failure.local_rank})\n"
         f"  exitcode  : {failure.exitcode} (pid: {failure.pid}){by_signal}\n"
         f"  error_file: {failure.error_file}\n"

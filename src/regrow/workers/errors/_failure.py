@@ -41,6 +41,8 @@ class ProcessFailure:
     _: KW_ONLY
     exited_monotonic: float | None = None
     """When the process ended, in seconds of this host's monotonic clock; None if unknown."""
+    host: str = ""
+    """Where it ran; empty for this host."""
     error_file_data: dict[str, Any] = field(init=False)
     """The content of the error file; `{"message": "<NONE>"}` without one."""
     message: str | dict[str, Any] = field(init=False)
@@ -85,15 +87,50 @@ class ProcessFailure:
         self.failed_monotonic = failed
         self.timestamp = stamp if stamp is not None else int(wall - (now - failed))
 
+    @classmethod
+    def elsewhere(
+        cls,
+        *,
+        host: str,
+        local_rank: int,
+        pid: int,
+        exitcode: int,
+        message: str,
+        traceback: str | None,
+        error_file: str | None,
+        timestamp: int,
+    ) -> ProcessFailure:
+        """The failure of a worker on another host, as its agent has told it.
+
+        Args:
+            host: where it ran.
+            local_rank: of the worker there.
+            pid: of its process there.
+            exitcode: what it exited with; negative is the signal that killed it.
+            message: how it failed, in one line.
+            traceback: of the exception, where it left one.
+            error_file: path of its error file there.
+            timestamp: when it failed, in seconds since the epoch by that host's clock.
+        """
+        failure = cls(local_rank, pid, exitcode, "", host=host)
+        if traceback is not None or message != failure.summary:
+            stack = {"py_callstack": traceback} if traceback is not None else {}
+            failure.message = {"message": message, "extraInfo": stack}
+            failure.error_file_data = {"message": failure.message}
+        failure.error_file = error_file or NOT_AVAILABLE
+        failure.timestamp = min(max(timestamp, 0), 1 << 35)
+        return failure
+
     @property
     def has_error_file(self) -> bool:
-        """Whether the worker left an error file."""
-        return self.error_file != NOT_AVAILABLE
+        """Whether the worker left an error file on this host."""
+        return self.error_file != NOT_AVAILABLE and not self.host
 
     @property
     def summary(self) -> str:
         """The failure in one line, such as `ValueError: no such layer` or `exit code 3`."""
-        if not self.has_error_file and self.exitcode >= 0:
+        made_up = not self.has_error_file and isinstance(self.message, str)
+        if made_up and self.exitcode >= 0:
             return f"exit code {self.exitcode}"
         text = self.message
         if isinstance(text, dict):
