@@ -1,0 +1,303 @@
+"""How one node keeps in touch with the others, while it waits and while its workers run.
+
+Two threads, because none of this may wait for the other. One beats: it says once in every
+keep-alive interval that the node is alive, and each answer renews the lease under which the node
+runs its workers. The other follows the rounds, and tells whoever subscribed what concerns them.
+Calls of the node itself (`call`) are made from the caller's thread, and the answers go the same
+way as what the follower hears, so there is one latest view.
+
+**The lease** counts from when a beat was *sent*: whoever answered it may have done so at once, and
+counts the silence from then. So a node that gets no answer knows when its lease ends without
+asking anyone, and that is when it says that touch is lost. Its workers are killed then, by another
+process that was told of each renewal; this one only finds out what to do next.
+
+**A life** is one id of the node. When the others have given the node up it comes back under a new
+id, and the thread that followed the old one ends at its next turn; what is still said about the
+old life is not heard.
+
+Subscribers are called from these threads with no lock held. An error that is not about the
+connection (a document of another release, a fault in a plug-in) ends the threads, and is raised
+by the node's next call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from logging import getLogger
+from typing import TYPE_CHECKING, TypeVar
+
+from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
+from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated
+from regrow.rendezvous._waiting import Told, tidings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from regrow.rendezvous._driver import Driver, View
+    from regrow.rendezvous._news import Event
+    from regrow.rendezvous._patience import Bounds
+    from regrow.rendezvous._waiting import Tidings
+
+    Subscriber = Callable[[object], None]
+
+T = TypeVar("T")
+
+_TURN = 60.0  # seconds for which the follower is blocked before it asks whether it is still needed
+
+log = getLogger(__name__)
+
+
+class Touch:
+    """One node's line to the others.
+
+    Args:
+        driver: the rounds.
+        bounds: how often to beat, and how long a lease lasts.
+        patience: seconds in which a beat has to be answered.
+    """
+
+    def __init__(self, driver: Driver, bounds: Bounds, patience: float) -> None:
+        self.changed = threading.Condition()
+        """Notified of all that follows; its lock guards it."""
+        self.view: View | None = None
+        """The latest that was heard about this life."""
+        self.lost: str = ""
+        """Why nothing can be heard, once that has lasted as long as a lease."""
+        self.lost_at: float = 0.0
+        """When that was."""
+        self.broken: Exception | None = None
+        """What ended the threads."""
+        self._driver = driver
+        self._bounds = bounds
+        self._patience = patience
+        self._id = ""
+        self._token = 0
+        self._told = Told()
+        self._stopped = False
+        self._beat_now = False
+        self._answered = 0.0
+        self._lease = 0.0
+        self._threads: set[threading.Thread] = set()
+        self._subscribers: dict[object, Subscriber] = {}
+        self._keepers: dict[object, Callable[[float], None]] = {}
+
+    # --- the node's own thread
+
+    def live(self, id: str) -> None:
+        """Begin a life: beat for it, and follow it."""
+        with self.changed:
+            if self._stopped:
+                raise RendezvousGracefulExitError("this handler has been shut down")
+            first = not self._id
+            self._id, self._token, self._told, self.view = id, 0, Told(), None
+            self._answered, self.lost = time.monotonic(), ""
+        self._start(f"rendezvous follower of {id}", lambda: self._follow(id))
+        if first:
+            self._start("rendezvous keep-alive", self._beat)
+
+    def call(self, event: Event, timeout: float) -> View:
+        """Submit an event of this life, and return what is answered.
+
+        Raises:
+            RendezvousConnectionError: nobody answered within `timeout` seconds.
+        """
+        said = self._driver.submit(event, timeout)
+        with self.changed:
+            id = self._id
+            self._answered, self.lost = time.monotonic(), ""
+        if not isinstance(event, Close):  # which is no news to a node that has its seat
+            self._hear(id, said)
+        return said
+
+    def seat(self, seated: Seated) -> None:
+        """The node takes its seat: from now on its agent is told about this round."""
+        with self.changed:
+            self._token, self._told = seated.round, Told(seated.round)
+            self._beat_now = True
+            self.changed.notify_all()
+            view = self.view
+        if view is not None:
+            self._hear(seated.id, view)
+
+    def unseat(self) -> None:
+        """The node gives its seat up by itself: its agent need not be told about it any more."""
+        with self.changed:
+            self._told = Told()
+        self._driver.end_round_store()
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End the threads, and wait for them if asked to; beats and news end with them."""
+        with self.changed:
+            self._stopped = True
+            self.changed.notify_all()
+            threads = self._threads - {threading.current_thread()}
+        self._driver.end_round_store()
+        self._driver.interrupt()
+        for thread in threads if wait else ():
+            thread.join()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """See `PushingRendezvousHandler.subscribe`."""
+        return self._add(self._subscribers, subscriber)
+
+    def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
+        """See `PushingRendezvousHandler.keep_lease`."""
+        stop = self._add(self._keepers, renewed)
+        if self._lease:
+            renewed(self._lease)
+        return stop
+
+    def _add(self, to: dict[object, T], callback: T) -> Callable[[], None]:
+        key = object()
+        with self.changed:
+            to[key] = callback
+
+        def stop() -> None:
+            with self.changed:
+                to.pop(key, None)
+
+        return stop
+
+    # --- the two threads
+
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                target()
+            except RendezvousGracefulExitError:  # told to stop
+                pass
+            except Exception as error:  # noqa: BLE001 - raised again by the node's next call
+                self._break(error)
+            finally:
+                with self.changed:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        with self.changed:
+            self._threads.add(thread)
+        thread.start()
+
+    def _follow(self, id: str) -> None:
+        seen: View | None = None
+        troubled: float | None = None
+        answered = 0  # the last round of whose end the others know that this node has heard
+        while not self._over(id):
+            try:
+                view = self._driver.follow(id, seen, _TURN)
+                if view is not None:
+                    self._hear(id, view)
+                    match view.news:
+                        case RoundEnded(round, by) if self._token == round > answered and by != id:
+                            self._driver.submit(Heard(id, round), self._bounds.lease)
+                            answered = round
+                    seen = view
+                troubled = None
+            except RendezvousConnectionError as error:
+                now = time.monotonic()
+                troubled = now if troubled is None else troubled
+                if now - troubled >= self._bounds.lease:
+                    self._lose(id, error)
+                self._pause(id, self._bounds.keep_alive / 4)
+
+    def _beat(self) -> None:
+        while True:
+            with self.changed:
+                if self._stopped:
+                    return
+                id, token, self._beat_now = self._id, self._token, False
+            sent = time.monotonic()
+            left = self._answered + self._bounds.lease - sent
+            pause = self._bounds.keep_alive
+            try:
+                holds = self._driver.beat(
+                    id, token, min(self._patience, max(left, self._bounds.keep_alive))
+                )
+            except RendezvousConnectionError as error:
+                log.debug("node %s: a beat was not answered: %s", id, error)
+                pause /= 4
+                if time.monotonic() - self._answered >= self._bounds.lease:
+                    self._lose(id, error)
+            else:
+                self._renew(id, sent, holds)
+                if not holds and token:
+                    self._hear(id, self._driver.peek(id))
+            with self.changed:
+                next_beat = sent + pause
+                if not self.lost:
+                    next_beat = min(next_beat, max(self._answered + self._bounds.lease, sent))
+                self.changed.wait_for(
+                    lambda: self._stopped or self._beat_now,
+                    max(next_beat - time.monotonic(), 0.0),
+                )
+
+    def _over(self, id: str) -> bool:
+        return self._stopped or self._id != id
+
+    def _pause(self, id: str, seconds: float) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self._over(id), seconds)
+
+    # --- what they hear
+
+    def _hear(self, id: str, view: View) -> None:
+        with self.changed:
+            if self._over(id) or (self.view is not None and view.version < self.view.version):
+                return
+            self.view = view
+            before = self._told
+            self._told, news = tidings(before, view, id)
+            over = self._told.ended is not None and before.ended is None
+            self.changed.notify_all()
+        if over:
+            self._driver.end_round_store()
+        self._tell(news)
+
+    def _renew(self, id: str, sent: float, holds: bool) -> None:
+        with self.changed:
+            if self._over(id):
+                return
+            self._answered, self.lost = max(self._answered, sent), ""
+            if holds:
+                self._lease = max(self._lease, sent + self._bounds.lease)
+            lease, keepers = self._lease, tuple(self._keepers.values())
+        if holds:
+            for renewed in keepers:
+                renewed(lease)
+
+    def _lose(self, id: str, error: Exception) -> None:
+        """Nothing was answered for as long as a lease lasts."""
+        with self.changed:
+            if self._over(id) or self.lost:
+                return
+            self.lost, self.lost_at = str(error), time.monotonic()
+            why = f"it has lost touch with the others: {error}"
+            news = self._end(id, why)
+            self.changed.notify_all()
+        log.warning("node %s has lost touch with the others: %s", id, error)
+        self._driver.end_round_store()
+        self._tell(news)
+
+    def _break(self, error: Exception) -> None:
+        with self.changed:
+            if self._stopped:
+                return
+            self.broken = self.broken or error
+            why = f"it cannot go on: {type(error).__name__}: {error}"
+            news = self._end(self._id, why)
+            self.changed.notify_all()
+        log.error("node %s cannot follow the rendezvous", self._id, exc_info=error)
+        self._driver.end_round_store()
+        self._tell(news)
+
+    def _end(self, id: str, why: str) -> tuple[Tidings, ...]:
+        if not self._told.round or self._told.ended is not None:
+            return ()
+        ended = RoundEnded(self._told.round, id, why)
+        self._told = self._told._replace(ended=ended)
+        return (ended,)
+
+    def _tell(self, news: tuple[Tidings, ...]) -> None:
+        for item in news:
+            for subscriber in tuple(self._subscribers.values()):
+                subscriber(item)
