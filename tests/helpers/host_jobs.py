@@ -124,6 +124,7 @@ class Job:
         mode: str,
         backend: str = "c10d",
         endpoint: str = "",
+        conf: str = "",
         max_restarts: int = 0,
         env: dict[str, str] | None = None,
     ) -> None:
@@ -136,6 +137,7 @@ class Job:
             mode: what the workers do (`host_worker`).
             backend: how the nodes meet.
             endpoint: where they meet.
+            conf: settings of the rendezvous, `key=value,...`.
             max_restarts: failures after which workers are started again.
             env: more variables for agents and workers.
         """
@@ -160,6 +162,7 @@ class Job:
             f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=job",
             f"--max-restarts={max_restarts}",
+            *([f"--rdzv-conf={conf}"] if conf else []),
         ]
 
     def agent(self, host: Host, *flags: str) -> Agent:
@@ -204,6 +207,34 @@ class Job:
         return self.until(
             lambda: events[0] if (events := agent.events(name)) else None, f"{name} by {agent}"
         )
+
+    def blamed(self, world: World, by: Agent) -> tuple[str, str]:
+        """Who ended the round of `world`, and how, as an agent was told in the end."""
+
+        def known() -> tuple[str, str] | None:
+            for name in ("round.judged", "round.ended"):
+                for event in agent_events(name):
+                    if not event.get("failed"):
+                        return event["node"], event["why"]
+            return None
+
+        def agent_events(name: str) -> list[dict[str, Any]]:
+            return [event for event in by.events(name) if event["ended_round"] == world.round]
+
+        return self.until(known, f"who ended round {world.round} for {by}")
+
+    def running_at(self, moment_s: float, agent: Agent) -> None:
+        """Wait until the worker of this agent is seen to run at that time or later."""
+
+        def seen() -> float | None:
+            times = [
+                float(text)
+                for path in (self.folder / "alive").glob(f"*.{agent.host.name}.*")
+                if (text := path.read_text())
+            ]
+            return max((time for time in times if time >= moment_s), default=None)
+
+        self.until(seen, f"a worker of {agent} runs at {moment_s}")
 
     def finish(self, *agents: Agent) -> None:
         """Have the workers end well; these agents must end well, and all must have been right."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from host_jobs import Job, World
+from host_jobs import Job
 from netns import Host, Network, require_hosts
-
-RECOVERY = "recovery"
+from recovery import RECOVERY, Fault
 
 
 @pytest.fixture
@@ -38,23 +36,6 @@ def start_job(tmp_path: Path) -> Callable[..., Job]:
         return Job(folder, coordinator, **settings)
 
     return start
-
-
-class Fault:
-    """The moment of a fault, and how long it took from there to a world that works again."""
-
-    def __init__(self, record: Callable[[str, object], None]) -> None:
-        self._record = record
-        self._at_s = 0.0
-
-    def now(self) -> None:
-        """The fault is injected next."""
-        self._at_s = time.monotonic()
-
-    def healed(self, world: World) -> None:
-        """Note how long it took, for the table."""
-        times = world.started_s - self._at_s, world.reduced_s - self._at_s
-        self._record(RECOVERY, times)
 
 
 @pytest.fixture

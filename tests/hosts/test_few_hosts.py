@@ -1,0 +1,56 @@
+"""Jobs on three hosts whose workers import nothing: what is quick enough for every run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from host_jobs import Job
+from netns import Host, Network
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def three(network: Network) -> list[Host]:
+    """Three hosts on a switch."""
+    return [network.host() for _ in range(3)]
+
+
+def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_restart_before(
+    start_job: Callable[..., Job], three: list[Host]
+) -> None:
+    job = start_job(three[0], nodes="1:2", mode="plain")
+    first, second = job.agent(three[0]), job.agent(three[1])
+    world = job.world(2)
+    standby = job.agent(three[2])
+    job.told(standby, "rendezvous.standby")
+    second.kill_family()
+    after = job.world(2, after=world)
+    assert after.hosts == ("node1", "node3"), job
+    assert after.round == world.round + 1, job
+    assert after.restarts == 0, job
+    job.finish(first, standby)
+
+
+def test_nodes_that_come_during_the_last_call_are_in_the_round(
+    start_job: Callable[..., Job], three: list[Host]
+) -> None:
+    job = start_job(three[0], nodes="1:3", mode="plain", conf="last_call_timeout=600")
+    agents = [job.agent(host) for host in three]
+    assert sorted(job.world(3).hosts) == ["node1", "node2", "node3"], job
+    job.finish(*agents)
+    assert {record.round for record in job.records("started")} == {1}, job
+
+
+def test_the_loss_of_the_store_s_host_ends_the_others_with_a_code_to_try_again(
+    start_job: Callable[..., Job], three: list[Host]
+) -> None:
+    job = start_job(three[0], nodes="1:3", mode="plain", conf="reconnect_timeout=1")
+    agents = [job.agent(host) for host in three]
+    job.world(3)
+    three[0].lose_power()
+    for agent in agents[1:]:
+        assert agent.finish() == 75, agent
+        assert f"{three[0].addr}:29400" in agent.output, agent
+    job.assert_one_world_at_a_time()

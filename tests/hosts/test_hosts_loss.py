@@ -1,0 +1,256 @@
+"""Jobs of four real gloo workers on four hosts, through every way to lose a node.
+
+The nodes meet in a store server on the first host (`server`), or in an etcd on hosts of its own
+(`etcd`). Every test checks who was blamed, who is in the new world with which ranks, that the loss
+was not charged to the workers, and that no two worlds ran at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_etcd import Etcd, require_etcd
+from host_jobs import Agent, Job, World
+from netns import Host, Network
+from recovery import Fault
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
+
+Form = Callable[..., tuple[Job, list[Agent], World]]
+BACKENDS = ("server", "etcd")
+
+BROKEN = "connection"
+SILENT = "nothing was heard of it"
+
+
+@pytest.fixture
+def form(
+    start_job: Callable[..., Job],
+    hosts: list[Host],
+    network: Network,
+    tmp_path: Path,
+) -> Form:
+    """Start a job on the hosts and wait for its first world: `form("server")`."""
+
+    def form(
+        backend: str = "server",
+        *,
+        count: int = 4,
+        **settings: Any,
+    ) -> tuple[Job, list[Agent], World]:
+        settings = {"nodes": "2:4", "mode": "gloo", **settings}
+        if backend == "etcd":
+            require_etcd()
+            etcd = Etcd(network, tmp_path, 1)
+            job = start_job(None, backend="etcd", endpoint=etcd.endpoint, **settings)
+        else:
+            job = start_job(hosts[0], **settings)
+        agents = [job.agent(host) for host in hosts[:count]]
+        return job, agents, job.world(count)
+
+    return form
+
+
+def survived(job: Job, world: World, lost: Agent, after: World, why: str, budget: int = 0) -> None:
+    """Check what the others believe after the loss of a node."""
+    name = lost.host.name
+    assert after.hosts == tuple(host for host in world.hosts if host != name), job
+    assert after.restarts == budget, job
+    for agent in job.agents:
+        if agent is not lost and agent.host.name in after.hosts:
+            node, cause = job.blamed(world, agent)
+            assert name in node or lost.host.addr in node, (node, agent)
+            assert why in cause, (cause, agent)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kill_9_of_an_agent(form: Form, fault: Fault, backend: str) -> None:
+    job, agents, world = form(backend)
+    fault.now()
+    agents[2].kill()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, agents[2], after, BROKEN)
+    assert agents[2].finish() == -signal.SIGKILL
+    job.finish(agents[0], agents[1], agents[3])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_kill_9_of_an_agent_and_all_its_workers(form: Form, fault: Fault, backend: str) -> None:
+    job, agents, world = form(backend)
+    fault.now()
+    agents[2].kill_family()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, agents[2], after, BROKEN)
+    job.finish(agents[0], agents[1], agents[3])
+
+
+@pytest.mark.parametrize("cut", ["link", "out", "in"])
+def test_a_host_that_cannot_be_heard_is_replaced_and_comes_back(
+    form: Form, fault: Fault, network: Network, cut: str
+) -> None:
+    silence_and_return(form("server", conf="reconnect_timeout=60"), fault, network, cut)
+
+
+def test_a_host_that_etcd_cannot_hear_is_replaced_and_comes_back(
+    form: Form, fault: Fault, network: Network
+) -> None:
+    silence_and_return(form("etcd", conf="reconnect_timeout=60"), fault, network, "both")
+
+
+def silence_and_return(
+    formed: tuple[Job, list[Agent], World], fault: Fault, network: Network, cut: str
+) -> None:
+    job, agents, world = formed
+    victim = agents[2]
+    fault.now()
+    if cut == "link":
+        victim.host.link("down")
+    else:
+        network.cut(victim.host, cut)
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, victim, after, SILENT)
+    victim.host.link("up")
+    network.mend(victim.host)
+    again = job.world(4, after=after)
+    assert sorted(again.hosts) == sorted(world.hosts), job
+    assert again.hosts[0] == after.hosts[0], "rank 0 stays where it was"
+    assert again.restarts == 0, job
+    job.finish(*agents)
+
+
+def test_a_slow_and_lossy_network_expels_nobody(form: Form, network: Network) -> None:
+    for host in network.hosts:
+        network.impair(host, delay_s=0.2, loss=0.05)
+    job, agents, world = form("server")
+    for agent in agents:
+        job.running_at(world.reduced_s + 12.0, agent)
+    job.finish(*agents)
+    assert {record.round for record in job.records("started")} == {world.round}, job
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_agent_stopped_for_less_than_the_bound_costs_nothing(form: Form, backend: str) -> None:
+    job, agents, world = form(backend)
+    agents[2].process.signal(signal.SIGSTOP)
+    job.running_at(world.reduced_s + 1.5, agents[2])
+    agents[2].process.signal(signal.SIGCONT)
+    for agent in agents:
+        job.running_at(world.reduced_s + 8.0, agent)
+    job.finish(*agents)
+    assert {record.round for record in job.records("started")} == {world.round}, job
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_agent_stopped_for_more_than_the_bound_is_replaced_and_comes_back(
+    form: Form, fault: Fault, backend: str
+) -> None:
+    job, agents, world = form(backend)
+    fault.now()
+    agents[2].process.signal(signal.SIGSTOP)
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, agents[2], after, SILENT)
+    agents[2].process.signal(signal.SIGCONT)
+    again = job.world(4, after=after)
+    assert again.restarts == 0, job
+    job.finish(*agents)
+
+
+def test_an_agent_killed_on_the_host_of_the_store_leaves_the_store_to_the_others(
+    form: Form, fault: Fault
+) -> None:
+    job, agents, world = form("server")
+    fault.now()
+    agents[0].kill_family()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, agents[0], after, BROKEN)
+    job.finish(*agents[1:])
+
+
+def test_the_loss_of_the_store_s_host_stops_the_others_with_a_code_to_try_again(
+    form: Form,
+) -> None:
+    job, agents, _ = form("server")
+    agents[0].host.lose_power()
+    for agent in agents[1:]:
+        assert agent.finish() == 75, agent
+        assert agents[0].host.addr in agent.output, agent
+        assert "Traceback" not in agent.output, agent
+    job.assert_one_world_at_a_time()
+
+
+def test_the_loss_of_the_rank_0_host_is_a_loss_like_any_other_with_etcd(
+    form: Form, fault: Fault
+) -> None:
+    job, agents, world = form("etcd")
+    first = next(agent for agent in agents if agent.host.name == world.hosts[0])
+    fault.now()
+    first.host.lose_power()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, first, after, SILENT)
+    job.finish(*(agent for agent in agents if agent is not first))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_nodes_killed_but_the_fewest_the_job_can_do_with(
+    form: Form, fault: Fault, backend: str
+) -> None:
+    job, agents, world = form(backend)
+    fault.now()
+    agents[1].kill_family()
+    agents[3].kill_family()
+    after = job.world(2, after=world)
+    fault.healed(after)
+    assert after.hosts == ("node1", "node3"), job
+    assert after.restarts == 0, job
+    job.finish(agents[0], agents[2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_below_the_least_number_of_nodes_the_job_waits_for_one_to_return(
+    form: Form, fault: Fault, hosts: list[Host], backend: str
+) -> None:
+    job, agents, world = form(backend, nodes="3:4", count=3)
+    agents[1].kill_family()
+    for agent in (agents[0], agents[2]):
+        job.told(agent, "attempt.ended")
+    fault.now()
+    returned = job.agent(hosts[1])
+    after = job.world(3, after=world)
+    fault.healed(after)
+    assert sorted(after.hosts) == ["node1", "node2", "node3"], job
+    assert after.restarts == 0, job
+    job.finish(agents[0], agents[2], returned)
+
+
+def test_with_etcd_the_loss_of_a_member_costs_nothing_and_the_next_loss_is_healed(
+    start_job: Callable[..., Job],
+    network: Network,
+    hosts: list[Host],
+    tmp_path: Path,
+    fault: Fault,
+) -> None:
+    require_etcd()
+    etcd = Etcd(network, tmp_path, 3)
+    job = start_job(None, nodes="2:4", mode="gloo", backend="etcd", endpoint=etcd.endpoint)
+    agents = [job.agent(host) for host in hosts]
+    world = job.world(4)
+    etcd.kill(etcd.leader())
+    for agent in agents:
+        job.running_at(world.reduced_s + 8.0, agent)
+    assert {record.round for record in job.records("started")} == {world.round}, job
+    fault.now()
+    agents[2].kill_family()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    survived(job, world, agents[2], after, BROKEN)
+    job.finish(agents[0], agents[1], agents[3])
