@@ -254,7 +254,7 @@ class NodesDriver:
                     f"the backend '{self._backend.name}' did not take a change of the rendezvous "
                     f"'{self._settings.run_id}' in {failures} tries, other nodes were faster"
                 )
-            window = max(self._last_call_took, 0.001) * 2 ** min(failures, 8)
+            window = max(self._last_call_took, 0.0002) * 1.5 ** min(failures, 14)
             self._sleep(self._random.uniform(0, min(window, _LONGEST_PAUSE)))
 
     def _begun(self, new: Envelope) -> Envelope:
@@ -330,7 +330,7 @@ class NodesDriver:
                 lambda: self._interrupted or self._envelope.state.version != version,
                 min(left, pause * self._random.uniform(0.5, 1.0)),
             )
-        return min(pause * 1.5, max(longest, 20 * self._last_call_took))
+        return min(pause * 1.25, max(longest, 20 * self._last_call_took))
 
     def _mind(self, id: str) -> float | None:
         """Do what is due by this node's clock; return when to look again."""
