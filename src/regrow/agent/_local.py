@@ -36,6 +36,7 @@ from regrow.workers import (
     start_processes,
 )
 from regrow.workers._console import console
+from regrow.workers._guardian_events import Lapsed
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
@@ -130,7 +131,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def run(self, role: str = "default") -> RunResult:
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
-        self._guardian = Guardian()
+        self._guardian = Guardian(on_lapse=self._inbox.put)
         try:
             # Started first: its interpreter starts while the round forms.
             self._guardian.start()
@@ -151,11 +152,21 @@ class LocalElasticAgent(SimpleElasticAgent):
         match message:
             case WorkerChange():
                 return self._heed_worker(message)
+            case Lapsed(killed=killed, monotonic=at):
+                self._emit("regrow.lease.over", workers=killed, lapsed_monotonic=at)
+                why = f"its lease was over, and {killed} of its workers were killed"
+                return words.LeaseOver(why, monotonic())
             case _StepsSeen(attempt):
                 if attempt == self._attempt:
                     self._emit_first_steps()
                 return None
         return super()._heed(message)
+
+    def _renew_lease(self, until: float) -> None:
+        guardian = self._guardian  # which another thread may be taking away
+        if guardian is not None:
+            guardian.renew(until)
+        super()._renew_lease(until)
 
     def _heed_worker(self, change: WorkerChange) -> words.Event | None:
         if change.kind in ("suspended", "resumed"):

@@ -25,10 +25,15 @@ Adopted workers were forked elsewhere (by multiprocessing, in the agent), so the
 are not our children: their ends are seen through a pidfd that the agent hands over, their families
 are searched in all of /proc.
 
+What if nobody vouches for the workers any more? On several hosts they may run as long as the
+agent's lease lasts, which it renews by messages; when it is over, they are killed from here, also
+when the agent is suspended, or has lost touch and does not know it yet. It is looked at first
+whenever this process wakes, as the whole host may have been paused: before anything is started.
+
 The parts: `Guardian` is the loop, `_wire` its end of the socket, `_ward` what it knows of a worker;
 `_become` turns a forked child into one; `_frames` says what a message looks like. From the agent:
-`spawn`, `adopt`, `signal`, `stop`, `bye`; to the agent: `started`, `refused`, `exited`, `stopped`,
-`continued`, `gone`; the arguments are written where each is handled or sent.
+`spawn`, `adopt`, `signal`, `stop`, `lease`, `bye`; to the agent: `started`, `refused`, `exited`,
+`stopped`, `continued`, `gone`, `lapsed`; the arguments are written where each is handled or sent.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ from time import monotonic_ns
 
 from . import _procfs
 from ._become import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, become, prctl
+from ._deadman import Deadman
 from ._ward import Worker
 from ._wire import Wire
 
@@ -69,6 +75,8 @@ class Guardian:
         self._owners: dict[int, Worker | None] = {}  # of orphans, until reaped
         self._sweep_due = False
         self._agent_gone = False
+        self._deadman = Deadman()
+        self._frames: list[list[bytes]] = []  # heard, not yet obeyed
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._wake, wakeup = os.pipe()
@@ -86,11 +94,15 @@ class Guardian:
         try:
             while not (self._agent_gone or self._wire.closed):
                 events = self._epoll.poll(self._timeout())
+                self._keep_lease()
                 # Ends before commands: what died before a stop was asked for did so by itself.
                 for fd, _ in sorted(events, key=lambda event: event[0] == self._wire.number):
                     handler = self._handlers.get(fd)
                     if handler is not None:
                         handler()
+                frames, self._frames = self._frames, []
+                for frame in frames:
+                    self._obey(frame)
                 self._keep_deadlines()
                 if self._sweep_due:
                     self._sweep()
@@ -103,8 +115,33 @@ class Guardian:
     def _on_agent(self) -> None:
         self._wire.flush()
         self._expect_agent()
-        for frame in self._wire.hear() or ():
-            self._obey(frame)
+        self._hear()
+
+    def _hear(self) -> bool:
+        """Take in what the agent sent, as far as one read goes; False: there is nothing more."""
+        frames = self._wire.hear()
+        for frame in frames or ():
+            if frame[0] == b"lease":  # until when, in ns; 0: for ever
+                self._deadman.renew(int(frame[1]) or None)
+            else:
+                self._frames.append(frame)
+        return frames is not None
+
+    def _keep_lease(self) -> None:
+        """Kill the workers if their lease is over."""
+        if not self._deadman.over(monotonic_ns()):
+            return
+        while self._hear():  # a renewal may lie there
+            continue
+        now = monotonic_ns()
+        if not self._deadman.lapses(now) or not self._workers:
+            return
+        self._tell(b"lapsed", 0, len(self._workers), now)
+        for worker in self._workers.values():
+            worker.grace = 0
+            if not worker.killing:
+                worker.deadline = now
+        self._keep_deadlines()
 
     def _obey(self, frame: list[bytes]) -> None:
         match frame[0]:
@@ -137,6 +174,13 @@ class Guardian:
         mapping = {int(target): self._wire.fds.pop(0) for target in targets}
         worker.drains = [(self._wire.fds.pop(0), path) for path in paths]
         env = dict(variable.split(b"=", 1) for variable in variables)
+        if self._deadman.over(now := monotonic_ns()):
+            for fd in (directory, *mapping.values()):
+                os.close(fd)
+            self._close_drains(worker)
+            self._tell(b"exited", worker.worker, signal.SIGKILL, 0, now)
+            self._tell(b"gone", worker.worker, 0, 0, now)
+            return
         worker.exec_pipe, report = os.pipe()
         os.set_blocking(worker.exec_pipe, False)
         try:
@@ -167,6 +211,8 @@ class Guardian:
         worker.drains = [(self._wire.fds.pop(0), path) for path in frame[5:]]
         self._workers[worker.worker] = worker
         self._watch(worker.pidfd, partial(self._on_exit, worker))
+        if self._deadman.over(now := monotonic_ns()):
+            worker.grace, worker.deadline = 0, now
 
     def _stop(self, signum: int, grace: int, numbers: list[int]) -> None:
         for fd, _ in self._epoll.poll(0):  # who has ended by now did so by itself
@@ -397,13 +443,14 @@ class Guardian:
 
     def _hear_last_words(self) -> None:
         """Read what the agent said before its end: workers forked by then are to die, too."""
-        while (frames := self._wire.hear()) is not None:
-            for frame in frames:
-                if frame[0] == b"adopt":
-                    self._adopt(frame)
-                elif frame[0] == b"spawn":  # its working directory, targets and drains
-                    for _ in range(1 + int(frame[4]) + int(frame[5])):
-                        os.close(self._wire.fds.pop(0))
+        while self._hear():
+            continue
+        for frame in self._frames:
+            if frame[0] == b"adopt":
+                self._adopt(frame)
+            elif frame[0] == b"spawn":  # its working directory, targets and drains
+                for _ in range(1 + int(frame[4]) + int(frame[5])):
+                    os.close(self._wire.fds.pop(0))
 
     def _last_stand(self) -> None:
         """Kill everything until nothing is left, and save what the dead agent had not read."""
@@ -477,12 +524,14 @@ class Guardian:
             os.close(fd)
 
     def _timeout(self) -> float | None:
-        """Seconds until the next grace, or the patience after it, is over."""
+        """Seconds until the next grace, the patience after it, or the lease is over."""
         deadlines = [
             worker.deadline + (self._patience if worker.killing else 0)
             for worker in self._workers.values()
             if worker.deadline is not None
         ]
+        if self._workers and (lapse := self._deadman.next()) is not None:
+            deadlines.append(lapse)
         if not deadlines:
             return None
         # Rounded up: a wait that ends too early would only be begun again.

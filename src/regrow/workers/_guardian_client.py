@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -29,6 +29,7 @@ from regrow.workers._guardian_events import (
     Gone,
     GuardianEvent,
     GuardianLost,
+    Lapsed,
     Listener,
     Started,
     decode,
@@ -68,10 +69,17 @@ class Guardian:
     Args:
         patience: seconds after SIGKILL until a process that does not end (uninterruptible sleep, a
             device that hangs) is given up, so that the job can go on or end.
+        on_lapse: called on the handle's own thread when a lease (`renew`) was over and the guardian
+            kills the workers, before their ends are told; it must not block, nor raise.
     """
 
-    def __init__(self, *, patience: float = 5.0) -> None:
+    def __init__(
+        self, *, patience: float = 5.0, on_lapse: Callable[[Lapsed], None] | None = None
+    ) -> None:
         self._patience = patience
+        self._on_lapse = on_lapse or (lambda lapsed: None)
+        self._lease: float | None = None
+        self._lease_known = True  # to the guardian
         self._lock = threading.Lock()
         self._link: _Link | None = None
         self._next_worker = 0
@@ -198,6 +206,25 @@ class Guardian:
                 which = self._link.listeners if workers is None else workers
                 self._link.send([b"stop", signum, round(max(0.0, grace) * 1e9), *which])
 
+    def renew(self, until: float | None) -> None:
+        """Let the workers run until then, and no longer; never blocks.
+
+        Once the time is over, the guardian kills all workers and starts none until the next call,
+        whatever became of this process. Where several calls are made, the last one counts; one that
+        meets another thread in the middle of a message is passed on with the next message.
+
+        Args:
+            until: seconds of the monotonic clock; None is without end, as it is at first.
+        """
+        self._lease = until
+        self._lease_known = False
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._link is not None and not self._link.lost:
+                    self._pass_lease_on(self._link)
+            finally:
+                self._lock.release()
+
     def close(self, timeout: float = 10.0) -> bool:
         """End the guardian, which kills all workers that are left.
 
@@ -222,8 +249,17 @@ class Guardian:
 
     def _ensure(self) -> _Link:
         if self._link is None or self._link.lost:
-            self._link = _Link(self._lock, self._patience)
+            self._link = _Link(self._lock, self._patience, self._on_lapse)
+            self._lease_known = self._lease is None
+        self._pass_lease_on(self._link)
         return self._link
+
+    def _pass_lease_on(self, link: _Link) -> None:
+        if not self._lease_known:
+            self._lease_known = True  # first: a renewal that comes now is not to be lost
+            until = self._lease
+            message: list[bytes | int] = [b"lease", 0 if until is None else round(until * 1e9)]
+            self._lease_known = link.send_at_once(message) and self._lease == until
 
     def _register(
         self, link: _Link, listener: Listener, token: str | None = None
@@ -241,7 +277,10 @@ class Guardian:
 class _Link:
     """One guardian process, the socket to it and the thread that listens there."""
 
-    def __init__(self, lock: threading.Lock, patience: float) -> None:
+    def __init__(
+        self, lock: threading.Lock, patience: float, on_lapse: Callable[[Lapsed], None]
+    ) -> None:
+        self._on_lapse = on_lapse
         self._lock = lock  # of the handle: held while a listener is registered
         outer = os.environ.get(_procfs.MARK, "/")
         #: Marks begin with it; see `_procfs.MARK`.
@@ -274,6 +313,16 @@ class _Link:
             # could be understood. The guardian takes this for our end and kills the workers.
             self._socket.shutdown(socket.SHUT_RDWR)
             raise
+
+    def send_at_once(self, message: list[bytes | int]) -> bool:
+        """Send a short message unless that would block; returns whether it is on its way."""
+        try:
+            self._socket.send(encode(message), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            return True
+        return True
 
     def wake(self) -> None:
         with suppress(OSError):  # it has ended
@@ -319,6 +368,9 @@ class _Link:
             case Gone():
                 listener = self.listeners.pop(event.worker)
                 listener(event)
+                return
+            case Lapsed():
+                self._on_lapse(event)
                 return
         self.listeners[event.worker](event)
 

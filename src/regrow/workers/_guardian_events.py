@@ -68,6 +68,17 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
+class Lapsed:
+    """The lease was over, and the guardian kills all workers; their ends are told as always."""
+
+    worker: int
+    """0: all of them."""
+    killed: int
+    """How many workers there were."""
+    monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
 class GuardianLost:
     """The guardian is gone, and the worker with it; nothing follows."""
 
@@ -75,7 +86,7 @@ class GuardianLost:
     monotonic: float
 
 
-GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | GuardianLost
+GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | Lapsed | GuardianLost
 Listener = Callable[[GuardianEvent], None]
 
 
@@ -101,6 +112,8 @@ def decode(frame: list[bytes]) -> GuardianEvent:
             return Resumed(worker, int(rest[0]), stamp)
         case b"gone":
             return Gone(worker, int(rest[0]), int(rest[1]), stamp)
+        case b"lapsed":
+            return Lapsed(worker, int(rest[0]), stamp)
     raise ValueError(f"the guardian sent an event {kind!r} that no agent knows")
 
 
