@@ -51,6 +51,10 @@ class Company(AttemptSteps):
     _failed_with = ""  # the report with which this node has closed the rendezvous
     _job_failure: tuple[int, ProcessFailure] | None = None  # why the job failed, on another node
 
+    def _begin_records(self) -> None:
+        super()._begin_records()
+        self._told = ""
+
     # --- what the others tell
 
     def _follow(self) -> Callable[[], None]:
@@ -208,6 +212,8 @@ class Company(AttemptSteps):
 
     def _fail_for_all(self) -> None:
         """Close the rendezvous, as this node's workers have failed for good."""
+        if not self._told:  # who has a seat in a round hears of nothing before that is over
+            self._announce("its workers have failed for good")
         self._failed_with = self._report_of(self._first_failure())
         handler: Any = self._worker_group.spec.rdzv_handler
         handler.fail(self._failed_with)
@@ -224,6 +230,7 @@ class Company(AttemptSteps):
         self._failed_with = self._report_of((NO_RANK, failure))
         handler: Any = self._worker_group.spec.rdzv_handler
         try:
+            self._announce("its agent has failed")
             handler.fail(self._failed_with)
         except RendezvousError as trouble:
             logger.warning("the other nodes could not be told of %r: %s", error, trouble)

@@ -158,8 +158,10 @@ def decide(state: State, event: Event) -> Decision:
             return _after_look(replace(state, looking=False), event)
         case Phase.RUNNING, MembershipChanged(reason, now) | LeaseOver(reason, now):
             return _again(state, reason, now, announce=isinstance(event, LeaseOver))
-        case Phase.RUNNING, GatherOver(now):
-            return _let_in(state, now)
+        case Phase.RUNNING, GatherOver(now, waiting):
+            if waiting == 0:
+                return replace(state, gathered=0, gather_until=None), ()
+            return _let_in(replace(state, gathered=waiting), now)
         case Phase.JUDGING, Report():
             return _after_end(replace(state, looking=False), event)
         case Phase.JUDGING, Verdict():

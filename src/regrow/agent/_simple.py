@@ -258,7 +258,10 @@ class SimpleElasticAgent(Company, ElasticAgent):
             case None:
                 now = monotonic()
                 due = state.gather_until is not None and now >= state.gather_until
-                return words.GatherOver(now) if due else words.Changed()
+                if due:
+                    waiting = self._worker_group.spec.rdzv_handler.num_nodes_waiting()
+                    return words.GatherOver(now, waiting)
+                return words.Changed()
             case Done(operation, result, error):
                 then = in_flight.pop(operation, None)
                 if error is not None and then is not None:

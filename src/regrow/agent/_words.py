@@ -125,6 +125,8 @@ class GatherOver:
     """The time for which waiting nodes were gathered may be over."""
 
     now: float
+    waiting: int
+    """How many there are by now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from regrow.rendezvous._news import Judged
     from regrow.store import Store
@@ -209,6 +209,11 @@ class PushingRendezvousHandler(RendezvousHandler):
         """
 
     # What a rendezvous of one node, or one that knows no more than torch's, need not do.
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """What it promises, in seconds: from what happens, as words, to how soon it is acted on."""
+        return {}
 
     def report_failure(self, report: str) -> Judged | None:
         """Tell all that this node's workers have failed, and block until that is judged.

@@ -54,7 +54,7 @@ from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Waiting, judge
 from regrow.store import PrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from regrow.rendezvous._backend import RendezvousBackend
     from regrow.rendezvous._driver import Driver, View
@@ -157,6 +157,16 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     def settings(self) -> RendezvousSettings:
         """The settings of the rendezvous."""
         return self._settings
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """See base class."""
+        lease, reconnect = self._bounds.lease, self._settings.reconnect_timeout.total_seconds()
+        return {
+            "a silent host is given up": lease + self._bounds.kill,
+            "workers of a host that is cut off are killed": lease,
+            "a coordinator that cannot be reached ends the job": lease + reconnect,
+        }
 
     def get_backend(self) -> str:
         """See base class."""
@@ -289,9 +299,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 f"node {self._id} stood by until the rendezvous '{run_id}' was closed: "
                 f"node {closed.id}: {closed.why}"
             )
-        return RendezvousClosedError(
+        error = RendezvousClosedError(
             f"the rendezvous '{run_id}' is closed: node {closed.id}: {closed.why}"
         )
+        error.report = closed.report
+        return error
 
     def _explain(self, timeout: float) -> str:
         explain = getattr(self._driver, "explain_timeout", None)
