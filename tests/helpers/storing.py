@@ -109,12 +109,12 @@ def eventually(condition: Callable[[], bool]) -> None:
 class CuttingProxy:
     """Stands between clients and a server, and cuts the connection after so many bytes."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, own_port: int = 0) -> None:
         self.cuts = 0
         self._target = port
         self._left: dict[str, int | None] = {"up": None, "down": None}
         self._lock = threading.Lock()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = socket.create_server(("127.0.0.1", own_port), backlog=64)
         self._wake, self._waker = socket.socketpair()
         self._stopped = False
         self._pairs: dict[socket.socket, tuple[socket.socket, str]] = {}

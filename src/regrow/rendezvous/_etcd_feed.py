@@ -45,8 +45,8 @@ class EtcdFeed:
         self._alive: set[str] = set()
         self._ended: set[str] = set()
         self._changes = 0
-        self._told = 0
-        self._broken: Exception | None = EtcdError("etcd has not been asked yet")
+        self._heeded = threading.local()
+        self._broken: Exception | None = None
         self._interrupted = False
         self._closed = threading.Event()
         self._watch: Watch | None = None
@@ -56,21 +56,27 @@ class EtcdFeed:
     def wait(self, revision: int, timeout: float) -> None:
         """Block until the document is of another revision, a node has ended, or time is up.
 
+        It may return for something that the caller has seen already.
+
         Raises:
             EtcdError: time is up, and for want of a member nothing could have been heard.
         """
         self._start()
         deadline = time.monotonic() + timeout
         with self._news:
-            while not self._interrupted and self._changes == self._told:
-                if self._broken is None and self._token() != revision:
+            while not self._interrupted:
+                # Each thread is woken by each change, also by one that came before this wait.
+                if getattr(self._heeded, "changes", 0) != self._changes:
+                    self._heeded.changes = self._changes
+                    return
+                if self._changes and self._token() != revision:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0:
                     if self._broken is not None:
                         raise self._broken
                     return
-                self._news.wait(left)
+                self._news.wait(min(left, threading.TIMEOUT_MAX))
 
     def lives(self, timeout: float) -> tuple[frozenset[str], frozenset[str]]:
         """Return the ids of the nodes that live, and of those that were seen to end.
@@ -85,8 +91,7 @@ class EtcdFeed:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._broken
-                self._news.wait(left)
-            self._told = self._changes
+                self._news.wait(min(left, threading.TIMEOUT_MAX))
             return frozenset(self._alive), frozenset(self._ended)
 
     def document(self) -> Pair | None:

@@ -387,6 +387,8 @@ def _exchange(
 ) -> tuple[int, bytes]:
     _send(connection, path, body, token, patience)
     answer = connection.getresponse()
+    if answer.version == 11 and answer.length is None and not answer.chunked:
+        raise ConnectionError("its answer was cut short")  # in the headers, which nobody notices
     return answer.status, answer.read()
 
 

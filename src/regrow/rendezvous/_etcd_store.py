@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -49,7 +50,7 @@ from regrow.store import (
 from regrow.store._api import Timeout, Value, to_bytes, to_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from regrow.rendezvous._etcd_job import EtcdJob
 
@@ -66,15 +67,21 @@ class EtcdStore:
     Args:
         job: where the keys are.
         timeout: how long a call that waits for a key may wait by default, seconds or timedelta.
+        rubbish: what may be deleted along with the next write; shared by the sessions of a store.
     """
 
-    def __init__(self, job: EtcdJob, timeout: Timeout = 300.0) -> None:
+    def __init__(
+        self, job: EtcdJob, timeout: Timeout = 300.0, rubbish: _Rubbish | None = None
+    ) -> None:
         self._job = job
         self._root = f"{job.root}store/"
         self._timeout = timedelta(seconds=to_seconds(timeout))
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
         self._closed = threading.Event()
+        self._written: set[str] = set()
+        self._sessions: list[EtcdStore] = []
+        self._rubbish = rubbish or _Rubbish()
         self.characteristics = Characteristics(
             shared=True,
             at_most_once=True,
@@ -84,8 +91,17 @@ class EtcdStore:
         )
 
     def session(self) -> EtcdStore:
-        """Return another handle on the same keys; `close` ends the calls of its own handle."""
-        return EtcdStore(self._job, self._timeout)
+        """Return another handle on the same keys; `close` ends the calls of its own handle.
+
+        A session is for one round. What is written in it is deleted again by the one after the
+        next: by then, everyone has left the round.
+        """
+        with self._lock:
+            new = EtcdStore(self._job, self._timeout, self._rubbish)
+            self._sessions.append(new)
+            if len(self._sessions) > 2:
+                self._rubbish.add(self._sessions.pop(0)._written)
+            return new
 
     def close(self) -> None:
         """End this handle: calls blocked on it raise StoreClosedError. The keys stay."""
@@ -155,11 +171,11 @@ class EtcdStore:
         """See `Store.multi_set`; more than a hundred keys are not set in one step."""
         if len(keys) != len(values):
             raise StoreValueError(f"multi_set was given {len(keys)} keys and {len(values)} values")
-        last = {key: to_bytes(value) for key, value in zip(keys, values, strict=True)}
-        puts = [put(self._root + key, value, self._job.lease) for key, value in last.items()]
+        last = {self._root + key: to_bytes(value) for key, value in zip(keys, values, strict=True)}
+        puts = [(name, put(name, value, self._job.lease)) for name, value in last.items()]
         for at in range(0, len(puts), TXN_OPS):
             with self._errors(f"to set {_names(keys)}", applied="unknown"):
-                self._job.write([], puts[at : at + TXN_OPS])
+                self._write([], dict(puts[at : at + TXN_OPS]))
 
     def num_keys(self) -> int:
         """See `Store.num_keys`; of this job."""
@@ -195,7 +211,7 @@ class EtcdStore:
                     return result
                 then = delete(name) if new is None else put(name, new, self._job.lease)
                 revision = pairs[0].revision if pairs else 0
-                outcome = self._job.write([unchanged(name, revision)], [then], [get(name)])
+                outcome = self._write([unchanged(name, revision)], {name: then}, [get(name)])
                 if outcome.succeeded:
                     return result
                 if time.monotonic() >= deadline:
@@ -272,6 +288,20 @@ class EtcdStore:
                     found[name] = (pairs[0].value or b"") if pairs else b""
         return found, revision
 
+    def _write(
+        self,
+        compare: Sequence[Message],
+        then: dict[str, Message],
+        otherwise: Sequence[Message] = (),
+    ) -> Outcome:
+        """Run a transaction on keys by their names, and take some rubbish along."""
+        self._written.update(then)
+        old = self._rubbish.some(TXN_OPS - len(then), but=then)
+        outcome = self._job.write(compare, [*then.values(), *map(delete, old)], otherwise)
+        if outcome.succeeded:
+            self._rubbish.remove(old)
+        return outcome
+
     def _txn(self, compare: Sequence[Message], then: Sequence[Message]) -> Outcome:
         return self._job.client.txn(compare, then, timeout=self._job.timeout)
 
@@ -295,6 +325,28 @@ class EtcdStore:
             raise StoreError(f"failed {what}: {error}") from error
         if self._closed.is_set():
             raise StoreClosedError("this handle of the EtcdStore was closed")
+
+
+class _Rubbish:
+    """Names that nobody needs any more; shared by the handles of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+
+    def add(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self._names.update(names)
+
+    def some(self, count: int, but: Iterable[str]) -> list[str]:
+        """Return so many at most; some that are written again are needed again."""
+        with self._lock:
+            self._names.difference_update(but)
+            return [*islice(self._names, count)]
+
+    def remove(self, names: Iterable[str]) -> None:
+        with self._lock:
+            self._names.difference_update(names)
 
 
 def _names(keys: Sequence[str]) -> str:
