@@ -1,0 +1,150 @@
+"""Stores of torch's as the place where the nodes meet: `--rdzv-conf store_type=tcp` (or `file`).
+
+They are there for programs that have one already, or must not change; regrow's own store server is
+the default. There is no password on a TCPStore: whoever can reach its port can take part in the
+job.
+
+The TCPStore is served by the first node on the endpoint's host, which is found out by binding and
+not by comparing names: an address that can be bound is this host's, and whoever then finds the
+port taken connects to who has it. The store ends with the process that serves it.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from logging import getLogger
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousError
+from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
+
+if TYPE_CHECKING:
+    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.store import Store
+
+DEFAULT_PORT = 29400
+READ_TIMEOUT = 60  # seconds
+
+log = getLogger(__name__)
+
+
+def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store]:
+    """Create a store of torch's, and the backend over it.
+
+    Args:
+        params: the configuration keys are `store_type` ("tcp", the default, or "file", whose path
+            is the endpoint), `read_timeout` (seconds for a call of a TCPStore, default 60) and
+            `is_host` (whether this process serves the TCPStore; found out when it is not given).
+
+    Raises:
+        ValueError: an option makes no sense.
+        RendezvousConnectionError: the store cannot be reached.
+    """
+    kind = str(params.get("store_type", "tcp")).strip().lower()
+    if kind not in ("tcp", "file"):
+        raise ValueError(
+            f"Invalid store type given. Currently only supports file and tcp. Got {kind!r}."
+        )
+    store = _tcp_store(params) if kind == "tcp" else _file_store(params)
+    return C10dRendezvousBackend(store, params.run_id), store
+
+
+def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Create the handler of a node that meets the others in a store of torch's.
+
+    Raises:
+        ValueError: an option makes no sense.
+        RendezvousError: the store cannot be reached.
+    """
+    from regrow.rendezvous._dynamic import create_handler
+
+    backend, store = create_backend(params)
+    return create_handler(store, backend, params)
+
+
+def _tcp_store(params: RendezvousParameters) -> Store:
+    from torch.distributed import TCPStore
+
+    from regrow.rendezvous.utils import parse_rendezvous_endpoint
+
+    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    timeout = params.get_as_int("read_timeout", READ_TIMEOUT)
+    if timeout is None or timeout <= 0:
+        raise ValueError(
+            f"The read timeout must be a positive integer. Got {params.get('read_timeout')!r}."
+        )
+    asked = params.get_as_bool("is_host")
+    hosts = _is_here(host) if asked is None else asked
+    while True:
+        try:
+            store: Store = TCPStore(
+                host,
+                port,
+                is_master=hosts,
+                multi_tenant=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            if hosts and asked is None:  # another node on this host was faster
+                hosts = False
+                continue
+            raise RendezvousConnectionError(
+                f"the connection to the C10d store has failed: this node could not "
+                f"{'serve' if hosts else 'reach'} a TCPStore at {host}:{port}: {error}"
+            ) from error
+        if hosts:
+            log.warning(
+                "this process serves torch's TCPStore at %s:%s, which has no password: whoever "
+                "reaches that port can take part in the job. Without store_type=tcp regrow's own "
+                "store is used, which has one",
+                host,
+                port,
+            )
+        return store
+
+
+def _is_here(host: str) -> bool:
+    """Return whether a host is this one, by whether its address can be bound."""
+    import socket
+
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise RendezvousConnectionError(
+            f"the rendezvous endpoint's host {host!r} has no address: {error}"
+        ) from error
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _file_store(params: RendezvousParameters) -> Store:
+    from torch.distributed import FileStore
+
+    path = params.endpoint
+    if not path:
+        import tempfile
+
+        try:
+            file, path = tempfile.mkstemp()
+        except OSError as error:
+            raise RendezvousError(
+                f"the file for the C10d store cannot be created: {error}"
+            ) from error
+        os.close(file)
+    try:
+        store: Store = FileStore(path)
+        store.num_keys()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RendezvousConnectionError(
+            f"the connection to the C10d store has failed: {path} cannot be used: {error}"
+        ) from error
+    return store
