@@ -33,12 +33,14 @@ PUBLIC = {
         get_elapsed_time_ms initialize_metrics prof profile publish_metric put_metric
     """,
     "regrow.rendezvous": """
-        LocalRendezvousHandler LocalRounds NodesWaiting PushingRendezvousHandler
+        DynamicRendezvousHandler Judged LivenessRendezvousBackend LocalRendezvousHandler
+        LocalRounds NodesWaiting PushingRendezvousHandler RendezvousBackend
         RendezvousClosedError RendezvousConnectionError RendezvousError
         RendezvousGracefulExitError RendezvousHandler RendezvousHandlerCreator
-        RendezvousHandlerRegistry RendezvousInfo RendezvousParameters
-        RendezvousStateError RendezvousStoreInfo RendezvousTimeoutError RoundEnded
-        get_rendezvous_handler rendezvous_handler_registry
+        RendezvousHandlerRegistry RendezvousInfo RendezvousParameters RendezvousSettings
+        RendezvousStateError RendezvousStoreInfo RendezvousTimeout
+        RendezvousTimeoutError RoundClosed RoundEnded WatchedRendezvousBackend
+        create_handler get_rendezvous_handler rendezvous_handler_registry
     """,
     "regrow.store": """
         Answer Change Changes Characteristics ConnectionState Limits MemoryStore PrefixStore

@@ -19,10 +19,12 @@ from regrow.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
+    RoundClosed,
     RoundEnded,
     get_rendezvous_handler,
 )
-from regrow.rendezvous._news import Lost
+from regrow.rendezvous._local_handler import create_handler
+from regrow.rendezvous._news import Heard, Lost
 from regrow.store import StoreClosedError
 
 LONG = 30.0  # seconds after which a test gives up; nothing here takes long
@@ -92,9 +94,12 @@ MakeJob = Callable[..., Job]
 def test_one_node_meets_nobody_and_waits_for_nobody() -> None:
     handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
     for _ in range(3):
-        store, rank, world_size = handler.next_rendezvous()
+        info = handler.next_rendezvous()
+        store, rank, world_size = info
         assert (rank, world_size) == (0, 1)
-        assert store.num_keys() > 0
+        assert store.num_keys() == 0
+        assert info.bootstrap_store_info is not None
+        assert info.bootstrap_store_info.master_port > 0
     assert handler.get_run_id() == "job"
     assert not handler.use_agent_store
     assert handler.num_nodes_waiting() == 0
@@ -218,7 +223,7 @@ def test_a_standby_waits_past_its_timeout_and_takes_a_seat_that_frees(make_job: 
     waiting.thread.join(1.5)  # past its timeout, which counts anew once it has a seat
     assert waiting.thread.is_alive()
     assert news.empty()
-    job.rounds.post(Lost(b._node.id, "its connection broke"))
+    job.rounds.post(Lost(b._id, "its connection broke"))
     (after,) = job.join(a)
     assert after.world_size == 2
     assert waiting.result().rank == 1
@@ -307,12 +312,12 @@ def test_a_node_that_was_given_up_comes_back_as_a_new_one(make_job: MakeJob) -> 
     job = make_job(1, 2, 0.01)
     a, b = job.handler("a"), job.handler("b")
     job.join(a)
-    old = a._node.id
+    old = a._id
     job.rounds.post(Lost(old, "silence"))
     job.join(b)
     back = Call(a.next_rendezvous)
     job.until(lambda: b.num_nodes_waiting() == 1)
-    assert a._node.id != old
+    assert a._id != old
     job.join(b)
     assert back.result().world_size == 2
 
@@ -322,7 +327,7 @@ def test_a_node_given_up_while_it_waits_joins_again_by_itself(make_job: MakeJob)
     a, b = job.handler("a"), job.handler("b")
     waiting = Call(a.next_rendezvous)
     job.until(lambda: len(job.rounds.state.members) == 1)
-    job.rounds.post(Lost(a._node.id, "silence"))
+    job.rounds.post(Lost(a._id, "silence"))
     job.join(b)
     assert waiting.result().world_size == 2
 
@@ -340,7 +345,7 @@ def test_ranks_stay_when_a_node_in_the_middle_is_lost(make_job: MakeJob) -> None
     job = make_job(1, 4)
     handlers = [job.handler(name) for name in "abcd"]
     job.join(*handlers)
-    job.rounds.post(Lost(handlers[1]._node.id, "silence"))
+    job.rounds.post(Lost(handlers[1]._id, "silence"))
     infos = job.join(handlers[0], handlers[2], handlers[3])
     assert [info.rank for info in infos] == [0, 2, 1]
 
@@ -354,7 +359,7 @@ def test_many_rounds_of_many_nodes_under_churn_all_agree(make_job: MakeJob) -> N
             info = handler.next_rendezvous()
             seats.put((repr(info.store._prefix), info.rank, info.world_size))  # type: ignore[attr-defined]
         # It goes while the others run on, and they must hear of it.
-        job.rounds.post(Lost(handler._node.id, "its process ended"))
+        job.rounds.post(Lost(handler._id, "its process ended"))
 
     calls = [Call(lambda h=h: live(h)) for h in [job.handler(f"n{i}") for i in range(8)]]  # type: ignore[misc]
     for call in calls:
@@ -397,9 +402,103 @@ def test_what_happens_to_a_node_is_recorded(
     assert seen[4][1].startswith("RendezvousClosedError: the rendezvous 'job' is closed")
 
 
-def test_more_nodes_than_one_are_refused_with_what_works_instead() -> None:
-    with pytest.raises(RendezvousError, match="use the backend 'static'"):
-        get_rendezvous_handler(RendezvousParameters("c10d", "host:29400", "job", 1, 2))
+def test_rounds_in_memory_are_refused_to_more_nodes_than_one() -> None:
+    with pytest.raises(RendezvousError, match="the job has 1 to 2 nodes"):
+        create_handler(RendezvousParameters("c10d", "host:29400", "job", 1, 2))
+
+
+def test_a_failure_of_a_job_of_one_node_is_charged_at_once(make_job: MakeJob) -> None:
+    handler = make_job(1, 1).handler("a")
+    info = handler.next_rendezvous()
+    assert (info.round, info.failures) == (1, 0)
+    judged = handler.report_failure("rank 0 exited with 1")
+    assert judged is not None
+    assert (judged.round, judged.charged, judged.failures) == (1, True, 1)
+    assert judged.cause.report == "rank 0 exited with 1"
+    info = handler.next_rendezvous()
+    assert (info.round, info.failures) == (2, 1)
+
+
+def test_a_failure_is_told_to_all_and_judged_when_all_have_been_heard_of(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    a, b = job.handler("a"), job.handler("b")
+    news: SimpleQueue[object] = SimpleQueue()
+    b.subscribe(news.put)
+    job.join(a, b)
+    judging = Call(lambda: a.report_failure("rank 0 exited with 1"))
+    ended = news.get(timeout=LONG)
+    assert isinstance(ended, RoundEnded)
+    assert ended.report == "rank 0 exited with 1"
+    again = Call(b.next_rendezvous)
+    judged = judging.result()
+    assert (judged.charged, judged.failures) == (True, 1)
+    (info,) = job.join(a)
+    assert (info.round, info.failures) == (2, 1)
+    assert again.result().failures == 1
+
+
+def test_a_failure_that_a_lost_node_caused_is_not_charged_and_its_cause_corrected(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 3)
+    a, b, c = job.handler("a"), job.handler("b"), job.handler("c")
+    news: SimpleQueue[object] = SimpleQueue()
+    b.subscribe(news.put)
+    job.join(a, b, c)
+    judging = Call(lambda: a.report_failure("a collective failed"))
+    assert isinstance(news.get(timeout=LONG), RoundEnded)
+    job.rounds.post(Lost(c._id, "its connection broke"))
+    judged = judging.result()
+    assert (judged.charged, judged.failures) == (False, 0)
+    assert (judged.cause.id, judged.cause.why) == (c._id, "its connection broke")
+    assert news.get(timeout=LONG) == judged
+
+
+def test_a_failure_in_a_round_that_is_long_over_charges_nobody(make_job: MakeJob) -> None:
+    job = make_job(1, 2)
+    a, b = job.handler("a"), job.handler("b")
+    job.join(a, b)
+    job.rounds.post(Lost(a._id, "silence"))
+    again = Call(b.next_rendezvous)
+    again.result()
+    assert a.report_failure("too late") is None
+
+
+def test_who_is_told_that_the_job_has_failed_for_good_is_told_why(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    a, b = job.handler("a"), job.handler("b")
+    news: SimpleQueue[object] = SimpleQueue()
+    b.subscribe(news.put)
+    job.join(a, b)
+    judging = Call(lambda: a.report_failure("rank 0 exited with 1"))
+    assert isinstance(news.get(timeout=LONG), RoundEnded)
+    job.rounds.post(Heard(b._id, 1))
+    judging.result()
+    a.fail("the budget is spent")
+    closed = news.get(timeout=LONG)
+    assert isinstance(closed, RoundClosed)
+    assert closed.report == "the budget is spent"
+    assert a.is_closed()
+
+
+def test_a_node_that_is_leaving_ends_the_round_and_gives_its_seat_back_later(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 2)
+    a, b = job.handler("a"), job.handler("b")
+    news: SimpleQueue[object] = SimpleQueue()
+    b.subscribe(news.put)
+    job.join(a, b)
+    a.leaving("its host is shut down")
+    ended = news.get(timeout=LONG)
+    assert isinstance(ended, RoundEnded)
+    assert ended.why == "its host is shut down"
+    again = Call(b.next_rendezvous)
+    job.until(lambda: b._id in job.rounds.state.members)
+    a.leave("its host is shut down")
+    assert again.result().world_size == 1
 
 
 @pytest.mark.parametrize("key", ["join_timeout", "timeout", "last_call_timeout"])

@@ -86,10 +86,14 @@ def parameters(backend: str = "mine", **config: Any) -> RendezvousParameters:
 def test_the_public_names_are_these() -> None:
     assert package.__all__ == sorted(package.__all__)
     assert set(package.__all__) == {
+        "DynamicRendezvousHandler",
+        "Judged",
+        "LivenessRendezvousBackend",
         "LocalRendezvousHandler",
         "LocalRounds",
         "NodesWaiting",
         "PushingRendezvousHandler",
+        "RendezvousBackend",
         "RendezvousClosedError",
         "RendezvousConnectionError",
         "RendezvousError",
@@ -99,10 +103,15 @@ def test_the_public_names_are_these() -> None:
         "RendezvousHandlerRegistry",
         "RendezvousInfo",
         "RendezvousParameters",
+        "RendezvousSettings",
         "RendezvousStateError",
         "RendezvousStoreInfo",
+        "RendezvousTimeout",
         "RendezvousTimeoutError",
+        "RoundClosed",
         "RoundEnded",
+        "WatchedRendezvousBackend",
+        "create_handler",
         "get_rendezvous_handler",
         "rendezvous_handler_registry",
     }
@@ -249,7 +258,7 @@ def test_an_unknown_backend_is_refused_with_the_known_and_the_nearest() -> None:
         ValueError, match=r"^The rendezvous backend 'statik' is not registered\."
     ) as e:
         get_rendezvous_handler(parameters("statik"))
-    assert "Known backends: c10d, static" in str(e.value)
+    assert "Known backends: c10d, etcd, etcd-v2, file, static" in str(e.value)
     assert str(e.value).endswith("Did you mean 'static'?")
 
 
@@ -387,7 +396,14 @@ def test_a_configuration_without_a_value_is_refused(text: str) -> None:
 def test_the_keys_that_nobody_reads_are_listed() -> None:
     assert unknown_config_keys("static", ["timeout", "rank", "timeuot"]) == ["timeuot"]
     assert unknown_config_keys("c10d", {"join_timeout": 1, "z": 2, "a": 3}) == ["a", "z"]
+    assert unknown_config_keys("etcd", ["user", "password", "cacert", "pasword"]) == ["pasword"]
+    assert unknown_config_keys("file", ["keep_alive_interval", "store_type"]) == ["store_type"]
     assert unknown_config_keys("a plug-in", ["anything"]) == []
+
+
+def test_who_asks_for_etcds_old_api_is_told_what_to_use() -> None:
+    with pytest.raises(RendezvousError, match="use the backend 'etcd'"):
+        get_rendezvous_handler(parameters("etcd-v2"))
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,26 @@ from regrow.rendezvous._registry import (
 )
 
 if TYPE_CHECKING:
+    from regrow.rendezvous._backend import (
+        LivenessRendezvousBackend,
+        RendezvousBackend,
+        WatchedRendezvousBackend,
+    )
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler, create_handler
     from regrow.rendezvous._local import LocalRounds
     from regrow.rendezvous._local_handler import LocalRendezvousHandler
-    from regrow.rendezvous._news import NodesWaiting, RoundEnded
+    from regrow.rendezvous._news import Judged, NodesWaiting, RoundClosed, RoundEnded
+    from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
 
 __all__ = [
+    "DynamicRendezvousHandler",
+    "Judged",
+    "LivenessRendezvousBackend",
     "LocalRendezvousHandler",
     "LocalRounds",
     "NodesWaiting",
     "PushingRendezvousHandler",
+    "RendezvousBackend",
     "RendezvousClosedError",
     "RendezvousConnectionError",
     "RendezvousError",
@@ -45,19 +56,33 @@ __all__ = [
     "RendezvousHandlerRegistry",
     "RendezvousInfo",
     "RendezvousParameters",
+    "RendezvousSettings",
     "RendezvousStateError",
     "RendezvousStoreInfo",
+    "RendezvousTimeout",
     "RendezvousTimeoutError",
+    "RoundClosed",
     "RoundEnded",
+    "WatchedRendezvousBackend",
+    "create_handler",
     "get_rendezvous_handler",
     "rendezvous_handler_registry",
 ]
 
 _LAZY = {
+    "DynamicRendezvousHandler": "_dynamic",
+    "Judged": "_news",
+    "LivenessRendezvousBackend": "_backend",
     "LocalRendezvousHandler": "_local_handler",
     "LocalRounds": "_local",
     "NodesWaiting": "_news",
+    "RendezvousBackend": "_backend",
+    "RendezvousSettings": "_settings",
+    "RendezvousTimeout": "_settings",
+    "RoundClosed": "_news",
     "RoundEnded": "_news",
+    "WatchedRendezvousBackend": "_backend",
+    "create_handler": "_dynamic",
 }
 
 

@@ -24,9 +24,28 @@ _DYNAMIC = frozenset(
     }
 )
 _CREDENTIALS = frozenset({"insecure", "tls_ca", "tls_cert", "tls_key", "token_file"})
+_ETCD = frozenset(
+    {
+        "ca_cert",
+        "cacert",
+        "cert",
+        "etcd_prefix",
+        "key",
+        "password",
+        "password_file",
+        "protocol",
+        "read_timeout",
+        "ssl_cert",
+        "ssl_cert_key",
+        "user",
+    }
+)
 _KNOWN: Mapping[str, frozenset[str]] = {
     "static": _CREDENTIALS | {"rank", "timeout"},
     "c10d": _DYNAMIC | _CREDENTIALS | {"is_host", "read_timeout", "store_type"},
+    "etcd": _DYNAMIC | _ETCD,
+    "etcd-v2": _DYNAMIC | _ETCD,
+    "file": _DYNAMIC,
 }
 
 

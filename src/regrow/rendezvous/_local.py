@@ -24,23 +24,23 @@ from regrow.rendezvous._errors import (
 from regrow.rendezvous._news import (
     Effect,
     Event,
+    Failed,
     Join,
+    Judged,
     Leave,
-    Node,
-    NodesWaiting,
     Refused,
     RoundClosed,
     RoundEnded,
     Seated,
 )
 from regrow.rendezvous._patience import Bounds, Patience, look
-from regrow.rendezvous._round import Round, standing, stands_by, step
+from regrow.rendezvous._round import Round, judged, standing, stands_by, step
 from regrow.store import MemoryStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    Listener = Callable[[RoundEnded | NodesWaiting, Mapping[str, int]], None]
+    Listener = Callable[[Effect, Round], None]
 
 LAST_CALL_TIMEOUT = 30.0  # seconds
 
@@ -81,14 +81,14 @@ class LocalRounds:
         """The rounds as they are now."""
         return self._state
 
-    def new_node(self, addr: str, wanted: int | None = None) -> Node:
-        """Return a node with an id that no other has had."""
+    def new_id(self, addr: str) -> str:
+        """Return an id that no other node has had."""
         with self._changed:
             self._lives += 1
-            return Node(f"{addr}/{os.getpid()}/{self._lives}", addr, wanted)
+            return f"{addr}/{os.getpid()}/{self._lives}"
 
     def listen(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with what members must hear, and the ranks of those members.
+        """Call `listener` with every effect, and the state in which it came about.
 
         Returns:
             A function that ends it.
@@ -117,9 +117,8 @@ class LocalRounds:
                 self._store = MemoryStore()
             self._changed.notify_all()
             for effect in effects:
-                if isinstance(effect, RoundEnded | NodesWaiting):
-                    for listener in tuple(self._listeners.values()):
-                        listener(effect, before.ranks)
+                for listener in tuple(self._listeners.values()):
+                    listener(effect, before)
             return effects
 
     def meet(
@@ -174,45 +173,63 @@ class LocalRounds:
                     continue
                 case None:
                     raise LostTouch(f"node {id} was given up while it waited")
-            if interrupted():
-                raise RendezvousGracefulExitError(
-                    f"node {id} was told to stop waiting for round {self._state.number}"
-                )
+            self._check(id, interrupted)
             now = time.monotonic()
             if stands_by(self._state, id):
                 deadline = None
             elif deadline is None:
                 deadline = now + timeout
-            self._patience, due, again = look(self._patience, self._state, None, self._bounds, now)
-            if due:
-                for event in due:
-                    self.post(event)
+            again = self._look(now)
+            if again == now:
                 continue
             if deadline is not None and now >= deadline:
+                from regrow.rendezvous._waiting import explain_timeout
+
                 raise RendezvousTimeoutError(explain_timeout(self._state, self.run_id, id, timeout))
             until = min((t for t in (deadline, again) if t is not None), default=None)
             self._changed.wait(None if until is None else until - now)
 
+    def judge(self, failed: Failed, interrupted: Callable[[], bool]) -> Judged | None:
+        """Report a failure, and block until it is judged; None: that round was over already.
+
+        Raises:
+            RendezvousClosedError: there will be no other round.
+            RendezvousGracefulExitError: interrupted.
+        """
+        with self._changed:
+            for effect in self.post(failed):
+                if isinstance(effect, Refused):
+                    return None
+                if isinstance(effect, RoundClosed):
+                    raise self._closed(effect)
+            while (verdict := judged(self._state, failed.token)) is None:
+                if self._state.closed:
+                    raise self._closed(self._state.closed)
+                if failed.id not in self._state.awaited:
+                    return None
+                self._check(failed.id, interrupted)
+                now = time.monotonic()
+                again = self._look(now)
+                if again != now:
+                    self._changed.wait(None if again is None else again - now)
+            return verdict
+
+    def _check(self, id: str, interrupted: Callable[[], bool]) -> None:
+        if interrupted():
+            raise RendezvousGracefulExitError(
+                f"node {id} was told to stop waiting for round {self._state.number}"
+            )
+
+    def _look(self, now: float) -> float | None:
+        """Do what is due; return when to look again, which is now if something was."""
+        self._patience, due, again = look(self._patience, self._state, None, self._bounds, now)
+        for event in due:
+            self.post(event)
+        return now if due else again
+
     def _closed(self, closed: RoundClosed) -> RendezvousClosedError:
-        return RendezvousClosedError(
+        error = RendezvousClosedError(
             f"the rendezvous '{self.run_id}' is closed: node {closed.id}: {closed.why}"
         )
-
-
-def explain_timeout(state: Round, run_id: str, id: str, timeout: float) -> str:
-    """Say what a node waited for in vain, how long, and who was missing."""
-    waited = f"the rendezvous '{run_id}': node {id} waited {timeout:g} s for "
-    members = len(state.members)
-    if state.complete:
-        return (
-            f"{waited}a seat, and round {state.number} goes on with its {members} "
-            f"node{'s' if members != 1 else ''}: {', '.join(state.ranks)}"
-        )
-    text = (
-        f"{waited}round {state.number}, which has {members} of at least {state.min_nodes} "
-        f"nodes: {', '.join(state.members)}"
-    )
-    if state.awaited:
-        gone = ", ".join(sorted(state.awaited))
-        text += f"; of round {state.number - 1} nothing was heard from {gone}"
-    return text
+        error.report = closed.report
+        return error

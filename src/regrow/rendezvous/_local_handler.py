@@ -13,12 +13,25 @@ from regrow.rendezvous._api import (
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._local import LAST_CALL_TIMEOUT, LocalRounds, LostTouch
-from regrow.rendezvous._news import Close, Join, Leave, NodesWaiting, RoundEnded, Seated
-from regrow.store import PrefixStore, StoreClosedError
+from regrow.rendezvous._news import (
+    Close,
+    Effect,
+    Failed,
+    Join,
+    Judged,
+    Leave,
+    Leaving,
+    Node,
+    NodesWaiting,
+    RoundClosed,
+    RoundEnded,
+)
+from regrow.store import PrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
+    from regrow.rendezvous._round import Round
     from regrow.utils import PortReservation
 
 JOIN_TIMEOUT = 600.0  # seconds
@@ -47,8 +60,11 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
         self._rounds = rounds
         self._backend = backend
         self._join_timeout = join_timeout
-        self._node = rounds.new_node(local_addr or "127.0.0.1", node_rank)
+        self._addr = local_addr or "127.0.0.1"
+        self._wanted = node_rank
+        self._id = rounds.new_id(self._addr)
         self._token = 0
+        self._ended: RoundEnded | None = None
         self._interrupted = False
         self._port: PortReservation | None = None
 
@@ -62,46 +78,64 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
-        self._record(f"The node '{self._node.id}' attempts to join the next round")
+        self._record(f"The node '{self._id}' attempts to join the next round")
         try:
             info = self._join()
         except Exception as error:
+            self._release_port()
             self._record(f"{type(error).__name__}: {error}", "FAILED")
             raise
         self._record(
-            f"The node '{self._node.id}' has joined round {self._token} as rank {info.rank} in a "
+            f"The node '{self._id}' has joined round {self._token} as rank {info.rank} in a "
             f"world of size {info.world_size}",
             rank=info.rank,
         )
         return info
 
     def _join(self) -> RendezvousInfo:
+        from regrow.utils import PortReservation
+
         self._release_port()
+        self._port = PortReservation()
         while True:
+            node = Node(self._id, self._addr, self._wanted, self._port.port)
+            join = Join(node, self._token)
             try:
                 seated, store = self._rounds.meet(
-                    Join(self._node, self._token), self._join_timeout, lambda: self._interrupted
+                    join, self._join_timeout, lambda: self._interrupted
                 )
             except LostTouch:
-                self._node = self._rounds.new_node(self._node.addr, self._node.wanted)
-                self._token = 0
+                self._id, self._token = self._rounds.new_id(self._addr), 0
                 continue
             self._token = seated.round
-            prefixed = PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{seated.round}", store)
-            try:
-                where = self._agree_on_port(seated, prefixed)
-            except StoreClosedError:  # the round is over already: on to the next
-                continue
-            return RendezvousInfo(prefixed, seated.rank, seated.world_size, where)
+            if seated.rank:
+                self._release_port()
+            return RendezvousInfo(
+                PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{seated.round}", store),
+                seated.rank,
+                seated.world_size,
+                RendezvousStoreInfo(seated.leader, seated.port),
+                seated.round,
+                seated.failures,
+            )
 
-    def _agree_on_port(self, seated: Seated, store: PrefixStore) -> RendezvousStoreInfo:
-        port = None
-        if seated.rank == 0:
-            from regrow.utils import PortReservation
+    def report_failure(self, report: str) -> Judged | None:
+        """See base class."""
+        failed = Failed(self._id, self._token, report)
+        return self._rounds.judge(failed, lambda: self._interrupted)
 
-            self._port = PortReservation()
-            port = self._port.port
-        return RendezvousStoreInfo.build(seated.rank, store, seated.leader, port)
+    def fail(self, report: str) -> None:
+        """See base class."""
+        self._close("its workers failed for good", report)
+
+    def leaving(self, why: str) -> None:
+        """See base class."""
+        self._rounds.post(Leaving(self._id, self._token, why))
+
+    def leave(self, why: str) -> None:
+        """See base class."""
+        self._rounds.post(Leave(self._id, self._token, why))
+        self._release_port()
 
     def _record(self, message: str, node_state: str = "RUNNING", rank: int | None = None) -> None:
         from regrow import events
@@ -125,8 +159,11 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
 
     def set_closed(self) -> None:
         """See base class."""
-        self._rounds.post(Close(self._node.id))
-        self._record(f"The node '{self._node.id}' has closed the rendezvous", "SUCCEEDED")
+        self._close("it closed the rendezvous", "")
+
+    def _close(self, why: str, report: str) -> None:
+        self._rounds.post(Close(self._id, why, report))
+        self._record(f"The node '{self._id}' has closed the rendezvous", "SUCCEEDED")
 
     def num_nodes_waiting(self) -> int:
         """See base class."""
@@ -135,21 +172,26 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
     def shutdown(self) -> bool:
         """See base class."""
         self.set_closed()
-        self._rounds.post(Leave(self._node.id, self._token))
+        self._rounds.post(Leave(self._id, self._token))
         self._release_port()
         return True
 
     def subscribe(self, callback: Callable[[object], None]) -> Callable[[], None]:
         """See base class."""
 
-        def listener(news: RoundEnded | NodesWaiting, ranks: Mapping[str, int]) -> None:
-            if self._node.id not in ranks:
-                return
-            if isinstance(news, RoundEnded) and news.id == self._node.id:
-                return  # its own doing
-            if isinstance(news, NodesWaiting) and news.waiting == 0:
-                return
-            callback(news)
+        def listener(news: Effect, before: Round) -> None:
+            member = self._id in before.ranks
+            match news:
+                case RoundEnded(id=by) if member and by != self._id:
+                    self._ended = news
+                    callback(news)
+                case NodesWaiting(waiting=waiting) if member and waiting:
+                    callback(news)
+                case Judged(cause=cause) if cause.round == self._token:
+                    if self._ended is not None and cause != self._ended:
+                        callback(news)
+                case RoundClosed(id=by) if self._id in before.awaited and by != self._id:
+                    callback(news)
 
         return self._rounds.listen(listener)
 
@@ -168,9 +210,8 @@ def create_handler(params: RendezvousParameters) -> LocalRendezvousHandler:
     """
     if params.max_nodes != 1:
         raise RendezvousError(
-            f"the rendezvous '{params.backend}' is for one node in this release, and the job has "
-            f"{params.min_nodes} to {params.max_nodes}; for several nodes use the backend 'static' "
-            f"with --node-rank, --master-addr and --master-port"
+            f"these rounds are in the memory of one process, and the job has {params.min_nodes} to "
+            f"{params.max_nodes} nodes"
         )
     rounds = LocalRounds(
         params.run_id,

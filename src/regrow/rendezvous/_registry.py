@@ -115,7 +115,35 @@ def _create_static(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
-    from regrow.rendezvous._local_handler import create_handler
+    if params.get("store_type"):  # asks for a store of torch's
+        from regrow.rendezvous._torch_store import create_handler as create_torch
+
+        return create_torch(params)
+    if params.max_nodes == 1:  # which has nobody to meet, so no port is opened for it
+        from regrow.rendezvous._local_handler import create_handler as create_local
+
+        return create_local(params)
+    from regrow.rendezvous._c10d import create_handler
+
+    return create_handler(params)
+
+
+def _create_etcd(params: RendezvousParameters) -> RendezvousHandler:
+    from regrow.rendezvous._etcd import create_handler
+
+    return create_handler(params)
+
+
+def _refuse_etcd_v2(params: RendezvousParameters) -> RendezvousHandler:
+    raise RendezvousError(
+        f"the rendezvous backend '{params.backend}' speaks version 2 of etcd's API, which etcd has "
+        f"dropped; use the backend 'etcd' (--rdzv-backend=etcd), which speaks version 3, with the "
+        f"same endpoint and keys"
+    )
+
+
+def _create_file(params: RendezvousParameters) -> RendezvousHandler:
+    from regrow.rendezvous._file import create_handler
 
     return create_handler(params)
 
@@ -123,6 +151,9 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
 rendezvous_handler_registry = RendezvousHandlerRegistry(installed_plugins)
 rendezvous_handler_registry.register("static", _create_static)
 rendezvous_handler_registry.register("c10d", _create_c10d)
+rendezvous_handler_registry.register("etcd", _create_etcd)
+rendezvous_handler_registry.register("etcd-v2", _refuse_etcd_v2)
+rendezvous_handler_registry.register("file", _create_file)
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
