@@ -62,6 +62,7 @@ def connect(
     tls: Tls | None = None,
     on_state: Callable[[ConnectionState], None] | None = None,
     spare_round_trips: float = 0.0,
+    refusal_is_final: bool = False,
     stop: int | None = None,
 ) -> StoreClient:
     """Connect to a store server and begin a session.
@@ -83,6 +84,7 @@ def connect(
         spare_round_trips: how often a message may go to the server and back while the
             session waits for its client, on top of `session_grace`: time to connect anew
             on a slow link, as measured on the first connection.
+        refusal_is_final: do not try again when nobody listens there.
         stop: a file descriptor; while connecting for the first time, StoreClosedError is
             raised when it becomes readable.
 
@@ -101,7 +103,8 @@ def connect(
         to_seconds(session_grace),
         to_seconds(timeout),
         on_state,
-        stop,
+        refusal_is_final=refusal_is_final,
+        stop=stop,
     )
     return StoreClient(connection, call_timeout, encrypted=tls is not None)
 

@@ -63,6 +63,7 @@ class Connection:
         grace: seconds the session is to outlive a lost connection.
         timeout: seconds within which the first connection must be made.
         on_state: called from the background thread after each change of state.
+        refusal_is_final: the first connection is given up when nobody listens.
         stop: another descriptor that stops the making of the first connection.
     """
 
@@ -72,6 +73,8 @@ class Connection:
         grace: float,
         timeout: float,
         on_state: Callable[[ConnectionState], None] | None,
+        *,
+        refusal_is_final: bool = False,
         stop: int | None = None,
     ) -> None:
         self._lock = threading.Lock()
@@ -93,7 +96,7 @@ class Connection:
         self._wakes = {self._wake} if stop is None else {self._wake, stop}
         self._dialer = dial(self._wakes)
         try:
-            self._first(grace, time.monotonic() + timeout, timeout)
+            self._first(grace, time.monotonic() + timeout, timeout, refusal_is_final)
             self._wakes &= {self._wake}
         except BaseException:
             self._epoll.close()
@@ -414,7 +417,9 @@ class Connection:
             self._send(link, b"".join(call.data for call in self._pending.values()))
         self._hand_over()
 
-    def _first(self, grace: float, deadline: float, timeout: float) -> None:
+    def _first(
+        self, grace: float, deadline: float, timeout: float, refusal_is_final: bool
+    ) -> None:
         pause = _FIRST_PAUSE
         failure: StoreError | None = None
         while True:
@@ -423,7 +428,8 @@ class Connection:
                 break
             except StoreConnectionError as error:
                 failure = error
-                if isinstance(error, StoreClosedError):
+                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                if isinstance(error, StoreClosedError) or (refused and refusal_is_final):
                     raise
                 self._sleep(min(pause, deadline - time.monotonic()))
                 pause = min(pause * 2, _LONGEST_PAUSE)

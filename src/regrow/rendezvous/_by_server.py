@@ -1,0 +1,238 @@
+"""The rounds of a job, run by the store server: one node's driver.
+
+The server applies the rules (`_service`); this is one node's line to it. The line is a session of
+the store, and the node lives as long as the session: when it is lost, the server takes the node out
+at once, and whatever this node then says of itself is the word of somebody who is not there. So a
+lost session is followed by a new one, in which the node is told that it is not known, and it comes
+back as another.
+
+What is waited for, and what is not. A connection that breaks is made again by the session itself,
+within its grace. If nobody listens any more, the server is gone, and with it all that it knew: that
+is said at once. So it is when a server answers that knows nothing of the life of the job that this
+node was in. Silence may end, so it is waited for, as long as the caller is ready to.
+
+The keys of a round are on a connection of their own, made when they are first used: closing it when
+the round is over ends whatever is blocked there, and harms nothing else. They bear the name of the
+job's life, so nobody finds what another job of the same id has left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from regrow.rendezvous import _questions as questions
+from regrow.rendezvous._driver import View
+from regrow.rendezvous._errors import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
+from regrow.rendezvous._line import Line, OnFirstUse, Where
+from regrow.rendezvous._news import Join
+from regrow.store import (
+    ConnectionState,
+    PrefixStore,
+    StoreClosedError,
+    StoreConnectionError,
+    StoreError,
+    StoreSessionLost,
+    StoreTimeout,
+)
+
+if TYPE_CHECKING:
+    from regrow.rendezvous._news import Event
+    from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.store import ServerProcess, Store, StoreClient
+
+CONNECT = 10.0
+"""Seconds within which the connection for the keys of a round is made."""
+FAREWELL = 30.0
+"""Seconds for which the node that serves waits until the others have what they need."""
+
+_NOTHING = View(0, None, 0, None)
+
+
+class _NoAnswer(RendezvousConnectionError):
+    """The server is there, and had nothing to say in the time given."""
+
+
+class ServerDriver:
+    """The rounds of one job, as one node reaches them; a `Driver`.
+
+    Args:
+        where: the server.
+        settings: of the job.
+        timeout: seconds in which the server must be reached for the first time; it may not be
+            there yet.
+        server: the server's process, if this node started it; the driver closes it.
+
+    Raises:
+        RendezvousConnectionError: the server could not be reached, or is not one of this job.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        settings: RendezvousSettings,
+        timeout: float,
+        server: ServerProcess | None = None,
+    ) -> None:
+        bounds = settings.bounds
+        self._where = where
+        self._run_id = settings.run_id
+        self._settings = questions.Settings(
+            settings.min_nodes,
+            settings.max_nodes,
+            bounds.keep_alive,
+            bounds.misses,
+            bounds.last_call,
+        )
+        self._server = server
+        self._lock = threading.Lock()
+        self._life = ""
+        self._heard: tuple[str, View] = ("", _NOTHING)
+        self._round: Line | None = None
+        self._line = Line(where)
+        try:
+            client = self._line.client(timeout, wait_for_server=True)
+        except StoreError as error:
+            raise RendezvousConnectionError(self._unreachable(error)) from error
+        self._local_addr = where.addr or client.local_host
+
+    @property
+    def local_addr(self) -> str:
+        """See `Driver`."""
+        return self._local_addr
+
+    def submit(self, event: Event, timeout: float) -> View:
+        """See `Driver`."""
+        joins = isinstance(event, Join)
+        id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
+        said = self._ask(questions.submit(self._run_id, self._settings, event), timeout)
+        return self._view(id, said, joins)
+
+    def follow(self, id: str, seen: View | None, timeout: float) -> View | None:
+        """See `Driver`."""
+        question = questions.Follow(self._run_id, self._settings, id, questions.mark(seen))
+        try:
+            return self._view(id, self._ask(questions.encode(question), timeout))
+        except _NoAnswer:
+            return None
+
+    def beat(self, id: str, token: int, timeout: float) -> bool:
+        """See `Driver`."""
+        said = self._ask(questions.encode(questions.Beat(self._run_id, id, token)), timeout)
+        if not isinstance(said, questions.Beaten):
+            raise self._nonsense(f"it answered a beat with {said!r:.200}")
+        self._check_life(said.life)
+        return said.holds
+
+    def round_store(self, round: int) -> Store:
+        """See `Driver`."""
+        self.end_round_store()
+        line = Line(self._where)
+        with self._lock:
+            self._check()
+            self._round = line
+        return PrefixStore(f"rounds/{self._life}", cast("Store", OnFirstUse(line, CONNECT)))
+
+    def end_round_store(self) -> None:
+        """See `Driver`."""
+        with self._lock:
+            line, self._round = self._round, None
+        if line is not None:
+            line.end()
+
+    def peek(self, id: str) -> View:
+        """See `Driver`."""
+        of, view = self._heard
+        return view if of == id else _NOTHING
+
+    def interrupt(self) -> None:
+        """See `Driver`."""
+        self._line.end()
+        self.end_round_store()
+
+    def close(self, linger: bool) -> None:
+        """See `Driver`; the node that serves waits for the others, or leaves the server to them."""
+        self.interrupt()
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close(wait=FAREWELL if linger else 0.0)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _ask(self, body: bytes, timeout: float) -> questions.Answer:
+        deadline = time.monotonic() + timeout
+        while True:
+            self._check()
+            try:
+                client = self._line.client(max(deadline - time.monotonic(), 0.0))
+                return self._asked(client, body, max(deadline - time.monotonic(), 0.0))
+            except StoreSessionLost:
+                self._line.drop(client)
+            except StoreClosedError as error:
+                self._check()
+                raise RendezvousConnectionError(self._unreachable(error)) from error
+            except (StoreConnectionError, StoreTimeout) as error:
+                raise RendezvousConnectionError(self._unreachable(error)) from error
+            except StoreError as error:
+                raise self._nonsense(str(error)) from error
+
+    def _asked(self, client: StoreClient, body: bytes, timeout: float) -> questions.Answer:
+        try:
+            answer: questions.Answer = questions.decode_answer(
+                client.ask(questions.NAME, body, timeout)
+            )
+        except StoreTimeout as error:
+            if client.state is ConnectionState.CONNECTED:
+                raise _NoAnswer(self._unreachable(error)) from error
+            raise
+        except msgspec.MsgspecError as error:
+            raise self._nonsense(str(error)) from error
+        if isinstance(answer, questions.Problem):
+            raise RendezvousError(answer.text)
+        return answer
+
+    def _view(self, id: str, said: questions.Answer, joins: bool = False) -> View:
+        if not isinstance(said, questions.Told):
+            raise self._nonsense(f"it answered with {said!r:.200}")
+        self._check_life(said.life)
+        try:
+            view = questions.read_view(said)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise self._nonsense(str(error)) from error
+        if joins and view.news is not None:
+            self._life = said.life
+        self._heard = id, view
+        return view
+
+    def _check_life(self, life: str) -> None:
+        if self._life and life != self._life:
+            raise RendezvousConnectionError(
+                f"the server at {self._where.endpoint} does not know the job {self._run_id!r} any "
+                f"more: it was started again, or it gave up a job without nodes. Start the job "
+                f"again; it goes on from its last checkpoint"
+            )
+
+    def _check(self) -> None:
+        if self._line.ended:
+            raise RendezvousGracefulExitError(
+                f"this node was told to leave the rendezvous {self._run_id!r}"
+            )
+
+    def _unreachable(self, why: object) -> str:
+        where = self._where.endpoint
+        return f"the rendezvous {self._run_id!r} cannot be reached at {where}: {why}"
+
+    def _nonsense(self, why: str) -> RendezvousStateError:
+        return RendezvousStateError(
+            f"the server at {self._where.endpoint} and this node do not understand each other: "
+            f"{why}. Run the same release of regrow on all nodes"
+        )

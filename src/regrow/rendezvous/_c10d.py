@@ -1,0 +1,84 @@
+"""The rendezvous `c10d`: on the command line it means regrow's store server.
+
+torchrun's command lines name it, and work here with the token added. The nodes meet at the
+endpoint, which the first agent on its host serves (`_host`); the server runs the rounds
+(`_service`), and each node has a line to it (`_by_server`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous._config import timeout_option
+from regrow.rendezvous._credentials import credentials
+from regrow.rendezvous._errors import RendezvousConnectionError
+from regrow.rendezvous._settings import read_settings
+from regrow.rendezvous.utils import parse_rendezvous_endpoint
+
+if TYPE_CHECKING:
+    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+
+DEFAULT_PORT = 29400
+READ_TIMEOUT = 60.0  # seconds
+
+
+def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Create the handler of one node of several; starts the server where that is this node's.
+
+    Reads the keys of `read_settings` and of `credentials`, and `is_host` (a bool: whether this node
+    serves, instead of finding out), `read_timeout` (seconds in which the server must be reached,
+    default 60) and `rank` (the node rank that this node asks for).
+
+    Raises:
+        ValueError: a value makes no sense.
+        RendezvousError: there is no token.
+        RendezvousConnectionError: the server cannot be started, or not be reached.
+    """
+    from regrow.rendezvous._by_server import ServerDriver
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.rendezvous._host import serve
+    from regrow.rendezvous._line import Where
+
+    settings = read_settings(params)
+    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    if port == 0:
+        raise ValueError(
+            f"the endpoint {params.endpoint!r} has port 0, and the other nodes cannot know which "
+            f"port that will be; name one, e.g. {host}:{DEFAULT_PORT}"
+        )
+    if params.get("store_type", "tcp") != "tcp":
+        raise ValueError(
+            f"store_type={params.get('store_type')!r} of the rendezvous 'c10d' is not a kind of "
+            f"regrow's store; for a shared directory use the rendezvous 'file'"
+        )
+    read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
+    token, tls = credentials(params, host)
+    server, own = serve(host, port, token, tls, params.get_as_bool("is_host"))
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    addr = host if own is not None and own.loopback else None
+    try:
+        driver = ServerDriver(Where(endpoint, token, tls, addr), settings, read_timeout, server)
+    except BaseException as error:
+        if server is not None:
+            server.close()
+        if isinstance(error, RendezvousConnectionError):
+            raise RendezvousConnectionError(_advice(str(error), endpoint, own is None)) from error
+        raise
+    return DynamicRendezvousHandler(
+        driver,
+        settings,
+        backend=params.backend,
+        local_addr=params.local_addr,
+        node_rank=params.get_as_int("rank"),
+    )
+
+
+def _advice(what: str, endpoint: str, elsewhere: bool) -> str:
+    if elsewhere:
+        return (
+            f"{what}. None of this host's addresses is that of {endpoint}, so an agent on that "
+            f"host has to serve it: see that one runs there and that this host can reach its port. "
+            f"If it is this host, behind another address, say so with --rdzv-conf is_host=true"
+        )
+    return f"{what}. That is this host's own address: see what listens there"

@@ -1,0 +1,400 @@
+"""The rules of the rounds, run by the store server.
+
+The server is connected to every node anyway, so it is the place where a join costs one message
+each way whatever the number of nodes: it applies the event (`_round`), and tells those for whom
+something has changed. Nobody asks twice. A node that follows the rounds has one question parked
+here, which is answered when there is news for it.
+
+**Whom to tell.** To compare the views of all nodes after every event would make N joins cost N
+squared. While a round forms, a join changes the standing of that node and of nobody else, so only
+the nodes that the effects name are looked at, and those whose place in the queue moved. When the
+round becomes complete, is over, is judged, or the job is closed, everyone is. How many nodes wait
+concerns only the members; it is gathered for a moment, so that a hundred arrivals are told once.
+
+**Who is alive.** A node lives as long as the session that joined it. When the session is over,
+because its client said so or did not come back within its grace, the node is lost at once. One
+whose host is silent keeps its session, and is given up by `_patience` when its beats stop coming;
+every question of a node is such a beat. The server calls this service when it is due only after
+it has read what had arrived, and one look adds one keep-alive interval of silence at most; so a
+server that was stopped expels nobody.
+
+**Whose word counts.** All clients hold the job's token, and none is trusted to be free of
+mistakes. A node is spoken for by the session that joined it, and by no other; what cannot be read
+or makes no sense is answered with a `Problem` and changes nothing.
+
+A job that has no node any more is forgotten after a while. What the nodes of a round keep in the
+store goes under the job's life, a random name, so that a job of the same id finds nothing of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterable
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from regrow.rendezvous import _questions as questions
+from regrow.rendezvous._driver import View, answer, view
+from regrow.rendezvous._news import (
+    Close,
+    Effect,
+    Event,
+    Join,
+    LastCall,
+    LastCallOver,
+    Lost,
+    Placed,
+    Refused,
+)
+from regrow.rendezvous._patience import Bounds, Patience, look
+from regrow.rendezvous._round import Round, holds, step
+from regrow.store import Answer
+
+JOBS: Final = 1024
+"""The most jobs at once."""
+LIVES: Final = 64
+"""The most nodes of one session."""
+GATHER: Final = 0.1
+"""Seconds for which news of waiting nodes is gathered."""
+FORGET: Final = 60.0
+"""Seconds after which a job without nodes is forgotten."""
+
+
+def create() -> RendezvousService:
+    """Return the service for a server process."""
+    return RendezvousService(lambda: os.urandom(6).hex())
+
+
+class _Job:
+    """One job."""
+
+    __slots__ = (
+        "beats",
+        "bounds",
+        "empty_at",
+        "followers",
+        "gather_at",
+        "life",
+        "lives",
+        "look_at",
+        "patience",
+        "run_id",
+        "settings",
+        "state",
+    )
+
+    def __init__(self, run_id: str, life: str, settings: questions.Settings, now: float) -> None:
+        self.run_id = run_id
+        self.life = life
+        self.settings = settings
+        self.bounds = Bounds(settings.last_call, settings.keep_alive, settings.misses)
+        self.state = Round(settings.min_nodes, settings.max_nodes)
+        self.patience = Patience()
+        self.beats: dict[str, int] = {}
+        """How often each node was heard."""
+        self.lives: dict[str, Hashable] = {}
+        """The session of each node."""
+        self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
+        """By node: session and id of the parked question, mark of what it has seen."""
+        self.look_at: float | None = None
+        """When to judge what is due; None while there is nothing to wait for."""
+        self.gather_at: float | None = None
+        """When to tell the members how many nodes wait."""
+        self.empty_at: float | None = now
+        """Since when it has had no node."""
+
+    @property
+    def at(self) -> float | None:
+        """When something is to be done at the latest."""
+        forget_at = None if self.empty_at is None else self.empty_at + FORGET
+        times = [at for at in (self.look_at, self.gather_at, forget_at) if at is not None]
+        return min(times, default=None)
+
+    def knows(self, id: str) -> bool:
+        """Whether the node is somewhere in the state."""
+        state = self.state
+        return id in state.members or id in state.queue or id in state.awaited
+
+
+class _Client:
+    """What is remembered of one session."""
+
+    __slots__ = ("following", "lives")
+
+    def __init__(self) -> None:
+        self.lives: dict[tuple[str, str], None] = {}
+        """Its nodes, as job and id."""
+        self.following: set[tuple[str, str]] = set()
+        """Its parked questions."""
+
+
+class RendezvousService:
+    """The rounds of all jobs that meet in one store server; a `regrow.store.Service`.
+
+    Args:
+        new_life: returns a fresh random name for the life of a job.
+    """
+
+    def __init__(self, new_life: Callable[[], str]) -> None:
+        self._new_life = new_life
+        self._jobs: dict[str, _Job] = {}
+        self._clients: dict[Hashable, _Client] = {}
+        self._deadline: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """See `Service`; it may be too early, never too late."""
+        return self._deadline
+
+    # ------------------------------------------------------- what the server tells
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        """See `Service`."""
+        try:
+            if len(body) > questions.BODY_BYTES:
+                raise ValueError(
+                    f"the question has {len(body)} bytes, and {questions.BODY_BYTES} are allowed"
+                )
+            question = questions.decode_question(body)
+            if isinstance(question, questions.Beat):
+                return [Answer(session, id, self._beat(session, question))]
+            if isinstance(question, questions.Follow):
+                return self._follow(session, id, question, now)
+            own, others = self._submit(session, question, now)
+            return [Answer(session, id, own), *others]
+        except (ValueError, msgspec.MsgspecError) as error:
+            problem = questions.Problem(f"the rendezvous service refused: {error}")
+            return [Answer(session, id, questions.encode(problem))]
+
+    def cancelled(self, session: Hashable, id: int) -> None:
+        """See `Service`."""
+        client = self._clients.get(session)
+        for run_id, node in list(client.following) if client else ():
+            job = self._jobs[run_id]
+            if job.followers[node][:2] == (session, id):
+                self._unfollow(job, node)
+
+    def suspended(self, session: Hashable, now: float) -> list[Answer]:
+        """See `Service`."""
+        client = self._clients.get(session)
+        for run_id, node in list(client.following) if client else ():
+            self._unfollow(self._jobs[run_id], node)
+        return []
+
+    def resumed(self, session: Hashable, now: float) -> list[Answer]:
+        """See `Service`; what the client still wants to know, it asks again."""
+        return []
+
+    def ended(self, session: Hashable, why: str, now: float) -> list[Answer]:
+        """See `Service`; the nodes of the session are lost."""
+        self.suspended(session, now)
+        client = self._clients.pop(session, None)
+        out: list[Answer] = []
+        for run_id, node in client.lives if client else ():
+            job = self._jobs[run_id]
+            out += self._apply(job, Lost(node, why), now)[1]
+        return out
+
+    def due(self, now: float) -> list[Answer]:
+        """See `Service`."""
+        out: list[Answer] = []
+        for job in list(self._jobs.values()):
+            if job.gather_at is not None and job.gather_at <= now:
+                job.gather_at = None
+                out += self._wake(job, list(job.state.ranks))
+            if job.look_at is not None and job.look_at <= now:
+                out += self._look(job, now)
+            if job.empty_at is not None and job.empty_at + FORGET <= now and not job.followers:
+                del self._jobs[job.run_id]
+        self._deadline = min(
+            (at for job in self._jobs.values() if (at := job.at) is not None), default=None
+        )
+        return out
+
+    # ------------------------------------------------------------------ questions
+
+    def _beat(self, session: Hashable, question: questions.Beat) -> bytes:
+        job = self._jobs.get(question.job)
+        if job is None:
+            return questions.encode(questions.Beaten("", False))
+        mine = job.lives.get(question.id) == session
+        if mine:
+            job.beats[question.id] += 1
+        held = mine and holds(job.state, question.id, question.token)
+        return questions.encode(questions.Beaten(job.life, held))
+
+    def _follow(
+        self, session: Hashable, id: int, question: questions.Follow, now: float
+    ) -> list[Answer]:
+        job = self._job(question.job, question.settings, now)
+        node = question.id
+        if job.lives.get(node) == session:
+            job.beats[node] += 1
+        out: list[Answer] = []
+        if node in job.followers:
+            who, asked, _ = job.followers[node]
+            self._unfollow(job, node)
+            out.append(Answer(who, asked, questions.told(job.life, view(job.state, node))))
+        job.followers[node] = session, id, question.seen
+        self._clients.setdefault(session, _Client()).following.add((job.run_id, node))
+        return out + self._wake(job, [node])
+
+    def _submit(
+        self, session: Hashable, question: questions.Submit, now: float
+    ) -> tuple[bytes, list[Answer]]:
+        event = questions.read_event(question)
+        job = self._job(question.job, question.settings, now)
+        id = event.node.id if isinstance(event, Join) else _id(event)
+        owner = job.lives.get(id, session)
+        if owner != session and not isinstance(event, Close):
+            why = "it was joined over another connection, which is not over yet"
+            refused = view(job.state, id)._replace(news=Refused(id, _token(event), why))
+            return questions.told(job.life, refused), []
+        if isinstance(event, Join):
+            client = self._clients.setdefault(session, _Client())
+            _check(job, question.settings, len(client.lives))
+        effects, out = self._apply(job, event, now, session)
+        if id in job.beats:
+            job.beats[id] += 1
+        said: View = answer(job.state, id, effects)
+        return questions.told(job.life, said), out
+
+    def _job(self, run_id: str, settings: questions.Settings, now: float) -> _Job:
+        job = self._jobs.get(run_id)
+        if job is None:
+            if len(self._jobs) >= JOBS:
+                raise ValueError(f"{JOBS} jobs meet here already, and that is the most")
+            if settings.min_nodes > settings.max_nodes:
+                raise ValueError(f"no job has {settings.min_nodes} to {settings.max_nodes} nodes")
+            job = self._jobs[run_id] = _Job(run_id, self._new_life(), settings, now)
+            self._plan(job)
+        return job
+
+    # ------------------------------------------------------------------ the rules
+
+    def _apply(
+        self, job: _Job, event: Event, now: float, session: Hashable = None
+    ) -> tuple[tuple[Effect, ...], list[Answer]]:
+        before = job.state
+        job.state, effects = step(before, event)
+        if job.state is before:
+            return effects, []
+        if any(isinstance(effect, LastCall) for effect in effects) or job.look_at is None:
+            job.look_at = now
+        if isinstance(event, Join):
+            self._bind(job, event.node.id, session)
+        elif isinstance(event, LastCallOver):
+            for id in [id for id in job.lives if not job.knows(id)]:
+                self._unbind(job, id)
+        elif not job.knows(_id(event)):
+            self._unbind(job, _id(event))
+        job.empty_at = (job.empty_at or now) if _empty(job.state) else None
+        if job.state.waiting != before.waiting and job.gather_at is None:
+            job.gather_at = now + GATHER
+        self._plan(job)
+        return effects, self._wake(job, _concerned(before, event, job.state, effects))
+
+    def _look(self, job: _Job, now: float) -> list[Answer]:
+        out: list[Answer] = []
+        job.patience, due, job.look_at = look(job.patience, job.state, job.beats, job.bounds, now)
+        for event in due:
+            out += self._apply(job, event, now)[1]
+        if due and job.look_at is None:
+            job.look_at = now
+        return out
+
+    def _wake(self, job: _Job, ids: Iterable[str]) -> list[Answer]:
+        """Answer those of the nodes that follow, if there is something new for them."""
+        out: list[Answer] = []
+        for id in ids:
+            follower = job.followers.get(id)
+            if follower is None:
+                continue
+            session, asked, seen = follower
+            now = view(job.state, id)
+            if questions.mark(now) != seen:
+                self._unfollow(job, id)
+                out.append(Answer(session, asked, questions.told(job.life, now)))
+        return out
+
+    # ---------------------------------------------------------------- book-keeping
+
+    def _plan(self, job: _Job) -> None:
+        at = job.at
+        if at is not None:
+            self._deadline = at if self._deadline is None else min(at, self._deadline)
+
+    def _bind(self, job: _Job, id: str, session: Hashable) -> None:
+        if job.knows(id) and id not in job.lives:
+            job.lives[id] = session
+            job.beats[id] = 0
+            self._clients[session].lives[job.run_id, id] = None
+
+    def _unbind(self, job: _Job, id: str) -> None:
+        session = job.lives.pop(id, None)
+        job.beats.pop(id, None)
+        client = self._clients.get(session)
+        if client is not None:
+            client.lives.pop((job.run_id, id), None)
+
+    def _unfollow(self, job: _Job, id: str) -> None:
+        session = job.followers.pop(id)[0]
+        client = self._clients.get(session)
+        if client is not None:
+            client.following.discard((job.run_id, id))
+
+
+def _id(event: Event) -> str:
+    return "" if isinstance(event, Join | LastCallOver) else event.id
+
+
+def _token(event: Event) -> int:
+    token: int = getattr(event, "token", 0)
+    return token
+
+
+def _check(job: _Job, settings: questions.Settings, lives: int) -> None:
+    """Refuse a node that means another job, or a client that joins too many."""
+    for what, theirs, ours in (
+        ("nodes", _span(settings), _span(job.settings)),
+        ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
+        ("keep_alive_max_attempt", settings.misses, job.settings.misses),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"the job {job.run_id!r} was set up by its first node with {what} {ours}, and "
+                f"this node says {theirs}; give the same on all nodes, or another id to another job"
+            )
+    if lives >= LIVES:
+        raise ValueError(f"one connection joins at most {LIVES} nodes")
+
+
+def _span(settings: questions.Settings) -> str:
+    return f"{settings.min_nodes}:{settings.max_nodes}"
+
+
+def _empty(state: Round) -> bool:
+    """Return whether nobody is left whose loss would matter."""
+    return not state.queue and not state.awaited and len(state.members) == len(state.gone)
+
+
+def _concerned(
+    before: Round, event: Event, after: Round, effects: Iterable[Effect]
+) -> Iterable[str]:
+    """Return the nodes whose view may have changed, but for how many nodes wait."""
+    own = event.node.id if isinstance(event, Join) else _id(event)
+    if _all_see(before) != _all_see(after):
+        return {*before.members, *after.members, *after.queue, *after.awaited, own}
+    placed = {effect.id for effect in effects if isinstance(effect, Placed)}
+    return placed | (_next(before) ^ _next(after)) | {own}
+
+
+def _all_see(state: Round) -> tuple[object, ...]:
+    return state.number, state.complete, state.ended, not state.unheard, state.closed
+
+
+def _next(state: Round) -> set[str]:
+    """Return the nodes in the queue that would have a seat in the next round."""
+    return set(islice(state.queue, state.waiting))
