@@ -296,6 +296,7 @@ def launch_checked(
     with _mistakes_of(prog, namespace):
         _refuse(_check.script_fault(namespace, os.environ, os.getcwd()))
         _refuse(_check.number_fault(namespace))
+        _refuse(_check.file_fault(namespace))
         _settle(namespace)
         config, entrypoint, arguments = config_from_args(namespace)
         if isinstance(config.logs_specs, DefaultLogsSpecs) and config.run_id:

@@ -137,6 +137,8 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
         ("--logs-specs nobody train.py", "torchrun.logs_specs[nobody]"),
         ("--log-dir train.py train.py", "train.py is a file"),
         ("--master-port 70000 train.py", "--master-port: 70000 is no port"),
+        ("--rdzv-token-file no/file train.py", "--rdzv-token-file: 'no/file' cannot be read: No"),
+        ("--rdzv-tls-ca . train.py", "--rdzv-tls-ca: '.' cannot be read: Is a directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_started(
@@ -265,6 +267,29 @@ def test_a_node_rank_that_was_given_is_the_wanted_one_elsewhere(
     assert main([*meet, "train.py"]) == 0
     ranks = [config.rdzv_configs.get("rank") for config, _, _ in launcher.launched]
     assert ranks == [None, 0, 3]
+
+
+def test_the_flags_for_token_and_certificates_are_settings_of_the_rendezvous(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet = ["run", "--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:1"]
+    keys = {"insecure", "token_file", "tls_cert", "tls_key", "tls_ca"}
+    assert main([*meet, "train.py"]) == 0
+    flags = "--insecure --rdzv-token-file train.py --rdzv-tls-cert train.py --rdzv-tls-ca train.py"
+    assert main([*meet, *flags.split(), "--rdzv-conf", "tls_key=k,token_file=t", "train.py"]) == 0
+    monkeypatch.setenv("PET_INSECURE", "1")
+    monkeypatch.setenv("PET_RDZV_TLS_KEY", "train.py")
+    assert main([*meet, "train.py"]) == 0
+    given = [
+        {key: value for key, value in config.rdzv_configs.items() if key in keys}
+        for config, _, _ in launcher.launched
+    ]
+    files = {"token_file": "train.py", "tls_cert": "train.py", "tls_ca": "train.py"}
+    assert given == [
+        {},
+        {"insecure": True, "tls_key": "k", **files},
+        {"insecure": True, "tls_key": "train.py"},
+    ]
 
 
 def test_what_only_the_static_rendezvous_uses_is_warned_of_elsewhere(
@@ -501,7 +526,7 @@ def test_the_installed_command_answers_too() -> None:
         (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
         (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
         (["--nproc-per-node", "2"], "did you mean regrow run --nproc-per-node 2"),
-        (["frobnicate"], "the commands are run and events"),
+        (["frobnicate"], "the commands are run, events and token"),
     ],
 )
 def test_an_unknown_command_is_answered_with_a_suggestion(
@@ -547,6 +572,17 @@ def test_the_story_is_told_again_from_a_log(place: Path, capfd: pytest.CaptureFi
     assert json.loads(capfd.readouterr().out)
 
 
+def test_a_token_file_is_made_once(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["token", "job.token"]) == 0
+    assert capfd.readouterr() == ("", "")
+    token = (place / "job.token").read_text()
+    assert len(token.strip()) == 64
+    assert main(["token", "job.token"]) == 2
+    assert capfd.readouterr().err.startswith("regrow token: job.token exists, and is kept")
+    assert (place / "job.token").read_text() == token
+    assert main(["token", "no/such/folder/token"]) == 1
+
+
 def test_a_reader_of_the_story_may_leave_early(place: Path) -> None:
     from regrow.events import EventLog
 
@@ -578,4 +614,6 @@ def test_only_what_is_needed_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     slow = {"torch", "asyncio", "msgspec", "logging.config", "uuid", "subprocess", "tempfile"}
     slow |= {"multiprocessing", "concurrent.futures", "importlib.metadata", "ssl", "http"}
+    # Where no scheduler has started the agent.
+    slow |= {"regrow.cli._placement", "regrow.launch._where", "ClusterShell"}
     assert slow & set(done.stdout.split()) == set()

@@ -64,6 +64,20 @@ def number_fault(args: Namespace) -> str | None:
     return None
 
 
+def file_fault(args: Namespace) -> str | None:
+    """Whether the files that flags name can be read."""
+    for flag in ("rdzv_token_file", "rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca"):
+        path = getattr(args, flag, None)
+        if path is None:
+            continue
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            return f"--{flag.replace('_', '-')}: {path!r} cannot be read: {error.strerror}"
+    return None
+
+
 def known_signals(names: str) -> tuple[str, list[str]]:
     """Split a comma-separated list of signals into those that can be handled and the others."""
     from signal import Signals

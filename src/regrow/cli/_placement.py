@@ -3,6 +3,7 @@
 Only what the user has not said, by a flag or its `PET_` variable, is taken from `regrow.launch`'s
 `where`. If the number of nodes, or where they meet, is neither said nor told, that is a mistake
 with one line of advice: to go on as a job of one node would start as many jobs as there are hosts.
+The backend is then `c10d`, unless another was said, or `--master-addr`, which is for `static`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from regrow.cli._parser import give, is_said
 from regrow.launch._hostlist import first_host
-from regrow.launch._where import Untold, where
+from regrow.launch._where import Placement, Untold, where
 
 _T = TypeVar("_T")
 
@@ -54,16 +55,25 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     if not said["node_rank"]:
         give(args, "node_rank", place.node_rank)
         taken.append(f"node rank {place.node_rank}")
-    if not meeting:
-        if not said["rdzv_backend"]:
-            give(args, "rdzv_backend", "c10d")
-        if args.rdzv_backend in _SERVED_BY_A_NODE:
-            port = args.master_port if said["master_port"] else place.port
-            give(args, "rdzv_endpoint", f"{_told(place.host)}:{port}")
-            taken.append(f"endpoint {args.rdzv_endpoint}")
+    if not (said["rdzv_backend"] or said["master_addr"]):
+        give(args, "rdzv_backend", "c10d")
+    if not meeting and args.rdzv_backend in _SERVED_BY_A_NODE:
+        _check_size(args.nnodes, place)
+        port = args.master_port if said["master_port"] else place.port
+        give(args, "rdzv_endpoint", f"{_told(place.host)}:{port}")
+        taken.append(f"endpoint {args.rdzv_endpoint}")
     if place.run_id and not said["rdzv_id"]:
         give(args, "rdzv_id", place.run_id)
     return f"{', '.join(taken)} from {place.source}"
+
+
+def _check_size(nnodes: str, place: Placement) -> None:
+    fewest = nnodes.partition(":")[0]
+    if isinstance(place.nodes, int) and fewest.isdecimal() and int(fewest) > place.nodes:
+        raise ValueError(
+            f"nnodes={nnodes}, and {place.source} has {place.nodes} of them: give "
+            f"--rdzv-endpoint HOST:PORT if others are to come from elsewhere"
+        )
 
 
 def _told(value: _T | Untold) -> _T:

@@ -77,7 +77,7 @@ def where(
 
     Args:
         environ: the agent's variables.
-        first_host: the first host of a list as Slurm writes it (`n[1-4,7]`); called if needed.
+        first_host: the first host of a list as Slurm writes it (`n[1-4,7]`).
 
     Returns:
         What the scheduler says, or None where none has started this process as one of several.
@@ -113,8 +113,7 @@ def _of_slurm(
         if tasks == nodes
         else _one_each(f"{source} has {tasks} tasks on {nodes} nodes", "srun --ntasks-per-node=1"),
         _number(environ, "SLURM_PROCID"),
-        # A step of one node needs no list, and so no library that reads it.
-        first_host(_text(environ, "SLURM_STEP_NODELIST")) if nodes > 1 else "localhost",
+        first_host(_text(environ, "SLURM_STEP_NODELIST")),
         _port(job * _STEPS + step),
         f"slurm-{job}.{step}" + (f"-{again}" if again else ""),
     )
@@ -168,7 +167,7 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
     if job_set and member:
         source = f"JobSet {job_set}"
         host: str | Untold = f"{job_set}-{member}-0-0.{job_set}"
-        run_id = "-".join(filter(None, (job_set, environ.get("RESTART_ATTEMPT"))))
+        run_id = "-".join(filter(None, (job_set, environ.get("JOBSET_RESTART_ATTEMPT"))))
     else:
         source = f"Kubernetes Job {job}".rstrip()
         host = Untold(

@@ -1,0 +1,162 @@
+"""What the command line leaves open is taken from the scheduler, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from regrow import run
+from regrow.cli import main
+from regrow.launch import LaunchConfig
+
+ENVIRONMENTS = Path(__file__).parents[1] / "launch" / "environments"
+
+
+class Started:
+    """What `regrow run` would launch, and what it said."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capfd = capfd
+        self.configs: list[LaunchConfig] = []
+
+    def __call__(self, environment: str, flags: str, **variables: str) -> str:
+        """Run the command in a recorded environment; return what it says."""
+        lines = (ENVIRONMENTS / f"{environment}.env").read_text().splitlines()
+        with self._monkeypatch.context() as patch:
+            for line in lines:
+                if not line.startswith("#"):
+                    patch.setenv(*line.split("=", 1))
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            self.code = main(["run", *flags.split(), "train.py"])
+        return self._capfd.readouterr().err
+
+    @property
+    def config(self) -> LaunchConfig:
+        return self.configs[-1]
+
+    @property
+    def meeting(self) -> tuple[str, str, object]:
+        return (
+            self.config.rdzv_backend,
+            self.config.rdzv_endpoint,
+            self.config.rdzv_configs.get("rank"),
+        )
+
+
+@pytest.fixture
+def started(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> Started:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    fake = Started(monkeypatch, capfd)
+
+    def launch(config: LaunchConfig, entrypoint: object) -> object:
+        fake.configs.append(config)
+        return lambda *_: None
+
+    monkeypatch.setattr(run, "elastic_launch", launch)
+    return fake
+
+
+def test_a_task_of_slurm_needs_no_flag_and_says_what_it_took(started: Started) -> None:
+    said = started("slurm22-step-of-4", "")
+    assert said == "regrow: 4 nodes, node rank 2, endpoint n1:20488 from Slurm step 1.0\n"
+    assert (started.config.min_nodes, started.config.max_nodes) == (4, 4)
+    assert started.meeting == ("c10d", "n1:20488", 2)
+    assert started.config.run_id == "slurm-1.0"
+
+
+def test_a_process_of_open_mpi_needs_no_flag(started: Started) -> None:
+    said = started("openmpi5-rank-1-of-2", "")
+    assert said.startswith("regrow: 2 nodes, node rank 1, endpoint f5n18:27322 from Open MPI job ")
+    assert started.meeting == ("c10d", "f5n18:27322", 1)
+
+
+def test_a_pod_takes_from_variables_what_its_scheduler_does_not_say(started: Started) -> None:
+    said = started("kubernetes-jobset", "")
+    assert said.startswith("regrow: node rank 1, endpoint pytorch-workers-0-0.pytorch:29400 from ")
+    assert started.config.min_nodes == 4
+    said = started("kubernetes-indexed-job", "", PET_NNODES="3", PET_RDZV_ENDPOINT="job-0.svc")
+    assert said == "regrow: node rank 2 from Kubernetes Job example-job\n"
+    assert started.meeting == ("c10d", "job-0.svc", 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "meeting", "nodes"),
+    [
+        ("--nnodes 2:4", ("c10d", "n1:20488", 2), (2, 4)),
+        ("--node-rank 0", ("c10d", "n1:20488", 0), (4, 4)),
+        ("--master-port 999", ("c10d", "n1:999", 2), (4, 4)),
+        ("--rdzv-backend static", ("static", "n1:20488", 2), (4, 4)),
+        ("--rdzv-endpoint x:1", ("c10d", "x:1", 2), (4, 4)),
+        ("--rdzv-backend static --rdzv-endpoint x:1", ("static", "x:1", 2), (4, 4)),
+        ("--rdzv-backend etcd --rdzv-endpoint e:1", ("etcd", "e:1", 2), (4, 4)),
+        ("--rdzv-backend file", ("file", "", 2), (4, 4)),
+        ("--master-addr x", ("static", "x:29500", 2), (4, 4)),
+    ],
+)
+def test_the_command_line_wins(
+    flags: str, meeting: object, nodes: object, started: Started
+) -> None:
+    started("slurm22-step-of-4", flags)
+    assert started.meeting == meeting
+    assert (started.config.min_nodes, started.config.max_nodes) == nodes
+
+
+def test_an_id_that_was_given_is_kept(started: Started) -> None:
+    started("slurm22-step-of-4", "--rdzv-id mine")
+    assert started.config.run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags"),
+    [
+        ("slurm22-step-of-4", "--standalone"),
+        ("slurm22-step-of-4", "--nnodes 1"),
+        ("slurm22-crowded", "--standalone"),
+        ("slurm22-step-of-1-in-4", ""),
+        ("slurm22-salloc-shell", ""),
+        ("slurm22-batch-script", ""),
+        ("slurm22-interactive-step", ""),
+        ("slurm24-shell-in-a-step", "--rdzv-id mine"),
+        ("openmpi4-crowded", "--standalone"),
+    ],
+)
+def test_a_job_of_one_node_takes_nothing(environment: str, flags: str, started: Started) -> None:
+    assert started(environment, flags) == ""
+    assert started.code == 0
+    assert started.meeting == ("c10d", "localhost:0", None)
+    assert started.config.max_nodes == 1
+    assert not started.config.run_id.startswith("slurm")
+
+
+def test_what_says_everything_is_torchruns_own_matter(started: Started) -> None:
+    assert started("kubeflow-trainer", "--nproc-per-node 1") == ""
+    assert started.meeting == ("static", "pytorch-node-0-0.pytorch:29400", 1)
+    flags = "--nnodes 8 --node-rank 5 --rdzv-backend c10d --rdzv-endpoint n1:1 --rdzv-id mine"
+    assert started("slurm22-crowded", flags) == ""
+    assert started.meeting == ("c10d", "n1:1", 5)
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags", "words"),
+    [
+        ("slurm22-crowded", "", "has 8 tasks on 4 nodes"),
+        ("slurm22-step-of-4", "--nnodes 6:8", "nnodes=6:8, and Slurm step 1.0 has 4 of them"),
+        ("kubernetes-indexed-job", "", "how many pods it has: give --nnodes or PET_NNODES"),
+        ("kubernetes-indexed-job", "--nnodes 3", "PET_RDZV_ENDPOINT, example-job-0.SERVICE"),
+        ("openmpi4-rank-0-elsewhere", "", "not the host of its rank 0: give --rdzv-endpoint"),
+    ],
+)
+def test_what_is_neither_said_nor_told_is_asked_for_in_one_line(
+    environment: str, flags: str, words: str, started: Started
+) -> None:
+    said = started(environment, flags)
+    assert started.code == 2
+    assert words in said
+    assert said.count("\n") == 1
+    assert not started.configs
