@@ -91,7 +91,6 @@ TORCH_PATHS = {
     f"{ELASTIC}.rendezvous.api": "regrow.rendezvous.api",
     f"{ELASTIC}.rendezvous.c10d_rendezvous_backend": "regrow.rendezvous.c10d_rendezvous_backend",
     f"{ELASTIC}.rendezvous.dynamic_rendezvous": "regrow.rendezvous.dynamic_rendezvous",
-    f"{ELASTIC}.rendezvous.etcd_rendezvous_backend": "regrow.rendezvous.etcd_rendezvous_backend",
     f"{ELASTIC}.rendezvous.registry": "regrow.rendezvous.registry",
     f"{ELASTIC}.rendezvous.static_tcp_rendezvous": "regrow.rendezvous.static_tcp_rendezvous",
     f"{ELASTIC}.utils": "regrow.utils",

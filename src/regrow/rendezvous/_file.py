@@ -29,10 +29,12 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._backend import LivenessRendezvousBackend, Token
+from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._errors import (
     RendezvousConnectionError,
     RendezvousError,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 _PARTS = ("state", "beats", "keys", "drafts")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _DIGITS = 20  # of a beat: always as many, so that a reader finds a number at any moment
+
+log = getLogger(__name__)
 
 
 class FileRendezvousBackend(LivenessRendezvousBackend):
@@ -134,6 +138,22 @@ class FileRendezvousBackend(LivenessRendezvousBackend):
         with self._reached(), contextlib.suppress(FileNotFoundError):
             os.unlink(self._beat_of(id))
 
+    def warn_of_left_overs(self) -> None:
+        """Log what is there already, if it is in the way of a job that begins.
+
+        Raises:
+            RendezvousError: the directory cannot be used.
+        """
+        found = self.get_state()
+        if found is not None and (closed := unseal(found[0]).state.closed):
+            log.warning(
+                "the job whose rendezvous is in %s is over (node %s: %s). To run one of the same "
+                "run id again, remove that directory; or give the new one another run id",
+                self._job,
+                closed.id,
+                closed.why,
+            )
+
     def interrupt(self) -> None:
         """See base class."""
         self._watch.interrupt()
@@ -191,9 +211,7 @@ def _check_file_system(directory: str) -> bool:
     if unusable:
         raise RendezvousError(f"the nodes cannot meet in {directory}: {why}")
     if why:
-        from regrow.utils.logging import get_logger
-
-        get_logger(__name__).warning("the nodes may fail to meet in %s: %s", directory, why)
+        log.warning("the nodes may fail to meet in %s: %s", directory, why)
     return system.kind not in LOCAL
 
 
@@ -251,4 +269,5 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     from regrow.rendezvous._dynamic import create_handler
 
     backend, store = create_backend(params)
+    backend.warn_of_left_overs()
     return create_handler(store, backend, params)

@@ -55,6 +55,12 @@ class DirectoryStore:
         self._watch = Watch(shared=shared)
         self._timeout = timedelta(seconds=_seconds(timeout))
 
+    def session(self) -> DirectoryStore:
+        """Return another handle on the same keys, which can be closed by itself."""
+        return DirectoryStore(
+            self._keys, self._drafts, shared=self._watch.shared, timeout=self._timeout
+        )
+
     def set(self, key: str, value: Value, /) -> None:
         """See `Store.set`."""
         new = _bytes(value)

@@ -37,7 +37,7 @@ class Watch:
     """
 
     def __init__(self, *, shared: bool) -> None:
-        self._shared = shared
+        self.shared = shared
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._interrupt = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class Watch:
             watch = self._add(told, directory)
             poll.register(told, select.POLLIN)
         # Without a watch (a user may have 128 of these files) it looks, as for other hosts.
-        looks = self._shared or watch < 0
+        looks = self.shared or watch < 0
         pause = _FIRST_PAUSE
         try:
             while not ready():
