@@ -292,6 +292,19 @@ def test_the_flags_for_token_and_certificates_are_settings_of_the_rendezvous(
     ]
 
 
+def test_a_security_flag_that_the_rendezvous_has_no_use_for_is_warned_of(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = "--nnodes 2 --rdzv-endpoint /x --insecure --rdzv-tls-ca train.py"
+    assert main(["run", "--rdzv-backend", "file", *flags.split(), "train.py"]) == 0
+    (message,) = caplog.messages
+    assert message == "--rdzv-tls-ca, --insecure ignored: not for the file rendezvous"
+    caplog.clear()
+    assert main(["run", "--rdzv-backend", "etcd", *flags.split(), "train.py"]) == 0
+    (message,) = caplog.messages
+    assert message == "--insecure ignored: not for the etcd rendezvous"
+
+
 def test_what_only_the_static_rendezvous_uses_is_warned_of_elsewhere(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,10 +47,14 @@ def rendezvous_config(args: Namespace, environ: Mapping[str, str]) -> dict[str, 
             args.rdzv_backend,
             ", ".join(unknown),
         )
-    for flag, key in SECURITY.items():
-        value = getattr(args, flag, None)
-        if value:
-            config[key] = value
+    security = {
+        key: value for flag, key in SECURITY.items() if (value := getattr(args, flag, None))
+    }
+    useless = unknown_config_keys(args.rdzv_backend, security)
+    if useless:
+        flags = [f"--{flag.replace('_', '-')}" for flag, key in SECURITY.items() if key in useless]
+        logger.warning("%s ignored: not for the %s rendezvous", ", ".join(flags), args.rdzv_backend)
+    config |= security
     # Only static has a use for a rank that nobody asked for.
     if args.rdzv_backend == "static" or is_said(args, environ, "node_rank"):
         config["rank"] = args.node_rank

@@ -37,6 +37,9 @@ _ETCD = frozenset(
         "read_timeout",
         "ssl_cert",
         "ssl_cert_key",
+        "tls_ca",
+        "tls_cert",
+        "tls_key",
         "user",
     }
 )

@@ -1,7 +1,8 @@
 """The keys of `--rdzv-conf` for etcd: where the cluster is, and how to be let in.
 
-Both torch's names of the certificates' keys (`ca_cert`, `ssl_cert`, `ssl_cert_key`) and its older
-ones (`cacert`, `cert`, `key`) are read. A password had better not stand on a command line, where
+The certificates' keys have regrow's names (`tls_ca`, `tls_cert`, `tls_key`, set by the flags
+`--rdzv-tls-...`), torch's (`ca_cert`, `ssl_cert`, `ssl_cert_key`) and its older ones (`cacert`,
+`cert`, `key`). A password had better not stand on a command line, where
 every user of the host can read it: it may be in a file or in the environment.
 """
 
@@ -31,6 +32,9 @@ KEYS = frozenset(
         "read_timeout",
         "ssl_cert",
         "ssl_cert_key",
+        "tls_ca",
+        "tls_cert",
+        "tls_key",
         "user",
     }
 )
@@ -67,7 +71,11 @@ def read_access(params: RendezvousParameters, environment: Mapping[str, str]) ->
     schemes, endpoints = _endpoints(params.endpoint)
     ca, cert, key = (
         _first(params, *names)
-        for names in (("ca_cert", "cacert"), ("ssl_cert", "cert"), ("ssl_cert_key", "key"))
+        for names in (
+            ("tls_ca", "ca_cert", "cacert"),
+            ("tls_cert", "ssl_cert", "cert"),
+            ("tls_key", "ssl_cert_key", "key"),
+        )
     )
     protocol = _first(params, "protocol")
     if protocol:
