@@ -78,7 +78,13 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             return self._job.client.http.local_address()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """See base class; what it returns is as new as any change that was made before the call."""
+        """Return the document and its token; None when there is none yet.
+
+        What it returns is as new as any change that was made before the call; or, in a thread that
+        returns from `wait_state`, as new as what ended that wait.
+        """
+        if (heard := self._feed.heard()) is not None:
+            return heard.value or b"", heard.revision
         known = self._feed.document()
         after = known.revision if known is not None else 0
         with _errors("to read the state"):
