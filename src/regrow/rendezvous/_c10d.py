@@ -7,6 +7,7 @@ endpoint, which the first agent on its host serves (`_host`); the server runs th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._config import timeout_option
@@ -37,7 +38,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """
     from regrow.rendezvous._by_server import ServerDriver
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
-    from regrow.rendezvous._host import serve
+    from regrow.rendezvous._host import settle
     from regrow.rendezvous._line import Where
 
     settings = read_settings(params)
@@ -54,16 +55,18 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         )
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     token, tls = credentials(params, host)
-    server, own = serve(host, port, token, tls, params.get_as_bool("is_host"))
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    addr = host if own is not None and own.loopback else None
+    place = settle(host, port, token, tls, params.get_as_bool("is_host"))
+    if tls is not None and place.reach != host:
+        tls = replace(tls, server_hostname=host)
+    reach = _endpoint(place.reach, port)
+    where = Where(reach, token, tls, place.addr)
     try:
-        driver = ServerDriver(Where(endpoint, token, tls, addr), settings, read_timeout, server)
+        driver = ServerDriver(where, settings, read_timeout, place.server)
     except BaseException as error:
-        if server is not None:
-            server.close()
+        if place.server is not None:
+            place.server.close()
         if isinstance(error, RendezvousConnectionError):
-            raise RendezvousConnectionError(_advice(str(error), endpoint, own is None)) from error
+            raise RendezvousConnectionError(_advice(str(error), reach, place.here)) from error
         raise
     return DynamicRendezvousHandler(
         driver,
@@ -74,11 +77,15 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     )
 
 
-def _advice(what: str, endpoint: str, elsewhere: bool) -> str:
-    if elsewhere:
-        return (
-            f"{what}. None of this host's addresses is that of {endpoint}, so an agent on that "
-            f"host has to serve it: see that one runs there and that this host can reach its port. "
-            f"If it is this host, behind another address, say so with --rdzv-conf is_host=true"
-        )
-    return f"{what}. That is this host's own address: see what listens there"
+def _endpoint(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _advice(what: str, endpoint: str, here: bool) -> str:
+    if here:
+        return f"{what}. {endpoint} is this host's own address: see what listens there"
+    return (
+        f"{what}. {endpoint} is none of this host's own addresses, so an agent on its host has to "
+        f"serve it: see that one runs there, and that its port can be reached from here. If it is "
+        f"this host, behind another address, say so with --rdzv-conf is_host=true"
+    )

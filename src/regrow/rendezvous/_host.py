@@ -18,6 +18,7 @@ import errno
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
+from regrow.rendezvous._credentials import is_loopback
 from regrow.rendezvous._errors import RendezvousConnectionError
 from regrow.store import StoreConnectionError, StoreError
 
@@ -30,10 +31,23 @@ SERVICES = {"rendezvous": "regrow.rendezvous._service:create"}
 class Own(NamedTuple):
     """An address of the endpoint that is this host's own."""
 
+    address: str
     listen: str
-    """What to listen on, as an address."""
-    loopback: bool
-    """Whether other hosts mean another address when they use the same name."""
+    """What to listen on: the address, or every one."""
+
+
+class Place(NamedTuple):
+    """Where the nodes meet, as this one sees it."""
+
+    server: ServerProcess | None
+    """Its server; None if another node serves."""
+    reach: str
+    """The name or address by which this node reaches it."""
+    addr: str | None
+    """This node's address as the others reach it, where that of its connection means another host
+    to them; None elsewhere."""
+    here: bool
+    """Whether the endpoint is this host's own."""
 
 
 def find_own(host: str, port: int) -> Own | None:
@@ -45,7 +59,7 @@ def find_own(host: str, port: int) -> Own | None:
     """
     literal = _family(host)
     if literal is not None:
-        return Own(host, False) if _binds(literal, host, port) else None
+        return Own(host, host) if _binds(literal, host, port) else None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -53,16 +67,12 @@ def find_own(host: str, port: int) -> Own | None:
     for family, _, _, _, at in found:
         address = str(at[0])
         if _binds(family, address, port):
-            if host == "localhost":
-                return Own(address, False)
-            return Own("::" if family == socket.AF_INET6 else "0.0.0.0", is_loopback(address))
+            return Own(address, address if is_loopback(host) else _every(family))
     return None
 
 
-def serve(
-    host: str, port: int, token: bytes, tls: Tls | None, is_host: bool | None
-) -> tuple[ServerProcess | None, Own | None]:
-    """Start the server if it is this node's to do.
+def settle(host: str, port: int, token: bytes, tls: Tls | None, is_host: bool | None) -> Place:
+    """Find out whether it is this node's to serve, and if so, start the server.
 
     Args:
         host: name or address of the endpoint.
@@ -71,39 +81,37 @@ def serve(
         tls: certificates.
         is_host: what the user says about that; None: find out.
 
-    Returns:
-        The server, None if another node serves; and this host's address of the endpoint, if it
-        has one.
-
     Raises:
         RendezvousConnectionError: this node is to serve, and cannot.
     """
-    if is_host is False:
-        return None, None
-    own = find_own(host, port)
-    if own is None and is_host:
-        own = Own("::" if _family(host) == socket.AF_INET6 else "0.0.0.0", True)
-    if own is None:
-        return None, None
+    own = None if is_host is False else find_own(host, port)
+    if own is not None:
+        server = _serve(own.listen, port, token, tls)
+        beyond = is_loopback(own.address) and not is_loopback(host)
+        if server is None and own.listen != own.address and not beyond:
+            # What is in the way may listen on another address of this host.
+            server = _serve(own.address, port, token, tls)
+        return Place(server, host, host if beyond else None, True)
+    if not is_host:
+        return Place(None, host, None, False)
+    family = _family(host) or socket.AF_INET
+    server = _serve(_every(family), port, token, tls)
+    return Place(server, "::1" if family == socket.AF_INET6 else "127.0.0.1", host, True)
+
+
+def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> ServerProcess | None:
+    """Start the server; return None if somebody listens there already."""
     from regrow.store import start_server
 
     try:
-        server = start_server(
-            own.listen, port, token=token, tls=tls, services=SERVICES, linger=True
-        )
+        return start_server(listen, port, token=token, tls=tls, services=SERVICES, linger=True)
     except (OSError, ValueError, StoreError) as error:
         if _is_in_use(error):
-            return None, own
+            return None
         raise RendezvousConnectionError(
-            f"this node is to serve the rendezvous on port {port} of {own.listen}, since {host} is "
-            f"its own address, and cannot: {error}"
+            f"this node is to serve the rendezvous, since the endpoint is its own address, and "
+            f"cannot serve on port {port} of {listen}: {error}"
         ) from error
-    return server, own
-
-
-def is_loopback(address: str) -> bool:
-    """Return whether an address means the host of whoever uses it."""
-    return address == "::1" or address.startswith("127.")
 
 
 def _family(host: str) -> socket.AddressFamily | None:
@@ -116,7 +124,11 @@ def _family(host: str) -> socket.AddressFamily | None:
     return None
 
 
-def _binds(family: socket.AddressFamily, address: str, port: int) -> bool:
+def _every(family: int) -> str:
+    return "::" if family == socket.AF_INET6 else "0.0.0.0"
+
+
+def _binds(family: int, address: str, port: int) -> bool:
     """Return whether the address is this host's, whoever has the port."""
     with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -88,9 +88,7 @@ class _Job:
     def __init__(self, run_id: str, life: str, settings: questions.Settings, now: float) -> None:
         self.run_id = run_id
         self.life = life
-        self.settings = settings
-        self.bounds = Bounds(settings.last_call, settings.keep_alive, settings.misses)
-        self.state = Round(settings.min_nodes, settings.max_nodes)
+        self.set_up(settings)
         self.patience = Patience()
         self.beats: dict[str, int] = {}
         """How often each node was heard."""
@@ -104,6 +102,12 @@ class _Job:
         """When to tell the members how many nodes wait."""
         self.empty_at: float | None = now
         """Since when it has had no node."""
+
+    def set_up(self, settings: questions.Settings) -> None:
+        """Begin with the settings of the first node."""
+        self.settings = settings
+        self.bounds = Bounds(settings.last_call, settings.keep_alive, settings.misses)
+        self.state = Round(settings.min_nodes, settings.max_nodes)
 
     @property
     def at(self) -> float | None:
@@ -195,6 +199,7 @@ class RendezvousService:
         for run_id, node in client.lives if client else ():
             job = self._jobs[run_id]
             out += self._apply(job, Lost(node, why), now)[1]
+            self._unbind(job, node)
         return out
 
     def due(self, now: float) -> list[Answer]:
@@ -206,8 +211,8 @@ class RendezvousService:
                 out += self._wake(job, list(job.state.ranks))
             if job.look_at is not None and job.look_at <= now:
                 out += self._look(job, now)
-            if job.empty_at is not None and job.empty_at + FORGET <= now and not job.followers:
-                del self._jobs[job.run_id]
+            if job.empty_at is not None and job.empty_at + FORGET <= now:
+                self._forget(job, now)
         self._deadline = min(
             (at for job in self._jobs.values() if (at := job.at) is not None), default=None
         )
@@ -244,8 +249,10 @@ class RendezvousService:
     def _submit(
         self, session: Hashable, question: questions.Submit, now: float
     ) -> tuple[bytes, list[Answer]]:
-        event = questions.read_event(question)
-        job = self._job(question.job, question.settings, now)
+        event, settings = questions.read_event(question), question.settings
+        if settings.min_nodes > settings.max_nodes:
+            raise ValueError(f"no job has {settings.min_nodes} to {settings.max_nodes} nodes")
+        job = self._job(question.job, settings, now)
         id = event.node.id if isinstance(event, Join) else _id(event)
         owner = job.lives.get(id, session)
         if owner != session and not isinstance(event, Close):
@@ -253,8 +260,10 @@ class RendezvousService:
             refused = view(job.state, id)._replace(news=Refused(id, _token(event), why))
             return questions.told(job.life, refused), []
         if isinstance(event, Join):
+            if not job.state.version:  # nobody has joined yet, and only followers have come
+                job.set_up(settings)
             client = self._clients.setdefault(session, _Client())
-            _check(job, question.settings, len(client.lives))
+            _check(job, settings, len(client.lives))
         effects, out = self._apply(job, event, now, session)
         if id in job.beats:
             job.beats[id] += 1
@@ -266,8 +275,6 @@ class RendezvousService:
         if job is None:
             if len(self._jobs) >= JOBS:
                 raise ValueError(f"{JOBS} jobs meet here already, and that is the most")
-            if settings.min_nodes > settings.max_nodes:
-                raise ValueError(f"no job has {settings.min_nodes} to {settings.max_nodes} nodes")
             job = self._jobs[run_id] = _Job(run_id, self._new_life(), settings, now)
             self._plan(job)
         return job
@@ -331,6 +338,14 @@ class RendezvousService:
             job.lives[id] = session
             job.beats[id] = 0
             self._clients[session].lives[job.run_id, id] = None
+
+    def _forget(self, job: _Job, now: float) -> None:
+        if job.followers:  # somebody may be about to join
+            job.empty_at = now
+            return
+        for id in list(job.lives):
+            self._unbind(job, id)
+        del self._jobs[job.run_id]
 
     def _unbind(self, job: _Job, id: str) -> None:
         session = job.lives.pop(id, None)
