@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,18 +102,66 @@ def test_the_back_off_never_shrinks_and_never_passes_its_cap(failures: int) -> N
     assert core.backoff(failures) <= core.backoff(failures + 1) <= core.BACKOFF_CAP_S
 
 
+TIMES = st.floats(0, 1e6)
+ROUNDS = st.integers(1, 5)
 EVENTS: st.SearchStrategy[Any] = st.one_of(
     st.just(words.Begin()),
-    st.builds(words.Formed, st.floats(0, 1e6)),
+    st.builds(words.Formed, TIMES, st.none() | ROUNDS, st.booleans(), st.booleans()),
     st.just(words.Changed()),
-    st.builds(words.Report, st.sampled_from(WorkerState), st.integers(0, 3), st.floats(0, 1e6)),
-    st.just(words.MembershipChanged("why", 1.0)),
+    st.just(words.Failing()),
+    st.builds(words.Report, st.sampled_from(WorkerState), st.integers(0, 3), TIMES, st.booleans()),
+    st.builds(words.Verdict, st.booleans(), st.booleans(), st.booleans(), st.just("why"), TIMES),
+    st.builds(words.RoundOver, ROUNDS, st.just("node b was lost"), TIMES),
+    st.builds(words.Waiting, ROUNDS, st.integers(0, 3), st.booleans(), TIMES),
+    st.builds(words.Closed, st.booleans(), st.booleans()),
+    st.builds(words.LeaseOver, st.just("why"), TIMES),
+    st.builds(words.MembershipChanged, st.just("why"), TIMES),
     st.just(words.DelayOver()),
+    st.builds(words.GatherOver, TIMES, st.integers(0, 3)),
     st.just(words.Stopped()),
     st.just(words.BarrierPassed()),
+    st.builds(words.BarrierBroken, TIMES),
     st.builds(words.Signaled, st.just(15)),
 )
-OPERATIONS = (words.Form, words.Restart, words.Stop, words.Barrier)
+OPERATIONS = (words.Form, words.Restart, words.Tell, words.Delay, words.Stop, words.Barrier)
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_no_agent_stays_in_a_round_that_it_was_told_is_over(events: list[Any]) -> None:
+    state = State(remaining_restarts=3)
+    for event in [words.Begin(), *events]:
+        state, _ = decide(state, event)
+        if state.phase in (Phase.RUNNING, Phase.BARRIER) and state.round is not None:
+            assert state.closed or state.over < state.round
+
+
+@given(st.lists(EVENTS, max_size=60), ROUNDS)
+def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: int) -> None:
+    state = State(remaining_restarts=3)
+    for event in [words.Begin(), *events]:
+        state, _ = decide(state, event)
+        if state.round is not None and older < state.round:
+            for news in (
+                words.RoundOver(older, "old", 1e7),
+                words.Waiting(older, 1, full=True, now=1e7),
+            ):
+                after, actions = decide(state, news)
+                assert (after.phase, actions) == (state.phase, ())
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_the_failure_of_the_job_ends_every_node_whatever_it_was_doing(events: list[Any]) -> None:
+    state = State(remaining_restarts=3)
+    for event in [words.Begin(), *events]:
+        state, _ = decide(state, event)
+    state, _ = decide(state, words.Closed(failed=True))
+    answers = {
+        Phase.FORMING: words.Closed(failed=True, refused=True),
+        Phase.STOPPING: words.Stopped(),
+    }
+    if state.phase in answers:
+        state, _ = decide(state, answers[state.phase])
+    assert state.phase is Phase.ENDED
 
 
 @given(st.integers(0, 4), st.lists(EVENTS, max_size=40))
@@ -130,6 +179,7 @@ def test_whatever_happens_the_budget_holds_and_the_end_is_final(
         if state.remaining_restarts < before.remaining_restarts:
             restarts_for_failure += 1
             assert isinstance(event, words.Report)
+            assert not before.shared
         assert 0 <= state.remaining_restarts == budget - restarts_for_failure
         ended = state.phase is Phase.ENDED
 
@@ -145,3 +195,131 @@ def test_a_signal_ends_the_run_from_every_phase_it_can_be_in(
         state, actions = decide(state, words.Signaled(2))
         assert actions == (words.Interrupt(2),)
     assert state.phase is Phase.ENDED
+
+
+# --- over many hosts
+
+MEMBER = replace(RUNNING, round=2, shared=True)
+
+
+def verdict(*, charged: bool = True, final: bool = False, mine: bool = True) -> words.Verdict:
+    return words.Verdict(charged, final, mine, "worker failure" if charged else "a host", 200.0)
+
+
+def judging(said: words.Verdict, state: State = MEMBER) -> tuple[State, tuple[words.Action, ...]]:
+    state, actions = decide(state, words.Failing())
+    assert actions == (words.Tell(),)
+    state, _ = decide(state, said)
+    return decide(state, report(WorkerState.FAILED))
+
+
+def test_a_failure_is_told_before_the_other_workers_are_gone_and_judged_before_it_counts() -> None:
+    state, actions = decide(MEMBER, words.Failing())
+    assert actions == (words.Tell(),)
+    state, actions = decide(state, report(WorkerState.HEALTHY))
+    assert actions == ()
+    state, actions = decide(state, report(WorkerState.FAILED))
+    assert actions == ()
+    state, actions = decide(state, verdict())
+    assert actions == (words.Restart("worker failure"),)
+
+
+def test_a_failure_beyond_the_jobs_budget_ends_it_for_all() -> None:
+    state, actions = judging(verdict(final=True))
+    assert actions == (words.Stop(tell=True),)
+    assert decide(state, words.Stopped())[1] == (words.Finish(WorkerState.FAILED),)
+
+
+def test_only_the_node_that_is_to_blame_ends_the_job() -> None:
+    state, actions = judging(verdict(final=True, mine=False))
+    assert isinstance(actions[0], words.Restart)
+    _, actions = decide(state, words.Closed(failed=True, refused=True))
+    assert actions == (words.Finish(WorkerState.FAILED),)
+
+
+def test_a_failure_that_a_lost_node_has_caused_is_followed_by_the_next_round() -> None:
+    _, actions = judging(verdict(charged=False), replace(MEMBER, remaining_restarts=0))
+    assert actions == (words.Restart("a host"),)
+
+
+def test_a_failure_that_no_restart_can_heal_ends_the_job_for_all_without_a_verdict() -> None:
+    _, actions = decide(MEMBER, replace(report(WorkerState.UNHEALTHY), hopeless=True))
+    assert actions == (words.Stop(tell=True),)
+
+
+def test_a_round_that_ends_while_it_is_being_formed_is_formed_anew() -> None:
+    state = State(3, Phase.FORMING)
+    state, actions = decide(state, words.RoundOver(1, "node b was lost", 5.0))
+    assert actions == ()
+    state, actions = decide(state, words.Formed(6.0, 1, shared=True))
+    assert actions == (words.Restart("node b was lost"),)
+
+
+def test_who_waits_at_the_end_starts_again_when_the_round_is_over() -> None:
+    waiting, _ = decide(MEMBER, report(WorkerState.SUCCEEDED))
+    for news in (words.RoundOver(2, "node b was lost", 200.0), words.BarrierBroken(200.0)):
+        state, (action,) = decide(waiting, news)
+        assert isinstance(action, words.Restart)
+        assert state.phase is Phase.FORMING
+
+
+def test_who_has_succeeded_and_finds_the_job_closed_has_succeeded() -> None:
+    state, _ = decide(MEMBER, report(WorkerState.SUCCEEDED))
+    state, _ = decide(state, words.BarrierBroken(200.0))
+    _, actions = decide(state, words.Closed(failed=False, refused=True))
+    assert actions == (words.Finish(WorkerState.SUCCEEDED),)
+
+
+def test_a_job_that_is_closed_without_a_failure_goes_on_and_restarts_nothing() -> None:
+    state, actions = decide(MEMBER, words.Closed(failed=False))
+    assert (state.phase, actions) == (Phase.RUNNING, ())
+    assert decide(state, words.RoundOver(2, "node b was lost", 200.0))[1] == ()
+    assert decide(state, report(WorkerState.FAILED))[1] == (words.Stop(tell=False),)
+
+
+def test_nodes_that_wait_are_let_in_a_second_after_the_last_came_or_five_after_the_first() -> None:
+    state = MEMBER
+    for second in range(5):
+        now = 200.0 + 0.9 * second
+        state, _ = decide(state, words.Waiting(2, second + 1, full=False, now=now))
+        assert state.gather_until == pytest.approx(min(now + core.GATHER_S, 205.0))
+    state, actions = decide(state, words.GatherOver(204.0, 5))
+    assert actions == ()
+    state, actions = decide(state, words.GatherOver(204.7, 5))
+    assert actions == (words.Restart("5 nodes wait to join", announce=True),)
+
+
+def test_the_last_free_seat_is_not_waited_for() -> None:
+    _, actions = decide(MEMBER, words.Waiting(2, 2, full=True, now=200.0))
+    assert actions == (words.Restart("2 nodes wait to join", announce=True),)
+
+
+def test_nobody_is_let_in_who_has_gone_again() -> None:
+    state, _ = decide(MEMBER, words.Waiting(2, 1, full=False, now=200.0))
+    state, actions = decide(state, words.GatherOver(201.0, 0))
+    assert (state.phase, state.gather_until, actions) == (Phase.RUNNING, None, ())
+
+
+def test_only_the_first_node_counts_the_time_for_which_others_wait() -> None:
+    member = replace(MEMBER, leads=False)
+    assert decide(member, words.Waiting(2, 1, full=True, now=200.0)) == (member, ())
+
+
+def test_nodes_that_wait_for_a_round_that_is_being_formed_are_let_in_after_it() -> None:
+    state, _ = decide(State(3, Phase.FORMING), words.Waiting(1, 1, full=False, now=5.0))
+    state, actions = decide(state, words.Formed(6.0, 1, shared=True))
+    assert words.Gather(1, 7.0) in actions
+
+
+def test_a_host_that_comes_and_goes_slows_the_job_down_for_less_than_a_last_call() -> None:
+    state, pauses = MEMBER, []
+    for number in range(2, 9):
+        state, (action,) = decide(state, words.RoundOver(number, "node b was lost", 101.0))
+        pauses.append(action.seconds if isinstance(action, words.Delay) else 0.0)
+        state = replace(state, phase=Phase.RUNNING, round=number + 1)
+    assert pauses == [0, 1, 2, 4, 8, 15, 15]
+
+
+def test_after_a_lease_is_over_the_others_are_told_before_the_next_round() -> None:
+    _, actions = decide(MEMBER, words.LeaseOver("its lease was over", 200.0))
+    assert actions == (words.Restart("its lease was over", announce=True),)

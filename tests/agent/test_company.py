@@ -1,0 +1,225 @@
+"""Agents of several nodes in one process, with real workers: what one learns of the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from regrow.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
+from regrow.agent._words import Signaled
+from regrow.events import Event, as_record, story
+from regrow.rendezvous import LocalRendezvousHandler, LocalRounds
+from regrow.rendezvous._news import Lost, RoundEnded
+from regrow.workers import ChildFailedError, DefaultLogsSpecs, SignalException
+
+DEADLINE_S = 40.0
+
+
+class Nodes:
+    """The nodes of one job, each an agent in a thread of its own."""
+
+    def __init__(self, directory: Path, least: int, most: int) -> None:
+        self.rounds = LocalRounds("job", least, most, last_call=0.2)
+        self.directory = directory
+        self.agents: list[LocalElasticAgent] = []
+        self.handlers: list[LocalRendezvousHandler] = []
+        self.events: list[list[Event]] = []
+        self.results: dict[int, RunResult | BaseException] = {}
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+
+    def start(self, script: str, **more: Any) -> int:
+        """Start a node whose worker runs a shell script; returns its number."""
+        number = len(self.agents)
+        handler = LocalRendezvousHandler(self.rounds, local_addr=f"10.0.0.{number + 1}")
+        told: list[Event] = []
+
+        def sink(event: Event) -> None:
+            with self._changed:
+                told.append(event)
+                self._changed.notify_all()
+
+        logs = DefaultLogsSpecs(log_dir=str(self.directory / str(number)))
+        defaults: dict[str, Any] = {"max_restarts": 0, "local_world_size": 1, "entrypoint": "sh"}
+        spec = WorkerSpec(role="w", rdzv_handler=handler, args=("-c", script), **defaults | more)
+        agent = LocalElasticAgent(spec, logs, shutdown_timeout=5, event_sinks=(sink,))
+        self.agents.append(agent)
+        self.handlers.append(handler)
+        self.events.append(told)
+        thread = threading.Thread(target=self._run, args=(number,), name=f"node-{number}")
+        self._threads.append(thread)
+        thread.start()
+        return number
+
+    def _run(self, number: int) -> None:
+        try:
+            result: RunResult | BaseException = self.agents[number].run()
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            result = error
+        if not isinstance(result, SignalException):  # as the launcher does
+            self.handlers[number].shutdown()
+        with self._changed:
+            self.results[number] = result
+            self._changed.notify_all()
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds that an event or a result makes true."""
+        with self._changed:
+            assert self._changed.wait_for(holds, DEADLINE_S), [
+                [event.name for event in told] for told in self.events
+            ]
+
+    def until_told(self, number: int, name: str, times: int = 1) -> list[dict[str, Any]]:
+        """Wait until a node has told of something so often; returns what it told."""
+        self.until(lambda: len(self.of(number, name)) >= times)
+        return self.of(number, name)
+
+    def of(self, number: int, name: str) -> list[dict[str, Any]]:
+        """What a node has told of one thing."""
+        return [e.metadata for e in self.events[number] if e.name == f"regrow.{name}"]
+
+    def end(self) -> list[Any]:
+        """Wait for the end of all nodes; returns their results."""
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+        return [self.results[number] for number in range(len(self.agents))]
+
+    def story(self, number: int) -> str:
+        """What a node's user is told at the end."""
+        return story(as_record(event) for event in self.events[number]).render(10_000)
+
+
+@contextmanager
+def nodes(directory: Path, least: int, most: int) -> Iterator[Nodes]:
+    job = Nodes(directory, least, most)
+    try:
+        yield job
+    finally:
+        for agent in job.agents:  # those of a test that has failed
+            agent._inbox.put(Signaled(signal.SIGKILL))
+
+
+def test_one_failure_is_every_nodes_root_cause_and_result(tmp_path: Path) -> None:
+    with nodes(tmp_path, 3, 3) as job:
+        fail = 'test "$RANK" = 1 && exit 7; sleep 1000'
+        for _ in range(3):
+            job.start(fail)
+        results = job.end()
+    assert [result.state for result in results] == [WorkerState.FAILED] * 3
+    reports = [ChildFailedError("sh", result.failures) for result in results]
+    roots = [report.get_first_failure() for report in reports]
+    assert [(rank, failure.exitcode) for rank, failure in roots] == [(1, 7)] * 3
+    assert len({failure.pid for _, failure in roots}) == 1
+    assert all("exited with code 7" in job.story(number) for number in range(3))
+
+
+def test_all_nodes_count_the_same_failures_and_attempts(tmp_path: Path) -> None:
+    script = (
+        'test "$RANK$REGROW_ATTEMPT" = 00 && exit 1; '
+        'test "$RANK$REGROW_ATTEMPT" = 11 && exit 1; '
+        'test "$REGROW_ATTEMPT" = 2 || sleep 1000; '
+        'test "$TORCHELASTIC_RESTART_COUNT $REGROW_FENCING_TOKEN" = "2 3"'
+    )
+    with nodes(tmp_path, 2, 2) as job:
+        for _ in range(2):
+            job.start(script, max_restarts=2)
+        results = job.end()
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    for number in range(2):
+        started = job.of(number, "attempt.started")
+        assert [(e["attempt"], e["restart_count"]) for e in started] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_node_that_is_lost_costs_a_round_and_no_restart(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, 2) as job:
+        for _ in range(2):
+            job.start('test "$REGROW_ATTEMPT" = 1 || sleep 1000')
+        for number in range(2):
+            job.until_told(number, "attempt.started")
+        lost = job.handlers[1]._id
+        job.rounds.post(Lost(lost, "its connection broke"))
+        job.agents[1]._take(RoundEnded(1, lost, "the others have given it up"))
+        results = job.end()
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    assert [e["restart_count"] for e in job.of(0, "attempt.started")] == [0, 0]
+    assert "its connection broke" in job.story(0)
+
+
+def test_nodes_that_come_within_a_moment_cost_one_restart(tmp_path: Path) -> None:
+    script = 'test "$WORLD_SIZE" = 3 || sleep 1000'
+    with nodes(tmp_path, 1, 3) as job:
+        job.start(script)
+        job.until_told(0, "attempt.started")
+        for _ in range(2):
+            job.start(script)
+        results = job.end()
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 3
+    assert [e["world_size"] for e in job.of(0, "attempt.started")] == [1, 3]
+    assert job.of(0, "job.gathering")
+
+
+def test_a_node_that_is_told_to_stop_leaves_the_others_running(tmp_path: Path) -> None:
+    script = 'test "$WORLD_SIZE" = 1 || sleep 1000'
+    with nodes(tmp_path, 1, 2) as job:
+        for _ in range(2):
+            job.start(script)
+        for number in range(2):
+            job.until_told(number, "attempt.started")
+        job.agents[1]._inbox.put(Signaled(signal.SIGTERM))
+        stays, leaves = job.end()
+    assert stays.state is WorkerState.SUCCEEDED
+    assert isinstance(leaves, SignalException)
+    assert "its agent got SIGTERM" in job.story(0)
+    assert [e["restart_count"] for e in job.of(0, "attempt.started")] == [0, 0]
+
+
+def test_a_node_that_has_succeeded_starts_again_with_one_that_has_not(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with nodes(tmp_path, 2, 2) as job:
+        for _ in range(2):
+            job.start(
+                f'test "$RANK$REGROW_ATTEMPT" = 10 || exit 0; read line < {gate}; exit 1',
+                max_restarts=1,
+            )
+        first, second = (job.until_told(n, "attempt.started")[0]["ranks"][0] for n in range(2))
+        waiting = 0 if first == 0 else 1
+        assert {first, second} == {0, 1}
+        job.until_told(waiting, "attempt.ended")
+        gate.write_text("now\n")
+        results = job.end()
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    assert len(job.of(waiting, "attempt.started")) == 2
+
+
+def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) -> None:
+    with nodes(tmp_path, 2, 2) as job:
+        job.start("sleep 1000")
+        job.start("sleep 1000", entrypoint="/no/such/program")
+        other, broken = job.end()
+    assert isinstance(broken, FileNotFoundError)
+    assert other.state is WorkerState.FAILED
+    assert "/no/such/program" in str(ChildFailedError("sh", other.failures))
+
+
+def test_workers_whose_lease_is_over_are_killed_and_none_start_before_the_next(
+    tmp_path: Path,
+) -> None:
+    with nodes(tmp_path, 1, 1) as job:
+        job.start('test "$REGROW_ATTEMPT" = 1 || sleep 1000')
+        job.until_told(0, "attempt.started")
+        job.agents[0]._renew_lease(monotonic())
+        job.until_told(0, "lease.over")
+        job.until_told(0, "rendezvous.completed", times=2)
+        assert len(job.of(0, "attempt.started")) == 1
+        job.agents[0]._renew_lease(monotonic() + 1000)
+        (result,) = job.end()
+    assert result.state is WorkerState.SUCCEEDED
+    assert [e["restart_count"] for e in job.of(0, "attempt.started")] == [0, 0]
