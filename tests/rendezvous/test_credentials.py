@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import subprocess
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,14 +97,26 @@ def test_an_own_secret_that_cannot_be_made_names_the_way_out(tmp_path: Path) -> 
         own_secret({"XDG_STATE_HOME": str(tmp_path)})
 
 
-def test_certificates_come_from_the_flags() -> None:
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificates_come_from_the_flags_and_are_looked_at_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    cert, key, other = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "other.pem"))
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    for certificate, its_key in ((cert, key), (str(tmp_path / "x.pem"), other)):
+        command = f"{make} -subj /CN=job -keyout {its_key} -out {certificate}"
+        subprocess.run(command.split(), check=True, capture_output=True)
     environ = {"REGROW_TOKEN": TOKEN}
     assert found(environ=environ).tls is None
-    assert found(environ=environ, tls_ca="/ca").tls == Tls(cafile="/ca")
-    tls = found(environ=environ, tls_cert="/c", tls_key="/k", tls_ca="/ca").tls
-    assert tls == Tls("/c", "/k", "/ca")
+    assert found(environ=environ, tls_ca=cert).tls == Tls(cafile=cert)
+    tls = found(environ=environ, tls_cert=cert, tls_key=key, tls_ca=cert).tls
+    assert tls == Tls(cert, key, cert)
     with pytest.raises(ValueError, match="--rdzv-tls-key needs --rdzv-tls-cert"):
-        found(environ=environ, tls_key="/k")
+        found(environ=environ, tls_key=key)
+    for bad in ({"tls_cert": cert, "tls_key": other}, {"tls_cert": key}, {"tls_ca": key}):
+        flags = " ".join(f"--rdzv-{name.replace('_', '-')} {path}" for name, path in bad.items())
+        with pytest.raises(ValueError, match=f"the certificates of {flags} cannot be used: "):
+            found(environ=environ, **bad)
 
 
 def test_a_token_file_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:

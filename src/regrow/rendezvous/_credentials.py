@@ -62,7 +62,7 @@ def certificates(params: RendezvousParameters) -> Tls | None:
     """The certificates of the keys `tls_cert`, `tls_key` and `tls_ca`; None where none is given.
 
     Raises:
-        ValueError: there is a key without its certificate.
+        ValueError: a file is not what it should be, or there is a key without its certificate.
     """
     cert, key, ca = (params.get(name) for name in ("tls_cert", "tls_key", "tls_ca"))
     if cert is None and ca is None:
@@ -71,7 +71,14 @@ def certificates(params: RendezvousParameters) -> Tls | None:
         return None
     from regrow.store import Tls
 
-    return Tls(cert, key, ca)
+    tls = Tls(cert, key, ca)
+    try:
+        tls.client_context() if cert is None else tls.server_context()
+    except OSError as error:  # OpenSSL's errors are too, and do not say which file it was
+        named = {"--rdzv-tls-cert": cert, "--rdzv-tls-key": key, "--rdzv-tls-ca": ca}
+        flags = " ".join(f"{flag} {path}" for flag, path in named.items() if path is not None)
+        raise ValueError(f"the certificates of {flags} cannot be used: {error}") from None
+    return tls
 
 
 def _token(params: RendezvousParameters, host: str, environ: Mapping[str, str]) -> bytes:
@@ -153,7 +160,7 @@ def make_token_file(path: str) -> None:
 
 def _make(path: str, token: bytes) -> None:
     """Make a file with its content at once: another process may be about to do the same."""
-    draft = f"{path}.{os.getpid()}"
+    draft = f"{path}.{os.urandom(8).hex()}"
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
