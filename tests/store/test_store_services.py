@@ -1,0 +1,386 @@
+"""Services: what clients can ask of a server besides keys."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from services import Notebook
+from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
+
+from regrow.store import (
+    Limits,
+    StoreClient,
+    StoreClosedError,
+    StoreConnectionError,
+    StoreLimitError,
+    StoreProtocolError,
+    StoreServiceError,
+    StoreTimeout,
+    connect,
+    make_token,
+    start_server,
+)
+from regrow.store import _handshake as handshake
+from regrow.store import _wire as wire
+from regrow.store._machine import Machine, Session
+from regrow.store._service import Switchboard
+
+Serve = Callable[..., ServerThread]
+
+
+# --- the routing, without a socket
+
+
+class Desk:
+    """A machine with a notebook as its only service, and a clock that the test sets."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        self.book = Notebook()
+        limits = limits or Limits()
+        self.board = Switchboard({"book": self.book}, limits, lambda: self.now, self.log.append)
+        numbers = count(1)
+        self.machine = Machine(lambda: b"session %d" % next(numbers), limits, self.board)
+
+    def join(self, resume: bytes = b"") -> Session:
+        return self.machine.open(wire.Hello(resume, 5.0, "test"))[0]
+
+    def ask(self, session: Session, id: int, text: str) -> list[tuple[Session, object]]:
+        return list(self.machine.handle(session, wire.Ask(id, "book", text.encode())))
+
+
+def test_a_question_is_answered_at_once_or_when_there_is_an_answer() -> None:
+    desk = Desk()
+    waiting, other = desk.join(), desk.join()
+    assert desk.ask(waiting, 1, "echo:x") == [(waiting, wire.Done(1, b"echo:x"))]
+    assert desk.ask(waiting, 2, "park:a") == []
+    assert desk.ask(other, 1, "answer:a") == [
+        (other, wire.Done(1, b"1")),
+        (waiting, wire.Done(2, b"woken:a")),
+    ]
+    assert not waiting.asked
+
+
+def test_a_parked_question_can_be_cancelled() -> None:
+    desk = Desk()
+    session = desk.join()
+    desk.ask(session, 1, "park:a")
+    cancelled = desk.machine.handle(session, wire.Cancel(1))
+    assert cancelled == [(session, wire.Failed(1, "cancelled", ""))]
+    assert desk.machine.handle(session, wire.Cancel(1)) == []
+    assert not desk.book.parked
+
+
+def test_a_question_is_asked_again_after_the_connection_was_lost() -> None:
+    desk = Desk()
+    session, other = desk.join(), desk.join()
+    desk.ask(session, 1, "park:a")
+    desk.machine.suspend(session)
+    assert desk.ask(other, 1, "answer:a") == [(other, wire.Done(1, b"0"))]
+    desk.machine.resume(desk.join(session.id))
+    assert desk.ask(session, 1, "park:a") == []
+    assert desk.ask(other, 2, "answer:a")[1] == (session, wire.Done(1, b"woken:a"))
+    assert desk.book.told[1:3] == ["suspended", "answer:a"]
+    assert "resumed" in desk.book.told
+
+
+def test_a_service_hears_nothing_of_sessions_that_never_asked_it() -> None:
+    desk = Desk()
+    session = desk.join()
+    desk.machine.suspend(session)
+    desk.machine.resume(session)
+    desk.machine.end(session)
+    assert desk.book.told == []
+
+
+@pytest.mark.parametrize("bye", [True, False])
+def test_a_service_learns_why_a_session_ended(bye: bool) -> None:
+    desk = Desk()
+    session = desk.join()
+    desk.ask(session, 1, "park:a")
+    if bye:
+        desk.machine.handle(session, wire.Bye(2))
+    else:
+        desk.machine.end(session)
+    why = "it closed its connection" if bye else "its connection broke"
+    assert desk.book.told == ["park:a", f"ended: {why}"]
+
+
+def test_a_service_that_is_not_there_is_named_beside_those_that_are() -> None:
+    desk = Desk()
+    session = desk.join()
+    [(_, answer)] = desk.machine.handle(session, wire.Ask(1, "other", b""))
+    assert answer == wire.Failed(1, "service", "this store has no service 'other'; it has: book")
+
+
+def test_a_mistake_in_a_service_harms_only_who_asked() -> None:
+    desk = Desk()
+    one, other = desk.join(), desk.join()
+    desk.ask(other, 1, "park:a")
+    [(_, answer)] = desk.ask(one, 1, "raise")
+    assert answer == wire.Failed(
+        1, "service", "the service 'book' failed: ZeroDivisionError: a mistake"
+    )
+    assert "Traceback" in desk.log[0]
+    assert desk.ask(one, 2, "answer:a")[1] == (other, wire.Done(1, b"woken:a"))
+
+
+def test_a_service_that_fails_when_it_is_due_is_left_alone_for_a_while() -> None:
+    desk = Desk()
+    desk.ask(desk.join(), 1, "alarm:1")
+    desk.book.raise_when_due = True
+    desk.board.due(1.0)
+    assert desk.board.deadline == 2.0
+    assert desk.board.due(1.5) == []
+    desk.book.raise_when_due = False
+    assert desk.board.due(2.0) == []
+    assert desk.book.told == ["alarm:1", "due", "due"]
+
+
+def test_questions_and_answers_are_limited() -> None:
+    desk = Desk(Limits(key_bytes=64, value_bytes=1024, frame_bytes=2200, parked=2))
+    session = desk.join()
+    [(_, refused)] = desk.ask(session, 1, "echo:" + "x" * 1024)
+    assert isinstance(refused, wire.Failed)
+    assert (refused.kind, "1029 bytes" in refused.message) == ("limit", True)
+    [(_, refused)] = desk.ask(session, 2, "long:3000")
+    assert isinstance(refused, wire.Failed)
+    assert "the answer of the service 'book' has 3000 bytes" in refused.message
+    desk.ask(session, 3, "park:a")
+    desk.machine.handle(session, wire.Wait(4, ["k"]))
+    for full in (desk.ask(session, 5, "park:b"), desk.machine.handle(session, wire.Get(6, "k"))):
+        [(_, answer)] = full
+        assert isinstance(answer, wire.Failed)
+        assert "2 calls of this client are blocked already" in answer.message
+
+
+def test_an_id_in_use_breaks_the_protocol() -> None:
+    desk = Desk()
+    session = desk.join()
+    desk.ask(session, 1, "park:a")
+    with pytest.raises(StoreProtocolError, match="request id 1 is already in use"):
+        desk.machine.handle(session, wire.Get(1, "k"))
+
+
+TALK = ["park:a", "park:b", "answer:a", "answer:b", "echo:", "raise", "refuse"]
+WORDS = [*TALK, "lose", "return", "cancel", "end"]
+STEPS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(WORDS)), max_size=60)
+
+
+@given(STEPS)
+def test_every_question_has_one_answer_and_nothing_is_left_behind(
+    steps: list[tuple[int, str]],
+) -> None:
+    desk = Desk()
+    clients = [desk.join() for _ in range(3)]
+    asked: list[dict[int, str]] = [{} for _ in clients]
+    here = [True] * 3
+    ids = count(1)
+
+    def settle(sent: list[tuple[Session, object]]) -> None:
+        for session, answer in sent:
+            assert isinstance(answer, wire.Done | wire.Failed)
+            del asked[clients.index(session)][answer.id]  # one answer, and to whoever asked
+
+    for number, word in steps:
+        session = clients[number]
+        if session.ended:
+            continue
+        match word:
+            case "lose" if here[number]:
+                here[number] = False
+                settle(list(desk.machine.suspend(session)))
+            case "return" if not here[number]:
+                here[number] = True
+                settle(list(desk.machine.resume(session)))
+                for id, text in list(asked[number].items()):
+                    settle(desk.ask(session, id, text))
+            case "cancel" if here[number] and asked[number]:
+                settle(list(desk.machine.handle(session, wire.Cancel(min(asked[number])))))
+            case "end":
+                asked[number].clear()
+                settle(list(desk.machine.end(session)))
+            case "lose" | "return" | "cancel":
+                pass
+            case _ if here[number]:
+                id = next(ids)
+                asked[number][id] = word
+                settle(desk.ask(session, id, word))
+    parked = {(clients[n], id) for n in range(3) if here[n] for id in asked[n]}
+    assert desk.book.parked.keys() == parked
+    for session in clients:
+        desk.machine.end(session)
+    assert not desk.book.parked
+
+
+# --- over sockets
+
+
+def shaken(
+    server: ServerThread, grace: float = 0.0, resume: bytes = b""
+) -> tuple[socket.socket, wire.Welcome]:
+    """A raw connection that is through the handshake, and how it was welcomed."""
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    stream = sock.makefile("rb")
+    nonce = bytes(handshake.NONCE)
+    sock.sendall(handshake.PREAMBLE + nonce)
+    theirs = stream.read(handshake.OPENING)[len(handshake.PREAMBLE) :]
+    sock.sendall(handshake.prove(server.token, "client", nonce, theirs))
+    sock.sendall(wire.frame(wire.Hello(resume, grace, "a raw client")))
+    stream.read(1 + handshake.PROOF)
+    welcome = wire.decode_welcome(stream.read(int.from_bytes(stream.read(wire.HEADER), "big")))
+    assert isinstance(welcome, wire.Welcome)
+    return sock, welcome
+
+
+@pytest.fixture
+def book() -> Notebook:
+    return Notebook()
+
+
+@pytest.fixture
+def server(serve: Serve, book: Notebook) -> ServerThread:
+    return serve(services={"book": book})
+
+
+@pytest.fixture
+def client(server: ServerThread) -> Iterator[StoreClient]:
+    with server.connect() as client:
+        yield client
+
+
+def test_a_parked_question_delays_no_other_call(
+    server: ServerThread, client: StoreClient, book: Notebook
+) -> None:
+    waiting = Background(client.ask, "book", b"park:a", PATIENCE)
+    eventually(lambda: bool(book.parked))
+    client.set("k", "v")
+    assert client.ask("book", b"echo:x", PATIENCE) == b"echo:x"
+    assert waiting.running()
+    client.ask("book", b"answer:a", PATIENCE)
+    assert waiting.result() == b"woken:a"
+
+
+def test_who_gives_up_a_question_gives_up_its_place(client: StoreClient, book: Notebook) -> None:
+    with pytest.raises(StoreTimeout) as caught:
+        client.ask("book", b"park:a", 0.01)
+    assert caught.value.applied == "unknown"
+    eventually(lambda: "cancelled" in book.told)
+    assert not book.parked
+
+
+def test_a_question_survives_a_broken_connection(server: ServerThread, book: Notebook) -> None:
+    proxy = CuttingProxy(server.port)
+    with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as client:
+        waiting = Background(client.ask, "book", b"park:a", PATIENCE)
+        eventually(lambda: bool(book.parked))
+        proxy.cut_now()
+        eventually(lambda: "resumed" in book.told and bool(book.parked))
+        assert client.ask("book", b"answer:a", PATIENCE) == b"1"
+        assert waiting.result() == b"woken:a"
+    proxy.stop()
+
+
+def test_refusals_reach_the_caller(client: StoreClient) -> None:
+    with pytest.raises(StoreServiceError, match="it does not want to"):
+        client.ask("book", b"refuse", PATIENCE)
+    with pytest.raises(StoreServiceError, match="ZeroDivisionError"):
+        client.ask("book", b"raise", PATIENCE)
+    with pytest.raises(StoreServiceError, match="no service 'shelf'; it has: book"):
+        client.ask("shelf", b"", PATIENCE)
+    with pytest.raises(StoreLimitError, match=r"Limits\.value_bytes"):
+        client.ask("book", bytes((16 << 20) + 1), PATIENCE)
+    assert client.ask("book", b"echo:", PATIENCE) == b"echo:"
+
+
+def test_who_closes_a_client_ends_its_questions(client: StoreClient, book: Notebook) -> None:
+    waiting = Background(client.ask, "book", b"park:a", PATIENCE)
+    eventually(lambda: bool(book.parked))
+    client.close()
+    with pytest.raises(StoreClosedError):
+        waiting.result()
+    eventually(lambda: book.told[-1] == "ended: it closed its connection")
+
+
+def test_a_service_is_called_when_it_is_due(client: StoreClient, book: Notebook) -> None:
+    client.ask("book", b"alarm:0.01", PATIENCE)
+    eventually(lambda: book.told[-1] == "due")
+    client.ask("book", b"alarm:100", PATIENCE)
+    client.ask("book", b"alarm:0.01", PATIENCE)  # an earlier one is noticed
+    eventually(lambda: book.told[-1] == "due")
+
+
+def test_what_arrived_while_the_server_was_stopped_comes_before_what_is_due(
+    server: ServerThread, client: StoreClient, book: Notebook
+) -> None:
+    # Stopped at the worst place: after it has looked at its sockets, before it looks at the clock.
+    stopped, go_on = threading.Event(), threading.Event()
+    selector = server._loop._selector  # type: ignore[attr-defined]
+    select = selector.select
+
+    def look(timeout: float | None = None) -> object:
+        found = select(timeout)
+        if not found and book.deadline is not None and time.monotonic() >= book.deadline:
+            stopped.set()
+            assert go_on.wait(PATIENCE)
+        return found
+
+    sock, _ = shaken(server)
+    selector.select = look
+    client.ask("book", b"alarm:0.05", PATIENCE)
+    assert stopped.wait(PATIENCE)
+    sock.sendall(wire.frame(wire.Ask(1, "book", b"echo:late")))
+    go_on.set()
+    eventually(lambda: "due" in book.told)
+    sock.close()
+    assert book.told == ["alarm:0.05", "echo:late", "due"]
+
+
+def test_a_client_that_comes_back_after_a_pause_of_the_server_keeps_its_session(
+    server: ServerThread, book: Notebook
+) -> None:
+    loop = server._loop
+    sock, welcome = shaken(server, grace=10.0)
+    sock.sendall(wire.frame(wire.Ask(1, "book", b"echo:")))
+    eventually(lambda: book.told == ["echo:"])
+    sock.close()
+    eventually(lambda: "suspended" in book.told)
+    # To a server that was stopped, it is suddenly much later.
+    true_time, jumped = loop.time, threading.Event()
+    loop.call_soon_threadsafe(setattr, loop, "time", lambda: true_time() + 100.0)
+    loop.call_soon_threadsafe(loop.call_later, 0.1, jumped.set)
+    assert jumped.wait(PATIENCE)
+    sock, again = shaken(server, resume=welcome.session)
+    sock.close()
+    assert again.session == welcome.session
+    assert not [told for told in book.told if told.startswith("ended")]
+
+
+def test_a_server_process_that_cannot_load_a_service_says_so() -> None:
+    for where, why in (
+        ("regrow.nowhere:create", "No module named 'regrow.nowhere'"),
+        ("regrow.store:nothing", "has no attribute 'nothing'"),
+        ("regrow.store", 'not named "module:function"'),
+    ):
+        with pytest.raises(StoreConnectionError, match=why):
+            start_server(token=make_token(), services={"a": where})
+
+
+@pytest.mark.parametrize("body", [b"\x92\x12\x01", b"\x94\x12\x01\xa1a\xa1b", b"\x94\x12\x00\xa1a"])
+def test_a_question_that_is_none_ends_only_its_own_connection(
+    server: ServerThread, client: StoreClient, body: bytes
+) -> None:
+    sock, _ = shaken(server)
+    with sock:
+        sock.sendall(len(body).to_bytes(4, "big") + body)
+        while sock.recv(65536):  # until the server hangs up
+            pass
+    assert client.ask("book", b"echo:x", PATIENCE) == b"echo:x"
