@@ -141,10 +141,11 @@ def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: in
     for event in [words.Begin(), *events]:
         state, _ = decide(state, event)
         if state.round is not None and older < state.round:
-            for news in (
+            stale: list[words.Event] = [
                 words.RoundOver(older, "old", 1e7),
                 words.Waiting(older, 1, full=True, now=1e7),
-            ):
+            ]
+            for news in stale:
                 after, actions = decide(state, news)
                 assert (after.phase, actions) == (state.phase, ())
 
@@ -155,7 +156,7 @@ def test_the_failure_of_the_job_ends_every_node_whatever_it_was_doing(events: li
     for event in [words.Begin(), *events]:
         state, _ = decide(state, event)
     state, _ = decide(state, words.Closed(failed=True))
-    answers = {
+    answers: dict[Phase, words.Event] = {
         Phase.FORMING: words.Closed(failed=True, refused=True),
         Phase.STOPPING: words.Stopped(),
     }

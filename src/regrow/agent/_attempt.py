@@ -164,7 +164,7 @@ class AttemptSteps(AgentRecords):
         unhealthy = self._last_result.state is WorkerState.UNHEALTHY
         self._end_attempt(self._last_result if unhealthy else RunResult(WorkerState.STOPPED))
 
-    def _exit_barrier(self) -> bool:
+    def _exit_barrier(self) -> bool | None:
         """Wait until every agent of the round is done; a failure of that is logged, no more.
 
         Returns:
