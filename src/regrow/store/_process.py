@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 _BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._process import serve; serve()"
 
 _STOP, _GOODBYE = b"stop\n", b"bye\n"
-_CHANCE = 5.0  # seconds from the start of a server in which its first clients may come
-_QUIET = 2.0  # seconds without a session after which nobody will come back
+_CHANCE = 3.0  # seconds from the start of a server in which its first clients may come
+_QUIET = 1.0  # seconds without a session after which nobody will come back
 
 _RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE]
 

@@ -1,0 +1,166 @@
+"""A server that outlives its starter, for as long as somebody needs it and no longer."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from storing import PATIENCE, Background, eventually
+
+from regrow.store import (
+    ServerProcess,
+    StoreAuthError,
+    StoreClient,
+    connect,
+    make_token,
+    start_server,
+)
+
+TOKEN = make_token()
+STARTER = """
+import os, signal, sys
+from regrow.store import connect, start_server
+token = sys.argv[1].encode()
+server = start_server(token=token, linger=True)
+client = connect(server.endpoint, token=token, session_grace=0.1)
+client.set("from", "starter")
+print(server.pid, server.endpoint, flush=True)
+{then}
+"""
+
+
+class Started:
+    """A process that has started a server that lingers, with a client of its own."""
+
+    def __init__(self, then: str = "signal.pause()") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", STARTER.format(then=then), TOKEN.decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        pid, self.endpoint = self.process.stdout.readline().split()
+        self.server = os.pidfd_open(int(pid))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE)  # nobody holds its output open
+
+    def server_runs(self) -> bool:
+        return not ends(self.server, 0)
+
+    def connect(self) -> StoreClient:
+        return connect(self.endpoint, token=TOKEN, timeout=PATIENCE)
+
+    def clean(self) -> None:
+        self.kill()
+        assert ends(self.server), "a server was left behind"
+        os.close(self.server)
+
+
+def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+@pytest.fixture
+def started() -> Iterator[Started]:
+    started = Started()
+    yield started
+    started.clean()
+
+
+def test_a_killed_starter_costs_the_others_nothing(started: Started) -> None:
+    with started.connect() as one, started.connect() as other:
+        started.kill()
+        waiting = Background(other.wait, ["k"], PATIENCE)
+        one.set("k", "v")
+        waiting.result()
+        assert one.get("from") == b"starter"
+        with started.connect() as new:  # who comes later is served as well
+            assert new.get("k") == b"v"
+        assert started.server_runs()
+    assert ends(started.server)
+
+
+def test_a_killed_starter_that_nobody_came_to_leaves_no_server_behind(started: Started) -> None:
+    started.kill()
+    with started.connect() as late:  # nobody was there yet, and somebody could still come
+        assert late.get("from") == b"starter"
+    assert ends(started.server)
+
+
+def test_a_starter_that_ends_without_a_word_is_as_good_as_killed() -> None:
+    started = Started(then="input()")
+    with started.connect() as client:
+        started.process.communicate("\n", timeout=PATIENCE)
+        assert started.process.returncode == 0
+        client.set("k", "v")
+    started.clean()
+
+
+@pytest.fixture
+def server() -> Iterator[ServerProcess]:
+    server = start_server(token=TOKEN, linger=True)
+    pidfd = os.pidfd_open(server.pid)
+    yield server
+    server.close()
+    assert ends(pidfd), "a server was left behind"
+    os.close(pidfd)
+
+
+def test_a_starter_that_says_goodbye_waits_for_the_others(server: ServerProcess) -> None:
+    with connect(server.endpoint, token=TOKEN) as client:
+        closing = Background(server.close, wait=PATIENCE)
+        client.set("k", "v")
+        assert client.get("k") == b"v"
+        assert closing.running()
+    closing.result()
+    assert not server.alive()
+
+
+def test_a_starter_need_not_wait_for_a_server_that_nobody_uses(server: ServerProcess) -> None:
+    pidfd = os.pidfd_open(server.pid)
+    server.close(wait=PATIENCE)
+    assert ends(pidfd, 0)  # it ended, instead of giving others a chance to come
+    os.close(pidfd)
+
+
+def test_a_starter_that_does_not_wait_leaves_the_server_to_the_others(
+    server: ServerProcess,
+) -> None:
+    pidfd = os.pidfd_open(server.pid)
+    with connect(server.endpoint, token=TOKEN) as client:
+        server.close(wait=0)
+        client.set("k", "v")
+        assert not ends(pidfd, 0)
+    assert ends(pidfd)
+    os.close(pidfd)
+    os.waitpid(server.pid, 0)
+
+
+def test_a_server_that_is_told_to_stop_stops(server: ServerProcess) -> None:
+    pidfd = os.pidfd_open(server.pid)
+    with connect(server.endpoint, token=TOKEN) as client:
+        server.close()
+        assert ends(pidfd, 0)
+        eventually(lambda: client.state.value != "connected")
+    os.close(pidfd)
+
+
+def test_a_server_without_its_starter_still_refuses_strangers(started: Started) -> None:
+    with started.connect() as client:
+        started.kill()
+        # It logs whom it refuses, and nobody reads its log any more.
+        for _ in range(2):
+            with pytest.raises(StoreAuthError):
+                connect(started.endpoint, token=make_token(), timeout=PATIENCE)
+        client.set("k", "v")
+        assert client.get("k") == b"v"
