@@ -80,6 +80,7 @@ class NodesDriver:
         store: shared by the nodes, for the keys of the rounds.
         settings: how many nodes, and how long is too long.
         random: for the pauses.
+        clock: seconds of this node's monotonic clock.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class NodesDriver:
         store: Store,
         settings: RendezvousSettings,
         random: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._watched = backend if isinstance(backend, WatchedRendezvousBackend) else None
@@ -96,6 +98,7 @@ class NodesDriver:
         self._settings = settings
         self._bounds = settings.bounds
         self._random = random or Random()
+        self._clock = clock
         self._one_at_a_time: AbstractContextManager[Any] = (
             threading.Lock() if self._watched is None else nullcontext()
         )
@@ -121,23 +124,26 @@ class NodesDriver:
     def submit(self, event: Event, timeout: float) -> View:
         """See `Driver.submit`."""
         id = _subject(event)
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         while True:
             try:
                 said = answer(*self._apply(id, event, deadline))
                 break
             except RendezvousConnectionError:
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if left <= 0:
                     raise
                 self._sleep(min(left, _PAUSE_TO_REACH * self._random.random()))
         if self._alive is not None and isinstance(event, Leave):
-            self._alive.forget(id)
+            try:
+                self._alive.forget(id)
+            except RendezvousConnectionError as error:  # its beats are dropped in time
+                log.debug("the backend could not be told to forget node %s: %s", id, error)
         return said
 
     def follow(self, id: str, seen: View | None, timeout: float) -> View | None:
         """See `Driver.follow`."""
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         pause = _FIRST_PAUSE
         self._read()
         while True:
@@ -145,13 +151,12 @@ class NodesDriver:
             now = view(self._envelope.state, id)
             if differs(now, seen):
                 return now
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             if left <= 0:
                 return None
             if again is not None:
-                left = min(left, max(again - time.monotonic(), 0.0))
+                left = min(left, max(again - self._clock(), 0.0))
             pause = self._wait(left, pause, isinstance(now.news, Seated))
-            self._read()
 
     def beat(self, id: str, token: int, timeout: float) -> bool:
         """See `Driver.beat`."""
@@ -167,7 +172,7 @@ class NodesDriver:
                 return old
             return old._replace(beats={**old.beats, id: count})
 
-        self._change(beaten, time.monotonic() + timeout)
+        self._change(beaten, self._clock() + timeout)
         return holds(self._envelope.state, id, token)
 
     def round_store(self, round: int) -> Store:
@@ -249,7 +254,7 @@ class NodesDriver:
                 if has_set:
                     return new
             fresh, failures = True, failures + 1
-            if time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 raise RendezvousConnectionError(
                     f"the backend '{self._backend.name}' did not take a change of the rendezvous "
                     f"'{self._settings.run_id}' in {failures} tries, other nodes were faster"
@@ -274,9 +279,9 @@ class NodesDriver:
     def _call(self, call: Callable[[], T]) -> T:
         with self._one_at_a_time:
             self._check()
-            begun = time.monotonic()
+            begun = self._clock()
             result = call()
-            self._last_call_took = time.monotonic() - begun
+            self._last_call_took = self._clock() - begun
         return result
 
     def _take(self, data: bytes, token: Token) -> None:
@@ -316,20 +321,28 @@ class NodesDriver:
     # --- what takes time
 
     def _wait(self, left: float, pause: float, seated: bool) -> float:
-        """Wait until there may be something new; return the pause after the next look."""
+        """Wait until there may be something new, and read it.
+
+        Returns:
+            How long to pause the next time.
+        """
         self._check()
-        version, began = self._envelope.state.version, time.monotonic()
-        longest = min(_LONGEST_PAUSE, self._bounds.keep_alive) if seated else _PAUSE_TO_FORM
+        token, version, began = self._token, self._envelope.state.version, self._clock()
         if self._watched is not None:
-            self._watched.wait_state(self._token, left)
-            if time.monotonic() - began > _FIRST_PAUSE:
-                return _FIRST_PAUSE
-            left = min(left, pause - _FIRST_PAUSE)  # it woke us for nothing
+            if pause > _FIRST_PAUSE:
+                self._sleep(min(left, pause))
+            self._watched.wait_state(token, max(left - (self._clock() - began), 0.0))
+            at_once = self._clock() - began < _FIRST_PAUSE + pause
+            self._read()
+            for_nothing = at_once and self._token == token
+            return min(pause * 1.25, _PAUSE_TO_FORM) if for_nothing else _FIRST_PAUSE
         with self._changed:
             self._changed.wait_for(
                 lambda: self._interrupted or self._envelope.state.version != version,
                 min(left, pause * self._random.uniform(0.5, 1.0)),
             )
+        self._read()
+        longest = min(_LONGEST_PAUSE, self._bounds.keep_alive) if seated else _PAUSE_TO_FORM
         return min(pause * 1.25, max(longest, 20 * self._last_call_took))
 
     def _mind(self, id: str) -> float | None:
@@ -346,7 +359,7 @@ class NodesDriver:
                     beats = self._alive.beats(others)
                     ended = self._alive.ended(others)
                     gone = [Lost(other, why) for other, why in ended.items()]
-                now = time.monotonic()
+                now = self._clock()
                 narrowed = narrow(state, {*others, id})
                 self._patience, due, again = look(
                     self._patience, narrowed, beats, self._bounds, now, id

@@ -424,8 +424,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     def _close(self, why: str, report: str) -> None:
         if self._done:
             return
-        timeout = self._settings.timeout.close.total_seconds()
-        self._touch.call(Close(self._id or self._addr, why, report), timeout)
+        self._touch.call(Close(self._id or self._addr, why, report), self._time_to_close())
         self._closed = True
         self._record(
             f"The node '{self._id}' has closed the rendezvous '{self._settings.run_id}'.",
@@ -439,7 +438,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         try:
             self._close("it closed the rendezvous", "")
             if self._id:
-                self._touch.call(Leave(self._id), self._settings.timeout.close.total_seconds())
+                self._touch.call(Leave(self._id), self._time_to_close())
         except RendezvousError as error:
             message = (
                 f"The node '{self._id}' has failed to shut down the rendezvous "
@@ -452,6 +451,18 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             return True
         finally:
             self._end(linger=True)
+
+    def _time_to_close(self) -> float:
+        if self._touch.lost:  # and was not found again by who had longer
+            return self._bounds.keep_alive
+        return self._settings.timeout.close.total_seconds()
+
+    @property
+    def _close_timeout(self) -> float:
+        """Seconds for a last word; those with whom touch is lost have been waited for already."""
+        if self._touch.lost:
+            return self._bounds.keep_alive
+        return self._settings.timeout.close.total_seconds()
 
     def _end(self, linger: bool) -> None:
         self._done = True

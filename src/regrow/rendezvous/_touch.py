@@ -1,10 +1,11 @@
 """How one node keeps in touch with the others, while it waits and while its workers run.
 
-Two threads, because none of this may wait for the other. One beats: it says once in every
+Three threads, because none of this may wait for the other. One beats: it says once in every
 keep-alive interval that the node is alive, and each answer renews the lease under which the node
-runs its workers. The other follows the rounds, and tells whoever subscribed what concerns them.
-Calls of the node itself (`call`) are made from the caller's thread, and the answers go the same
-way as what the follower hears, so there is one latest view.
+runs its workers. One follows the rounds, and tells whoever subscribed what concerns them. One has
+an eye on the time, since a call can hang. Calls of the node itself (`call`) are made from the
+caller's thread, and the answers go the same way as what the follower hears, so there is one latest
+view.
 
 **The lease** counts from when a beat was *sent*: whoever answered it may have done so at once, and
 counts the silence from then. So a node that gets no answer knows when its lease ends without
@@ -15,15 +16,16 @@ process that was told of each renewal; this one only finds out what to do next.
 id, and the thread that followed the old one ends at its next turn; what is still said about the
 old life is not heard.
 
-Subscribers are called from these threads with no lock held. An error that is not about the
-connection (a document of another release, a fault in a plug-in) ends the threads, and is raised
-by the node's next call.
+Subscribers are called from these threads, in order, and not while the lock is held. An error that
+is not about the connection (a document of another release, a fault in a plug-in) ends the thread,
+and is raised by the node's next call.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from logging import getLogger
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,7 +34,7 @@ from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated
 from regrow.rendezvous._waiting import Told, tidings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from regrow.rendezvous._driver import Driver, View
     from regrow.rendezvous._news import Event
@@ -65,36 +67,45 @@ class Touch:
         self.lost: str = ""
         """Why nothing can be heard, once that has lasted as long as a lease."""
         self.lost_at: float = 0.0
-        """When that was."""
+        """When that was, on the monotonic clock."""
         self.broken: Exception | None = None
-        """What ended the threads."""
+        """What ended a thread."""
         self._driver = driver
         self._bounds = bounds
-        self._patience = patience
+        self._patience = min(patience, bounds.lease)
         self._id = ""
         self._token = 0
         self._told = Told()
         self._stopped = False
         self._beat_now = False
         self._answered = 0.0
+        self._trouble = "nobody answers"
         self._lease = 0.0
         self._threads: set[threading.Thread] = set()
+        self._telling = threading.RLock()
+        self._news: deque[Tidings] = deque()
         self._subscribers: dict[object, Subscriber] = {}
         self._keepers: dict[object, Callable[[float], None]] = {}
 
     # --- the node's own thread
 
     def live(self, id: str) -> None:
-        """Begin a life: beat for it, and follow it."""
+        """Begin a life: beat for it, and follow it.
+
+        Raises:
+            RendezvousGracefulExitError: `stop` was called.
+        """
         with self.changed:
             if self._stopped:
                 raise RendezvousGracefulExitError("this handler has been shut down")
             first = not self._id
             self._id, self._token, self._told, self.view = id, 0, Told(), None
             self._answered, self.lost = time.monotonic(), ""
+            self.changed.notify_all()
         self._start(f"rendezvous follower of {id}", lambda: self._follow(id))
         if first:
             self._start("rendezvous keep-alive", self._beat)
+            self._start("rendezvous lease", self._watch_time)
 
     def call(self, event: Event, timeout: float) -> View:
         """Submit an event of this life, and return what is answered.
@@ -102,10 +113,11 @@ class Touch:
         Raises:
             RendezvousConnectionError: nobody answered within `timeout` seconds.
         """
+        sent = time.monotonic()
         said = self._driver.submit(event, timeout)
         with self.changed:
             id = self._id
-            self._answered, self.lost = time.monotonic(), ""
+            self._answer(sent)
         if not isinstance(event, Close):  # which is no news to a node that has its seat
             self._hear(id, said)
         return said
@@ -159,7 +171,7 @@ class Touch:
 
         return stop
 
-    # --- the two threads
+    # --- the threads
 
     def _start(self, name: str, target: Callable[[], None]) -> None:
         def run() -> None:
@@ -194,10 +206,11 @@ class Touch:
                     seen = view
                 troubled = None
             except RendezvousConnectionError as error:
+                self._trouble = str(error)
                 now = time.monotonic()
                 troubled = now if troubled is None else troubled
-                if now - troubled >= self._bounds.lease:
-                    self._lose(id, error)
+                if now - troubled >= self._bounds.lease:  # also if its beats are heard
+                    self._lose(id)
                 self._pause(id, self._bounds.keep_alive / 4)
 
     def _beat(self) -> None:
@@ -207,29 +220,34 @@ class Touch:
                     return
                 id, token, self._beat_now = self._id, self._token, False
             sent = time.monotonic()
-            left = self._answered + self._bounds.lease - sent
             pause = self._bounds.keep_alive
             try:
-                holds = self._driver.beat(
-                    id, token, min(self._patience, max(left, self._bounds.keep_alive))
-                )
+                holds = self._driver.beat(id, token, self._patience)
             except RendezvousConnectionError as error:
                 log.debug("node %s: a beat was not answered: %s", id, error)
+                self._trouble = str(error)
                 pause /= 4
-                if time.monotonic() - self._answered >= self._bounds.lease:
-                    self._lose(id, error)
             else:
                 self._renew(id, sent, holds)
                 if not holds and token:
                     self._hear(id, self._driver.peek(id))
             with self.changed:
-                next_beat = sent + pause
-                if not self.lost:
-                    next_beat = min(next_beat, max(self._answered + self._bounds.lease, sent))
                 self.changed.wait_for(
                     lambda: self._stopped or self._beat_now,
-                    max(next_beat - time.monotonic(), 0.0),
+                    max(sent + pause - time.monotonic(), 0.0),
                 )
+
+    def _watch_time(self) -> None:
+        while True:
+            with self.changed:
+                if self._stopped:
+                    return
+                left = self._answered + self._bounds.lease - time.monotonic()
+                if left > 0 or self.lost:
+                    self.changed.wait(max(left, 0.0) or None)
+                    continue
+                id = self._id
+            self._lose(id)
 
     def _over(self, id: str) -> bool:
         return self._stopped or self._id != id
@@ -247,17 +265,18 @@ class Touch:
             self.view = view
             before = self._told
             self._told, news = tidings(before, view, id)
+            self._news += news
             over = self._told.ended is not None and before.ended is None
             self.changed.notify_all()
         if over:
             self._driver.end_round_store()
-        self._tell(news)
+        self._tell()
 
     def _renew(self, id: str, sent: float, holds: bool) -> None:
         with self.changed:
             if self._over(id):
                 return
-            self._answered, self.lost = max(self._answered, sent), ""
+            self._answer(sent)
             if holds:
                 self._lease = max(self._lease, sent + self._bounds.lease)
             lease, keepers = self._lease, tuple(self._keepers.values())
@@ -265,39 +284,49 @@ class Touch:
             for renewed in keepers:
                 renewed(lease)
 
-    def _lose(self, id: str, error: Exception) -> None:
+    def _answer(self, sent: float) -> None:
+        """Somebody has answered what was sent then."""
+        self._answered = max(self._answered, sent)
+        if self.lost:
+            self.lost = ""
+            self.changed.notify_all()
+
+    def _lose(self, id: str) -> None:
         """Nothing was answered for as long as a lease lasts."""
         with self.changed:
             if self._over(id) or self.lost:
                 return
-            self.lost, self.lost_at = str(error), time.monotonic()
-            why = f"it has lost touch with the others: {error}"
-            news = self._end(id, why)
-            self.changed.notify_all()
-        log.warning("node %s has lost touch with the others: %s", id, error)
+            self.lost, self.lost_at = self._trouble, time.monotonic()
+            self._end(id, f"it has lost touch with the others: {self.lost}")
+        log.warning("node %s has lost touch with the others: %s", id, self.lost)
         self._driver.end_round_store()
-        self._tell(news)
+        self._tell()
 
     def _break(self, error: Exception) -> None:
         with self.changed:
             if self._stopped:
                 return
             self.broken = self.broken or error
-            why = f"it cannot go on: {type(error).__name__}: {error}"
-            news = self._end(self._id, why)
-            self.changed.notify_all()
+            self._end(self._id, f"it cannot go on: {type(error).__name__}: {error}")
         log.error("node %s cannot follow the rendezvous", self._id, exc_info=error)
         self._driver.end_round_store()
-        self._tell(news)
+        self._tell()
 
-    def _end(self, id: str, why: str) -> tuple[Tidings, ...]:
-        if not self._told.round or self._told.ended is not None:
-            return ()
-        ended = RoundEnded(self._told.round, id, why)
-        self._told = self._told._replace(ended=ended)
-        return (ended,)
+    def _end(self, id: str, why: str) -> None:
+        """The round is over for this node, if it has a seat; whoever waits, looks again."""
+        if self._told.round and self._told.ended is None:
+            ended = RoundEnded(self._told.round, id, why)
+            self._told = self._told._replace(ended=ended)
+            self._news.append(ended)
+        self.changed.notify_all()
 
-    def _tell(self, news: tuple[Tidings, ...]) -> None:
-        for item in news:
-            for subscriber in tuple(self._subscribers.values()):
-                subscriber(item)
+    def _tell(self) -> None:
+        with self._telling:
+            while self._news:
+                news = self._news.popleft()
+                for subscriber in self._listening():
+                    subscriber(news)
+
+    def _listening(self) -> Iterable[Subscriber]:
+        with self.changed:
+            return tuple(self._subscribers.values())
