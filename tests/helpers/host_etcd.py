@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
-import pytest
 from netns import Host, Network, Process
 
 CLIENT_PORT = 2379
 PEER_PORT = 2380
 PATIENCE_S = 40.0
-
-
-def require_etcd() -> None:
-    """Skip the test where there is no etcd; fail it instead where REGROW_TEST_ALL is 1."""
-    if shutil.which("etcd") and shutil.which("etcdctl"):
-        return
-    why = "etcd and etcdctl are not installed (Debian: etcd-server, etcd-client)"
-    if os.environ.get("REGROW_TEST_ALL") == "1":
-        pytest.fail(f"REGROW_TEST_ALL is 1, but {why}")
-    pytest.skip(why)
 
 
 class Etcd:

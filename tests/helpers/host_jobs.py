@@ -145,7 +145,9 @@ class Job:
         self.mode = mode
         self.agents: list[Agent] = []
         (folder / "alive").mkdir()
-        outer = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+        outer = {
+            name: os.environ[name] for name in ("PATH", "LANG", "PYTHONPATH") if name in os.environ
+        }
         self.env = {
             **outer,
             "JOB_FOLDER": str(folder),
@@ -197,7 +199,8 @@ class Job:
         """Return what `found` returns once that is something."""
         deadline = time.monotonic() + PATIENCE_S
         while (result := found()) is None:
-            if time.monotonic() > deadline:
+            over = all(agent.process.poll() is not None for agent in self.agents)
+            if over or time.monotonic() > deadline:
                 raise AssertionError(f"never: {what}; {self}")
             time.sleep(0.01)
         return result
@@ -261,7 +264,8 @@ class Job:
                     )
 
     def __repr__(self) -> str:
-        records = (self.folder / "records").read_text() if self.agents else ""
+        path = self.folder / "records"
+        records = path.read_text() if path.exists() else "nothing"
         return f"a job of {self.agents}, whose workers wrote {records}"
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(os.environ["JOB_FOLDER"])
 HOST = socket.gethostname()
-ROUND = int(os.environ.get("REGROW_ROUND", os.environ["REGROW_ATTEMPT"]))
+ROUND = int(os.environ["REGROW_FENCING_TOKEN"])
 ALIVE_PERIOD_S = 0.01
 STEP_S = 0.02
 

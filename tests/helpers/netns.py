@@ -1,10 +1,10 @@
 """Hosts of a network, each in namespaces of its own, on one machine.
 
 A host has its own network (with one interface, eth0), host name, process ids, /etc/hosts and
-/etc/resolv.conf; files and clocks are shared. It knows its own name and no other, and nobody
-answers a question to its name server, so a program that looks up a name notices. Links lead to a
-switch in user space (`netns_switch`), where they can be cut, in one direction too, slowed and made
-to lose frames.
+/etc/resolv.conf; files and clocks are shared. It knows its own name and no other. There is no name
+server: questions are refused at once, or with `Network(names="silent")` never answered, so that a
+program that looks up names notices. Links lead to a switch in user space (`netns_switch`), where
+they can be cut, in one direction too, slowed and made to lose frames.
 
 Nothing is given a name outside of these namespaces, and nothing has to be cleaned up: all ends
 with the processes, and each of them ends with the pipe to the test that made it. If the test is
@@ -88,7 +88,7 @@ class Host:
         etc = network.folder / self.name
         etc.mkdir()
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.addr} {self.name}\n")
-        (etc / "resolv.conf").write_text(f"nameserver {SUBNET}.254\n")
+        (etc / "resolv.conf").write_text(f"nameserver {network.name_server}\n")
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--mount-proc")
         unshare = ["unshare", *spaces, "--fork", "--kill-child"]
         boot = ["sh", "-c", _BOOT, "sh", self.name, self.addr, str(etc)]
@@ -196,8 +196,9 @@ class Process:
 class Network:
     """A switch and the hosts on it; a context manager that takes all of it away at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: str = "refused") -> None:
         self.hosts: list[Host] = []
+        self.name_server = f"{SUBNET}.254" if names == "silent" else "127.0.0.1"
         self.folder = Path(tempfile.mkdtemp(prefix="netns_"))
         self._lines: dict[tuple[int, int], dict[str, Any]] = {}
         self._switch = subprocess.Popen(

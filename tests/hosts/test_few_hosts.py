@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from host_jobs import Job
-from netns import Host, Network
+from netns import Host, Network, require_hosts
 
 pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def three(network: Network) -> list[Host]:
-    """Three hosts on a switch."""
-    return [network.host() for _ in range(3)]
+def three() -> Iterator[list[Host]]:
+    """Three hosts on a switch, where whoever asks for a name waits in vain."""
+    require_hosts()
+    with Network(names="silent") as network:
+        yield [network.host() for _ in range(3)]
 
 
 def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_restart_before(
@@ -24,7 +27,7 @@ def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_re
     first, second = job.agent(three[0]), job.agent(three[1])
     world = job.world(2)
     standby = job.agent(three[2])
-    job.told(standby, "rendezvous.standby")
+    time.sleep(1)
     second.kill_family()
     after = job.world(2, after=world)
     assert after.hosts == ("node1", "node3"), job
