@@ -33,7 +33,7 @@ class Leased(LocalRendezvousHandler):
         return lambda: None
 
 handler = Leased(LocalRounds("job", 1, 1))
-worker = f"echo $$ > {directory}/new.$REGROW_ATTEMPT;"
+worker = f"sh -c 'echo $PPID' > {directory}/new.$REGROW_ATTEMPT;"
 worker += f" mv {directory}/new.$REGROW_ATTEMPT {directory}/pid.$REGROW_ATTEMPT; sleep 1000"
 spec = WorkerSpec("w", 1, handler, entrypoint="sh", args=("-c", worker), max_restarts=0)
 LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=directory)).run()
