@@ -1,0 +1,337 @@
+"""How long nodes take to meet, beside torch's dynamic rendezvous.
+
+    python benchmarks/rendezvous.py [--check] [--runs 3] [--both 4,16,64] [--crowds 64,...,4096]
+                                    [--etcd]
+
+**Handlers.** N nodes, each a `DynamicRendezvousHandler` in a thread, with a connection of its own
+to one server on this machine; all are connected before the clock starts, then all are asked for
+`next_rendezvous` at once, with min_nodes = max_nodes = N. The time is that until the last one has
+its rank. torch's nodes meet through `C10dRendezvousBackend` over one TCPStore; ours through the
+store server, as with `--rdzv-backend c10d`. They take turns, each run in a process of its own. A
+run that has not ended after 120 s is given up, and counts as endless.
+
+**Crowds.** More nodes than a machine has room for threads are simulated by light clients (see
+`_crowd.py`): real connections and the real protocol to one server. Three times: until the first
+round is complete; until the second is, after one node has asked for it (each node hears that the
+round is over, answers, and joins again); and what a node that keeps its seat exchanges with the
+server in a second.
+
+With `--etcd`, our handlers meet also over an etcd server, which must be installed.
+
+`--check` compares with the bounds and exits with 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
+from regrow.store import make_token, start_server
+
+LIMIT_S = 120.0
+HOLD_S = 5.0
+PROCESSES = 2
+
+SHARE_OF_TORCH = 0.05  # at 64 nodes
+CROWD_BOUND_S = 2.0  # at 1,024 nodes
+GROWTH_BOUND = 2.3  # from N to 2N nodes
+TRAFFIC_GROWTH_BOUND = 1.1  # of what a node exchanges, from the fewest to the most nodes
+
+
+# --- handlers in threads
+
+
+def meet(handlers: list[Any]) -> float:
+    """Let all handlers meet in one round; return the seconds until the last has its rank."""
+    gate = threading.Barrier(len(handlers) + 1)
+    ranks: list[int] = []
+    ended: list[float] = []
+
+    def node(handler: Any) -> None:
+        gate.wait()
+        _, rank, _ = _triple(handler.next_rendezvous())
+        ended.append(time.monotonic())
+        ranks.append(rank)
+
+    threads = [threading.Thread(target=node, args=(h,), daemon=True) for h in handlers]
+    for thread in threads:
+        thread.start()
+    gate.wait()
+    began = time.monotonic()
+    for thread in threads:
+        thread.join(max(0.0, began + LIMIT_S - time.monotonic()))
+    if sorted(ranks) != list(range(len(handlers))):
+        return math.inf
+    return max(ended) - began
+
+
+def _triple(info: Any) -> tuple[Any, int, int]:
+    return info.store, info.rank, info.world_size
+
+
+def torch_nodes(count: int) -> float:
+    """torch's nodes, on one TCPStore."""
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+        DynamicRendezvousHandler as TorchHandler,
+    )
+
+    wait = timedelta(seconds=60)
+    server = TCPStore("127.0.0.1", 0, None, True, timeout=wait, wait_for_workers=False)
+    handlers = []
+    for _ in range(count):
+        client = TCPStore(
+            "127.0.0.1", server.port, None, False, timeout=wait, wait_for_workers=False
+        )
+        backend = C10dRendezvousBackend(client, "bench")
+        handlers.append(
+            TorchHandler.from_backend("bench", client, backend, count, count, "127.0.0.1")
+        )
+    return meet(handlers)
+
+
+def our_nodes(count: int, backend: str, endpoint: str) -> float:
+    """Our nodes, at an endpoint where something listens already."""
+    return meet(
+        [
+            get_rendezvous_handler(
+                RendezvousParameters(
+                    backend, endpoint, "bench", count, count, local_addr="127.0.0.1"
+                )
+            )
+            for _ in range(count)
+        ]
+    )
+
+
+def torch_run(count: int) -> float:
+    """One run of torch's handlers."""
+    return in_a_process("torch", str(count))
+
+
+def in_a_process(*role: str, environ: dict[str, str] | None = None) -> float:
+    """Run this file in another role, and return the number it prints."""
+    command = [sys.executable, __file__, *role]
+    env = {**os.environ, **(environ or {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise SystemExit(f"benchmark: {' '.join(role)} failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout)
+
+
+def our_run(count: int) -> float:
+    """One run of our handlers, with a server of its own."""
+    token = make_token()
+    services = {"rendezvous": "regrow.rendezvous._service:create"}
+    with start_server(token=token, services=services) as server:
+        role = ("ours", str(count), "c10d", server.endpoint)
+        return in_a_process(*role, environ={"REGROW_TOKEN": token.decode()})
+
+
+def etcd_run(count: int) -> float:
+    """One run of our handlers over an etcd server of its own."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        endpoint = _start_etcd(folder, stack)
+        return in_a_process("ours", str(count), "etcd", endpoint)
+
+
+def _start_etcd(folder: str, stack: ExitStack) -> str:
+    from regrow.utils import PortReservation
+
+    ports = [stack.enter_context(PortReservation()).port for _ in range(2)]
+    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
+    command = [
+        *("etcd", "--data-dir", folder, "--name", "bench"),
+        *("--listen-client-urls", client, "--advertise-client-urls", client),
+        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+        *("--initial-cluster", f"bench={peer}"),
+    ]
+    said = Path(folder, "log")
+    with said.open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    deadline = time.monotonic() + 30
+    while subprocess.run(
+        ["etcdctl", "--endpoints", client, "endpoint", "health"],
+        env={**os.environ, "ETCDCTL_API": "3"},
+        capture_output=True,
+        check=False,
+    ).returncode:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"benchmark: etcd does not start: {said.read_text()[-500:]}")
+    return client.removeprefix("http://")
+
+
+# --- crowds of light clients
+
+
+class Crowds:
+    """Processes that hold the nodes of one job together."""
+
+    def __init__(self, nodes: int, endpoint: str, token: bytes) -> None:
+        share = nodes // PROCESSES
+        file = Path(__file__).with_name("_crowd.py")
+        self._processes = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, str(file), endpoint, token.decode(), "bench", str(nodes)),
+                    *(str(turn * share), str(share)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for turn in range(PROCESSES)
+        ]
+        self.connected = max(self._answers())
+
+    def until(self, word: str) -> float:
+        """Give an order; return the seconds until the last node has its rank."""
+        began = time.monotonic()
+        seconds: float = max(self._order(word)) - began
+        return seconds
+
+    def traffic(self) -> tuple[float, float]:
+        """Return the messages and bytes of one node and second."""
+        answers = self._order(f"hold {HOLD_S}")
+        return tuple(statistics.fmean(part) for part in zip(*answers, strict=True))  # type: ignore[return-value]
+
+    def _order(self, words: str) -> list[Any]:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(words + "\n")
+            process.stdin.flush()
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"benchmark: a crowd ended with {process.wait()}")
+            answers.append(json.loads(line))
+        return answers
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.communicate()
+
+
+def crowd_run(nodes: int) -> tuple[float, float, float, float]:
+    """Return seconds of the first round and the second, messages and bytes of a node and second."""
+    token = make_token()
+    services = {"rendezvous": "regrow.rendezvous._service:create"}
+    with start_server(token=token, services=services) as server:
+        crowds = Crowds(nodes, server.endpoint, token)
+        figures = crowds.until("join"), crowds.until("again"), *crowds.traffic()
+        crowds.close()
+    return figures
+
+
+# --- all together
+
+
+def main() -> int:
+    """Run the comparison and print it."""
+    threading.stack_size(512 * 1024)
+    if sys.argv[1:2] == ["torch"]:
+        return _say(torch_nodes(int(sys.argv[2])))
+    if sys.argv[1:2] == ["ours"]:
+        return _say(our_nodes(int(sys.argv[2]), *sys.argv[3:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each, in turn")
+    parser.add_argument("--both", type=_numbers, default=[4, 16, 64], help="nodes beside torch's")
+    parser.add_argument(
+        "--crowds",
+        type=_numbers,
+        default=[64, 128, 256, 512, 1024, 2048, 4096],
+        help="simulated nodes",
+    )
+    parser.add_argument("--etcd", action="store_true", help="also over etcd")
+    options = parser.parse_args()
+
+    failures = _beside_torch(options.both, options.runs, options.etcd)
+    failures += _crowds(options.crowds, options.runs)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if options.check and failures else 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _say(seconds: float) -> int:
+    print(seconds, flush=True)
+    os._exit(0)  # threads that were given up would hold the process
+
+
+def _beside_torch(counts: list[int], runs: int, etcd: bool) -> list[str]:
+    kinds = {"regrow": our_run, "torch": torch_run}
+    if etcd:
+        kinds["etcd"] = etcd_run
+    print(f"handlers in threads, all at once to the last rank, {runs} runs in turn: medians\n")
+    print(f"{'nodes':>6}" + "".join(f"{kind + ' s':>12}" for kind in kinds) + f"{'ratio':>9}")
+    failures = []
+    for count in counts:
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for _ in range(runs):
+            for kind, run in kinds.items():
+                times[kind].append(run(count))
+        medians = {kind: statistics.median(values) for kind, values in times.items()}
+        ratio = medians["regrow"] / medians["torch"]
+        print(
+            f"{count:6}" + "".join(f"{medians[kind]:12.4f}" for kind in kinds) + f"{ratio:9.4f}",
+            flush=True,
+        )
+        if count == 64 and not ratio <= SHARE_OF_TORCH:
+            failures.append(f"64 nodes take {ratio:.3f} of torch's time, not {SHARE_OF_TORCH}")
+    return failures
+
+
+def _crowds(counts: list[int], runs: int) -> list[str]:
+    print(f"\nlight clients in {PROCESSES} processes, one server, {runs} runs: medians\n")
+    print(f"{'nodes':>6}{'meet s':>12}{'again s':>12}{'messages/s':>12}{'bytes/s':>12}  of a node")
+    failures, rows = [], {}
+    for count in counts:
+        several = zip(*(crowd_run(count) for _ in range(runs)), strict=True)
+        first, second, messages, size = rows[count] = tuple(map(statistics.median, several))
+        print(f"{count:6}{first:12.4f}{second:12.4f}{messages:12.2f}{size:12.0f}", flush=True)
+    for count, (first, second, _, _) in rows.items():
+        if count == 1024 and max(first, second) >= CROWD_BOUND_S:
+            failures.append(f"1,024 nodes take {max(first, second):.2f} s, not {CROWD_BOUND_S}")
+        half = rows.get(count // 2)
+        if half is not None and count >= 256:
+            for name, now, before in (("meet", first, half[0]), ("meet again", second, half[1])):
+                if now > GROWTH_BOUND * before:
+                    failures.append(
+                        f"{count} nodes {name} in {now / before:.2f} times the time of "
+                        f"{count // 2}, not {GROWTH_BOUND}"
+                    )
+    if len(rows) > 1:
+        growth = rows[max(rows)][3] / rows[min(rows)][3]
+        if growth > TRAFFIC_GROWTH_BOUND:
+            failures.append(f"a node exchanges {growth:.2f} times as much among the most nodes")
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main())
