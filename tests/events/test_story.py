@@ -324,7 +324,8 @@ def test_a_restart_that_no_failure_caused_is_told_with_its_reason() -> None:
     assert told(lines) == (
         "regrow: job 7f3a (train_digits.py, 2 to 4 workers on 1 node) "
         "SUCCEEDED after 10.0 s with 1 restart\n"
-        "  attempt 0 was stopped without a failure: 1 node waits to join"
+        "  attempt 0 was stopped without a failure: 1 node waits to join\n"
+        "    restarted after  900.0 ms   (all 4 workers started again)"
     )
 
 

@@ -108,6 +108,7 @@ class Company(AttemptSteps):
     def _hear_end(self, ended: RoundEnded) -> None:
         self._emit(
             "regrow.round.ended",
+            attempt=ended.round - 1,
             ended_round=ended.round,
             node=ended.id,
             why=ended.why,
@@ -122,6 +123,7 @@ class Company(AttemptSteps):
     def _hear_verdict(self, judged: Judged) -> None:
         self._emit(
             "regrow.round.judged",
+            attempt=judged.round - 1,
             ended_round=judged.round,
             charged=judged.charged,
             failures=judged.failures,
@@ -162,6 +164,7 @@ class Company(AttemptSteps):
                 traceback=failure.traceback,
                 error_file=failure.error_file,
                 told_monotonic=monotonic(),
+                told_host=socket.gethostname(),
                 root_cause=True,
             )
         return NO_RANK if rank is None else rank, failure

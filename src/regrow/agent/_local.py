@@ -154,7 +154,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 return self._heed_worker(message)
             case Lapsed(killed=killed, monotonic=at):
                 self._emit("regrow.lease.over", workers=killed, lapsed_monotonic=at)
-                why = f"its lease was over, and {killed} of its workers were killed"
+                number = f"{killed} workers were" if killed != 1 else "worker was"
+                why = f"its lease was over, and its {number} killed"
                 return words.LeaseOver(why, monotonic())
             case _StepsSeen(attempt):
                 if attempt == self._attempt:

@@ -42,7 +42,7 @@ class AgentRecords:
     _job: Mapping[str, Any] = MappingProxyType({})  # more about the job than the spec says
     _attempt_open = False
     _telling: threading.Lock  # an attempt's end may be told by either of two threads, but once
-    _restarts = 0  # how often workers were started again, for whatever reason
+    _starts = 0  # how often workers were started, for whatever reason
     _noticed: float | None = None  # monotonic: when the loop first heard of a failed worker
     _numbered = False  # whether `_round` is the rendezvous's number, the same on all nodes
     _shared = False  # whether all nodes of the job count its failures together
@@ -81,6 +81,7 @@ class AgentRecords:
 
     def _emit_attempt_started(self) -> None:
         self._attempt_open = True
+        self._starts += 1
         workers = self._worker_group.workers
         self._emit(
             "regrow.attempt.started",
@@ -150,7 +151,6 @@ class AgentRecords:
         )
 
     def _emit_restarting(self, reason: str, delay_s: float) -> None:
-        self._restarts += 1
         self._emit(
             "regrow.job.restarting",
             restart_count=self._restart_count(),
@@ -193,7 +193,7 @@ class AgentRecords:
             state=state,
             signal=signal,
             duration_s=monotonic() - start,
-            restarts=self._restarts,
+            restarts=max(0, self._starts - 1),
             **more,
         )
 

@@ -3,11 +3,13 @@
 | code  | meaning                                                                              |
 |-------|--------------------------------------------------------------------------------------|
 | 0     | every worker succeeded                                                               |
-| 1     | the job failed: a worker failed for good, no round could be formed, or the host      |
+| 1     | the job failed: a worker failed for good, on this node or on another one, or a host  |
 |       | denied what the job needs (files, processes, a program to run)                       |
 | 2     | usage: nothing was started                                                           |
 | 70    | internal error (EX_SOFTWARE): a traceback is printed; please report it               |
-| 75    | infrastructure was lost (EX_TEMPFAIL): the same command may succeed when run again   |
+| 75    | infrastructure was lost (EX_TEMPFAIL): nodes did not come in time, or the host where |
+|       | the nodes meet is gone or cannot be reached; the same command may succeed when run   |
+|       | again                                                                                |
 | 128+n | stopped by signal n: 130 by Ctrl-C, 143 by SIGTERM (preempted)                       |
 
 A scheduler can requeue on 75 and 143, and should not on 1 and 2. torchrun ends with 1 for all of

@@ -26,6 +26,7 @@ class _Attempt:
     failures: list[Record] = field(default_factory=list)
     ends: list[Record] = field(default_factory=list)
     restarts: list[Record] = field(default_factory=list)
+    overs: list[Record] = field(default_factory=list)
     steps: list[Steps] = field(default_factory=list)
 
 
@@ -64,6 +65,8 @@ class _Reader:
             attempt.steps += last_steps(event)
         elif name == "regrow.job.restarting":
             attempt.restarts.append(event)
+        elif name in _OVER:
+            attempt.overs.append(event)
         elif (step := integer(event, "step")) is not None:
             attempt.steps.append(
                 Steps(
@@ -138,7 +141,11 @@ class _Reader:
     def _failure(self, number: int) -> Failure | None:
         attempt = self.attempts[number]
         root = _root_cause(attempt.failures)
-        if root is None:
+        over = _cause_elsewhere(attempt.overs)
+        if over is not None and root is not None:
+            what = one_line(f"node {text(over, 'node') or '?'}: {text(over, 'why') or '?'}")
+            root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
+        elif root is None:
             ended = next((e for e in attempt.ends if text(e, "state") == "FAILED"), None)
             if ended is None:
                 return None
@@ -148,11 +155,15 @@ class _Reader:
         else:
             what = describe(root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
+        clock = host  # of the host by whose clock the seconds count
+        elsewhere = failed is None and real(root, "told_monotonic") is not None
+        if elsewhere:
+            clock, failed = text(root, "told_host"), real(root, "told_monotonic")
         following = self.numbers[bisect(self.numbers, number) :]
         restarted = next((n for n in following if self.attempts[n].starts), None)
         starts = self.attempts[restarted].starts if restarted is not None else []
-        start = next((e for e in starts if text(e, "host") == host), {})
-        first, first_at = self._first_step(following, host)
+        start = next((e for e in starts if text(e, "host") == clock), {})
+        first, first_at = self._first_step(following, clock)
         last = max((s.last_step for s in attempt.steps if s.last_step is not None), default=None)
         resumed_from = self._resumed_from(first)
         lost = work_lost(last, resumed_from)
@@ -179,6 +190,7 @@ class _Reader:
             work_lost=lost,
             work_lost_s=seconds_of(lost, attempt.steps),
             others=_others(attempt.failures, root),
+            elsewhere=elsewhere,
         )
 
     def _first_step(
@@ -202,10 +214,17 @@ class _Reader:
 
     def _move(self, number: int) -> Move:
         attempt = self.attempts[number]
-        for event in (*attempt.restarts, *attempt.ends):
-            if reason := text(event, "reason"):
-                return Move(number, one_line(reason))
-        return Move(number, "the reason is not recorded")
+        told = next((e for e in (*attempt.restarts, *attempt.ends) if text(e, "reason")), {})
+        following = self.numbers[bisect(self.numbers, number) :]
+        nobody: list[Record] = [{}]
+        starts = next((s for n in following if (s := self.attempts[n].starts)), nobody)
+        start = next((e for e in starts if text(e, "host") == text(told, "host")), {})
+        return Move(
+            attempt=number,
+            reason=one_line(text(told, "reason") or "the reason is not recorded"),
+            restarted_after_s=since(real(start, "monotonic"), real(told, "monotonic")),
+            restarted_workers=integer(starts[0], "world_size"),
+        )
 
     def _suspensions(self) -> tuple[Suspension, ...]:
         resumed = sorted(self.by_name.get("regrow.worker.resumed", []), key=_at)
@@ -233,7 +252,8 @@ class _Reader:
 
 
 _NO_FILE = "<N/A>"  # what a failure has for a path where its worker left no error file
-_OF_AN_ATTEMPT = frozenset(
+_OVER = frozenset({"regrow.round.ended", "regrow.round.judged"})
+_OF_AN_ATTEMPT = _OVER | frozenset(
     {
         "regrow.attempt.started",
         "regrow.attempt.ended",
@@ -271,6 +291,14 @@ def _root_cause(failures: list[Record]) -> Record | None:
     return min(marked or failures, key=_failed_at, default=None)
 
 
+def _cause_elsewhere(overs: list[Record]) -> Record | None:
+    """How a round ended for which no worker is to blame, as it was judged in the end."""
+    judged = [e for e in overs if text(e, "name") == "regrow.round.judged"]
+    if judged:
+        return judged[-1] if judged[-1].get("charged") is False else None
+    return next((e for e in overs if e.get("failed") is False), None)
+
+
 def _failed_at(event: Record) -> float:
     at = real(event, "failed_monotonic")
     return math.inf if at is None else at
@@ -283,7 +311,7 @@ def _at(event: Record) -> float:
 
 def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
     def after(event: Record) -> float | None:
-        if text(event, "host") != text(root, "host"):
+        if text(event, "host") != text(root, "host") or text(root, "host") is None:
             return None
         return since(real(event, "failed_monotonic"), real(root, "failed_monotonic"))
 

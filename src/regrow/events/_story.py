@@ -6,10 +6,12 @@ A pure function of the events: the launcher prints it at the end of a job, and
 How the figures are made. Everything hangs on the attempt number that each
 event carries, not on the order of the lines, since several hosts may have
 written them. Of an attempt's failures the root cause is the one its agent
-marked as such, else the earliest. All durations of a failure start when the
-worker failed, not when somebody noticed, and are differences of one host's
-monotonic clock: figures for which only another host has an event stay
-unknown. The work lost is what the failed attempt had reached and the next
+marked as such, else the earliest; where another node is to blame (it was lost,
+or left), that is the cause, and the failures here only followed. All durations
+of a failure start when the worker failed, not when somebody noticed, and are
+differences of one host's monotonic clock: of a failure on another host they
+start when this one was told, and figures for which only another host has an
+event stay unknown. The work lost is what the failed attempt had reached and the next
 attempt that made a step had to do again; where that attempt's pace is known,
 the steps are also given as seconds of training.
 
@@ -101,6 +103,8 @@ class Failure:
     """The seconds of training that those steps had taken, by the attempt's mean pace."""
     others: tuple[OtherFailure, ...] = ()
     """What failed after it in the same attempt, in order."""
+    elsewhere: bool = False
+    """It happened on another host, so the seconds count from when this one was told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,10 @@ class Move:
     """The attempt that was stopped."""
     reason: str
     """Why, as the launcher said."""
+    restarted_after_s: float | None = None
+    """Seconds from when the launcher knew until the workers of the next attempt were started."""
+    restarted_workers: int | None = None
+    """How many workers that attempt has, over all nodes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ def render(story: Story, width: int) -> str:
     for move in story.moves:
         reason = _clean(move.reason)
         lines.append(f"  attempt {move.attempt} was stopped without a failure: {reason}")
+        if move.restarted_after_s is not None:
+            value = duration(move.restarted_after_s)
+            note = _started_again(move.restarted_workers)
+            lines.append(f"    {'restarted after':<17}{value:<10}{f' ({note})' if note else ''}")
     for suspension in story.suspensions[:_MOST_SUSPENSIONS]:
         lines.append(_suspension(suspension))
     if len(story.suspensions) > _MOST_SUSPENSIONS:
@@ -112,13 +116,9 @@ def _failure(story: Story, number: int, failure: Failure) -> list[str]:
 
 def _restart_row(story: Story, failure: Failure) -> tuple[str, str, str]:
     if failure.restarted_attempt is not None:
-        workers = failure.restarted_workers
-        if workers is None:
-            note = ""
-        elif workers == 1:
-            note = "the one worker started again"
-        else:
-            note = f"all {workers} workers started again"
+        note = _started_again(failure.restarted_workers)
+        if failure.elsewhere and failure.restarted_after_s is not None:
+            note = f"of the news; {note}" if note else "of the news"
         if failure.backoff_s is not None:
             pause = f"{duration(failure.backoff_s)} of it a pause"
             note = f"{note}; {pause}" if note else pause
@@ -133,6 +133,14 @@ def _restart_row(story: Story, failure: Failure) -> tuple[str, str, str]:
     if allowed == 0:
         return "not restarted", "no restarts allowed (--max-restarts=0)", ""
     return "not restarted", f"no restarts left (--max-restarts={allowed})", ""
+
+
+def _started_again(workers: int | None) -> str:
+    if workers is None:
+        return ""
+    return (
+        "the one worker started again" if workers == 1 else f"all {workers} workers started again"
+    )
 
 
 def _step_row(story: Story, failure: Failure) -> tuple[str, str, str]:
