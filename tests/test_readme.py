@@ -75,7 +75,7 @@ def test_the_installed_project_has_the_command() -> None:
 
 @pytest.mark.timeout(200)
 def test_the_commands_of_one_node_do_what_they_say(copy: Path) -> None:
-    alone = [c for c in COMMANDS if c.startswith("regrow ") and "--nnodes" not in c]
+    alone = [c for c in COMMANDS if c.startswith("regrow ") and "token" not in c]
     outputs = {}
     for command in alone:
         ended = typed(command, copy)
@@ -89,29 +89,59 @@ def test_the_commands_of_one_node_do_what_they_say(copy: Path) -> None:
     assert [c.split()[1] for c in alone] == ["run", "run", "events", "events"]
 
 
+def made_small(command: str, port: int) -> str:
+    """A command for hosts with eight devices each, as it is typed on one with a processor."""
+    for written, ours in (("node0:29400", f"127.0.0.1:{port}"), ("per-node 8", "per-node 1")):
+        command = command.replace(written, ours)
+    return command
+
+
 @pytest.mark.timeout(200)
-def test_the_commands_of_two_nodes_make_one_job(copy: Path) -> None:
-    token = next(c for c in COMMANDS if c.startswith("export "))
-    nodes = [c for c in COMMANDS if "--nnodes" in c]
-    assert len(nodes) == 2
-    (copy / "job.token").write_text("a secret of this test, and of nobody else\n")
-
-    def here(command: str, port: int) -> str:
-        changes = (("node0", "127.0.0.1"), ("29500", str(port)), ("per-node 8", "per-node 1"))
-        for written, ours in changes:
-            assert written in command
-            command = command.replace(written, ours)
-        return f"{token}; {command}"
-
-    with PortReservation() as reserved, ThreadPoolExecutor(len(nodes)) as pool:
-        ended = list(pool.map(lambda command: typed(here(command, reserved.port), copy), nodes))
+def test_the_command_that_is_typed_on_every_host_makes_one_job(copy: Path) -> None:
+    token, command = (c for c in COMMANDS if "token" in c and not c.startswith("srun"))
+    assert "--nnodes 2 " in command
+    assert typed(token, copy) == Ended(0, "")
+    with PortReservation() as reserved, ThreadPoolExecutor(2) as pool:
+        here = made_small(command, reserved.port)
+        ended = list(pool.map(lambda _: typed(here, copy), range(2)))
     assert [e.code for e in ended] == [0, 0], ended
+    said = "".join(e.output for e in ended)
+    assert sorted(re.findall("hello from rank . of 2", said)) == [
+        "hello from rank 0 of 2",
+        "hello from rank 1 of 2",
+    ]
+
+
+# What `srun -N2` does, on one host that has the addresses of two.
+SRUN = """\
+#!/bin/bash
+[[ $1 == --ntasks-per-node=1 ]] && shift || exit 1
+export SLURM_JOB_ID=$JOB SLURM_STEP_ID=0 SLURM_STEP_NODELIST=127.0.0.[1-2]
+export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=2
+SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@"; second=$?
+wait $! && exit $second
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_command_for_slurm_needs_no_address(copy: Path) -> None:
+    (command,) = (c for c in COMMANDS if c.startswith("srun"))
+    (copy / "bin").mkdir()
+    srun = copy / "bin" / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    with PortReservation() as reserved:
+        job = reserved.port  # so that tests that run at the same time have ports of their own
+    line = f"regrow token ~/job.token; PATH=$PWD/bin:$PATH JOB={job} {made_small(command, 0)}"
+    ended = typed(line, copy)
+    assert ended.code == 0, ended.output
     for rank in (0, 1):
-        assert f"hello from rank {rank} of 2" in ended[rank].output
+        assert f"hello from rank {rank} of 2" in ended.output
+        assert f"2 nodes, node rank {rank}, endpoint 127.0.0.1:" in ended.output
 
 
 def test_every_command_is_run_by_one_of_these_tests() -> None:
-    covered = ("make demo", "make test", "pip install .", "regrow ", "export ")
+    covered = ("make demo", "make test", "pip install .", "regrow ", "srun ")
     assert [c for c in COMMANDS if not c.startswith(covered)] == []
 
 
