@@ -5,11 +5,9 @@ each way whatever the number of nodes: it applies the event (`_round`), and tell
 something has changed. Nobody asks twice. A node that follows the rounds has one question parked
 here, which is answered when there is news for it.
 
-**Whom to tell.** To compare the views of all nodes after every event would make N joins cost N
-squared. While a round forms, a join changes the standing of that node and of nobody else, so only
-the nodes that the effects name are looked at, and those whose place in the queue moved. When the
-round becomes complete, is over, is judged, or the job is closed, everyone is. How many nodes wait
-concerns only the members; it is gathered for a moment, so that a hundred arrivals are told once.
+**Whom to tell.** Only nodes that an event concerns are looked at (`_job`), so a join costs what it
+changes. How many nodes wait is gathered for a moment before the members are told, so that a hundred
+arrivals are told once.
 
 **Who is alive.** A node lives as long as the session that joined it. When the session is over,
 because its client said so or did not come back within its grace, the node is lost at once. One
@@ -30,13 +28,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable
-from itertools import islice
 from typing import Final
 
 import msgspec
 
 from regrow.rendezvous import _questions as questions
-from regrow.rendezvous._driver import View, answer, view
+from regrow.rendezvous._driver import answer, view
+from regrow.rendezvous._job import FORGET, Job, concerned, is_empty, subject
 from regrow.rendezvous._news import (
     Close,
     Effect,
@@ -45,11 +43,10 @@ from regrow.rendezvous._news import (
     LastCall,
     LastCallOver,
     Lost,
-    Placed,
     Refused,
 )
-from regrow.rendezvous._patience import Bounds, Patience, look
-from regrow.rendezvous._round import Round, holds, step
+from regrow.rendezvous._patience import look
+from regrow.rendezvous._round import holds, step
 from regrow.store import Answer
 
 JOBS: Final = 1024
@@ -58,68 +55,11 @@ LIVES: Final = 64
 """The most nodes of one session."""
 GATHER: Final = 0.1
 """Seconds for which news of waiting nodes is gathered."""
-FORGET: Final = 60.0
-"""Seconds after which a job without nodes is forgotten."""
 
 
 def create() -> RendezvousService:
     """Return the service for a server process."""
     return RendezvousService(lambda: os.urandom(6).hex())
-
-
-class _Job:
-    """One job."""
-
-    __slots__ = (
-        "beats",
-        "bounds",
-        "empty_at",
-        "followers",
-        "gather_at",
-        "life",
-        "lives",
-        "look_at",
-        "patience",
-        "run_id",
-        "settings",
-        "state",
-    )
-
-    def __init__(self, run_id: str, life: str, settings: questions.Settings, now: float) -> None:
-        self.run_id = run_id
-        self.life = life
-        self.set_up(settings)
-        self.patience = Patience()
-        self.beats: dict[str, int] = {}
-        """How often each node was heard."""
-        self.lives: dict[str, Hashable] = {}
-        """The session of each node."""
-        self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
-        """By node: session and id of the parked question, mark of what it has seen."""
-        self.look_at: float | None = None
-        """When to judge what is due; None while there is nothing to wait for."""
-        self.gather_at: float | None = None
-        """When to tell the members how many nodes wait."""
-        self.empty_at: float | None = now
-        """Since when it has had no node."""
-
-    def set_up(self, settings: questions.Settings) -> None:
-        """Begin with the settings of the first node."""
-        self.settings = settings
-        self.bounds = Bounds(settings.last_call, settings.keep_alive, settings.misses)
-        self.state = Round(settings.min_nodes, settings.max_nodes)
-
-    @property
-    def at(self) -> float | None:
-        """When something is to be done at the latest."""
-        forget_at = None if self.empty_at is None else self.empty_at + FORGET
-        times = [at for at in (self.look_at, self.gather_at, forget_at) if at is not None]
-        return min(times, default=None)
-
-    def knows(self, id: str) -> bool:
-        """Whether the node is somewhere in the state."""
-        state = self.state
-        return id in state.members or id in state.queue or id in state.awaited
 
 
 class _Client:
@@ -143,7 +83,7 @@ class RendezvousService:
 
     def __init__(self, new_life: Callable[[], str]) -> None:
         self._new_life = new_life
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._clients: dict[Hashable, _Client] = {}
         self._deadline: float | None = None
 
@@ -253,7 +193,7 @@ class RendezvousService:
         if settings.min_nodes > settings.max_nodes:
             raise ValueError(f"no job has {settings.min_nodes} to {settings.max_nodes} nodes")
         job = self._job(question.job, settings, now)
-        id = event.node.id if isinstance(event, Join) else _id(event)
+        id = subject(event)
         owner = job.lives.get(id, session)
         if owner != session and not isinstance(event, Close):
             why = "it was joined over another connection, which is not over yet"
@@ -263,26 +203,28 @@ class RendezvousService:
             if not job.state.version:  # nobody has joined yet, and only followers have come
                 job.set_up(settings)
             client = self._clients.setdefault(session, _Client())
-            _check(job, settings, len(client.lives))
+            _check(job, settings)
+            if id not in job.lives and len(client.lives) >= LIVES:
+                raise ValueError(f"one connection joins at most {LIVES} nodes")
         effects, out = self._apply(job, event, now, session)
         if id in job.beats:
             job.beats[id] += 1
-        said: View = answer(job.state, id, effects)
+        said = answer(job.state, id, effects)
         return questions.told(job.life, said), out
 
-    def _job(self, run_id: str, settings: questions.Settings, now: float) -> _Job:
+    def _job(self, run_id: str, settings: questions.Settings, now: float) -> Job:
         job = self._jobs.get(run_id)
         if job is None:
             if len(self._jobs) >= JOBS:
                 raise ValueError(f"{JOBS} jobs meet here already, and that is the most")
-            job = self._jobs[run_id] = _Job(run_id, self._new_life(), settings, now)
+            job = self._jobs[run_id] = Job(run_id, self._new_life(), settings, now)
             self._plan(job)
         return job
 
     # ------------------------------------------------------------------ the rules
 
     def _apply(
-        self, job: _Job, event: Event, now: float, session: Hashable = None
+        self, job: Job, event: Event, now: float, session: Hashable = None
     ) -> tuple[tuple[Effect, ...], list[Answer]]:
         before = job.state
         job.state, effects = step(before, event)
@@ -291,19 +233,20 @@ class RendezvousService:
         if any(isinstance(effect, LastCall) for effect in effects) or job.look_at is None:
             job.look_at = now
         if isinstance(event, Join):
-            self._bind(job, event.node.id, session)
+            self._bind(job, subject(event), session)
         elif isinstance(event, LastCallOver):
             for id in [id for id in job.lives if not job.knows(id)]:
                 self._unbind(job, id)
-        elif not job.knows(_id(event)):
-            self._unbind(job, _id(event))
-        job.empty_at = (job.empty_at or now) if _empty(job.state) else None
+        elif not job.knows(subject(event)):
+            self._unbind(job, subject(event))
+        job.empty_at = (job.empty_at or now) if is_empty(job.state) else None
         if job.state.waiting != before.waiting and job.gather_at is None:
             job.gather_at = now + GATHER
         self._plan(job)
-        return effects, self._wake(job, _concerned(before, event, job.state, effects))
+        whom = concerned(before, event, job.state, effects)
+        return effects, self._wake(job, list(job.followers) if whom is None else whom)
 
-    def _look(self, job: _Job, now: float) -> list[Answer]:
+    def _look(self, job: Job, now: float) -> list[Answer]:
         out: list[Answer] = []
         job.patience, due, job.look_at = look(job.patience, job.state, job.beats, job.bounds, now)
         for event in due:
@@ -312,7 +255,7 @@ class RendezvousService:
             job.look_at = now
         return out
 
-    def _wake(self, job: _Job, ids: Iterable[str]) -> list[Answer]:
+    def _wake(self, job: Job, ids: Iterable[str]) -> list[Answer]:
         """Answer those of the nodes that follow, if there is something new for them."""
         out: list[Answer] = []
         for id in ids:
@@ -328,18 +271,18 @@ class RendezvousService:
 
     # ---------------------------------------------------------------- book-keeping
 
-    def _plan(self, job: _Job) -> None:
+    def _plan(self, job: Job) -> None:
         at = job.at
         if at is not None:
             self._deadline = at if self._deadline is None else min(at, self._deadline)
 
-    def _bind(self, job: _Job, id: str, session: Hashable) -> None:
+    def _bind(self, job: Job, id: str, session: Hashable) -> None:
         if job.knows(id) and id not in job.lives:
             job.lives[id] = session
             job.beats[id] = 0
             self._clients[session].lives[job.run_id, id] = None
 
-    def _forget(self, job: _Job, now: float) -> None:
+    def _forget(self, job: Job, now: float) -> None:
         if job.followers:  # somebody may be about to join
             job.empty_at = now
             return
@@ -347,22 +290,18 @@ class RendezvousService:
             self._unbind(job, id)
         del self._jobs[job.run_id]
 
-    def _unbind(self, job: _Job, id: str) -> None:
+    def _unbind(self, job: Job, id: str) -> None:
         session = job.lives.pop(id, None)
         job.beats.pop(id, None)
         client = self._clients.get(session)
         if client is not None:
             client.lives.pop((job.run_id, id), None)
 
-    def _unfollow(self, job: _Job, id: str) -> None:
+    def _unfollow(self, job: Job, id: str) -> None:
         session = job.followers.pop(id)[0]
         client = self._clients.get(session)
         if client is not None:
             client.following.discard((job.run_id, id))
-
-
-def _id(event: Event) -> str:
-    return "" if isinstance(event, Join | LastCallOver) else event.id
 
 
 def _token(event: Event) -> int:
@@ -370,8 +309,8 @@ def _token(event: Event) -> int:
     return token
 
 
-def _check(job: _Job, settings: questions.Settings, lives: int) -> None:
-    """Refuse a node that means another job, or a client that joins too many."""
+def _check(job: Job, settings: questions.Settings) -> None:
+    """Refuse a node that means another job."""
     for what, theirs, ours in (
         ("nodes", _span(settings), _span(job.settings)),
         ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
@@ -382,34 +321,7 @@ def _check(job: _Job, settings: questions.Settings, lives: int) -> None:
                 f"the job {job.run_id!r} was set up by its first node with {what} {ours}, and "
                 f"this node says {theirs}; give the same on all nodes, or another id to another job"
             )
-    if lives >= LIVES:
-        raise ValueError(f"one connection joins at most {LIVES} nodes")
 
 
 def _span(settings: questions.Settings) -> str:
     return f"{settings.min_nodes}:{settings.max_nodes}"
-
-
-def _empty(state: Round) -> bool:
-    """Return whether nobody is left whose loss would matter."""
-    return not state.queue and not state.awaited and len(state.members) == len(state.gone)
-
-
-def _concerned(
-    before: Round, event: Event, after: Round, effects: Iterable[Effect]
-) -> Iterable[str]:
-    """Return the nodes whose view may have changed, but for how many nodes wait."""
-    own = event.node.id if isinstance(event, Join) else _id(event)
-    if _all_see(before) != _all_see(after):
-        return {*before.members, *after.members, *after.queue, *after.awaited, own}
-    placed = {effect.id for effect in effects if isinstance(effect, Placed)}
-    return placed | (_next(before) ^ _next(after)) | {own}
-
-
-def _all_see(state: Round) -> tuple[object, ...]:
-    return state.number, state.complete, state.ended, not state.unheard, state.closed
-
-
-def _next(state: Round) -> set[str]:
-    """Return the nodes in the queue that would have a seat in the next round."""
-    return set(islice(state.queue, state.waiting))

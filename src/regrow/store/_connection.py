@@ -417,9 +417,7 @@ class Connection:
             self._send(link, b"".join(call.data for call in self._pending.values()))
         self._hand_over()
 
-    def _first(
-        self, grace: float, deadline: float, timeout: float, refusal_is_final: bool
-    ) -> None:
+    def _first(self, grace: float, deadline: float, timeout: float, refusal_is_final: bool) -> None:
         pause = _FIRST_PAUSE
         failure: StoreError | None = None
         while True:

@@ -1,18 +1,8 @@
 """The store server as a process of its own, and the handle its starter holds.
 
-The server knows when the agent that started it ends, however that happens. It watches a
-pidfd of the agent, and a pipe whose other end the agent holds and which also carries the
-configuration: when the agent is gone, or closes the pipe, the server stops. (PDEATHSIG
-would not do: it fires when the *thread* that started the server ends.) It runs in a
-session of its own, so that Ctrl-C on the terminal reaches the agent alone, which ends it
-when its workers are gone.
-
-A server that lingers serves others as well as its starter, and a starter that was killed must
-not cost them their store. So it goes on while a session is open, and ends by itself soon after
-the last one has: not at once, since a client may be about to come back with a new session, and
-not before everybody had the time to connect that a server is normally given to start in. A
-starter that says goodbye knows that nobody is to come; then the end of the last session is the
-server's. From then on nobody reads what it writes, and it holds nobody's terminal open.
+The process (`_serving`) is told what to serve over a pipe whose other end the starter keeps, so
+that the server ends with the starter however that ends. It runs in a session of its own: Ctrl-C on
+the terminal reaches the starter alone, which ends the server when its workers are gone.
 
 The process imports the standard library first and only regrow and msgspec besides, so no
 file beside a user's script can take the place of a module.
@@ -32,19 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from regrow.store._errors import StoreConnectionError, StoreTimeout
 from regrow.store._limits import DEFAULT_LIMITS, Limits
+from regrow.store._serving import GOODBYE, STOP
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping
 
     from regrow.store._tls import Tls
 
-_BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._process import serve; serve()"
-
-_STOP, _GOODBYE = b"stop\n", b"bye\n"
-_CHANCE = 3.0  # seconds from the start of a server in which its first clients may come
-_QUIET = 1.0  # seconds without a session after which nobody will come back
+_BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._serving import serve; serve()"
 
 _RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE]
 
@@ -86,7 +72,7 @@ class ServerProcess:
             return
         leave = self._lingers and wait is not None
         with suppress(BrokenPipeError):  # it has ended already
-            os.write(self._lifeline, _GOODBYE if leave else _STOP)
+            os.write(self._lifeline, GOODBYE if leave else STOP)
         os.close(self._lifeline)
         ended = _ended(self._pidfd, timeout if wait is None else wait)
         if not ended and not leave:
@@ -250,148 +236,3 @@ def _reap(pid: int) -> None:
     except ChildProcessError:
         # Somebody in this process waits for every child and was faster.
         return
-
-
-# ------------------------------------------------------------- in the server process
-
-
-def serve() -> None:
-    """Run a server as told on standard input, until it is not needed any more."""
-    import asyncio
-
-    with open(0, "rb", buffering=0, closefd=False) as config_file:
-        config = json.loads(_read_line(config_file.fileno()))
-    asyncio.run(_serve(config))
-
-
-def _read_line(fd: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        chunk = os.read(fd, 65536)
-        if not chunk:
-            sys.exit("regrow.store: the server's parent ended before it had told what to serve")
-        line += chunk
-    return line
-
-
-async def _serve(config: dict[str, Any]) -> None:
-    import asyncio
-    import gc
-
-    from regrow.store._server import StoreServer
-    from regrow.store._service import load
-
-    end = _End(asyncio.get_running_loop(), config["linger"])
-    try:
-        parent = os.pidfd_open(config["parent"])
-    except ProcessLookupError:
-        return
-    end.watch(parent)
-    if os.getppid() != config["parent"]:
-        return
-    _allow_many_files()
-    os.umask(0o077)
-    tls = None
-    if config["tls"] is not None:
-        from regrow.store._tls import Tls
-
-        tls = Tls(**config["tls"])
-    report: dict[str, str | int | None] = {}
-    try:
-        server = StoreServer(
-            bytes.fromhex(config["token"]),
-            Limits(**config["limits"]),
-            tls,
-            services={name: load(where) for name, where in config["services"].items()},
-            on_sessions=end.look,
-        )
-        if config["path"] is not None:
-            where = config["path"]
-            report["endpoint"] = await server.listen_unix(where)
-        else:
-            where = f"{config['host']}:{config['port']}"
-            report["endpoint"] = await server.listen(config["host"], config["port"])
-    except OSError as error:
-        report["error"] = f"cannot listen on {where}: {error.strerror or error}"
-        report["errno"] = error.errno
-    except ValueError as error:
-        report["error"] = str(error)
-    os.write(1, json.dumps(report).encode() + b"\n")
-    os.dup2(2, 1)
-    if "error" in report:
-        return
-    # What was made until now lives as long as the process: keep the collector off it.
-    gc.freeze()
-    await end.come()
-    await server.close()
-
-
-class _End:
-    """Decides when the server ends.
-
-    Args:
-        loop: the server's.
-        lingers: whether the starter's end is not the server's.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, lingers: bool) -> None:
-        self._loop = loop
-        self._lingers = lingers
-        self._sessions = 0
-        self._not_before = loop.time() + _CHANCE
-        """When the last session has ended for certain; on the loop's clock."""
-        self._alone = False
-        """The starter is gone, or has said goodbye."""
-        self._quiet = _QUIET
-        self._timer: asyncio.TimerHandle | None = None
-        self._now: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(0, self._heard)
-
-    async def come(self) -> None:
-        """Wait for it."""
-        await self._now
-
-    def watch(self, parent: int) -> None:
-        """Take a pidfd of the starter."""
-        self._loop.add_reader(parent, self._orphaned, parent)
-
-    def look(self, sessions: int) -> None:
-        """Take in how many sessions there are now."""
-        self._sessions = sessions
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._alone and sessions == 0:
-            at = max(self._not_before, self._loop.time() + self._quiet)
-            self._timer = self._loop.call_at(at, self._end)
-
-    def _heard(self) -> None:
-        said = os.read(0, 64)
-        if said.startswith(_GOODBYE):
-            self._quiet, self._not_before = 0.0, 0.0
-        elif said:
-            self._end()
-        self._orphaned(0)
-
-    def _orphaned(self, watched: int) -> None:
-        self._loop.remove_reader(watched)
-        if not self._lingers:
-            self._end()
-        elif not self._alone:
-            self._alone = True
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, 1)
-            os.dup2(nowhere, 2)
-            os.close(nowhere)
-            self.look(self._sessions)
-
-    def _end(self) -> None:
-        if not self._now.done():
-            self._now.set_result(None)
-
-
-def _allow_many_files() -> None:
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
