@@ -302,8 +302,11 @@ def test_nobody_is_let_in_who_has_gone_again() -> None:
 
 
 def test_only_the_first_node_counts_the_time_for_which_others_wait() -> None:
-    member = replace(MEMBER, leads=False)
-    assert decide(member, words.Waiting(2, 1, full=True, now=200.0)) == (member, ())
+    member = replace(MEMBER, leads=False, quick_ends=4)
+    member, actions = decide(member, words.Waiting(2, 1, full=True, now=101.0))
+    assert actions == ()
+    _, actions = decide(member, words.RoundOver(2, "1 node waits to join", 102.0))
+    assert actions == (words.Restart("1 node waits to join"),)
 
 
 def test_nodes_that_wait_for_a_round_that_is_being_formed_are_let_in_after_it() -> None:

@@ -92,6 +92,7 @@ class AttemptSteps(AgentRecords):
         worker_group.master_port = spec.master_port or getattr(bootstrap, "master_port", None)
         self._emit(
             "regrow.rendezvous.completed",
+            attempt=self._next_attempt(),
             group_rank=group_rank,
             group_world_size=group_world_size,
             world_size=assigned[0].world_size,
@@ -132,8 +133,7 @@ class AttemptSteps(AgentRecords):
             self._rendezvous(worker_group)
         with self._starting:  # to the last event, which is told before any of the attempt's end
             self._stay()
-            # The same on every node that counts by the rounds, also on one that joined late.
-            self._attempt = self._round - 1 if self._numbered else self._attempt + 1
+            self._attempt = self._next_attempt()
             self._begin_records()
             worker_ids = self._start_workers(worker_group)
             for local_rank, worker_id in worker_ids.items():
@@ -142,6 +142,13 @@ class AttemptSteps(AgentRecords):
                 self._record(self._construct_event("START", EventSource.WORKER, worker))
             worker_group.state = WorkerState.HEALTHY
             self._emit_attempt_started()
+
+    def _next_attempt(self) -> int:
+        """The number of the attempt in the latest round.
+
+        It is the same on every node that counts by the rounds, also on one that joined late.
+        """
+        return self._round - 1 if self._numbered else self._attempt + 1
 
     def _in_vain(self) -> bool:
         """Whether the round is over, or this agent's part in it, before workers were started."""

@@ -222,6 +222,9 @@ def _round_over(state: State, event: RoundOver) -> Decision:
     if not concerns_us or state.closed or state.phase not in (Phase.RUNNING, Phase.BARRIER):
         return state, ()
     state = replace(state, succeeded=state.phase is Phase.BARRIER)
+    if state.gathered:  # they are let in, and who decided that has waited long enough
+        state = replace(state, phase=Phase.FORMING, quick_ends=_quick(state, event.now))
+        return state, (Restart(event.reason),)
     return _again(state, event.reason, event.now)
 
 
@@ -255,7 +258,7 @@ def _gather(state: State, event: Waiting) -> Decision:
     if event.waiting == 0:
         return replace(state, gathered=0, gather_until=None), ()
     if not state.leads or state.closed:
-        return state, ()
+        return replace(state, gathered=event.waiting), ()
     grew, now = event.waiting > state.gathered, event.now
     state = replace(
         state,

@@ -78,6 +78,7 @@ def _outcome(story: Story) -> str:
     after = f" after {passed}" if passed else ""
     restarts = f" with {_count(story.restarts, 'restart')}" if story.restarts else ""
     reason = f": {_clean(story.reason)}" if story.reason else ""
+    code = f" (exit code {story.exit_code})" if story.exit_code else ""
     if story.state is None:
         known = f", {passed} after its start" if passed else ""
         return (
@@ -87,8 +88,7 @@ def _outcome(story: Story) -> str:
     if story.state == "SIGNALED":
         return f"was stopped by {_clean(story.signal or 'a signal')}{after}{restarts}"
     if story.state == "ERROR":
-        return f"ended with an ERROR{after}{restarts}{reason}"
-    code = f" (exit code {story.exit_code})" if story.exit_code else ""
+        return f"ended with an ERROR{code}{after}{restarts}{reason}"
     if story.state == "SUCCEEDED" or story.failures:
         reason = ""  # said below, or nothing to say
     return f"{_clean(story.state)}{code}{after}{restarts}{reason}"
