@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -208,6 +210,15 @@ def etcd(size: int = 1, certificate: Certificate | None = None) -> Iterator[Etcd
                 if not in_use or not attempts_left:
                     raise
         yield cluster
+
+
+@cache
+def shared_etcd() -> str:
+    """The endpoint of a server that lasts as long as this process; use a prefix of your own."""
+    servers = ExitStack()
+    endpoint = servers.enter_context(etcd()).endpoint
+    atexit.register(servers.close)
+    return endpoint
 
 
 def free_ports() -> tuple[int, int, int]:

@@ -289,7 +289,7 @@ def test_a_node_that_is_silent_has_ended_for_all_and_wakes_them(make: Make) -> N
         other.wait_state(0, deadline - time.monotonic())
         assert time.monotonic() < deadline
     assert list(other.ended(["silent", "beating"])) == ["silent"]
-    assert "lease ran out" in other.ended(["silent"])["silent"]
+    assert "its lease in etcd ran out" in other.ended(["silent"])["silent"]
     assert list(other.beats(["silent", "beating"])) == ["beating"]
     stop.set()
     going_on.result()

@@ -78,13 +78,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             return self._job.client.http.local_address()
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the document and its token; None when there is none yet.
-
-        What it returns is as new as any change that was made before the call; or, in a thread that
-        returns from `wait_state`, as new as what ended that wait.
-        """
-        if (heard := self._feed.heard()) is not None:
-            return heard.value or b"", heard.revision
+        """See base class; what it returns is as new as any change that was made before the call."""
         known = self._feed.document()
         after = known.revision if known is not None else 0
         with _errors("to read the state"):
@@ -102,7 +96,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         """See base class; a change takes effect once, or not at all."""
-        revision = token if isinstance(token, int) else 0
+        revision = 0 if token is None else _revision(token)
         with _errors(f"to write a state of {len(state)} bytes"):
             outcome = self._job.write(
                 [unchanged(self._state, revision)],
@@ -115,10 +109,15 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             return pair.value or b"", pair.revision, mine
         return (state, outcome.revision, True) if outcome.succeeded else None
 
+    def heard_state(self) -> tuple[bytes, Token] | None:
+        """See base class. With N nodes that join, this is what saves N x N reads."""
+        heard = self._feed.document(current=True)
+        return self.get_state() if heard is None else (heard.value or b"", heard.revision)
+
     def wait_state(self, token: Token, timeout: float) -> None:
         """See base class."""
         with _errors("to watch the state"):
-            self._feed.wait(token if isinstance(token, int) else 0, timeout)
+            self._feed.wait(0 if token is None else _revision(token), timeout)
 
     def beat(self, id: str, count: int, lease: float) -> None:
         """See base class; what is kept is dropped after `lease` and the time to kill."""
@@ -158,7 +157,8 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
         """Return which nodes have not been heard of for so long that nothing of theirs may run."""
         with _errors("to hear of the nodes"):
             _, ended = self._feed.lives(self._job.timeout)
-        return {id: "etcd did not hear of it, and its lease ran out" for id in ids if id in ended}
+        why = "nothing was heard of it until its lease in etcd ran out"
+        return {id: why for id in ids if id in ended}
 
     def forget(self, id: str) -> None:
         """See base class."""
@@ -193,6 +193,11 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             self._feed.interrupt()
             self._job.client.http.close()
             self._feed.close()
+
+
+def _revision(token: Token) -> int:
+    """Return the revision that a token names; -1, which is never, where it is none of ours."""
+    return token if type(token) is int and token > 0 else -1
 
 
 @contextmanager

@@ -44,7 +44,8 @@ class EtcdFeed:
         self._document: Pair | None = None
         self._alive: set[str] = set()
         self._ended: set[str] = set()
-        self._changes = 0
+        self._heard = False
+        self._ends = 0
         self._heeded = threading.local()
         self._broken: Exception | None = None
         self._interrupted = False
@@ -56,33 +57,20 @@ class EtcdFeed:
     def wait(self, revision: int, timeout: float) -> None:
         """Block until the document is of another revision, a node has ended, or time is up.
 
-        It may return for something that the caller has seen already. The document as it is then is
-        kept for the thread, to be asked for once by `heard`: it need not be read for those who
-        have just been sent it. With N nodes that join, this is what saves N x N reads.
+        It may return for something that the caller has seen already.
 
         Raises:
             EtcdError: time is up, and for want of a member nothing could have been heard.
         """
         self._start()
-        self._wait(revision, timeout)
-        with self._news:
-            self._heeded.document = self._document if self._broken is None else None
-
-    def heard(self) -> Pair | None:
-        """Return the document that this thread's last `wait` has ended with; None: read it."""
-        document: Pair | None = getattr(self._heeded, "document", None)
-        self._heeded.document = None
-        return document
-
-    def _wait(self, revision: int, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         with self._news:
             while not self._interrupted:
-                # Each thread is woken by each change, also by one that came before this wait.
-                if getattr(self._heeded, "changes", 0) != self._changes:
-                    self._heeded.changes = self._changes
+                # Each thread is woken by each end, also by one that came before this wait.
+                if getattr(self._heeded, "ends", 0) != self._ends:
+                    self._heeded.ends = self._ends
                     return
-                if self._changes and self._token() != revision:
+                if self._heard and self._token() != revision:
                     return
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -100,16 +88,21 @@ class EtcdFeed:
         self._start()
         deadline = time.monotonic() + timeout
         with self._news:
-            while self._broken is not None and not self._changes and not self._interrupted:
+            while not self._heard and not self._interrupted:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise self._broken
+                    raise self._broken or EtcdError(f"etcd has told nothing for {timeout:g} s")
                 self._news.wait(min(left, threading.TIMEOUT_MAX))
             return frozenset(self._alive), frozenset(self._ended)
 
-    def document(self) -> Pair | None:
-        """Return the document as it was last heard of, which may be an older one; None: never."""
-        return self._document
+    def document(self, current: bool = False) -> Pair | None:
+        """Return the document as it was last heard of, which may be an older one; None: never.
+
+        Args:
+            current: only while the watch goes on, so that it is the latest that there is to hear.
+        """
+        with self._news:
+            return None if current and self._broken is not None else self._document
 
     def interrupt(self) -> None:
         """Wake every `wait`, now and later."""
@@ -166,10 +159,12 @@ class EtcdFeed:
         alive = {pair.key.removeprefix(self._nodes) for pair in nodes}
         with self._news:
             self._document = document[0] if document else None
+            self._ends += len(self._alive - alive)
             self._ended = (self._ended | self._alive) - alive
             self._alive = alive
             self._revision = outcome.revision
-            self._tell()
+            self._heard = True
+            self._news.notify_all()
 
     def _follow(self) -> None:
         """Take in what changes, until the watch breaks."""
@@ -190,7 +185,7 @@ class EtcdFeed:
                 for pair in seen.pairs:
                     self._take(pair)
                 self._revision = seen.revision
-                self._tell()
+                self._news.notify_all()
 
     def _take(self, pair: Pair) -> None:
         if pair.key == self._state:
@@ -200,13 +195,10 @@ class EtcdFeed:
         if pair.value is None:
             self._alive.discard(id)
             self._ended.add(id)
+            self._ends += 1
         else:
             self._alive.add(id)
             self._ended.discard(id)
-
-    def _tell(self) -> None:
-        self._changes += 1
-        self._news.notify_all()
 
     def _break(self, error: Exception) -> None:
         with self._news:
