@@ -268,8 +268,8 @@ class NodesDriver:
         beats = {id: new.beats[id] for id in new.beats if id in watched(new.state)}
         return Envelope(new.life or os.urandom(8).hex(), new.state, beats)
 
-    def _read(self) -> None:
-        got = self._call(self._backend.get_state)
+    def _read(self, state: Callable[[], tuple[bytes, Token] | None] | None = None) -> None:
+        got = self._call(state or self._backend.get_state)
         if got is not None:
             self._take(*got)
         elif self._envelope.life:
@@ -335,7 +335,7 @@ class NodesDriver:
                 self._sleep(min(left, pause))
             self._watched.wait_state(token, max(left - (self._clock() - began), 0.0))
             at_once = self._clock() - began < _FIRST_PAUSE + pause
-            self._read()
+            self._read(self._watched.heard_state)
             for_nothing = at_once and self._token == token
             return min(pause * 1.25, _PAUSE_TO_FORM) if for_nothing else _FIRST_PAUSE
         with self._changed:
