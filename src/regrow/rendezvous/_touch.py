@@ -133,9 +133,14 @@ class Touch:
             self._hear(seated.id, view)
 
     def unseat(self) -> None:
-        """The node gives its seat up by itself: its agent need not be told about it any more."""
+        """The node gives its seat up: its agent need not be told about that round any more.
+
+        Except how its end is judged, where the node was told of the end: it may have been told that
+        the workers of another node failed, and the cause may turn out to be a third that was lost.
+        """
         with self.changed:
-            self._told = Told()
+            if self._told.ended is None:
+                self._told = Told()
         self._driver.end_round_store()
 
     def stop(self, *, wait: bool = True) -> None:
