@@ -194,8 +194,8 @@ class Company(AttemptSteps):
         from regrow.agent._report import encode
         from regrow.workers import ProcessFailure
 
-        rank, failure = failed or (None, ProcessFailure(-1, 0, 1, ""))
-        return encode(rank, failure, socket.gethostname())
+        rank, failure = failed or (NO_RANK, ProcessFailure(NO_RANK, 0, 1, ""))
+        return encode(rank if rank != NO_RANK else None, failure, socket.gethostname())
 
     def _verdict(self, judged: Judged | None) -> words.Verdict:
         """What a judgement means to the loop; keeps the count of failures."""
@@ -215,11 +215,7 @@ class Company(AttemptSteps):
 
     def _fail_for_all(self) -> None:
         """Close the rendezvous, as this node's workers have failed for good."""
-        if not self._told:  # who has a seat in a round hears of nothing before that is over
-            self._announce("its workers have failed for good")
-        self._failed_with = self._report_of(self._first_failure())
-        handler: Any = self._worker_group.spec.rdzv_handler
-        handler.fail(self._failed_with)
+        self._close_with(self._report_of(self._first_failure()), "its workers have failed for good")
 
     def _fail_by_error(self, error: BaseException) -> None:
         """Close the rendezvous, as this agent cannot go on; the error is on its way up."""
@@ -228,15 +224,21 @@ class Company(AttemptSteps):
 
         if not self._shared or isinstance(error, RendezvousError):
             return
-        failure = ProcessFailure(-1, 0, 1, "")
+        failure = ProcessFailure(NO_RANK, 0, 1, "")
         failure.message = {"message": f"the agent failed: {type(error).__name__}: {error}"}
-        self._failed_with = self._report_of((NO_RANK, failure))
+        self._close_with(self._report_of((NO_RANK, failure)), "its agent has failed")
+
+    def _close_with(self, report: str, why: str) -> None:
+        from regrow.rendezvous import RendezvousError
+
         handler: Any = self._worker_group.spec.rdzv_handler
+        self._failed_with = report
         try:
-            self._announce("its agent has failed")
-            handler.fail(self._failed_with)
-        except RendezvousError as trouble:
-            logger.warning("the other nodes could not be told of %r: %s", error, trouble)
+            if not self._told:  # who has a seat in a round hears of nothing before that is over
+                self._announce(why)
+            handler.fail(report)
+        except RendezvousError as error:
+            logger.warning("the other nodes could not be told that this job has failed: %s", error)
 
     def _announce(self, why: str) -> None:
         """Tell all that this node is about to stop its workers."""
@@ -250,6 +252,15 @@ class Company(AttemptSteps):
             leave(why)
 
     # --- the end
+
+    def _stop_for_good(self, tell: bool) -> None:
+        """Stop the workers of a job that has failed."""
+        if tell:
+            self._fail_for_all()
+        self._call_stop_workers(self._worker_group)
+        if not self._last_result.failures and (first := self._first_failure()) is not None:
+            # They had begun to fail when it was learnt that the job is over.
+            self._last_result = RunResult(WorkerState.FAILED, failures=dict([first]))
 
     def _conclude(self, final: WorkerState) -> RunResult:
         """The result of the run; where the job has failed on another node, with that failure."""

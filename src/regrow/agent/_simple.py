@@ -127,7 +127,8 @@ class SimpleElasticAgent(Company, ElasticAgent):
             SignalException: a signal ended the job; the workers have been stopped with it.
         """
         start = monotonic()
-        self._leaving = False
+        self._leaving = self._hopeless = False
+        self._failed_with, self._job_failure = "", None
         names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
         with signals_into(self._inbox, names):
             self._operations = Operations(self._inbox)
@@ -316,11 +317,6 @@ class SimpleElasticAgent(Company, ElasticAgent):
         if announce:
             self._announce(reason)
         self._stop_attempt(self._worker_group)
-
-    def _stop_for_good(self, tell: bool) -> None:
-        if tell:
-            self._fail_for_all()
-        self._call_stop_workers(self._worker_group)
 
     # --- the end
 
