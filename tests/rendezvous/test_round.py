@@ -542,6 +542,13 @@ def test_a_closed_round_that_cannot_go_on_ends_for_the_others(event: Event) -> N
     assert judged(state, 1) is None or isinstance(event, Leaving)
 
 
+def test_when_the_job_has_failed_for_good_no_round_goes_on() -> None:
+    state, effects = run(complete("a", "b", high=4), *joins("c"), Close("z", "it failed", "boom"))
+    assert effects[0] == RoundEnded(1, "z", "it failed", "boom")
+    assert {standing(state, id) for id in "abc"} == {RoundClosed("z", "it failed", "boom")}
+    assert state.last_call == 0
+
+
 def test_closing_is_final_and_the_first_reason_counts() -> None:
     state, _ = run(complete("a", "b"), Close("a", "done"))
     assert run(state, Close("b", "failed")) == (state, [])

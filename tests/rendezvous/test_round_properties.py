@@ -108,7 +108,7 @@ class Rounds(RuleBasedStateMachine):
                     assert effect == before.ended
                 case RoundEnded(round, by):
                     assert (round, round + 1) == (before.number, after.number)
-                    assert by in before.members
+                    assert by in before.members or after.closed
                     for id in before.members:
                         self.told[id] = effect
                 case Judged(round, charged, failures, cause):
@@ -191,10 +191,12 @@ class Rounds(RuleBasedStateMachine):
             assert self.state is before
 
     @precondition(lambda self: self.state.version > 3)
-    @rule(id=st.sampled_from(LIVES))
-    def close(self, id: str) -> None:
-        self.post(Close(id))
+    @rule(id=st.sampled_from(LIVES), report=st.sampled_from(["", "boom"]))
+    def close(self, id: str, report: str) -> None:
+        before = self.state
+        self.post(Close(id, "over", report))
         assert self.state.closed
+        assert not (self.state.complete and report) or before.closed
 
     @precondition(lambda self: self.events)
     @rule(data=st.data())

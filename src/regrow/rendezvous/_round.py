@@ -33,11 +33,11 @@ free seats in the running round are *waiting*, and the members are told, so that
 by starting the next round. The rest *stand by*: they cost the job nothing, and move up when a seat
 is free. Which is which follows from the numbers, so it is not written down anywhere.
 
-The last call ends early when nobody is left to wait for: every member of the round before is back,
-has left or is lost. A member that is there but does not come back within the last call is *evicted*:
-its lease is not renewed any more (`holds`), which kills its workers, and the others wait once more,
-for as long as a lease lasts, before they take its seat. So no two rounds ever have workers. If it
-comes back by then, it is welcome: whoever joins has stopped its workers.
+The last call ends early when nobody is left to wait for: every member of the round before is
+back, has left or is lost. A member that is there but does not come back within the last call is
+*evicted*: its lease is not renewed any more (`holds`), which kills its workers, and the others wait
+once more, for as long as a lease lasts, before they take its seat. So no two rounds ever have
+workers. If it comes back by then, it is welcome: whoever joins has stopped its workers.
 
 Why a failure is judged: when a host is lost, the workers of the others fail as well, in the
 collective that the lost ones no longer take part in, and such a failure may be reported first. So
@@ -49,7 +49,7 @@ has one budget of restarts.
 
 Closing is final. A complete round that is closed goes on until its members have left, and these
 leave in peace; but one that fails, is leaving or is lost ends it for the others all the same, since
-they may be waiting for it.
+they may be waiting for it. If the job is closed because it has failed, nobody goes on.
 """
 
 from __future__ import annotations
@@ -138,9 +138,8 @@ def _join(state: Round, event: Join) -> Step:
         assert state.ended is not None
         return state, (state.ended,)
     if id in state.ranks and token == state.number:
-        over, told = _end(state, id, event.why)
-        after, effects = _admit(over, event.node)
-        return after, (*told, *effects)
+        after, effects = _admit(_end(state, id, event.why), event.node)
+        return after, (RoundEnded(token, id, event.why), *effects)
     news = standing(state, id)  # it has not heard yet, or repeats itself
     return (state, (news,)) if news else _admit(state, event.node)
 
@@ -176,7 +175,7 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
     if not seated(state, id, token):
         return state, (state.closed or _stale(state, id, token),)
     if token == state.number:
-        over, told = _end(state, id, "its workers failed", report)
+        over, told = _go_on(_end(state, id, "its workers failed", report))
         return _judge(replace(over, unheard=over.awaited - {id}), told)
     after, told = _hear(state, id)
     news = after.closed or judged(after, token)
@@ -215,7 +214,9 @@ def _forgive(state: Round, id: str, why: str) -> Step:
 def _leaving(state: Round, id: str, token: int, why: str) -> Step:
     if not seated(state, id, token):
         return state, ()
-    return _end(state, id, why) if token == state.number else _forgive(state, id, why)
+    if token == state.number:
+        return _go_on(_end(state, id, why))
+    return _forgive(state, id, why)
 
 
 def _leave(state: Round, event: Leave) -> Step:
@@ -235,7 +236,8 @@ def _remove(state: Round, id: str, why: str) -> Step:
     if not _known(state, id) or id in state.gone:
         return state, ()
     if state.complete and id in state.members:
-        return _end(state, id, why, stays=False)
+        over = _end(state, id, why)
+        return _go_on(replace(over, awaited=over.awaited - {id}))
     before = state.waiting
     state, told = _forgive(state, id, why)
     state = replace(
@@ -252,10 +254,9 @@ def _remove(state: Round, id: str, why: str) -> Step:
     return after, (*told, *effects)
 
 
-def _end(state: Round, id: str, why: str, report: str = "", stays: bool = True) -> Step:
-    """End the complete round by the doing of one member; `stays`: it keeps its seat."""
-    ended = RoundEnded(state.number, id, why, report)
-    over = replace(
+def _end(state: Round, id: str, why: str, report: str = "") -> Round:
+    """End the complete round by the doing of one node; nobody is in the next one yet."""
+    return replace(
         state,
         number=state.number + 1,
         version=state.version + 1,
@@ -263,13 +264,18 @@ def _end(state: Round, id: str, why: str, report: str = "", stays: bool = True) 
         ranks={},
         digest="",
         previous=state.ranks,
-        awaited=frozenset(state.members) - state.gone - (frozenset() if stays else {id}),
-        ended=ended,
+        awaited=frozenset(state.members) - state.gone,
+        ended=RoundEnded(state.number, id, why, report),
         charged=False,
         gone=frozenset(),
     )
+
+
+def _go_on(over: Round) -> Step:
+    """Begin the next round after one that has just ended, and tell its members."""
+    assert over.ended is not None
     after, effects = _settle(over)
-    return after, (ended, *effects)
+    return after, (over.ended, *effects)
 
 
 def _last_call_over(state: Round) -> Step:
@@ -326,6 +332,10 @@ def _seat(state: Round, id: str) -> Seated:
 def _close(state: Round, id: str, why: str, report: str) -> Step:
     if state.closed:
         return state, ()
+    told: tuple[Effect, ...] = ()
+    if report and state.complete:  # nobody shall work on what has failed for good
+        state = _end(state, id, why, report)
+        told = (RoundEnded(state.number - 1, id, why, report),)
     closed = RoundClosed(id, why, report)
     over = replace(state, closed=closed, last_call=0, evicting=False, version=state.version + 1)
-    return over, (closed,)
+    return over, (*told, closed)

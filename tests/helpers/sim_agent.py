@@ -1,0 +1,518 @@
+"""One simulated host: its agent, the guardian of its workers, and the workers.
+
+The agent decides what it hears with the functions that the real handler decides with (`_waiting`,
+`_driver`), and it has the same three threads: one beats and renews the lease, one follows the
+rounds, one starts and stops workers and asks for seats. How it reaches the rounds is the driver's
+business.
+
+The guardian is a program of its own. It goes on when the agent is paused, and kills the workers
+when the lease is over by its clock; a host that is frozen as a whole is the exception, there the
+lease is looked at when it thaws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from regrow.rendezvous._driver import View
+from regrow.rendezvous._news import (
+    Close,
+    Event,
+    Failed,
+    Heard,
+    Join,
+    Judged,
+    Leave,
+    Leaving,
+    Node,
+    NodesWaiting,
+    Refused,
+    RoundClosed,
+    RoundEnded,
+    Seated,
+)
+from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._waiting import Reborn, TimedOut, Told, Waiting, judge, tidings
+from sim_history import History
+from sim_kernel import Machine, Program, Simulation, Thread, Waits
+
+
+class Profile(NamedTuple):
+    """What kind of job and surroundings a seed is about."""
+
+    hosts: int
+    low: int
+    high: int
+    bounds: Bounds
+    max_restarts: int
+    delay: float
+    """Mean seconds that a message takes."""
+    grace: float
+    """Most seconds that workers take to stop."""
+    beats_apart: bool
+    """Whether the backend keeps beats beside the document."""
+    watched: bool
+    """Whether the backend wakes those who wait for a change."""
+
+
+class Unreachable(Exception):
+    """The place where the rounds are could not be reached in time."""
+
+
+class JobLost(Exception):
+    """The place where the rounds are knows nothing of this job."""
+
+
+class SimDriver(Protocol):
+    """How an agent reaches the rounds; the methods return what a thread waits for."""
+
+    def submit(self, event: Event, timeout: float) -> Thread: ...
+
+    def follow(self, id: str, seen: View | None) -> Thread: ...
+
+    def beat(self, id: str, token: int, timeout: float) -> Thread: ...
+
+    def peek(self, id: str) -> View: ...
+
+    @property
+    def epoch(self) -> int:
+        """Which life of the job it is in."""
+        ...
+
+    def end(self) -> None: ...
+
+
+class Job:
+    """All hosts of a job, and what they share."""
+
+    def __init__(self, sim: Simulation, profile: Profile, history: History) -> None:
+        self.sim, self.profile, self.history = sim, profile, history
+        self.hosts: list[Host] = []
+        self.faults = True
+        self.connect: Callable[[Agent], SimDriver]
+
+    def delay(self) -> float:
+        """Seconds that a message takes."""
+        random = self.sim.random
+        if random.random() < 0.02:
+            return random.uniform(0, 0.5)
+        return random.expovariate(1 / self.profile.delay)
+
+    def workers_ended(self, host: Host, round: int) -> None:
+        """The workers of one host are gone: those of the others fail in their next collective."""
+        random = self.sim.random
+        for other in self.hosts:
+            group = other.guardian
+            if other is not host and group.round == round and random.random() < 0.7:
+                run = group.runs
+                self.sim.after(random.uniform(0, 3), lambda g=group, r=run: g.fail(r))  # type: ignore[misc]
+
+
+class Guardian:
+    """Keeps one host's workers, and kills them when the lease is over or the agent is gone."""
+
+    def __init__(self, host: Host) -> None:
+        self.host, self.job, self.sim = host, host.job, host.job.sim
+        self.round = 0
+        """Of the workers that run; 0: none run."""
+        self.runs = 0
+        """Counts the starts of workers."""
+        self.lease = 0.0
+        """Until when they may run, by the machine's clock."""
+        self.agent: Agent | None = None
+        self._stopping = False
+
+    def start(self, agent: Agent, round: int, lease: float) -> None:
+        self.agent, self.round, self.lease = agent, round, lease
+        self.runs += 1
+        self._stopping = False
+        self.job.history.started(self.host, agent.id, agent.driver.epoch, round, lease)
+        self._watch(self.runs)
+        random, run = self.sim.random, self.runs
+        if self.job.faults and random.random() < 0.3:
+            self.sim.after(random.uniform(0, 20), lambda: self.fail(run))
+
+    def renew(self, lease: float) -> None:
+        self.lease = max(self.lease, lease)
+
+    def _watch(self, run: int) -> None:
+        """Look at the lease when it is over as it is now."""
+        left = self.lease - self.host.clock
+        if left > 0:
+            self.host.after(left, lambda: self.when_thawed(lambda: self._watch_on(run)))
+        else:
+            self.kill(run, within=0.5)
+
+    def _watch_on(self, run: int) -> None:
+        if run == self.runs and self.round:
+            self._watch(run)
+
+    def when_thawed(self, do: Callable[[], None]) -> None:
+        until = self.host.frozen_until
+        if self.sim.now < until:
+            self.sim.after(until - self.sim.now, lambda: self.when_thawed(do))
+        else:
+            do()
+
+    def kill(self, run: int, within: float) -> None:
+        """Have no workers left after that many seconds at most."""
+        seconds = self.sim.random.uniform(0.001, within)
+        self.sim.after(seconds, lambda: self.when_thawed(lambda: self._ended(run)))
+
+    def stop(self, within: float) -> None:
+        """Ask the workers to end."""
+        if not self._stopping:
+            self._stopping = True
+            self.kill(self.runs, within)
+
+    def fail(self, run: int) -> None:
+        """The workers fail by themselves."""
+        if run == self.runs and self.round:
+            self.when_thawed(lambda: self._ended(run))
+
+    def vanish(self) -> None:
+        """The host has lost its power, and its workers are gone."""
+        self.agent = None
+        self._ended(self.runs)
+
+    def _ended(self, run: int) -> None:
+        if run != self.runs or not self.round:
+            return
+        round, self.round = self.round, 0
+        self.job.history.ended(self.host, self.lease)
+        self.job.workers_ended(self.host, round)
+        if self.agent is not None:
+            self.agent.when_awake(self.agent.notify)
+
+
+class Host(Machine):
+    """A machine with an agent, most of the time."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        super().__init__(job.sim, f"host{number}")
+        self.job = job
+        self.lives = 0
+        self.guardian = Guardian(self)
+        self.agent: Agent | None = None
+        self.off = False
+        """Without power."""
+        self.reset_until = 0.0
+        """Until when it may need to connect anew."""
+
+    def start(self) -> None:
+        """Start an agent, once nothing of the one before is left."""
+        if self.guardian.round or self.off or self.sim.now < self.frozen_until:
+            self.sim.after(0.5, self.start)
+        elif self.agent is None or not self.agent.alive:
+            self.agent = Agent(self)
+
+    def kill_agent(self) -> None:
+        """Kill the agent; its guardian notices."""
+        if self.agent is not None and self.agent.alive:
+            self.trouble(self.sim.now)
+            self.agent.die()
+            self.guardian.kill(self.guardian.runs, within=0.3)
+
+    def thaw(self) -> None:
+        """The host goes on: the lease is the first thing looked at."""
+        guardian = self.guardian
+        if guardian.round and self.clock > guardian.lease:
+            guardian._ended(guardian.runs)
+        self.job.history.thawed(self)
+
+
+class Agent(Program):
+    """One life of the agent's process."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(host)
+        self.host, self.job = host, host.job
+        self.bounds = self.job.profile.bounds
+        self.history = self.job.history
+        self.token = 0
+        self.view: View | None = None
+        self.told = Told()
+        self.over = False
+        """The agent has ended by itself."""
+        self.lost = False
+        self.answered = self.lease = host.clock
+        self.why = "it asked for a new round"
+        self._waiting_nodes = 0
+        self._sigterm: bool = False
+        self.driver = self.job.connect(self)
+        self._begin_life()
+        self.spawn(self._guarded(self._main()))
+        self.spawn(self._guarded(self._beat()))
+
+    def die(self) -> None:
+        """Be killed."""
+        self.alive = False
+        self.driver.end()
+
+    def terminate(self) -> None:
+        """SIGTERM: stop the workers with their grace, then leave."""
+        self.when_awake(self._terminated)
+
+    def _terminated(self) -> None:
+        self._sigterm = True
+        self.host.trouble(self.sim.now)
+        self.notify()
+
+    def _begin_life(self) -> None:
+        self.host.lives += 1
+        self.id = f"{self.host.name}/{self.host.lives}"
+        self.history.lives[self.id] = self
+        self.token, self.view, self.told = 0, None, Told()
+        self.answered, self.lost = self.host.clock, False
+        self.spawn(self._guarded(self._follow(self.id)))
+
+    def _guarded(self, thread: Thread) -> Thread:
+        try:
+            yield from thread
+        except JobLost:
+            self._finish()
+
+    def _finish(self, for_good: bool = False) -> None:
+        """End by itself; unless `for_good`, a scheduler starts it again."""
+        if not self.over:
+            self.over = True
+            self.die()
+            self.host.guardian.kill(self.host.guardian.runs, within=0.3)
+            if not for_good:
+                self.sim.after(self.sim.random.uniform(1, 5), self.host.start)
+
+    # --- the main thread
+
+    def _main(self) -> Thread:
+        guardian = self.host.guardian
+        while True:
+            round = yield from self._meet()
+            if not round:
+                return
+            yield self.sleep(self.sim.random.uniform(0.02, 0.6))
+            # Workers are started only with a lease that lives, and for a round that goes on.
+            yield self.until(lambda: self._stop_wanted() or self.host.clock < self.lease)
+            if not self._stop_wanted():
+                guardian.start(self, round, self.lease)
+                yield self.until(lambda: self._stop_wanted() or not guardian.round)
+            failed = not guardian.round and not self._stop_wanted()
+            if self._sigterm:
+                yield from self._leave(round)
+                return
+            if failed:
+                charged = yield from self._report(round)
+                if charged and charged.failures > self.job.profile.max_restarts:
+                    closing = Close(self.id, "its workers failed for good", f"report {self.id}")
+                    yield from self._call(closing)
+            elif guardian.round:
+                if self._waiting_nodes:
+                    self.why = "nodes wait"
+                guardian.stop(self.job.profile.grace)
+                yield self.until(lambda: not guardian.round)
+            if self._sigterm:
+                yield from self._leave(round)
+                return
+
+    def _stop_wanted(self) -> bool:
+        return self.told.ended is not None or self._waiting_nodes > 0 or self._over()
+
+    def _over(self) -> bool:
+        return self._sigterm or self.told.closed is not None
+
+    def _meet(self) -> Thread:
+        """Ask for a seat until there is one; returns the round, 0 if there will be none."""
+        self.told, self._waiting_nodes = Told(), 0
+        while not self._sigterm:
+            waiting, outcome = Waiting(self.token, 1e9), None
+            said = yield from self._call(Join(self._node(), self.token, self.why))
+            waiting, outcome = judge(waiting, said, self.host.clock)
+            while outcome is None:
+                yield self.until(lambda: self._news(waiting) is not None or self._sigterm)
+                if self._sigterm:
+                    break
+                outcome = self._news(waiting)
+                if self.lost:
+                    break
+            match outcome:
+                case Seated(round=round) as seat:
+                    self.history.seated(self.driver.epoch, seat)
+                    self.token, self.told = round, Told(round)
+                    self.view = self.view or said
+                    self._hear(self.id, self.view)
+                    self.notify()
+                    return round
+                case RoundEnded(round):
+                    self.token = round
+                    self.history.told_over(self.driver.epoch, self.id, round)
+                case RoundClosed() as closed:
+                    self.history.endings.add(closed)
+                    yield from self._call(Leave(self.id))
+                    self._finish(for_good=True)
+                    return 0
+                case Reborn():
+                    self._begin_life()
+                case None | TimedOut():
+                    pass
+        yield from self._leave(0)
+        return 0
+
+    def _news(self, waiting: Waiting) -> Any:
+        if self.lost:
+            return TimedOut()
+        return None if self.view is None else judge(waiting, self.view, self.host.clock)[1]
+
+    def _node(self) -> Node:
+        return Node(self.id, self.host.name, port=1 + self.host.lives)
+
+    def _report(self, round: int) -> Thread:
+        """Report a failure, and wait for the verdict; None if there will be none."""
+        id = self.id
+        while True:
+            said = yield from self._call(Failed(id, round, f"report of {id}"))
+            while True:
+                if said.judged is not None and said.judged.round >= round:
+                    return said.judged if said.judged.round == round else None
+                if isinstance(said.news, RoundClosed | Refused) or said.news is None:
+                    return None
+                version = said.version
+                yield self.until(
+                    lambda v=version: (
+                        self.lost  # type: ignore[misc]
+                        or self._sigterm
+                        or (self.view is not None and self.view.version > v)
+                    )
+                )
+                if self._sigterm:
+                    return None
+                if self.lost or self.view is None:
+                    break
+                said = self.view
+
+    def _leave(self, round: int) -> Thread:
+        guardian = self.host.guardian
+        if round:
+            self.spawn(self._guarded(self._say(Leaving(self.id, round, "SIGTERM"))))
+        if guardian.round:
+            guardian.stop(self.job.profile.grace)
+            yield self.until(lambda: not guardian.round)
+        try:
+            yield from self.driver.submit(Leave(self.id, 0), self.bounds.lease)
+        except Unreachable:
+            pass
+        self._finish()
+
+    def _call(self, event: Event) -> Thread:
+        """Submit an event until it is answered."""
+        while True:
+            try:
+                said = yield from self.driver.submit(event, self.bounds.lease + 10.0)
+            except Unreachable:
+                continue
+            self.answered, self.lost = self.host.clock, False
+            if not isinstance(event, Close):
+                self._hear(self.id, said)
+            return said
+
+    def _say(self, event: Event) -> Thread:
+        try:
+            yield from self.driver.submit(event, self.bounds.lease)
+        except Unreachable:
+            pass
+
+    # --- the two other threads
+
+    def _follow(self, id: str) -> Thread:
+        seen: View | None = None
+        troubled, answered = 0.0, 0
+        while self.id == id:
+            try:
+                view = yield from self.driver.follow(id, seen)
+                if self.id != id:
+                    return
+                if view is not None:
+                    self._hear(id, view)
+                    match view.news:
+                        case RoundEnded(round, by) if self.token == round > answered and by != id:
+                            yield from self.driver.submit(Heard(id, round), self.bounds.lease)
+                            answered = round
+                    seen = view
+                troubled = 0.0
+            except Unreachable:
+                troubled = troubled or self.host.clock
+                if self.host.clock - troubled >= self.bounds.lease:
+                    self._lose(id)
+                yield self.sleep(self.bounds.keep_alive / 4)
+
+    def _beat(self) -> Thread:
+        bounds = self.bounds
+        while True:
+            id, token, sent = self.id, self.token, self.host.clock
+            left = self.answered + bounds.lease - sent
+            pause = bounds.keep_alive
+            try:
+                holds = yield from self.driver.beat(id, token, max(left, bounds.keep_alive))
+            except Unreachable:
+                pause /= 4
+                if self.host.clock - self.answered >= bounds.lease:
+                    self._lose(id)
+            else:
+                self._renew(id, sent, holds)
+                if not holds and token:
+                    self._hear(id, self.driver.peek(id))
+            next_beat = sent + pause
+            if not self.lost:
+                next_beat = min(next_beat, max(self.answered + bounds.lease, sent))
+            yield self.until(
+                lambda i=id, t=token: (self.id, self.token) != (i, t),  # type: ignore[misc]
+                max(next_beat - self.host.clock, 0.001),
+            )
+
+    def _renew(self, id: str, sent: float, holds: bool) -> None:
+        if self.id != id:
+            return
+        self.answered, self.lost = max(self.answered, sent), False
+        if holds:
+            self.lease = max(self.lease, sent + self.bounds.lease)
+            self.host.guardian.renew(self.lease)
+        self.notify()
+
+    def _lose(self, id: str) -> None:
+        if self.id != id or self.lost:
+            return
+        self.lost = True
+        if self.told.round and self.told.ended is None:
+            lost = RoundEnded(self.told.round, id, "it has lost touch with the others")
+            self.told = self.told._replace(ended=lost)
+        self.notify()
+
+    def _hear(self, id: str, view: View) -> None:
+        if self.id != id or (self.view is not None and view.version < self.view.version):
+            return
+        self.view = view
+        self.told, news = tidings(self.told, view, id)
+        for item in news:
+            match item:
+                case RoundEnded(round) | Judged(round):
+                    self.history.told_over(self.driver.epoch, id, round)
+                case NodesWaiting():
+                    self.machine.after(0.5, lambda r=self.told.round: self._make_room(r))  # type: ignore[misc]
+                case RoundClosed():
+                    pass
+        self.notify()
+
+    def _make_room(self, round: int) -> None:
+        def still() -> None:
+            view = self.view
+            if view is not None and view.waiting and self.told.round == round:
+                self._waiting_nodes = view.waiting
+                self.notify()
+
+        self.when_awake(still)
+
+
+def never(_resume: Any) -> None:
+    """Wait for good."""
+
+
+__all__ = ["Agent", "Guardian", "Host", "Job", "JobLost", "Profile", "Unreachable", "Waits"]

@@ -1,0 +1,243 @@
+"""What is checked of a simulated job: not how it ends, but all that happened in it.
+
+The checks know nothing of how the rules come to their decisions. They see each change of the state
+and the event that made it, what each agent was told, and when workers ran; what is promised of
+these is written down here a second time, in other words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from regrow.rendezvous._document import contradictions
+from regrow.rendezvous._news import (
+    Effect,
+    Event,
+    Failed,
+    Heard,
+    Join,
+    LastCallOver,
+    Leave,
+    Leaving,
+    Lost,
+    RoundClosed,
+    Seated,
+)
+from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._round import Round
+from sim_kernel import Machine, Simulation
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+class Life(Protocol):
+    """An agent, as far as it matters here."""
+
+    alive: bool
+    id: str
+    machine: Machine
+
+
+class Run(NamedTuple):
+    """The workers of one machine."""
+
+    epoch: int
+    round: int
+
+
+class _Accused:
+    """A failure that is not judged yet."""
+
+    def __init__(self, reporter: str, members: frozenset[str]) -> None:
+        self.unheard = members - {reporter}
+        self.excused = ""
+
+
+class History:
+    """All that has happened in one simulated job."""
+
+    def __init__(self, sim: Simulation, bounds: Bounds) -> None:
+        self.sim, self.bounds = sim, bounds
+        self.epoch = 0
+        """Counts the lives of the job: a server that forgets everything begins another."""
+        self.lives: dict[str, Life] = {}
+        """By node id."""
+        self.rounds: dict[Run, Mapping[str, int]] = {}
+        self.running: dict[Machine, Run] = {}
+        self.endings: set[RoundClosed] = set()
+        self.charged = 0
+        self.forgiven = 0
+        self.losses = 0
+        self.evictions = 0
+        self._seats: dict[Run, tuple[int, str, str]] = {}
+        self._frozen: dict[Machine, Run] = {}
+        self._over: dict[tuple[int, str], int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._seated_in: dict[str, int] = {}
+        self._known: frozenset[str] = frozenset()
+        self._given_up: set[str] = set()
+        self._charged_rounds: set[int] = set()
+        self._accused: dict[int, _Accused] = {}
+
+    def forgotten(self) -> None:
+        """The state is lost, and with it this life of the job."""
+        self.epoch += 1
+        self._begin()
+
+    def broken(self, promise: str) -> Violation:
+        return Violation(f"at {self.sim.now:.3f} s: {promise}")
+
+    # --- the state
+
+    def changed(
+        self, before: Round, event: Event, after: Round, effects: tuple[Effect, ...]
+    ) -> None:
+        """An event took effect."""
+        if wrong := next(contradictions(after), None):
+            raise self.broken(f"the state contradicts itself: {wrong}: {after}")
+        if not before.number <= after.number <= before.number + 1:
+            raise self.broken(f"round {after.number} after round {before.number}")
+        if after is not before and after.version <= before.version:
+            raise self.broken("a change that nobody can see")
+        self._check_token(before, event, after)
+        self._check_loss(event, before, after)
+        self._check_verdict(before, event, after)
+        if after.complete:
+            self._check_members(after)
+        known = frozenset({*after.members, *after.queue, *after.awaited})
+        self._given_up |= self._known - known
+        self._given_up -= known
+        self._known = known
+
+    def _check_members(self, state: Round) -> None:
+        round = Run(self.epoch, state.number)
+        ranks = self.rounds.setdefault(round, state.ranks)
+        if ranks != state.ranks:
+            raise self.broken(f"two memberships of {round}: {ranks} and {state.ranks}")
+        if sorted(ranks.values()) != list(range(len(ranks))):
+            raise self.broken(f"ranks that are not given once each: {ranks}")
+        if not state.min_nodes <= len(ranks) <= state.max_nodes:
+            raise self.broken(f"{len(ranks)} nodes in a round")
+        for id in ranks:
+            self._seated_in[id] = state.number
+
+    def _check_token(self, before: Round, event: Event, after: Round) -> None:
+        if after is before:
+            return
+        match event:
+            case Join(node, token) if token:
+                id = node.id
+            case Failed(id, token) | Heard(id, token) | Leaving(id, token):
+                pass
+            case Leave(id, token) if token:
+                pass
+            case _:
+                return
+        if id in self._given_up or token != self._seated_in.get(id):
+            raise self.broken(f"a stale token has won: {event}")
+
+    def _check_loss(self, event: Event, before: Round, after: Round) -> None:
+        if after is before:
+            return
+        self.evictions += after.evicting and not before.evicting
+        match event:
+            case Lost(id, why):
+                self.losses += 1
+                life = self.lives[id]
+                healthy_for = self.sim.now - life.machine.trouble_at
+                here = life.alive and life.id == id
+                if here and healthy_for > self.bounds.lease + self.bounds.kill + 2.0:
+                    raise self.broken(
+                        f"{id} was expelled ({why}), and was healthy for {healthy_for:.1f} s"
+                    )
+
+    def _check_verdict(self, before: Round, event: Event, after: Round) -> None:
+        match event:
+            case Failed(id, token) if after.number > before.number:
+                members = frozenset(before.ranks) - before.gone
+                self._accused[before.number] = _Accused(id, members)
+            case Failed(id, token) | Heard(id, token) if accused := self._accused.get(token):
+                accused.unheard -= {id}
+            case Join(node, token) if accused := self._accused.get(token):
+                accused.unheard -= {node.id}
+            case Lost(id) | Leave(id) | Leaving(id):
+                for accused in self._accused.values():
+                    if id in accused.unheard:
+                        accused.excused = id
+            case LastCallOver() if after.evicting:
+                for accused in self._accused.values():
+                    if accused.unheard:
+                        accused.excused = "somebody who did not come back"
+        if after.failures != before.failures:
+            round = after.number - 1
+            if after.failures != before.failures + 1 or round in self._charged_rounds:
+                raise self.broken(f"round {round} was charged twice")
+            self._charged_rounds.add(round)
+            self.charged += 1
+            accused = self._accused.pop(round)
+            if accused.excused or accused.unheard:
+                why = accused.excused or f"{sorted(accused.unheard)}, of whom nothing was heard"
+                raise self.broken(f"the failure in round {round} was charged, in spite of {why}")
+        elif before.unheard and not after.unheard:
+            self.forgiven += 1
+            del self._accused[after.number - 1]
+
+    # --- the agents
+
+    def seated(self, epoch: int, seat: Seated) -> None:
+        """An agent takes its seat."""
+        round = Run(epoch, seat.round)
+        same = seat.world_size, seat.leader, seat.digest
+        if self._seats.setdefault(round, same) != same:
+            raise self.broken(f"two agents were told two things about {round}")
+        if self.rounds[round].get(seat.id) != seat.rank:
+            raise self.broken(f"{seat.id} was told a rank that is not its own: {seat}")
+        if seat.round <= self._over.get((epoch, seat.id), 0):
+            raise self.broken(f"{seat.id} takes a seat in a round that it knows is over: {seat}")
+
+    def told_over(self, epoch: int, id: str, round: int) -> None:
+        """An agent has been told that its round is over."""
+        self._over[epoch, id] = max(round, self._over.get((epoch, id), 0))
+
+    # --- the workers
+
+    def started(self, machine: Machine, id: str, epoch: int, round: int, lease: float) -> None:
+        """Workers begin to run."""
+        if machine in self.running:
+            raise self.broken(f"workers of two rounds on {machine.name}")
+        if round <= self._over.get((epoch, id), 0):
+            raise self.broken(f"{id} starts workers of round {round}, which it knows is over")
+        if machine.clock > lease:
+            raise self.broken(f"{id} starts workers without a lease")
+        self._run(machine, Run(epoch, round))
+
+    def _run(self, machine: Machine, run: Run) -> None:
+        for other, others in self.running.items():
+            if others.epoch == run.epoch and others.round != run.round:
+                raise self.broken(
+                    f"workers of round {run.round} on {machine.name}, "
+                    f"while those of round {others.round} run on {other.name}"
+                )
+        self.running[machine] = run
+
+    def ended(self, machine: Machine, lease: float) -> None:
+        """Workers do not run any more."""
+        self._frozen.pop(machine, None)
+        if self.running.pop(machine, None) and machine.clock > lease + self.bounds.kill:
+            late = machine.clock - lease
+            raise self.broken(f"workers on {machine.name} outlived their lease by {late:.2f} s")
+
+    def frozen(self, machine: Machine) -> None:
+        """A whole host stands still: nothing of it runs."""
+        if run := self.running.pop(machine, None):
+            self._frozen[machine] = run
+
+    def thawed(self, machine: Machine) -> None:
+        """It goes on; its workers as well, if their lease is not over."""
+        if run := self._frozen.pop(machine, None):
+            self._run(machine, run)

@@ -1,0 +1,259 @@
+"""A simulated job under faults for a while, and what must have become of it when they stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+from unittest import mock
+
+from regrow.rendezvous import _service
+from regrow.rendezvous._news import Effect, Event, Seated
+from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._round import Round
+from regrow.rendezvous._round import step as real_step
+from regrow.rendezvous._state import standing
+from sim_agent import Host, Job, Profile
+from sim_history import History, Violation
+from sim_kernel import Simulation
+from sim_nodes import SimBackend
+from sim_server import SimServer
+
+FAULTS_UNTIL = 90.0
+"""Virtual seconds."""
+CALM_AT = FAULTS_UNTIL + 30.0
+"""When the last fault has passed, and everyone who was killed is back."""
+SETTLED_WITHIN = 45.0
+"""Virtual seconds from then until everyone has a seat."""
+
+
+class Outcome(NamedTuple):
+    """What came of one seed."""
+
+    seed: int
+    events: int
+    seconds: float
+    """Of virtual time."""
+    rounds: int
+    losses: int
+    evictions: int
+    charged: int
+    forgiven: int
+    closed: bool
+    violation: str
+    """What was broken; empty if nothing was."""
+
+
+def profile_of(sim: Simulation) -> Profile:
+    """Draw the kind of job."""
+    random = sim.random
+    hosts = random.randint(2, 7)
+    high = random.randint(2, hosts)
+    low = random.randint(1, min(3, high))
+    # Beats in the document are written one after the other: the more nodes, the faster it must be.
+    apart = random.random() < 0.7
+    bounds = Bounds(last_call=random.choice([1.0, 3.0, 8.0]))
+    return Profile(
+        hosts=hosts,
+        low=low,
+        high=high,
+        bounds=bounds,
+        max_restarts=3 if random.random() < 0.1 else 10**6,
+        delay=random.choice([0.0005, 0.01, 0.1] if apart else [0.0005, 0.01]),
+        grace=random.choice([0.5, 2.0, 15.0]),
+        beats_apart=apart,
+        watched=random.random() < 0.7,
+    )
+
+
+class World:
+    """A job, the place where its rounds are, and the faults that befall both."""
+
+    def __init__(self, seed: int, driver: str, profile: Profile | None = None) -> None:
+        self.sim = sim = Simulation(seed)
+        self.profile = profile or profile_of(sim)
+        self.history = History(sim, self.profile.bounds)
+        self.job = Job(sim, self.profile, self.history)
+        self.place: SimServer | SimBackend
+        self.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
+        for number in range(self.profile.hosts):
+            host = Host(self.job, number)
+            self.job.hosts.append(host)
+            sim.after(sim.random.uniform(0, 3), host.start)
+        self._faults: list[tuple[float, Callable[[Host], None]]] = [
+            (3, self._kill_agent),
+            (3, self._pause_agent),
+            (2, self._freeze_host),
+            (3, self._cut_line),
+            (2, self._reset_connection),
+            (2, self._lose_host),
+            (2, self._terminate),
+            (1, self._pause_place),
+            (1, self._jump_wall_clock),
+            (0.15, self._restart_place),
+        ]
+
+    # --- faults
+
+    def shake(self, mean: float = 3.0) -> None:
+        """Begin with faults, until `FAULTS_UNTIL`."""
+        random = self.sim.random
+
+        def fault() -> None:
+            if self.sim.now < FAULTS_UNTIL:
+                weights = [weight for weight, _ in self._faults]
+                (_, befall) = random.choices(self._faults, weights)[0]
+                host = random.choice(self.job.hosts)
+                if max(host.reset_until, host.frozen_until) < self.sim.now:
+                    befall(host)
+                self.sim.after(random.expovariate(1 / mean), fault)
+
+        self.sim.after(random.uniform(2, 8), fault)
+
+    def _span(self) -> float:
+        """Seconds: less than the bounds, about as long, or longer."""
+        return self.sim.random.choice([0.3, 1.5, 3.0, 4.5, 8.0, 20.0]) * self.sim.random.uniform(
+            0.7, 1.3
+        )
+
+    def _back(self, host: Host) -> None:
+        self.sim.after(self.sim.random.uniform(0.2, 15), host.start)
+
+    def _kill_agent(self, host: Host) -> None:
+        host.kill_agent()
+        self._back(host)
+
+    def _terminate(self, host: Host) -> None:
+        if host.agent is not None:
+            host.agent.terminate()
+
+    def _pause_agent(self, host: Host) -> None:
+        if host.agent is not None:
+            until = self.sim.now + self._span()
+            host.agent.paused_until = max(until, host.agent.paused_until)
+            host.trouble(until)
+
+    def _freeze_host(self, host: Host) -> None:
+        if self.sim.now < host.frozen_until:
+            return
+        span = self._span()
+        host.frozen_until = self.sim.now + span
+        host.trouble(host.frozen_until)
+        self.history.frozen(host)
+        self.sim.after(span, host.thaw)
+
+    def _cut_line(self, host: Host) -> None:
+        until = self.sim.now + self._span()
+        ways = self.sim.random.choice([["out"], ["in"], ["out", "in"]])
+        for way in ways:
+            host.cut_until[way] = max(until, host.cut_until[way])
+        host.trouble(until + 1.0)
+
+    def _reset_connection(self, host: Host) -> None:
+        agent = host.agent
+        busy = max(*host.cut_until.values(), host.frozen_until, agent.paused_until if agent else 0)
+        if agent is not None and agent.alive and busy < self.sim.now:
+            # It can come back within its grace. A network that resets the connections of a host
+            # that lives and then lets none through makes the others believe that it has died.
+            host.reset_until = self.sim.now + 1.0
+            self.place.reset(agent)
+
+    def _lose_host(self, host: Host) -> None:
+        """Its power fails: nobody closes anything."""
+        if host.off or self.sim.now < host.frozen_until:
+            return
+        host.off = True
+        host.trouble(self.sim.now + 1e9)
+        if host.agent is not None:
+            host.agent.alive = False
+        host.guardian.vanish()
+
+        def power() -> None:
+            host.off = False
+            host.trouble_at = self.sim.now
+            host.start()
+
+        self.sim.after(self.sim.random.uniform(1, 20), power)
+
+    def _pause_place(self, _host: Host) -> None:
+        span = self._span()
+        for host in self.job.hosts:
+            host.trouble(self.sim.now + span)
+        self.place.pause(span)
+
+    def _jump_wall_clock(self, host: Host) -> None:
+        host.wall += self.sim.random.choice([-3600.0, -5.0, 5.0, 3600.0])
+
+    def _restart_place(self, _host: Host) -> None:
+        self.place.restart()
+
+    # --- the end
+
+    def check_settled(self) -> None:
+        """Everyone who can has a seat in the same round, and workers run."""
+        state = self.place.state
+        hosts = self.job.hosts
+        if self.history.endings or (state is not None and state.closed):
+            self._check_closed()
+            return
+        if state is None or not state.complete:
+            raise self.history.broken(
+                f"no round has formed {SETTLED_WITHIN} s after the last fault: {state}"
+            )
+        if len(state.members) != min(len(hosts), state.max_nodes):
+            raise self.history.broken(f"seats are free, and nodes wait: {state}")
+        seats = {
+            host.agent.id: host
+            for host in hosts
+            if host.agent is not None and host.agent.alive and host.agent.id in state.ranks
+        }
+        if seats.keys() != state.ranks.keys():
+            raise self.history.broken(f"members that are not there: {state.ranks} {seats}")
+        for id, host in seats.items():
+            if host.guardian.round != state.number or not isinstance(standing(state, id), Seated):
+                raise self.history.broken(f"{id} runs no workers in round {state.number}")
+
+    def _check_closed(self) -> None:
+        if len(self.history.endings) > 1:
+            raise self.history.broken(f"the job ended in two ways: {self.history.endings}")
+        if self.history.running:
+            raise self.history.broken("the job is over, and workers run")
+
+
+def simulate(
+    seed: int,
+    driver: str,
+    profile: Profile | None = None,
+    most: int | None = None,
+) -> Outcome:
+    """Run one seed; a violation is in what is returned."""
+    world = World(seed, driver, profile)
+    history = world.history
+    violation = ""
+
+    def step(before: Round, event: Event) -> tuple[Round, tuple[Effect, ...]]:
+        after, effects = real_step(before, event)
+        history.changed(before, event, after, effects)
+        return after, effects
+
+    with mock.patch.object(_service, "step", step):
+        try:
+            world.shake()
+            world.sim.run(FAULTS_UNTIL, most)
+            world.job.faults = False
+            world.sim.run(CALM_AT + SETTLED_WITHIN, most)
+            if world.sim.done != most:
+                world.check_settled()
+        except Violation as error:
+            violation = str(error)
+    return Outcome(
+        seed,
+        world.sim.done,
+        world.sim.now,
+        len(history.rounds),
+        history.losses,
+        history.evictions,
+        history.charged,
+        history.forgiven,
+        bool(history.endings),
+        violation,
+    )
