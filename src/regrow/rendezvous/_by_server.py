@@ -37,6 +37,7 @@ from regrow.rendezvous._news import Join
 from regrow.store import (
     ConnectionState,
     PrefixStore,
+    StoreAuthError,
     StoreClosedError,
     StoreConnectionError,
     StoreError,
@@ -100,6 +101,8 @@ class ServerDriver:
         self._line = Line(where)
         try:
             client = self._line.client(timeout, wait_for_server=True)
+        except StoreAuthError as error:  # it would be the same when tried again
+            raise RendezvousError(self._unreachable(error)) from error
         except StoreError as error:
             raise RendezvousConnectionError(self._unreachable(error)) from error
         self._local_addr = where.addr or client.local_host

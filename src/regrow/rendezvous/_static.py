@@ -32,6 +32,7 @@ from regrow.rendezvous.utils import parse_rendezvous_endpoint
 from regrow.store import (
     MemoryStore,
     PrefixStore,
+    StoreAuthError,
     StoreConnectionError,
     StoreError,
     StoreTimeout,
@@ -178,6 +179,10 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
                         f"node rank {self.rank} could not reach node rank 0 at {self._endpoint()} "
                         f"within {self.timeout:g} s: {error}"
                     ) from error
+            except StoreAuthError as error:  # it would be the same when tried again
+                raise RendezvousError(
+                    f"node rank {self.rank} may not use the store at {self._endpoint()}: {error}"
+                ) from error
             except StoreError as error:
                 raise RendezvousConnectionError(
                     f"node rank {self.rank} cannot use the store at {self._endpoint()}: {error}"
