@@ -123,6 +123,9 @@ class LivenessRendezvousBackend(WatchedRendezvousBackend):
     def beats(self, ids: Sequence[str]) -> Mapping[str, int]:
         """Return the latest beat of each node; one of which there is none is missing.
 
+        A backend that does not keep the count, but a lease that each beat renews, returns another
+        number each time as long as the lease lives.
+
         Raises:
             RendezvousConnectionError: the backend cannot be reached.
         """
@@ -132,7 +135,8 @@ class LivenessRendezvousBackend(WatchedRendezvousBackend):
         """Return which nodes the backend itself knows to have ended, and how it knows.
 
         Their connection was closed by their kernel, for example. A lease that ran out proves no
-        such thing: the node may only be cut off. Most backends know of none.
+        such thing, the node may only be cut off; unless the lease lasts for as long as a node's
+        silence is borne, and the time to kill its workers. Most backends know of none.
 
         Raises:
             RendezvousConnectionError: the backend cannot be reached.
