@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from processes import Heard, alive, children_of, marked, wait_until
 
-from regrow.workers import Guardian, _guardian_client, _procfs
+from regrow.workers import Guardian, _guardian_link, _procfs
 from regrow.workers._guardian_client import Command
 from regrow.workers._guardian_events import (
     Exited,
@@ -604,8 +604,8 @@ def test_who_died_before_a_stop_was_asked_for_did_so_by_itself(guardian: Guardia
 
 
 def test_the_guardian_loads_no_more_than_it_needs(tmp_path: Path) -> None:
-    package = os.path.dirname(_guardian_client.__file__)
-    code = _guardian_client._BOOTSTRAP.replace("import main;main()", "import main")
+    package = os.path.dirname(_guardian_link.__file__)
+    code = _guardian_link._BOOTSTRAP.replace("import main;main()", "import main")
     loaded = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"{code};print(*sys.modules)", package],
         capture_output=True,
