@@ -33,9 +33,13 @@ class LaunchConfig:
         logs_specs: where the workers' output goes; None makes a `DefaultLogsSpecs()`.
         run_id: the job's id; empty makes a random one, with a warning.
         role: the workers' role; also the prefix of their log lines.
-        rdzv_endpoint: `host[:port]` of the rendezvous.
-        rdzv_backend: a registered rendezvous name (`static`, `c10d`, or a plug-in's).
-        rdzv_configs: the backend's own settings.
+        rdzv_endpoint: `host[:port]` of the rendezvous; for `etcd` one or several, separated by
+            commas; for `file` a directory.
+        rdzv_backend: a registered rendezvous name (`static`, `c10d`, `etcd`, `file`, or a
+            plug-in's).
+        rdzv_configs: the backend's own settings, by the keys of `--rdzv-conf`; also `rank` (the
+            node rank, which `static` needs and the others take for a wish), `token_file`,
+            `insecure`, `tls_cert`, `tls_key` and `tls_ca`.
         rdzv_timeout: seconds; the legacy spelling of `rdzv_configs["timeout"]`; -1 is unset.
         max_restarts: failures after which the worker group is started again.
         monitor_interval: seconds between polls of a rendezvous or agent that cannot push changes;
@@ -44,7 +48,7 @@ class LaunchConfig:
         log_line_prefix_template: prefix of tee'd lines, with `${role_name} ${local_rank} ${rank}`.
         metrics_cfg: passed to `metrics.initialize_metrics`.
         local_addr: address under which this node is reached; None is the loopback on a single
-            node, and the host's name on several.
+            node, and on several the address from which it reaches the endpoint (`file`: its name).
         event_log_handler: name of the handler that torch-style events are recorded with.
         numa_options: how workers are bound to NUMA nodes.
         signals_to_handle: comma-separated signals that stop the job gracefully.
