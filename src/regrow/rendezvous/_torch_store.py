@@ -7,6 +7,11 @@ job.
 The TCPStore is served by the first node on the endpoint's host, which is found out by binding and
 not by comparing names: an address that can be bound is this host's, and whoever then finds the
 port taken connects to who has it. The store ends with the process that serves it.
+
+torch asks the name service for the names of both ends of every new connection, and while the
+serving process waits for that answer, it answers nobody else. Where the name service is slow, every
+node that comes so holds up the beats of all others, for longer than a lease if it has to be asked
+twice (5 s). Names of the hosts in /etc/hosts avoid it; so does regrow's own store.
 """
 
 from __future__ import annotations

@@ -1,0 +1,334 @@
+"""What every backend promises, and what the nodes of a job rely on over any of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backends import PLACES, Party, Place, cut, mend, ranks
+from storing import Background, eventually
+
+from regrow.rendezvous import (
+    LivenessRendezvousBackend,
+    NodesWaiting,
+    RendezvousBackend,
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RoundClosed,
+    RoundEnded,
+    WatchedRendezvousBackend,
+)
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with PLACES[request.param](tmp_path) as place:
+        yield place
+
+
+@pytest.fixture
+def backend(place: Place) -> RendezvousBackend:
+    return place.open("job")[0]
+
+
+@pytest.fixture
+def watched(backend: RendezvousBackend) -> WatchedRendezvousBackend:
+    if not isinstance(backend, WatchedRendezvousBackend):
+        pytest.skip("this backend cannot be watched")
+    return backend
+
+
+@pytest.fixture
+def party(place: Place) -> Iterator[Party]:
+    party = Party(place)
+    yield party
+    party.end()
+
+
+# --- the document
+
+
+def put(backend: RendezvousBackend, state: bytes, token: Any = None) -> tuple[bytes, Any, bool]:
+    answer = backend.set_state(state, token)
+    assert answer is not None
+    return answer
+
+
+def shown(backend: RendezvousBackend) -> bytes:
+    read = backend.get_state()
+    assert read is not None
+    return read[0]
+
+
+def test_there_is_no_document_at_first(backend: RendezvousBackend) -> None:
+    assert backend.get_state() is None
+
+
+def test_a_document_is_set_once_without_a_token(backend: RendezvousBackend) -> None:
+    state, token, has_set = put(backend, b"first")
+    assert (state, has_set) == (b"first", True)
+    assert backend.set_state(b"second") == (b"first", token, False)
+
+
+def test_a_document_is_replaced_with_its_token(backend: RendezvousBackend) -> None:
+    _, token, _ = put(backend, b"first")
+    state, new_token, has_set = put(backend, b"second", token)
+    assert (state, has_set) == (b"second", True)
+    assert new_token != token
+    assert backend.get_state() == (b"second", new_token)
+
+
+def test_an_old_token_is_refused_with_the_current_document(backend: RendezvousBackend) -> None:
+    _, first, _ = put(backend, b"first")
+    _, second, _ = put(backend, b"second", first)
+    assert backend.set_state(b"third", first) == (b"second", second, False)
+    assert backend.get_state() == (b"second", second)
+
+
+def test_a_token_stays_old_when_the_same_document_comes_again(backend: RendezvousBackend) -> None:
+    _, first, _ = put(backend, b"a")
+    _, second, _ = put(backend, b"b", first)
+    _, third, _ = put(backend, b"a", second)
+    assert backend.set_state(b"c", first) == (b"a", third, False)
+
+
+@pytest.mark.parametrize("token", ["no token", b"no token", 1 << 40, -1, 2.5, ("a",)])
+def test_what_is_no_token_sets_nothing(backend: RendezvousBackend, token: object) -> None:
+    assert backend.set_state(b"x", token) is None
+    assert backend.get_state() is None
+    _, first, _ = put(backend, b"first")
+    assert backend.set_state(b"x", token) == (b"first", first, False)
+    assert backend.get_state() == (b"first", first)
+
+
+@pytest.mark.parametrize(
+    "state", [b"", b"\n", bytes(range(256)), b"\xff\x00" * 9, b"a" * (1 << 20)], ids=len
+)
+def test_a_document_is_any_bytes(place: Place, backend: RendezvousBackend, state: bytes) -> None:
+    backend.set_state(state)
+    assert shown(place.open("job")[0]) == state
+
+
+def test_another_node_sees_the_same_document_and_token(place: Place) -> None:
+    one, other = place.open("job")[0], place.open("job")[0]
+    _, token, _ = put(one, b"first")
+    assert other.get_state() == (b"first", token)
+    _, token, has_set = put(other, b"second", token)
+    assert has_set
+    assert one.get_state() == (b"second", token)
+
+
+def test_of_nodes_that_write_at_once_one_succeeds(place: Place) -> None:
+    writers = [place.open("job")[0] for _ in range(4)]
+    together = threading.Barrier(len(writers))
+
+    def add_ten(writer: RendezvousBackend) -> None:
+        for _ in range(10):
+            together.wait()
+            while True:
+                number, token = writer.get_state() or (b"0", None)
+                if put(writer, b"%d" % (int(number) + 1), token)[2]:
+                    break
+
+    adding = [Background(add_ten, writer) for writer in writers]
+    for add in adding:
+        add.result()
+    assert shown(writers[0]) == b"40"
+
+
+def test_of_nodes_that_write_the_same_at_once_one_succeeds(place: Place) -> None:
+    writers = [place.open("job")[0] for _ in range(4)]
+    together = threading.Barrier(len(writers))
+
+    def write(writer: RendezvousBackend) -> bool:
+        together.wait()
+        return put(writer, b"the same")[2]
+
+    writing = [Background(write, writer) for writer in writers]
+    assert sorted(write.result() for write in writing) == [False, False, False, True]
+
+
+def test_jobs_do_not_see_one_another(place: Place) -> None:
+    names = ["job", "job2", "jo", "job/beat", "job/1", "Job", "job ", "jöb", "../job", "j" * 300]
+    backends = {name: place.open(name)[0] for name in names}
+    for name, backend in backends.items():
+        assert put(backend, name.encode())[2], name
+    for name in names:
+        assert shown(place.open(name)[0]) == name.encode()
+
+
+# --- being woken, and beats
+
+
+def test_who_waits_is_woken_by_a_change(place: Place, watched: WatchedRendezvousBackend) -> None:
+    other = place.open("job")[0]
+    waiting = Background(watched.wait_state, None, 3600.0)
+    _, token, _ = put(other, b"first")
+    waiting.result()
+    waiting = Background(watched.wait_state, token, 3600.0)
+    other.set_state(b"second", token)
+    waiting.result()
+
+
+def test_who_waits_with_an_old_token_does_not_wait(watched: WatchedRendezvousBackend) -> None:
+    _, token, _ = put(watched, b"first")
+    watched.set_state(b"second", token)
+    watched.wait_state(token, 3600.0)
+    watched.wait_state(None, 3600.0)
+
+
+def test_a_wait_for_a_change_ends_with_its_time(watched: WatchedRendezvousBackend) -> None:
+    _, token, _ = put(watched, b"first")
+    watched.wait_state(token, 0.05)
+    watched.wait_state(token, 0.0)
+
+
+def test_an_interrupt_ends_waits_now_and_later(watched: WatchedRendezvousBackend) -> None:
+    waiting = [Background(watched.wait_state, None, 3600.0) for _ in range(3)]
+    watched.interrupt()
+    for wait in waiting:
+        wait.result()
+    watched.wait_state(None, 3600.0)
+
+
+def test_closing_ends_waits_and_can_be_repeated(watched: WatchedRendezvousBackend) -> None:
+    waiting = Background(watched.wait_state, None, 3600.0)
+    watched.close()
+    waiting.result()
+    watched.close()
+
+
+def test_beats_are_seen_by_others_until_they_are_forgotten(
+    place: Place, backend: RendezvousBackend
+) -> None:
+    other = place.open("job")[0]
+    stranger = place.open("another job")[0]
+    if not isinstance(backend, LivenessRendezvousBackend):
+        pytest.skip("this backend keeps no beats")
+    assert isinstance(other, LivenessRendezvousBackend)
+    assert isinstance(stranger, LivenessRendezvousBackend)
+    node, late = "10.0.0.1/77/ab:c" + "x" * 300, "late"
+    assert other.beats([node, late]) == {}
+    backend.beat(node, 1, 60.0)
+    eventually(lambda: other.beats([node, late]).keys() == {node})
+    before = other.beats([node])
+    assert before == {node: 1} or not place.counts_beats
+    backend.beat(node, 12, 60.0)
+    eventually(lambda: other.beats([node, late]) != before)
+    assert other.beats([node, late]) == {node: 12} or not place.counts_beats
+    assert other.ended([node]) == {}
+    assert stranger.beats([node]) == {}
+    backend.forget(node)
+    backend.forget(late)
+    eventually(lambda: other.beats([node, late]) == {})
+
+
+def test_a_wait_does_not_hold_up_a_beat(backend: RendezvousBackend) -> None:
+    if not isinstance(backend, LivenessRendezvousBackend):
+        pytest.skip("this backend keeps no beats")
+    waiting = Background(backend.wait_state, None, 3600.0)
+    for count in range(1, 4):
+        backend.beat("node", count, 60.0)
+    assert waiting.running()
+    eventually(lambda: backend.beats(["node"]).keys() == {"node"})
+    backend.interrupt()
+    waiting.result()
+
+
+# --- the nodes of a job
+
+
+def test_nodes_meet_and_a_later_one_waits(party: Party) -> None:
+    first = party.nodes("abc", (3, 4))
+    assert ranks([node.join() for node in first]) == [0, 1, 2]
+    late = party.node("d", (3, 4))
+    joining = late.join()
+    for node in first:
+        assert node.told(NodesWaiting).waiting == 1
+        assert node.handler.num_nodes_waiting() == 1
+    again = [node.join() for node in first]
+    assert ranks([*again, joining]) == [0, 1, 2, 3]
+
+
+def test_the_keys_of_a_round_are_seen_by_its_nodes_and_no_others(party: Party) -> None:
+    nodes = party.nodes("ab", (2, 2))
+    stores = [join.result().store for join in [node.join() for node in nodes]]
+    waiting = Background(stores[0].get, "late")
+    stores[1].set("late", "from b")
+    assert waiting.result() == b"from b"
+    assert stores[0].add("n", 2) + stores[1].add("n", 3) == 7
+    stores = [join.result().store for join in [node.join() for node in nodes]]
+    assert not stores[0].check(["late"])
+
+
+def test_when_a_node_leaves_the_others_are_told_and_keep_their_ranks(party: Party) -> None:
+    nodes = party.nodes("abc", (2, 3))
+    before = dict(zip("abc", ranks([node.join() for node in nodes]), strict=True))
+    nodes[2].handler.leave("its host goes down")
+    for node in nodes[:2]:
+        ended = node.told(RoundEnded)
+        assert (ended.round, ended.why) == (1, "its host goes down")
+        assert ended.id.startswith("c/")
+    assert ranks([node.join() for node in nodes[:2]]) == [before["a"], before["b"]]
+
+
+def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party) -> None:
+    a, b, c = nodes = party.nodes("abc", (2, 3))
+    assert ranks([node.join() for node in nodes]) == [0, 1, 2]
+    standby = party.node("d", (2, 3))
+    joining = standby.join()
+    a.wait_for(lambda state: len(state.queue) == 1)
+    cut(b.backend)
+    for node in (a, c):
+        ended = node.told(RoundEnded)
+        assert (ended.round, ended.id.split("/")[0]) == (1, "b")
+        assert "nothing was heard of it" in ended.why
+    assert b.told(RoundEnded).round == 1
+    assert ranks([a.join(), joining, c.join()]) == [0, 1, 2]
+    renewed: list[float] = []
+    b.handler.keep_lease(renewed.append)
+    mend(b.backend)
+    renewed.clear()
+    back = b.join()
+    a.wait_for(lambda state: len(state.queue) == 1)
+    assert renewed == [], "it went on as if it had its seat"
+    standby.handler.set_closed()
+    with pytest.raises(RendezvousGracefulExitError, match="stood by"):
+        back.result()
+
+
+def test_a_failure_for_good_is_told_to_all_with_its_report(party: Party) -> None:
+    nodes = party.nodes("abc", (2, 3))
+    ranks([node.join() for node in nodes])
+    judged = nodes[0].handler.report_failure("worker 3 on a: ValueError")
+    assert judged is not None
+    assert (judged.charged, judged.failures) == (True, 1)
+    nodes[0].handler.fail("worker 3 on a: ValueError")
+    for node in nodes[1:]:
+        assert node.told(RoundEnded).report == "worker 3 on a: ValueError"
+        assert node.told(RoundClosed).report == "worker 3 on a: ValueError"
+
+
+def test_closing_is_heard_by_all_and_is_final(party: Party) -> None:
+    nodes = party.nodes("ab", (2, 3))
+    ranks([node.join() for node in nodes])
+    nodes[0].handler.set_closed()
+    eventually(nodes[1].handler.is_closed)
+    with pytest.raises(RendezvousClosedError):
+        party.node("c", (2, 3)).handler.next_rendezvous()
+
+
+def test_jobs_that_meet_in_one_place_do_not_mix(party: Party) -> None:
+    jobs = {run_id: party.nodes("ab", (2, 3), run_id) for run_id in ("one", "two")}
+    joins = [node.join() for nodes in jobs.values() for node in nodes]
+    for join in joins:
+        info = join.result()
+        assert info.world_size == 2
+        info.store.set(f"rank {info.rank}", "here")
+    jobs["one"][0].handler.set_closed()
+    eventually(jobs["one"][1].handler.is_closed)
+    assert not jobs["two"][0].handler.is_closed()
+    assert not jobs["two"][1].handler.is_closed()
