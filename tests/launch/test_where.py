@@ -83,6 +83,12 @@ def test_a_worker_of_another_job_that_launches_its_own_is_alone() -> None:
     assert where(recorded("slurm22-step-of-4", TORCHELASTIC_RUN_ID="job"), first_host) is None
 
 
+def test_mpirun_is_asked_before_the_slurm_whose_steps_it_uses() -> None:
+    daemons_step = recorded("slurm22-step-of-1-in-4")
+    found = where(daemons_step | recorded("openmpi4-rank-1-of-2"), first_host)
+    assert found == place("openmpi4-rank-1-of-2")
+
+
 def test_a_process_that_nobody_placed_is_alone() -> None:
     assert where({"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}, first_host) is None
 
