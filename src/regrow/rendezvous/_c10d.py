@@ -48,11 +48,6 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
             f"the endpoint {params.endpoint!r} has port 0, and the other nodes cannot know which "
             f"port that will be; name one, e.g. {host}:{DEFAULT_PORT}"
         )
-    if params.get("store_type", "tcp") != "tcp":
-        raise ValueError(
-            f"store_type={params.get('store_type')!r} of the rendezvous 'c10d' is not a kind of "
-            f"regrow's store; for a shared directory use the rendezvous 'file'"
-        )
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     token, tls = credentials(params, host)
     place = settle(host, port, token, tls, params.get_as_bool("is_host"))

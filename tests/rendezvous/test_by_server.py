@@ -1,0 +1,393 @@
+"""One node's driver over a real store server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+from storing import PATIENCE, Background, CuttingProxy, eventually
+
+from regrow.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+)
+from regrow.rendezvous import _questions as questions
+from regrow.rendezvous._by_server import ServerDriver
+from regrow.rendezvous._driver import View
+from regrow.rendezvous._host import SERVICES
+from regrow.rendezvous._line import Where
+from regrow.rendezvous._news import (
+    Failed,
+    Heard,
+    Join,
+    Leave,
+    Node,
+    Placed,
+    Refused,
+    RoundEnded,
+    Seated,
+)
+from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+from regrow.store import (
+    ServerProcess,
+    StoreClosedError,
+    connect,
+    make_token,
+    start_server,
+)
+
+TOKEN = make_token()
+
+
+def settings(min_nodes: int = 2, max_nodes: int = 2, run_id: str = "job") -> RendezvousSettings:
+    timeout = RendezvousTimeout(last_call=timedelta(seconds=0.1))
+    return RendezvousSettings(run_id, min_nodes, max_nodes, timeout, timedelta(seconds=1), 3)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[ServerProcess]:
+    """One server for all tests that do it no harm; each takes a job of its own."""
+    with start_server(token=TOKEN, services=SERVICES) as server:
+        yield server
+
+
+@pytest.fixture
+def own() -> Iterator[ServerProcess]:
+    """A server for a test that harms it."""
+    with start_server(token=TOKEN, services=SERVICES) as server:
+        yield server
+
+
+Meet = Callable[..., ServerDriver]
+
+
+@pytest.fixture
+def drive(request: pytest.FixtureRequest) -> Iterator[Meet]:
+    """Make drivers of the job of this test, closed after it."""
+    with ExitStack() as made:
+
+        def make(endpoint: str, min_nodes: int = 2, max_nodes: int = 2) -> ServerDriver:
+            chosen = settings(min_nodes, max_nodes, request.node.name)
+            driver = ServerDriver(Where(endpoint, TOKEN), chosen, PATIENCE)
+            made.callback(driver.close, linger=False)
+            return driver
+
+        yield make
+
+
+@pytest.fixture
+def pair(shared: ServerProcess, drive: Meet) -> tuple[ServerDriver, ServerDriver]:
+    """The drivers of two nodes, a and b, in a complete round."""
+    return seated(drive, shared.endpoint)
+
+
+def seated(drive: Meet, *endpoints: str) -> tuple[ServerDriver, ServerDriver]:
+    a, b = drive(endpoints[0]), drive(endpoints[-1])
+    a.submit(join("a"), PATIENCE)
+    b.submit(join("b"), PATIENCE)
+    return a, b
+
+
+def join(name: str, token: int = 0) -> Join:
+    return Join(Node(name, f"{name}.host", None, 4000), token)
+
+
+def heard(driver: ServerDriver, id: str, seen: View | None = None) -> View:
+    view = driver.follow(id, seen, PATIENCE)
+    assert view is not None, "nothing was heard"
+    return view
+
+
+def test_nodes_meet_and_each_hears_its_seat(shared: ServerProcess, drive: Meet) -> None:
+    a, b = drive(shared.endpoint), drive(shared.endpoint)
+    forming = a.submit(join("a"), PATIENCE)
+    assert forming.news == Placed("a", "forming")
+    waiting = Background(a.follow, "a", forming, PATIENCE)
+    last = b.submit(join("b"), PATIENCE)
+    first = waiting.result()
+    assert isinstance(first.news, Seated)
+    assert isinstance(last.news, Seated)
+    assert (first.news.rank, last.news.rank) == (0, 1)
+    assert first.news.digest == last.news.digest
+    assert a.peek("a") == first
+    assert a.peek("somebody") == View(0, None, 0, None)
+
+
+def test_following_blocks_until_something_is_new(pair: tuple[ServerDriver, ServerDriver]) -> None:
+    a, b = pair
+    seen = heard(a, "a")
+    assert a.follow("a", seen, 0.01) is None
+    waiting = Background(a.follow, "a", seen, PATIENCE)
+    assert a.beat("a", 1, PATIENCE)  # while it waits
+    b.submit(Failed("b", 1, "report"), PATIENCE)
+    assert waiting.result().news == RoundEnded(1, "b", "its workers failed", "report")
+
+
+def test_a_beat_says_whether_the_seat_is_still_held(
+    pair: tuple[ServerDriver, ServerDriver],
+) -> None:
+    a, b = pair
+    assert a.beat("a", 1, PATIENCE)
+    b.submit(Leave("b", 1), PATIENCE)
+    assert a.beat("a", 1, PATIENCE)  # the others still wait for it
+    assert not b.beat("b", 1, PATIENCE)
+    assert not b.beat("a", 1, PATIENCE)  # another node's
+
+
+def test_a_stale_token_is_refused(pair: tuple[ServerDriver, ServerDriver]) -> None:
+    _, b = pair
+    b.submit(Leave("b", 1), PATIENCE)
+    assert isinstance(b.submit(join("b", 1), PATIENCE).news, Refused)
+
+
+def test_a_node_that_closes_its_driver_is_lost_at_once(
+    pair: tuple[ServerDriver, ServerDriver],
+) -> None:
+    a, b = pair
+    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
+    b.close(linger=False)
+    b.close(linger=False)
+    assert waiting.result().news == RoundEnded(1, "b", "it closed its connection")
+
+
+NODE = """
+import signal, sys
+from datetime import timedelta
+from regrow.rendezvous._by_server import ServerDriver
+from regrow.rendezvous._line import Where
+from regrow.rendezvous._news import Join, Node
+from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+endpoint, token, run_id = sys.argv[1:]
+settings = RendezvousSettings(run_id, 2, 2, RendezvousTimeout(), timedelta(seconds=1), 3)
+driver = ServerDriver(Where(endpoint, token.encode()), settings, 30)
+driver.submit(Join(Node("b", "b.host")), 30)
+signal.pause()
+"""
+
+
+def test_a_node_whose_process_is_killed_is_lost_at_once(
+    shared: ServerProcess, drive: Meet, request: pytest.FixtureRequest
+) -> None:
+    a = drive(shared.endpoint)
+    seen = a.submit(join("a"), PATIENCE)
+    args = [shared.endpoint, TOKEN.decode(), request.node.name]
+    with subprocess.Popen([sys.executable, "-c", NODE, *args]) as node:
+        while not isinstance(seen.news, Seated):
+            seen = heard(a, "a", seen)
+        waiting = Background(a.follow, "a", seen, PATIENCE)
+        node.kill()
+    assert waiting.result().news == RoundEnded(1, "b", "its connection broke")
+
+
+def test_a_connection_that_breaks_and_comes_back_costs_nothing(
+    shared: ServerProcess, drive: Meet
+) -> None:
+    proxy = CuttingProxy(int(shared.endpoint.rpartition(":")[2]))
+    a, b = seated(drive, shared.endpoint, proxy.endpoint)
+    waiting = Background(b.follow, "b", heard(b, "b"), PATIENCE)
+    for _ in range(3):
+        proxy.cut_now()
+        assert b.beat("b", 1, PATIENCE)
+    a.submit(Failed("a", 1, "report"), PATIENCE)
+    assert waiting.result().news == RoundEnded(1, "a", "its workers failed", "report")
+    proxy.stop()
+
+
+def test_a_node_that_stayed_away_too_long_comes_back_as_nobody(
+    shared: ServerProcess, drive: Meet
+) -> None:
+    proxy = CuttingProxy(int(shared.endpoint.rpartition(":")[2]))
+    a, b = seated(drive, shared.endpoint, proxy.endpoint)
+    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
+    gone = Background(b.follow, "b", heard(b, "b"), PATIENCE)
+    proxy.stop()
+    assert waiting.result().news == RoundEnded(1, "b", "its connection broke")
+    with pytest.raises(RendezvousConnectionError, match="Connection refused"):
+        gone.result()
+    b._line._where = Where(shared.endpoint, TOKEN)  # the way is free again
+    assert heard(b, "b").news is None
+    assert not b.beat("b", 1, PATIENCE)
+    assert b.submit(join("b, again"), PATIENCE).news == Placed("b, again", "forming")
+
+
+# --- when the server is gone
+
+
+def test_a_server_that_is_gone_is_said_at_once(own: ServerProcess, drive: Meet) -> None:
+    a, b = seated(drive, own.endpoint)
+    waiting = Background(a.follow, "a", heard(a, "a"), 10 * PATIENCE)
+    own.close()
+    with pytest.raises(RendezvousConnectionError, match="Connection refused"):
+        waiting.result()
+    with pytest.raises(RendezvousConnectionError, match=own.endpoint):
+        b.beat("b", 1, 10 * PATIENCE)
+
+
+def test_a_server_that_was_started_again_does_not_know_the_job(
+    own: ServerProcess, drive: Meet
+) -> None:
+    a, _ = seated(drive, own.endpoint)
+    own.close()
+    port = int(own.endpoint.rpartition(":")[2])
+    with start_server(port=port, token=TOKEN, services=SERVICES):
+        for call in (
+            lambda: a.beat("a", 1, PATIENCE),
+            lambda: a.follow("a", None, PATIENCE),
+            lambda: a.submit(Heard("a", 1), PATIENCE),
+        ):
+            with pytest.raises(RendezvousConnectionError, match="does not know the job"):
+                call()
+
+
+def test_a_silent_server_is_waited_for(own: ServerProcess, drive: Meet) -> None:
+    a, _ = seated(drive, own.endpoint)
+    os.kill(own.pid, signal.SIGSTOP)
+    with pytest.raises(RendezvousConnectionError, match="no answer from the store"):
+        a.beat("a", 1, 0.1)
+    slow = Background(a.beat, "a", 1, PATIENCE)
+    os.kill(own.pid, signal.SIGCONT)
+    assert slow.result()
+    assert isinstance(heard(a, "a").news, Seated)
+
+
+def test_a_server_that_never_comes_is_an_error_that_says_where() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(RendezvousConnectionError, match=rf"{endpoint}.*tried for 0\.05 s"):
+            ServerDriver(Where(endpoint, TOKEN), settings(), 0.05)
+
+
+def test_without_the_right_token_nobody_gets_in(shared: ServerProcess) -> None:
+    where = Where(shared.endpoint, make_token())
+    with pytest.raises(RendezvousError, match="refused the token"):
+        ServerDriver(where, settings(), PATIENCE)
+
+
+def test_a_store_that_runs_no_rounds_is_not_understood(drive: Meet) -> None:
+    with start_server(token=TOKEN) as plain:
+        driver = drive(plain.endpoint)
+        with pytest.raises(RendezvousStateError, match="no service 'rendezvous'; it has: none"):
+            driver.beat("a", 0, PATIENCE)
+
+
+def test_a_job_of_other_sizes_is_refused_with_both(
+    pair: tuple[ServerDriver, ServerDriver], shared: ServerProcess, drive: Meet
+) -> None:
+    other = drive(shared.endpoint, 1, 4)
+    with pytest.raises(RendezvousError, match=r"nodes 2:2, and this node says 1:4"):
+        other.submit(join("c"), PATIENCE)
+
+
+def test_a_server_of_another_release_is_not_understood(
+    pair: tuple[ServerDriver, ServerDriver],
+) -> None:
+    a, _ = pair
+    told = questions.Told(a._life, 1, "Promoted", b"\xc0", 0, None, False)  # type: ignore[arg-type]
+    with pytest.raises(RendezvousStateError, match="'Promoted' is no news"):
+        a._view("a", told)
+
+
+# --- being ended
+
+
+def test_an_interrupt_ends_blocked_calls_and_later_ones(
+    pair: tuple[ServerDriver, ServerDriver],
+) -> None:
+    a, _ = pair
+    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
+    a.interrupt()
+    a.interrupt()
+    for call in (waiting.result, lambda: a.beat("a", 1, PATIENCE)):
+        with pytest.raises(RendezvousGracefulExitError):
+            call()
+
+
+def test_an_interrupt_ends_a_call_that_connects(own: ServerProcess, drive: Meet) -> None:
+    a, _ = seated(drive, own.endpoint)
+    port = int(own.endpoint.rpartition(":")[2])
+    own.close()
+    with socket.create_server(("127.0.0.1", port), reuse_port=False):  # accepts, and says nothing
+        waiting = Background(a.follow, "a", None, 10 * PATIENCE)
+        eventually(lambda: a._line._stop >= 0)
+        a.interrupt()
+        with pytest.raises(RendezvousGracefulExitError):
+            waiting.result()
+
+
+def test_the_address_of_a_node_is_that_of_its_connection(
+    pair: tuple[ServerDriver, ServerDriver], shared: ServerProcess
+) -> None:
+    assert pair[0].local_addr == "127.0.0.1"
+    where = Where(shared.endpoint, TOKEN, addr="known.to.others")
+    driver = ServerDriver(where, settings(), PATIENCE)
+    assert driver.local_addr == "known.to.others"
+    driver.close(linger=False)
+
+
+# --- the keys of a round
+
+
+def test_the_nodes_of_a_round_share_keys(pair: tuple[ServerDriver, ServerDriver]) -> None:
+    a, b = (driver.round_store(1) for driver in pair)
+    waiting = Background(b.get, "k")
+    a.set("k", "v")
+    assert waiting.result() == b"v"
+    assert a.add("n", 2) == b.add("n", 0) == 2
+
+
+def test_a_wait_ends_with_its_round(pair: tuple[ServerDriver, ServerDriver]) -> None:
+    a, _ = pair
+    store = a.round_store(1)
+    waiting = Background(store.wait, ["never"], PATIENCE)
+    store.set("k", "v")  # it is connected
+    a.end_round_store()
+    a.end_round_store()
+    with pytest.raises(StoreClosedError):
+        waiting.result()
+    with pytest.raises(StoreClosedError):
+        store.get("k")
+    assert a.beat("a", 1, PATIENCE)
+    assert a.round_store(2).check(["nothing"]) is False
+
+
+def test_a_store_that_was_never_used_can_be_ended(pair: tuple[ServerDriver, ServerDriver]) -> None:
+    a, _ = pair
+    store = a.round_store(1)
+    a.end_round_store()
+    with pytest.raises(StoreClosedError):
+        store.get("k")
+
+
+def test_a_new_life_of_a_job_finds_no_keys_of_the_old_one(own: ServerProcess, drive: Meet) -> None:
+    a, _ = seated(drive, own.endpoint)
+    a.round_store(1).set("k", "old")
+    with connect(own.endpoint, token=TOKEN) as client:
+        assert client.get(f"rounds/{a._life}/k") == b"old"
+    assert len(a._life) == 12
+
+
+def test_threads_that_connect_at_once_share_one_connection(own: ServerProcess, drive: Meet) -> None:
+    a, _ = seated(drive, own.endpoint)
+    client = a._line.client(PATIENCE)
+    a._line.drop(client)
+    start = threading.Barrier(4)
+
+    def beat() -> bool:
+        start.wait(PATIENCE)
+        return a.beat("a", 1, PATIENCE)
+
+    beats = [Background(beat) for _ in range(4)]
+    assert [beating.result() for beating in beats] == [False] * 4  # its session is another one
+    with connect(own.endpoint, token=TOKEN) as watcher:
+        assert watcher.num_keys() == 0

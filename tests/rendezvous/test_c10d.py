@@ -1,0 +1,271 @@
+"""The rendezvous `c10d`: who serves, what is refused, what remains when the host's agent dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storing import PATIENCE, Background
+
+from regrow.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousParameters,
+    get_rendezvous_handler,
+)
+from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+from regrow.rendezvous._host import find_own, settle
+from regrow.store import make_token
+from regrow.utils import PortReservation
+
+TOKEN = make_token()
+ELSEWHERE = "192.0.2.1"
+"""An address that no host has."""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else takes."""
+    with PortReservation("127.0.0.1") as reservation:
+        yield reservation.port
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGROW_TOKEN", TOKEN.decode())
+
+
+Create = Callable[..., DynamicRendezvousHandler]
+
+
+@pytest.fixture
+def create() -> Iterator[Create]:
+    """Make handlers of one job, shut down after the test."""
+    with ExitStack() as made:
+
+        def make(endpoint: str, nodes: int = 2, **config: Any) -> DynamicRendezvousHandler:
+            params = RendezvousParameters("c10d", endpoint, "job", nodes, nodes, **config)
+            handler = get_rendezvous_handler(params)
+            assert isinstance(handler, DynamicRendezvousHandler)
+            made.callback(handler.leave, "the test is over")
+            return handler
+
+        yield make
+
+
+def meet(*handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
+    joining = [Background(handler.next_rendezvous) for handler in handlers]
+    return [join.result() for join in joining]
+
+
+def serves(handler: DynamicRendezvousHandler) -> bool:
+    return handler._driver._server is not None  # type: ignore[attr-defined]
+
+
+# --- who serves
+
+
+def test_the_first_on_the_endpoints_host_serves_and_the_others_join(
+    create: Create, port: int
+) -> None:
+    first, second = create(f"127.0.0.1:{port}"), create(f"127.0.0.1:{port}")
+    assert (serves(first), serves(second)) == (True, False)
+    infos = meet(first, second)
+    assert sorted(info.rank for info in infos) == [0, 1]
+    assert {info.round for info in infos} == {1}
+    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.1"}  # type: ignore[union-attr]
+    infos[0].store.set("k", "v")
+    assert infos[1].store.get("k") == b"v"
+
+
+def test_of_many_that_start_at_once_one_serves(create: Create, port: int) -> None:
+    starting = [Background(create, f"localhost:{port}", 4) for _ in range(4)]
+    handlers = [start.result() for start in starting]
+    assert sorted(serves(handler) for handler in handlers) == [False, False, False, True]
+    assert sorted(info.rank for info in meet(*handlers)) == [0, 1, 2, 3]
+
+
+def test_an_address_of_another_host_is_not_served(port: int) -> None:
+    assert find_own(ELSEWHERE, port) is None
+    place = settle(ELSEWHERE, port, TOKEN, None, None)
+    assert (place.server, place.reach, place.here) == (None, ELSEWHERE, False)
+
+
+def test_an_address_is_listened_on_alone_and_a_name_on_all(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = find_own("127.0.0.2", port)
+    assert own is not None
+    assert own.listen == "127.0.0.2"
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    own = find_own("this-host", port)
+    assert own is not None
+    assert (own.address, own.listen) == ("127.0.1.1", "0.0.0.0")
+
+
+def test_a_host_that_knows_its_own_name_as_loopback_gives_the_others_the_name(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    place = settle("this-host", port, TOKEN, None, None)
+    assert place.server is not None
+    with place.server:
+        assert (place.reach, place.addr) == ("this-host", "this-host")
+
+
+def test_who_is_told_to_serve_serves_behind_any_address(create: Create, port: int) -> None:
+    host = create(f"{ELSEWHERE}:{port}", is_host="true", local_addr="10.9.8.7")
+    other = create(f"127.0.0.1:{port}", is_host="false")
+    assert (serves(host), serves(other)) == (True, False)
+    meet(host, other)
+
+
+def test_who_is_told_not_to_serve_does_not(port: int) -> None:
+    params = RendezvousParameters(
+        "c10d", f"127.0.0.1:{port}", "job", 2, 2, is_host=False, read_timeout="0.05"
+    )
+    with pytest.raises(RendezvousConnectionError, match=r"tried for 0\.05 s.*is_host=true"):
+        get_rendezvous_handler(params)
+
+
+def test_a_port_taken_on_another_address_of_the_host_is_no_obstacle(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+    with socket.create_server(("127.0.0.2", port)):
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr("regrow.rendezvous._host.is_loopback", lambda host: False)
+        place = settle("this-host", port, TOKEN, None, None)
+    assert place.server is not None
+    assert place.server.endpoint == f"127.0.0.1:{port}"
+    place.server.close()
+
+
+# --- what is refused
+
+
+def test_a_port_that_the_others_cannot_know_is_refused() -> None:
+    params = RendezvousParameters("c10d", "127.0.0.1:0", "job", 2, 2)
+    with pytest.raises(ValueError, match="port 0"):
+        get_rendezvous_handler(params)
+
+
+def test_several_hosts_need_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REGROW_TOKEN")
+    monkeypatch.delenv("REGROW_TOKEN_FILE", raising=False)
+    params = RendezvousParameters("c10d", f"{ELSEWHERE}:29400", "job", 2, 2)
+    with pytest.raises(RendezvousError, match="several hosts need a token"):
+        get_rendezvous_handler(params)
+
+
+def test_agents_on_one_host_need_none(
+    create: Create, port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("REGROW_TOKEN")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    meet(create(f"localhost:{port}"), create(f"127.0.0.1:{port}"))
+
+
+def test_another_program_on_the_port_is_named(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as other:
+
+        def hang_up() -> None:
+            other.accept()[0].close()
+
+        answering = Background(hang_up)
+        params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2)
+        with pytest.raises(RendezvousConnectionError, match=r"TCPStore.*see what listens there"):
+            get_rendezvous_handler(params)
+        answering.result()
+
+
+def test_a_handler_that_cannot_be_made_leaves_no_server_behind(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.rendezvous._by_server.ServerDriver.__init__", refuse)
+    params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2)
+    with pytest.raises(RendezvousConnectionError, match="not today"):
+        get_rendezvous_handler(params)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nobody listens there any more
+
+
+def refuse(*args: object) -> None:
+    raise RendezvousConnectionError("not today")
+
+
+# --- when the host's agent ends
+
+AGENT = """
+import sys
+from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
+handler = get_rendezvous_handler(RendezvousParameters("c10d", sys.argv[1], "job", 1, 2))
+server = handler._driver._server
+print(server.pid if server else 0, flush=True)
+info = handler.next_rendezvous()
+print(info.rank, info.round, flush=True)
+input()
+handler.shutdown()
+"""
+
+
+def agent(port: int) -> tuple[subprocess.Popen[str], int]:
+    """Start an agent; return it and the process id of the server that it has started, or 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT, f"127.0.0.1:{port}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
+
+
+def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+def test_the_job_goes_on_when_the_agent_that_serves_is_killed(create: Create, port: int) -> None:
+    process, pid = agent(port)
+    server = os.pidfd_open(pid)
+    with process:
+        params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 1, 2)
+        handler = get_rendezvous_handler(params)
+        assert handler.next_rendezvous().round == 1
+        process.kill()
+    ended = handler.next_rendezvous()  # it is alone now, without a last call
+    assert (ended.round, ended.world_size) == (2, 1)
+    assert not ends(server, 0)
+    handler.shutdown()
+    assert ends(server)
+    os.close(server)
+
+
+def test_the_agent_that_serves_goes_last_when_all_is_well(port: int) -> None:
+    (host, pid), (other, nothing) = agent(port), agent(port)
+    server = os.pidfd_open(pid)
+    assert nothing == 0
+    with host, other:
+        assert host.stdout is not None
+        assert other.stdout is not None
+        assert {host.stdout.readline(), other.stdout.readline()} == {"0 1\n", "1 1\n"}
+        host_done = Background(host.communicate, "\n", PATIENCE)
+        assert not ends(server, 0.2)
+        other.communicate("\n", PATIENCE)
+        host_done.result()
+        assert ends(server, 0)
+    assert (host.returncode, other.returncode) == (0, 0)
+    os.close(server)
