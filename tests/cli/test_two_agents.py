@@ -1,69 +1,140 @@
-"""Two `regrow run` on this machine, as on two hosts: what flags and variables make of them."""
+"""Two `regrow run` on this machine, as on two hosts: from the command line to the exit codes."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import Ended, run
+from commands import run
+from processes import PATIENCE, wait_until
 
 from regrow.utils import PortReservation
 
 pytestmark = pytest.mark.timeout(120)
 
+# Says where it is, and does what its file says.
 WORKER = """\
-import os
-os.write(1, "rank {RANK} of {WORLD_SIZE} on node {GROUP_RANK}\\n".format(**os.environ).encode())
+import os, signal, sys
+rank, world, node = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "GROUP_RANK"))
+os.write(1, f"rank {rank} of {world} on node {node}\\n".encode())
+open(f"started-{rank}-of-{world}", "w").close()
 """
+WAIT = "signal.pause()\n"
 
 
-def agents(folder: Path, *flags: str, **environ: str) -> list[Ended]:
-    """Run an agent for each set of flags at the same time; PORT in them is a free one."""
-    (folder / "train.py").write_text(WORKER)
-    environ = {"HOME": str(folder), "XDG_STATE_HOME": "", "TMPDIR": str(folder), **environ}
+class Hosts:
+    """Agents that run here as on hosts of their own, at a port of their own."""
 
-    def agent(line: str) -> Ended:
-        words = [sys.executable, "-m", "regrow", "run", *line.split(), "train.py"]
-        return run(words, cwd=folder, env=environ)
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self._port = port
+        self._agents: list[subprocess.Popen[str]] = []
 
-    with PortReservation() as port, ThreadPoolExecutor(len(flags)) as pool:
-        lines = [line.replace("PORT", str(port.port)) for line in flags]
-        return list(pool.map(agent, lines))
+    def start(self, flags: str, worker: str = "", **environ: str) -> subprocess.Popen[str]:
+        """Start an agent; PORT in its flags is the port where all meet."""
+        (self.folder / "train.py").write_text(WORKER + worker)
+        words = [sys.executable, "-m", "regrow", "run", *flags.split(), "train.py"]
+        home = {"HOME": str(self.folder), "XDG_STATE_HOME": "", "TMPDIR": str(self.folder)}
+        agent = subprocess.Popen(
+            [word.replace("PORT", str(self._port)) for word in words],
+            cwd=self.folder,
+            env={**os.environ, **home, **environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._agents.append(agent)
+        return agent
+
+    def ended(self, agent: subprocess.Popen[str]) -> tuple[int, str]:
+        """Wait for the end of an agent; its exit code and what it and its workers said."""
+        output, _ = agent.communicate(timeout=PATIENCE)
+        return agent.returncode, output
+
+    def wait_for(self, *names: str) -> None:
+        """Wait until the workers have made these files."""
+        for name in names:
+            wait_until((self.folder / name).exists, name)
+
+    def close(self) -> None:
+        for agent in self._agents:
+            with suppress(ProcessLookupError):
+                agent.kill()
+            agent.communicate()
 
 
-def assert_one_job(ended: list[Ended], ranks: list[int]) -> None:
-    said = [(e.code, e.output) for e in ended]
-    assert said == [(0, f"rank {rank} of {len(ranks)} on node {rank}\n") for rank in ranks]
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with PortReservation() as port:
+        hosts = Hosts(tmp_path, port.port)
+        yield hosts
+        hosts.close()
+
+
+C10D = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:PORT"
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_hosts_with_certificates_meet_under_tls_and_have_the_ranks_that_they_asked_for(
-    tmp_path: Path,
+    hosts: Hosts,
 ) -> None:
     make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
     names = "-addext subjectAltName=IP:127.0.0.1 -subj /CN=job -keyout key -out cert"
-    assert run(f"{make} {names}".split(), cwd=tmp_path).code == 0
+    assert run(f"{make} {names}".split(), cwd=hosts.folder).code == 0
     tls = "--rdzv-tls-ca cert --rdzv-tls-cert cert --rdzv-tls-key key"
-    meet = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:PORT {tls}"
-    ended = agents(tmp_path, f"{meet} --node-rank 1", f"{meet} --node-rank 0")
-    assert_one_job(ended, [1, 0])
+    agents = [hosts.start(f"--nnodes 2 {C10D} {tls} --node-rank {rank}") for rank in (1, 0)]
+    assert [hosts.ended(agent) for agent in agents] == [
+        (0, "rank 1 of 2 on node 1\n"),
+        (0, "rank 0 of 2 on node 0\n"),
+    ]
     # No token was given: those on one host have one of their own.
-    assert (tmp_path / ".local" / "state" / "regrow" / "token").exists()
+    assert (hosts.folder / ".local" / "state" / "regrow" / "token").exists()
 
 
-def test_hosts_whose_number_is_fixed_meet_with_a_token_file(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("a secret of this test, and of nobody else\n")
+def test_hosts_whose_number_is_fixed_meet_with_a_token_file(hosts: Hosts) -> None:
+    (hosts.folder / "token").write_text("a secret of this test, and of nobody else\n")
     meet = "--nnodes 2 --master-addr 127.0.0.1 --master-port PORT --rdzv-token-file token"
-    assert_one_job(agents(tmp_path, f"{meet} --node-rank 0", f"{meet} --node-rank 1"), [0, 1])
+    agents = [hosts.start(f"{meet} --node-rank {rank}") for rank in (0, 1)]
+    assert [hosts.ended(agent) for agent in agents] == [
+        (0, "rank 0 of 2 on node 0\n"),
+        (0, "rank 1 of 2 on node 1\n"),
+    ]
 
 
-def test_several_hosts_without_a_token_are_told_what_to_type(tmp_path: Path) -> None:
+def test_a_worker_that_fails_for_good_ends_all_agents_with_its_report(hosts: Hosts) -> None:
+    fails = f'if rank == "1": sys.exit(3)\n{WAIT}'
+    agents = [hosts.start(f"--nnodes 2 {C10D} --node-rank {rank}", fails) for rank in (0, 1)]
+    for code, said in map(hosts.ended, agents):
+        assert code == 1, said
+        assert "train.py FAILED" in said
+        assert "rank      : 1 (local_rank: 0)" in said
+        assert "exitcode  : 3" in said
+
+
+def test_the_job_goes_on_without_the_host_whose_agent_was_killed(hosts: Hosts) -> None:
+    waits = f'if world == "2":\n    {WAIT}'
+    agents = [hosts.start(f"--nnodes 1:2 {C10D} --node-rank {rank}", waits) for rank in (0, 1)]
+    hosts.wait_for("started-0-of-2", "started-1-of-2")
+    agents[1].send_signal(signal.SIGKILL)
+    code, said = hosts.ended(agents[0])
+    assert code == 0, said
+    assert "rank 0 of 1 on node 0" in said
+    # The story, in lines as wide as they may be, says why there was a restart.
+    assert "its connection broke" in " ".join(said.split())
+
+
+def test_several_hosts_without_a_token_are_told_what_to_type(hosts: Hosts) -> None:
     environ = {"REGROW_TOKEN": "", "REGROW_TOKEN_FILE": ""}
-    meet = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 192.0.2.1:PORT"
-    (ended,) = agents(tmp_path, meet, **environ)
-    assert ended.code == 1
-    assert "regrow token ~/job.token" in ended.output
-    assert "--rdzv-token-file ~/job.token" in ended.output
+    flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 192.0.2.1:PORT"
+    code, said = hosts.ended(hosts.start(flags, **environ))
+    assert code == 1
+    assert "regrow token ~/job.token" in said
+    assert "--rdzv-token-file ~/job.token" in said
