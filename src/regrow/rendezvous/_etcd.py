@@ -28,23 +28,30 @@ from contextlib import contextmanager
 from math import ceil
 from typing import TYPE_CHECKING
 
-from regrow.rendezvous._api import RendezvousHandler, RendezvousParameters
+from regrow.rendezvous._api import RendezvousParameters
 from regrow.rendezvous._backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousStateError
 from regrow.rendezvous._etcd_client import EtcdClient, get, put, unchanged
 from regrow.rendezvous._etcd_config import read_access, read_prefix
 from regrow.rendezvous._etcd_feed import EtcdFeed
-from regrow.rendezvous._etcd_http import EXHAUSTED, INVALID, EtcdError, EtcdHttp
+from regrow.rendezvous._etcd_http import EtcdHttp
 from regrow.rendezvous._etcd_job import LIFE, EtcdJob
+from regrow.rendezvous._etcd_member import EXHAUSTED, INVALID, EtcdError
 from regrow.rendezvous._etcd_store import EtcdStore
 from regrow.rendezvous._patience import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+
 TIMEOUT = 5.0
 """Seconds in which etcd has to answer; the key `read_timeout`."""
+INTERVAL = 0.5
+"""Seconds between two beats, unless the user says how many."""
+MISSES = 6
+"""Beats that may fail to come, unless the user says how many."""
 _GOODBYE = 2.0
 """Seconds in which etcd has to answer a node that goes; what it leaves ends by its leases."""
 
@@ -243,7 +250,7 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     return backend, EtcdStore(job)
 
 
-def create_handler(params: RendezvousParameters) -> RendezvousHandler:
+def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """Create the handler of a node that meets the others in etcd.
 
     Raises:
@@ -254,18 +261,18 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
     given = params.config
     if not {"keep_alive_interval", "keep_alive_max_attempt"} & given.keys():
-        given = {**given, "keep_alive_interval": "0.5", "keep_alive_max_attempt": "6"}
+        given = {**given, "keep_alive_interval": INTERVAL, "keep_alive_max_attempt": MISSES}
     backend, store = create_backend(params)
-    return create(
-        store,
-        backend,
-        RendezvousParameters(
-            params.backend,
-            params.endpoint,
-            params.run_id,
-            params.min_nodes,
-            params.max_nodes,
-            params.local_addr,
-            **given,
-        ),
-    )
+    try:
+        return create(store, backend, _with_config(params, given))
+    except BaseException:
+        backend.close()
+        raise
+
+
+def _with_config(
+    params: RendezvousParameters, config: Mapping[str, object]
+) -> RendezvousParameters:
+    sizes = params.min_nodes, params.max_nodes
+    where = params.backend, params.endpoint, params.run_id
+    return RendezvousParameters(*where, *sizes, params.local_addr, **config)

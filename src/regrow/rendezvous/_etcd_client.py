@@ -10,11 +10,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from regrow.rendezvous._etcd_http import (
+from regrow.rendezvous._etcd_http import EtcdHttp
+from regrow.rendezvous._etcd_member import (
     NOT_FOUND,
     PRECONDITION,
     EtcdError,
-    EtcdHttp,
     Message,
     Stream,
 )
@@ -168,12 +168,13 @@ class EtcdClient:
 
 
 class Watch:
-    """What changes, as it changes; iterate in one thread, close from any."""
+    """What changes, as it changes; a `Stream`."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self.wait_at_most = stream.wait_at_most
         self.close = stream.close
+        self.end = stream.end
 
     def __iter__(self) -> Iterator[Seen]:
         """Return what changes; ends only as `wait_at_most` says.

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_client import Compacted, Pair, Watch, get
-from regrow.rendezvous._etcd_http import EtcdClosed, EtcdError
+from regrow.rendezvous._etcd_member import EtcdClosed, EtcdError
 
 if TYPE_CHECKING:
     from regrow.rendezvous._etcd_job import EtcdJob
@@ -179,13 +179,16 @@ class EtcdFeed:
             self._news.notify_all()
             if self._closed.is_set():
                 watch.close()
-        watch.wait_at_most(None)
-        for seen in watch:
-            with self._news:
-                for pair in seen.pairs:
-                    self._take(pair)
-                self._revision = seen.revision
-                self._news.notify_all()
+        try:
+            watch.wait_at_most(None)
+            for seen in watch:
+                with self._news:
+                    for pair in seen.pairs:
+                        self._take(pair)
+                    self._revision = seen.revision
+                    self._news.notify_all()
+        finally:
+            watch.end()
 
     def _take(self, pair: Pair) -> None:
         if pair.key == self._state:

@@ -33,7 +33,7 @@ from regrow.rendezvous._etcd_client import (
     put,
     unchanged,
 )
-from regrow.rendezvous._etcd_http import NOT_FOUND, EtcdError, Message
+from regrow.rendezvous._etcd_member import NOT_FOUND, EtcdError, Message
 
 LIFE = 600
 """Seconds for which the keys of a job outlive its last node, unless that took them along."""

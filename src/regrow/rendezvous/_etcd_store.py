@@ -30,7 +30,7 @@ from regrow.rendezvous._etcd_client import (
     put,
     unchanged,
 )
-from regrow.rendezvous._etcd_http import (
+from regrow.rendezvous._etcd_member import (
     EXHAUSTED,
     INVALID,
     EtcdClosed,
@@ -270,9 +270,9 @@ class EtcdStore:
         except (Compacted, EtcdUnreachable):
             pass  # read anew
         finally:
-            watch.close()
             with self._lock:
                 self._watches.discard(watch)
+            watch.end()
 
     def _read(self, keys: Sequence[str], only: str = "") -> tuple[dict[str, bytes], int]:
         """Return the values that there are, by the names in etcd, and the revision they are of."""

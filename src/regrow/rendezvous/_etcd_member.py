@@ -1,0 +1,273 @@
+"""One member of an etcd cluster: the connections to it, and what its answers mean.
+
+Each call has a connection to itself, kept for the next one. So a call that is given up is simply
+cut, and `cut` ends all that is under way when the member turns out to be silent.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import ssl
+
+Message = dict[str, Any]
+"""One JSON object of a request or an answer."""
+
+_WHO_IS_IT = 1.0
+"""Seconds for what is no etcd to say what it is."""
+
+# gRPC's status codes, as the gateway passes them on.
+INVALID, NOT_FOUND, DENIED, EXHAUSTED, PRECONDITION, RANGE, UNAUTHENTICATED = 3, 5, 7, 8, 9, 11, 16
+FINAL = {INVALID, NOT_FOUND, 6, DENIED, EXHAUSTED, PRECONDITION, RANGE, 12, UNAUTHENTICATED}
+
+
+class EtcdError(Exception):
+    """etcd has answered with an error, or what answered is no etcd.
+
+    Attributes:
+        code: gRPC's status code; 0 when there was none.
+    """
+
+    def __init__(self, text: str, code: int = 0) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class EtcdUnreachable(EtcdError):
+    """No member has answered in time; a change that was asked for may still happen."""
+
+
+class EtcdClosed(EtcdError):
+    """This client was closed."""
+
+
+class EtcdRefused(EtcdError):
+    """Asking again, or another member, would not help."""
+
+
+class Stream:
+    """Answers as they come. One thread iterates, and calls `end` when it is through."""
+
+    def __init__(self, member: Member, connection: HTTPConnection, answer: HTTPResponse) -> None:
+        self._member = member
+        self._connection = connection
+        self._sock = connection.sock
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[Message]:
+        """Return what comes; ends only as `wait_at_most` says.
+
+        Raises:
+            EtcdUnreachable: the stream has broken, or `close` was called.
+            EtcdError: etcd has ended it with an error.
+        """
+        name = self._member.name
+        try:
+            while line := self._answer.readline():
+                yield from results(line, name)
+        except TimeoutError:
+            return
+        except (OSError, HTTPException, ValueError) as error:
+            raise EtcdUnreachable(f"{name}: {error}") from error
+        raise EtcdUnreachable(f"{name} has ended the stream")
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """Let the iteration end when nothing has come for so long; None: for ever."""
+        self._sock.settimeout(seconds)
+
+    def close(self) -> None:
+        """Wake whoever iterates; from any thread."""
+        shut(self._connection)
+
+    def end(self) -> None:
+        """Give the connection back."""
+        self._member.drop(self._connection)
+
+
+class Member:
+    """One member, and the connections to it."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
+        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._host, self._port, self._tls = host, port, tls
+        self._lock = threading.Lock()
+        self._idle: list[HTTPConnection] = []
+        self._busy: set[HTTPConnection] = set()
+        self._closed = False
+
+    def ask(self, path: str, body: bytes, token: str, patience: float) -> tuple[int, bytes]:
+        """Return status and content of the answer."""
+        connection, used = self._take(patience)
+        try:
+            try:
+                found = _exchange(connection, path, body, token, patience)
+            except (ConnectionError, HTTPException):
+                if not used:
+                    raise
+                # It was closed at the other end while nobody used it.
+                self.drop(connection)
+                connection = self._connect(patience)
+                found = _exchange(connection, path, body, token, patience)
+        except BaseException:
+            self.drop(connection)
+            raise
+        self._give_back(connection)
+        return found
+
+    def listen(self, path: str, body: bytes, token: str, patience: float) -> Stream:
+        connection = self._connect(patience)
+        try:
+            _send(connection, path, body, token, patience)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                read((answer.status, answer.read()), self)
+        except BaseException:
+            self.drop(connection)
+            raise
+        return Stream(self, connection, answer)
+
+    def near(self, patience: float) -> str:
+        connection, _ = self._take(patience)
+        address: str = connection.sock.getsockname()[0]
+        self._give_back(connection)
+        return address
+
+    def get(self, path: str, patience: float) -> bytes:
+        connection = self._connect(patience)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read(1000)
+        finally:
+            self.drop(connection)
+
+    def _take(self, patience: float) -> tuple[HTTPConnection, bool]:
+        with self._lock:
+            if self._idle:
+                connection = self._idle.pop()
+                self._busy.add(connection)
+                return connection, True
+        return self._connect(patience), False
+
+    def _connect(self, patience: float) -> HTTPConnection:
+        connection = (
+            HTTPSConnection(self._host, self._port, timeout=patience, context=self._tls)
+            if self._tls
+            else HTTPConnection(self._host, self._port, timeout=patience)
+        )
+        connection.connect()
+        with self._lock:
+            if self._closed:
+                connection.close()
+                raise EtcdClosed("this connection to etcd was closed")
+            self._busy.add(connection)
+        return connection
+
+    def _give_back(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+            if not self._closed and connection.sock is not None:
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def drop(self, connection: HTTPConnection) -> None:
+        """Close a connection; by whoever uses it."""
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
+
+    def cut(self) -> None:
+        """End all connections: the member is silent, or gone. Whoever uses one closes it."""
+        with self._lock:
+            for connection in self._busy:
+                shut(connection)
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.cut()
+
+
+def shut(connection: HTTPConnection) -> None:
+    """Wake whoever reads from a connection; from any thread."""
+    sock = connection.sock
+    if sock is not None:
+        with suppress(OSError):  # the other end was first
+            # Not SSLSocket.shutdown: that pulls TLS from under whoever reads.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def body_of(messages: Sequence[Message]) -> bytes:
+    return b"".join(json.dumps(message, separators=(",", ":")).encode() for message in messages)
+
+
+def _send(connection: HTTPConnection, path: str, body: bytes, token: str, patience: float) -> None:
+    connection.sock.settimeout(patience)
+    headers: Mapping[str, str] = {"Authorization": token} if token else {}
+    connection.request("POST", f"/v3/{path}", body, headers)
+
+
+def _exchange(
+    connection: HTTPConnection, path: str, body: bytes, token: str, patience: float
+) -> tuple[int, bytes]:
+    _send(connection, path, body, token, patience)
+    answer = connection.getresponse()
+    if answer.version == 11 and answer.length is None and not answer.chunked:
+        raise ConnectionError("its answer was cut short")  # in the headers, which nobody notices
+    return answer.status, answer.read()
+
+
+def read(answer: tuple[int, bytes], member: Member) -> list[Message]:
+    status, content = answer
+    try:
+        found = results(content, member.name)
+    except ValueError:
+        found = []
+    if status == 200 and found:
+        return found
+    raise EtcdRefused(f"{member.name} is no etcd with the v3 API: {_who_is_it(member, answer)}")
+
+
+def results(content: bytes, name: str) -> list[Message]:
+    found = []
+    for line in content.splitlines():
+        message = json.loads(line)
+        if not isinstance(message, dict):
+            raise ValueError(f"{name} sent {line[:80]!r}, which is no JSON object")
+        error = message.get("error")
+        if error is not None:
+            detail = error if isinstance(error, dict) else message
+            code = detail.get("code", detail.get("grpc_code", 0))
+            text = detail.get("message") or str(error)
+            raise EtcdError(f"{name}: {text}", code if isinstance(code, int) else 0)
+        found.append(message.get("result", message))
+    return found
+
+
+def _who_is_it(member: Member, answer: tuple[int, bytes]) -> str:
+    status, content = answer
+    said = f"it answered with status {status} and {content[:80]!r}"
+    try:
+        version = json.loads(member.get("/version", _WHO_IS_IT))["etcdserver"]
+    except (OSError, HTTPException, ValueError, KeyError, TypeError):
+        return said
+    return (
+        f"it is etcd {version}, and {said}; etcd 3.4 or newer is needed, with its gateway "
+        "(--enable-grpc-gateway, the default)"
+    )
+
+
+def describe(error: Exception, patience: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {patience:.2g} s"
+    return str(error) or type(error).__name__
