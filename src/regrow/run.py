@@ -153,6 +153,10 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         logger.warning(
             "%s ignored: only the static rendezvous uses it, not %s", ignored, args.rdzv_backend
         )
+    if args.rdzv_backend == "c10d" and max_nodes > 1 and not args.rdzv_endpoint:
+        logger.warning(
+            "--rdzv-endpoint is not given: the nodes meet at localhost, on this host alone"
+        )
     nproc_per_node = determine_local_world_size(
         args.nproc_per_node, one_device_each=args.virtual_local_rank
     )

@@ -292,6 +292,17 @@ def test_the_flags_for_token_and_certificates_are_settings_of_the_rendezvous(
     ]
 
 
+def test_several_nodes_that_were_not_told_where_to_meet_are_warned(
+    launcher: Launcher, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "train.py"]) == 0
+    (message,) = caplog.messages
+    assert message.startswith("--rdzv-endpoint is not given: the nodes meet at localhost")
+    caplog.clear()
+    assert main(["run", "--nnodes", "1", "--rdzv-backend", "c10d", "train.py"]) == 0
+    assert not caplog.messages
+
+
 def test_a_security_flag_that_the_rendezvous_has_no_use_for_is_warned_of(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
