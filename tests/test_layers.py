@@ -48,7 +48,7 @@ MAY_PICKLE = {
 # Where wall time is read: stamps that people read, and interfaces that speak it.
 WALL_TIME = {
     "agent/_health.py": "torch's callback returns seconds since the epoch",
-    "agent/_local.py": "the same callback",
+    "agent/_probed.py": "the same callback",
     "events/_log.py": "the stamp of an event",
     "metrics/_api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
     "workers/errors/_failure.py": "the stamp of a failure",

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from regrow.agent import WorkerState
 from regrow.agent import _decide as core
 from regrow.agent import _words as words
-from regrow.agent._decide import Phase, State, decide
+from regrow.agent._decide import decide
+from regrow.agent._state import Phase, State
 
 RUNNING = State(remaining_restarts=3, phase=Phase.RUNNING, started_at=100.0, looking=True)
 
@@ -114,7 +115,7 @@ EVENTS: st.SearchStrategy[Any] = st.one_of(
     st.builds(words.RoundOver, ROUNDS, st.just("node b was lost"), TIMES),
     st.builds(words.Waiting, ROUNDS, st.integers(0, 3), st.booleans(), TIMES),
     st.builds(words.Closed, st.booleans(), st.booleans()),
-    st.builds(words.LeaseOver, st.just("why"), TIMES),
+    st.builds(words.LeaseOver, ROUNDS, st.just("why"), TIMES),
     st.builds(words.MembershipChanged, st.just("why"), TIMES),
     st.just(words.DelayOver()),
     st.builds(words.GatherOver, TIMES, st.integers(0, 3)),
@@ -142,6 +143,7 @@ def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: in
         state, _ = decide(state, event)
         if state.round is not None and older < state.round:
             stale: list[words.Event] = [
+                words.LeaseOver(older, "old", 1e7),
                 words.RoundOver(older, "old", 1e7),
                 words.Waiting(older, 1, full=True, now=1e7),
             ]
@@ -325,5 +327,15 @@ def test_a_host_that_comes_and_goes_slows_the_job_down_for_less_than_a_last_call
 
 
 def test_after_a_lease_is_over_the_others_are_told_before_the_next_round() -> None:
-    _, actions = decide(MEMBER, words.LeaseOver("its lease was over", 200.0))
+    _, actions = decide(MEMBER, words.LeaseOver(2, "its lease was over", 200.0))
     assert actions == (words.Restart("its lease was over", announce=True),)
+
+
+def test_workers_that_were_killed_as_they_started_for_a_lease_that_was_over_have_not_failed() -> (
+    None
+):
+    state, _ = decide(State(3, Phase.FORMING), words.LeaseOver(1, "its lease was over", 5.0))
+    _, actions = decide(state, words.Formed(6.0, 1, shared=True))
+    assert actions == (words.Restart("its lease was over", announce=True),)
+    _, actions = decide(state, words.Formed(6.0, 2, shared=True))
+    assert actions == (words.Look(),)

@@ -37,9 +37,9 @@ The clock is the caller's: times in events are monotonic seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
+from regrow.agent._state import Phase, State
 from regrow.agent._types import WorkerState
 from regrow.agent._words import (
     Action,
@@ -85,46 +85,6 @@ GATHER_CAP_S = 5.0
 _FAILED_STATES = frozenset({WorkerState.FAILED, WorkerState.UNHEALTHY})
 
 
-class Phase(StrEnum):
-    """Where the agent is; see the drawing above."""
-
-    IDLE = "IDLE"
-    FORMING = "FORMING"
-    RUNNING = "RUNNING"
-    JUDGING = "JUDGING"
-    BACKOFF = "BACKOFF"
-    BARRIER = "BARRIER"
-    STOPPING = "STOPPING"
-    ENDED = "ENDED"
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the agent must remember between two events."""
-
-    remaining_restarts: int  # failures that may still be healed
-    phase: Phase = Phase.IDLE
-    started_at: float = 0.0  # monotonic seconds: when the running attempt was formed
-    quick_ends: int = 0  # attempts in a row that lived less than QUICK_S
-    looking: bool = False  # a Look operation runs
-    look_again: bool = False  # something changed while it ran
-    round: int | None = None  # the latest that was formed here
-    shared: bool = False  # failures are judged by all nodes
-    leads: bool = True
-    over: int = 0  # the latest round that is known to be over
-    why_over: str = ""
-    closed: bool = False  # there will be no other round
-    job_failed: bool = False  # and that is because the job failed
-    succeeded: bool = False  # this node's workers did, before the round ended all the same
-    waiting: Waiting | None = None  # the latest of a round not known to be formed
-    gathered: int = 0  # nodes that wait
-    gathered_since: float = 0.0  # when the first of them came
-    gather_until: float | None = None  # when they are let in
-    verdict: Verdict | None = None  # in JUDGING: it is there, the group's end is not yet
-    ended: bool = False  # in JUDGING: the group has ended, the verdict is not yet there
-    next_reason: str = ""  # in BACKOFF: of the restart
-
-
 Decision = tuple[State, tuple[Action, ...]]
 
 
@@ -143,6 +103,8 @@ def decide(state: State, event: Event) -> Decision:
             return _round_over(state, event)
         case Waiting():
             return _waiting(state, event)
+        case LeaseOver():
+            return _lease_over(state, event)
         case Closed():
             return _closed(state, event)
     match state.phase, event:
@@ -156,8 +118,8 @@ def decide(state: State, event: Event) -> Decision:
             return _tell(state) if state.shared and not state.closed else _look(state)
         case Phase.RUNNING, Report():
             return _after_look(replace(state, looking=False), event)
-        case Phase.RUNNING, MembershipChanged(reason, now) | LeaseOver(reason, now):
-            return _again(state, reason, now, announce=isinstance(event, LeaseOver))
+        case Phase.RUNNING, MembershipChanged(reason, now):
+            return _again(state, reason, now)
         case Phase.RUNNING, GatherOver(now, waiting):
             if waiting == 0:
                 return replace(state, gathered=0, gather_until=None), ()
@@ -206,6 +168,8 @@ def _formed(state: State, event: Formed) -> Decision:
         return replace(state, phase=Phase.STOPPING), (Stop(),)
     if event.round is not None and event.round <= state.over and not state.closed:
         return _again(state, state.why_over, event.now)
+    if event.round is not None and event.round <= state.lapsed:
+        return _again(state, state.why_lapsed, event.now, announce=True)
     # Looking at once catches what changed while the group was being formed.
     state, actions = _look(state)
     if early is not None and early.round == event.round:
@@ -226,6 +190,15 @@ def _round_over(state: State, event: RoundOver) -> Decision:
         state = replace(state, phase=Phase.FORMING, quick_ends=_quick(state, event.now))
         return state, (Restart(event.reason),)
     return _again(state, event.reason, event.now)
+
+
+def _lease_over(state: State, event: LeaseOver) -> Decision:
+    if event.round < (state.round or 0):
+        return state, ()
+    state = replace(state, lapsed=event.round, why_lapsed=event.reason)
+    if state.phase is Phase.RUNNING:
+        return _again(state, event.reason, event.now, announce=True)
+    return state, ()
 
 
 def _closed(state: State, event: Closed) -> Decision:

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from time import monotonic, time
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent import _words as words
 from regrow.agent._environment import worker_environment
-from regrow.agent._inbox import Probe
+from regrow.agent._probed import ProbedAgent
 from regrow.agent._progress import ProgressBoard, Steps
-from regrow.agent._simple import SimpleElasticAgent
 from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
     from regrow.utils import PortReservation
     from regrow.workers import LogsSpecs
 
-HEALTH_CHECK_PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
-HEALTH_CHECK_TIMEOUT_S = 60
-PROBE_TIMEOUT_S = 1.0
 ACTED_ON_S = 0.1
 
 logger = get_logger(__name__)
@@ -59,7 +54,15 @@ class _StepsSeen:
     attempt: int
 
 
-class LocalElasticAgent(SimpleElasticAgent):
+@dataclass(frozen=True, slots=True)
+class _LeaseOver:
+    """The guardian has killed the workers of a round."""
+
+    round: int
+    lapsed: Lapsed
+
+
+class LocalElasticAgent(ProbedAgent):
     """Runs `spec.local_world_size` workers on this host.
 
     Args:
@@ -131,7 +134,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def run(self, role: str = "default") -> RunResult:
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
-        self._guardian = Guardian(on_lapse=self._inbox.put)
+        self._guardian = Guardian(on_lapse=self._take_lapse)
         try:
             # Started first: its interpreter starts while the round forms.
             self._guardian.start()
@@ -152,11 +155,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         match message:
             case WorkerChange():
                 return self._heed_worker(message)
-            case Lapsed(killed=killed, monotonic=at):
-                self._emit("regrow.lease.over", workers=killed, lapsed_monotonic=at)
-                number = f"{killed} workers were" if killed != 1 else "worker was"
-                why = f"its lease was over, and its {number} killed"
-                return words.LeaseOver(why, monotonic())
+            case _LeaseOver(round, lapsed):
+                return self._heed_lapse(round, lapsed)
             case _StepsSeen(attempt):
                 if attempt == self._attempt:
                     self._emit_first_steps()
@@ -168,6 +168,23 @@ class LocalElasticAgent(SimpleElasticAgent):
         if guardian is not None:
             guardian.renew(until)
         super()._renew_lease(until)
+
+    def _take_lapse(self, lapsed: Lapsed) -> None:
+        """Called by the guardian's handle, on a thread of its own."""
+        # Those who were to be started are of the attempt that is being started.
+        self._inbox.put(_LeaseOver(self._attempt + 1, lapsed))
+
+    def _heed_lapse(self, round: int, lapsed: Lapsed) -> words.Event:
+        killed = lapsed.killed
+        self._emit(
+            "regrow.lease.over",
+            attempt=round - 1,
+            workers=killed,
+            lapsed_monotonic=lapsed.monotonic,
+        )
+        number = f"{killed} workers were" if killed != 1 else "worker was"
+        why = f"its lease was over, and its {number} killed"
+        return words.LeaseOver(round, why, monotonic())
 
     def _heed_worker(self, change: WorkerChange) -> words.Event | None:
         if change.kind in ("suspended", "resumed"):
@@ -347,40 +364,6 @@ class LocalElasticAgent(SimpleElasticAgent):
                     step=steps.first_step,
                     step_monotonic=steps.first_monotonic,
                 )
-
-    # --- health
-
-    def _setup_healthcheck(self) -> None:
-        """Start the health server; that it cannot start is told, and costs no training."""
-        if self._health_check_server is None:
-            text = os.environ.get(HEALTH_CHECK_PORT_ENV)
-            if text is None:
-                return
-            from regrow.agent._health import create_healthcheck_server
-
-            try:
-                self._health_check_server = create_healthcheck_server(
-                    self._get_alive_time, int(text), HEALTH_CHECK_TIMEOUT_S, age=self._age
-                )
-            except ValueError as error:
-                logger.error("%s=%r: no health server: %s", HEALTH_CHECK_PORT_ENV, text, error)
-                return
-        try:
-            self._health_check_server.start()
-        except OSError as error:
-            logger.error("no health server: %s", error)
-
-    def _get_alive_time(self) -> int:
-        """When the loop last turned, in seconds since the epoch, as torch's callback says it."""
-        return int(time() - self._age())
-
-    def _age(self) -> float:
-        """Seconds since the loop last turned; asks it to, and waits a moment for that."""
-        answered = threading.Event()
-        self._inbox.put(Probe(answered))
-        if answered.wait(PROBE_TIMEOUT_S):
-            self._last_turn = monotonic()
-        return monotonic() - self._last_turn
 
 
 def bounds(shutdown_timeout: float) -> dict[str, float]:

@@ -103,6 +103,8 @@ class Closed:
 class LeaseOver:
     """This node's lease was over, and its workers have been killed by their guardian."""
 
+    round: int
+    """The one that the workers were started in."""
     reason: str
     now: float
 

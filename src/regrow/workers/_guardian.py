@@ -158,6 +158,7 @@ class Guardian(LastStand):
             for fd in (directory, *mapping.values()):
                 os.close(fd)
             self._close_drains(worker)
+            self._tell(b"lapsed", 0, 1, now)
             self._tell(b"exited", worker.worker, signal.SIGKILL, 0, now)
             self._tell(b"gone", worker.worker, 0, 0, now)
             return
@@ -192,6 +193,7 @@ class Guardian(LastStand):
         self._workers[worker.worker] = worker
         self._watch(worker.pidfd, partial(self._on_exit, worker))
         if self._deadman.over(now := monotonic_ns()):
+            self._tell(b"lapsed", 0, 1, now)
             worker.grace, worker.deadline = 0, now
 
     def _stop(self, signum: int, grace: int, numbers: list[int]) -> None:

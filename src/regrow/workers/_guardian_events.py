@@ -69,12 +69,15 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Lapsed:
-    """The lease was over, and the guardian kills all workers; their ends are told as always."""
+    """The lease is over, and the guardian kills all workers, or one that was to be started.
+
+    Their ends are told as always, after this.
+    """
 
     worker: int
     """0: all of them."""
     killed: int
-    """How many workers there were."""
+    """How many workers these are."""
     monotonic: float
 
 

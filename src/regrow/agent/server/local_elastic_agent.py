@@ -1,7 +1,7 @@
 """Alias of `regrow.agent`'s local agent, at the path torch has it."""
 
 from regrow.agent import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE, LocalElasticAgent
-from regrow.agent._local import HEALTH_CHECK_PORT_ENV as TORCHELASTIC_HEALTH_CHECK_PORT
+from regrow.agent._probed import HEALTH_CHECK_PORT_ENV as TORCHELASTIC_HEALTH_CHECK_PORT
 from regrow.agent._sleepers import TIMEOUT_ENV as TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT
 
 __all__ = [
