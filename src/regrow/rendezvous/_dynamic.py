@@ -103,13 +103,13 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._id = ""
         self._token = 0
         self._lives = 0
-        self._port: PortReservation | None = None
+        self._ports: list[PortReservation] = []  # one at most
         self._interrupted = False
         self._calling = False
         self._closed = False
         self._done = False
         # Threads keep what they run alive; who forgets the handler has not to go on beating.
-        weakref.finalize(self, _abandon, driver, self._touch).atexit = False
+        weakref.finalize(self, _abandon, driver, self._touch, self._ports).atexit = False
 
     @classmethod
     def from_backend(
@@ -214,9 +214,10 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._check()
         self._touch.unseat()
         self._release_port()
-        self._port = PortReservation()
+        port = PortReservation()
+        self._ports.append(port)
         while True:
-            node = Node(self._id, self._addr, self._node_rank, self._port.port)
+            node = Node(self._id, self._addr, self._node_rank, port.port)
             try:
                 outcome = self._ask_for_a_seat(Join(node, self._token))
             except RendezvousConnectionError:
@@ -330,9 +331,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._touch.live(self._id)
 
     def _release_port(self) -> None:
-        if self._port is not None:
-            self._port.close()
-            self._port = None
+        while self._ports:
+            self._ports.pop().close()
 
     # --- failures, and leaving
 
@@ -343,12 +343,12 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         while True:
             said: View | None = self._call(Failed(self._id, round, report))
             while said is not None:
+                if isinstance(said.news, Refused) or said.news is None:
+                    return None
                 if said.judged is not None and said.judged.round >= round:
                     return said.judged if said.judged.round == round else None
                 if isinstance(said.news, RoundClosed):
                     raise self._over(said.news, standby=False)
-                if isinstance(said.news, Refused) or said.news is None:
-                    return None
                 said = self._next_view(said, deadline)
             if touch.lost:
                 continue
@@ -389,7 +389,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             return
         try:
             if self._id:
-                self._touch.call(Leave(self._id, 0, why), self._bounds.lease)
+                limit = min(self._bounds.lease, self._time_to_close())
+                self._touch.call(Leave(self._id, 0, why), limit)
         except RendezvousError as error:
             log.warning("node %s could not say that it leaves: %s", self._id, error)
         finally:
@@ -457,13 +458,6 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             return self._bounds.keep_alive
         return self._settings.timeout.close.total_seconds()
 
-    @property
-    def _close_timeout(self) -> float:
-        """Seconds for a last word; those with whom touch is lost have been waited for already."""
-        if self._touch.lost:
-            return self._bounds.keep_alive
-        return self._settings.timeout.close.total_seconds()
-
     def _end(self, linger: bool) -> None:
         self._done = True
         self._release_port()
@@ -502,9 +496,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         )
 
 
-def _abandon(driver: Driver, touch: Touch) -> None:
+def _abandon(driver: Driver, touch: Touch, ports: list[PortReservation]) -> None:
     touch.stop(wait=False)
     driver.close(linger=False)
+    for port in ports:
+        port.close()
 
 
 def over_backend(

@@ -196,10 +196,9 @@ class Touch:
         thread.start()
 
     def _follow(self, id: str) -> None:
-        seen: View | None = None
         troubled: float | None = None
         answered = 0  # the last round of whose end the others know that this node has heard
-        while not self._over(id):
+        while (seen := self._seen(id)) is not None:
             try:
                 view = self._driver.follow(id, seen, _TURN)
                 if view is not None:
@@ -208,7 +207,6 @@ class Touch:
                         case RoundEnded(round, by) if self._token == round > answered and by != id:
                             self._driver.submit(Heard(id, round), self._bounds.lease)
                             answered = round
-                    seen = view
                 troubled = None
             except RendezvousConnectionError as error:
                 self._trouble = str(error)
@@ -217,6 +215,16 @@ class Touch:
                 if now - troubled >= self._bounds.lease:  # also if its beats are heard
                     self._lose(id)
                 self._pause(id, self._bounds.keep_alive / 4)
+
+    def _seen(self, id: str) -> View | None:
+        """Return the latest view of this life, once there is one; None when it is over.
+
+        What is not there before a node has joined looks like what is not there any more after it
+        was given up; so nothing is followed before the first answer.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._over(id) or self.view is not None)
+            return None if self._over(id) else self.view
 
     def _beat(self) -> None:
         while True:
