@@ -60,9 +60,7 @@ def make(server: EtcdCluster, run_id: str) -> Iterator[Make]:
         backend.close()
 
 
-def open_job(
-    endpoint: str, run_id: str, **config: Any
-) -> tuple[EtcdRendezvousBackend, EtcdStore]:
+def open_job(endpoint: str, run_id: str, **config: Any) -> tuple[EtcdRendezvousBackend, EtcdStore]:
     return create_backend(RendezvousParameters("etcd", endpoint, run_id, 1, 4, **config))
 
 

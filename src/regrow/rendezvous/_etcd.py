@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -259,20 +260,13 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """
     from regrow.rendezvous._dynamic import create_handler as create
 
-    given = params.config
-    if not {"keep_alive_interval", "keep_alive_max_attempt"} & given.keys():
-        given = {**given, "keep_alive_interval": INTERVAL, "keep_alive_max_attempt": MISSES}
+    chosen = copy(params)
+    if not {"keep_alive_interval", "keep_alive_max_attempt"} & params.config.keys():
+        beats = {"keep_alive_interval": INTERVAL, "keep_alive_max_attempt": MISSES}
+        chosen.config = {**params.config, **beats}
     backend, store = create_backend(params)
     try:
-        return create(store, backend, _with_config(params, given))
+        return create(store, backend, chosen)
     except BaseException:
         backend.close()
         raise
-
-
-def _with_config(
-    params: RendezvousParameters, config: Mapping[str, object]
-) -> RendezvousParameters:
-    sizes = params.min_nodes, params.max_nodes
-    where = params.backend, params.endpoint, params.run_id
-    return RendezvousParameters(*where, *sizes, params.local_addr, **config)

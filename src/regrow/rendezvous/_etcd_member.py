@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import ssl
+from typing import Any
 
 Message = dict[str, Any]
 """One JSON object of a request or an answer."""
@@ -268,6 +266,11 @@ def _who_is_it(member: Member, answer: tuple[int, bytes]) -> str:
 
 
 def describe(error: Exception, patience: float) -> str:
+    """Say why there was no answer."""
     if isinstance(error, TimeoutError):
         return f"no answer within {patience:.2g} s"
+    if isinstance(error, ssl.SSLEOFError):
+        return (
+            f"{error}; so ends who is to show a certificate (ssl_cert, ssl_cert_key) and has none"
+        )
     return str(error) or type(error).__name__

@@ -1,0 +1,292 @@
+"""Which etcd is asked, and what whoever is not let in is told."""
+
+from __future__ import annotations
+
+import shutil
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, etcd, require_etcd
+from storing import PATIENCE, Background
+
+from regrow.rendezvous import RendezvousConnectionError, RendezvousParameters
+from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
+from regrow.rendezvous._etcd_config import KEYS, read_access, read_prefix
+from regrow.rendezvous._etcd_http import Access
+
+SECRET = "correct horse"
+
+
+def params(endpoint: str, **config: Any) -> RendezvousParameters:
+    return RendezvousParameters("etcd", endpoint, "job", 1, 1, **config)
+
+
+def access(endpoint: str = "h", environment: dict[str, str] | None = None, **config: Any) -> Access:
+    assert config.keys() <= KEYS
+    return read_access(params(endpoint, **config), environment or {})
+
+
+@contextmanager
+def backend(endpoint: str, **config: Any) -> Iterator[EtcdRendezvousBackend]:
+    made, _ = create_backend(params(endpoint, **config))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+# --- what users write
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("", (("localhost", 2379),)),
+        ("a", (("a", 2379),)),
+        ("a:1, b:2,c", (("a", 1), ("b", 2), ("c", 2379))),
+        ("[::1]:7,10.0.0.1", (("::1", 7), ("10.0.0.1", 2379))),
+        ("http://a:1,http://b", (("a", 1), ("b", 2379))),
+        ("a:1,a:1", (("a", 1),)),
+    ],
+)
+def test_an_endpoint_names_the_members(text: str, endpoints: tuple[tuple[str, int], ...]) -> None:
+    assert access(text).endpoints == endpoints
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "why"),
+    [
+        ("a:x", {}, "port"),
+        ("a:1,,b", {"protocol": "ftp"}, "'http' or 'https'.*ftp"),
+        ("http://a,https://b", {}, "http, https"),
+        ("http://a", {"protocol": "https"}, "http, https"),
+        ("a", {"protocol": "http", "ca_cert": "x"}, "need 'protocol=https'"),
+        ("a", {"ca_cert": "/no/such/file"}, "'/no/such/file'.*No such file"),
+        ("a", {"key": "k"}, "private key.*'k'.*no certificate"),
+        ("a", {"user": "u"}, "a user and no password.*password_file"),
+        ("a", {"password": SECRET}, "a password and no user"),
+        ("a", {"user": "u", "password_file": "/no/such/file"}, "password.*'/no/such/file'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_was_written(
+    endpoint: str, config: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        access(endpoint, **config)
+    assert SECRET not in str(caught.value)
+
+
+def test_the_prefix_is_torchs_unless_it_is_given() -> None:
+    assert read_prefix(params("a")) == "/torch/elastic/rendezvous"
+    assert read_prefix(params("a", etcd_prefix="/mine/")) == "/mine"
+    with pytest.raises(ValueError, match="etcd_prefix"):
+        read_prefix(params("a", etcd_prefix="/"))
+
+
+def test_a_password_comes_from_a_key_a_file_or_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    variables = {"REGROW_ETCD_USER": "u", "REGROW_ETCD_PASSWORD": SECRET}
+    in_file = {"REGROW_ETCD_USER": "u", "REGROW_ETCD_PASSWORD_FILE": str(file)}
+    for found in (
+        access(user="u", password=SECRET),
+        access(user="u", password_file=str(file)),
+        access(environment=variables),
+        access(environment=in_file),
+        access(environment={**variables, "REGROW_ETCD_PASSWORD": "x"}, password=SECRET),
+    ):
+        assert (found.user, found.password) == ("u", SECRET)
+        assert SECRET not in repr(found)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        access(user="u", password_file=str(file))
+
+
+def test_no_certificate_means_no_tls() -> None:
+    assert access().tls is None
+    assert access(protocol="https").tls is not None
+    assert access("https://a").tls is not None
+
+
+# --- TLS
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    return Certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def secured(certificate: Certificate) -> Iterator[EtcdCluster]:
+    """An etcd that lets in only who shows a certificate."""
+    with etcd(1, certificate) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    "names", [("ca_cert", "ssl_cert", "ssl_cert_key"), ("cacert", "cert", "key")], ids=str
+)
+def test_certificates_are_shown_and_checked(
+    secured: EtcdCluster, certificate: Certificate, names: tuple[str, str, str]
+) -> None:
+    files = (certificate.cert, certificate.cert, certificate.key)
+    config = dict(zip(names, files, strict=True))
+    with (
+        backend(secured.endpoint, etcd_prefix=names[0], **config) as one,
+        backend(f"https://{secured.endpoint}", etcd_prefix=names[0], **config) as other,
+    ):
+        one.beat("node", 1, PATIENCE)
+        _, token, _ = one.set_state(bytes(100_000)) or pytest.fail("no state")
+        waiting = Background(other.wait_state, token, PATIENCE)
+        one.set_state(b"2", token)
+        waiting.result()
+        assert (other.get_state() or pytest.fail("no state"))[0] == b"2"
+
+
+def test_who_shows_no_certificate_is_told_so(
+    secured: EtcdCluster, certificate: Certificate
+) -> None:
+    with (
+        pytest.raises(RendezvousConnectionError, match=r"(?i)certificate"),
+        backend(secured.endpoint, ca_cert=certificate.cert, read_timeout="1"),
+    ):
+        pass
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(secured: EtcdCluster) -> None:
+    with (
+        pytest.raises(RendezvousConnectionError, match="certificate verify failed"),
+        backend(secured.endpoint, protocol="https", read_timeout="1"),
+    ):
+        pass
+
+
+def test_who_speaks_no_tls_to_a_server_that_does_is_told_so(secured: EtcdCluster) -> None:
+    with (
+        pytest.raises(RendezvousConnectionError, match=secured.endpoint),
+        backend(secured.endpoint, read_timeout="1"),
+    ):
+        pass
+
+
+# --- passwords
+
+
+def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
+    with etcd() as cluster:
+        member = cluster.members[0]
+        job = connect_job(params(cluster.endpoint))
+        enable_passwords(
+            lambda path, message: job.client.http.call(path, message, timeout=PATIENCE),
+            "trainer",
+            SECRET,
+        )
+        job.client.http.close()
+        with (
+            backend(cluster.endpoint, user="trainer", password=SECRET) as one,
+            backend(cluster.endpoint, user="trainer", password=SECRET) as other,
+        ):
+            one.beat("node", 1, PATIENCE)
+            _, token, _ = one.set_state(b"1") or pytest.fail("no state")
+            waiting = Background(other.wait_state, token, PATIENCE)
+            other.beats([])
+            member.kill()  # with it go the tokens, which are in its memory
+            member.start()
+            member.wait_until_healthy()
+            one.beat("node", 2, PATIENCE)
+            _, token, has_set = one.set_state(b"2", token) or pytest.fail("no state")
+            assert has_set
+            waiting.result()
+            assert other.get_state() == (b"2", token)
+        for config in ({"user": "trainer", "password": "wrong " + SECRET}, {}):
+            with (
+                pytest.raises(RendezvousConnectionError) as caught,
+                backend(cluster.endpoint, **config),
+            ):
+                pass
+            assert "user" in str(caught.value)
+            assert SECRET not in str(caught.value)
+
+
+# --- what is no etcd
+
+
+class NoEtcd(BaseHTTPRequestHandler):
+    """A web server of some kind."""
+
+    def do_POST(self) -> None:
+        self.send_error(404, "nothing here")
+
+    do_GET = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Silent(socketserver.BaseRequestHandler):
+    """Something that speaks another protocol, and first."""
+
+    def handle(self) -> None:
+        self.request.sendall(b"\x00\x01\x02 what?\n")
+
+
+@pytest.fixture(params=[NoEtcd, Silent])
+def other_server(request: pytest.FixtureRequest) -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), request.param) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_what_is_no_etcd_is_named_with_what_it_answered(other_server: str) -> None:
+    with (
+        pytest.raises(RendezvousConnectionError, match=rf"{other_server}.*(404|what\?)"),
+        backend(other_server, read_timeout="1"),
+    ):
+        pass
+
+
+def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:
+    require_etcd()
+    member = EtcdMember("old", None, "", None, "--enable-grpc-gateway=false", "--enable-v2")
+    try:
+        member.wait_until_healthy()
+        with (
+            pytest.raises(RendezvousConnectionError, match=r"it is etcd 3\.\d+.*3\.4 or newer"),
+            backend(member.endpoint),
+        ):
+            pass
+    finally:
+        member.remove()
+
+
+def test_when_nobody_answers_every_endpoint_is_named_with_its_trouble(unused_ports: str) -> None:
+    first, second = unused_ports.split(",")
+    with (
+        pytest.raises(
+            RendezvousConnectionError, match=r"within 0\.5 s.*refused.*refused"
+        ) as caught,
+        backend(unused_ports, read_timeout="0.5"),
+    ):
+        pass
+    assert first in str(caught.value)
+    assert second in str(caught.value)
+
+
+@pytest.fixture
+def unused_ports() -> Iterator[str]:
+    """Two endpoints at which nobody listens, as long as the test lasts."""
+    from regrow.utils import PortReservation
+
+    with PortReservation() as one, PortReservation() as other:
+        yield f"127.0.0.1:{one.port},127.0.0.1:{other.port}"
