@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_server import Certificate
 from storing import PATIENCE, Background
 
 from regrow.rendezvous import (
@@ -175,6 +177,17 @@ def test_agents_on_one_host_need_none(
     monkeypatch.delenv("REGROW_TOKEN")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     meet(create(f"localhost:{port}"), create(f"127.0.0.1:{port}"))
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_with_certificates_both_sides_show_one(create: Create, port: int, tmp_path: Path) -> None:
+    paper = Certificate(tmp_path)
+    tls = {"tls_cert": paper.cert, "tls_key": paper.key, "tls_ca": paper.cert}
+    first, second = create(f"127.0.0.1:{port}", **tls), create(f"127.0.0.1:{port}", **tls)
+    meet(first, second)
+    for config in ({}, {"tls_ca": paper.cert}):
+        with pytest.raises(RendezvousError):
+            create(f"127.0.0.1:{port}", **config)
 
 
 def test_another_program_on_the_port_is_named(port: int) -> None:

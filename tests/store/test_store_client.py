@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -176,6 +177,49 @@ def test_connect_waits_for_a_server_that_starts_later(token: bytes) -> None:
         client = early.result()
         client.set("k", "v")
         client.close()
+
+
+def test_a_refusal_can_be_final(token: bytes) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+        with pytest.raises(StoreConnectionError, match="Connection refused"):
+            connect(endpoint, token=token, timeout=1e6, refusal_is_final=True)
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_connecting_can_be_stopped(token: bytes, listens: bool) -> None:
+    stop = os.eventfd(0)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        if listens:  # and never says a word
+            mute.listen()
+        endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
+        connecting = Background(connect, endpoint, token=token, timeout=1e6, stop=stop)
+        os.eventfd_write(stop, 1)
+        with pytest.raises(StoreClosedError):
+            connecting.result()
+    os.close(stop)
+
+
+def test_a_session_has_more_grace_the_slower_its_link_is(serve: Serve) -> None:
+    server = serve()
+    with server.connect(session_grace=0.5), server.connect(session_grace=0.5, spare_round_trips=9):
+        plain, spare = [session.grace for session in server.server.machine.sessions.values()]
+    assert plain == 0.5
+    assert spare > plain
+
+
+def test_a_client_knows_its_own_address_on_the_way_to_the_server(
+    join: Join, tmp_path: Path
+) -> None:
+    assert join().local_host == "127.0.0.1"
+    token, path = make_token(), tmp_path / "store"
+    with (
+        start_server(path=str(path), token=token) as server,
+        connect(server.endpoint, token=token) as client,
+    ):
+        assert client.local_host == ""
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "host:", "host:0", "host:70000", ":x"])
