@@ -269,10 +269,15 @@ def _launch(
     arguments: list[str],
     console: Console | None = None,
 ) -> None:
-    console = console or Console(sys.stderr, os.environ)
+    console = console or _console(config)
     config.event_sinks = (*config.event_sinks, console)
     with console:
         elastic_launch(config=config, entrypoint=entrypoint)(*arguments)
+
+
+def _console(config: LaunchConfig) -> Console:
+    meeting = f"{config.rdzv_endpoint or 'localhost'} ({config.rdzv_backend})"
+    return Console(sys.stderr, os.environ, meeting if config.max_nodes > 1 else "")
 
 
 @record
@@ -308,7 +313,7 @@ def launch_checked(
     config.signals_to_handle, unknown = _check.known_signals(config.signals_to_handle)
     if unknown:
         logger.warning("--signals-to-handle: %s cannot be handled here", ", ".join(unknown))
-    console = Console(sys.stderr, os.environ)
+    console = _console(config)
     try:
         _launch(config, entrypoint, arguments, console)
     except ValueError as error:

@@ -55,6 +55,16 @@ def test_a_restart_is_counted_and_its_cause_stays() -> None:
     assert "attempt 2 | 2/2 alive | world 4 | 1 restart | rank 1: SIGKILL" in shown
 
 
+def test_what_happened_to_other_nodes_is_the_news() -> None:
+    lost = ("regrow.round.ended", {"why": "its connection broke", "node": "n2"})
+    assert line(STARTED, RUNNING, lost).endswith("| its connection broke")
+    assert line(STARTED, RUNNING, KILLED, lost).endswith("| rank 1: SIGKILL")
+    gathering = ("regrow.job.gathering", {"waiting": 2, "delay_s": 1.0})
+    assert line(STARTED, RUNNING, gathering).endswith("| 2 nodes to take in")
+    cut_off = ("regrow.rendezvous.lost", {"why": "nobody answers"})
+    assert line(STARTED, RUNNING, cut_off).endswith("| nobody answers")
+
+
 def test_a_back_off_is_shown_with_its_length() -> None:
     shown = line(STARTED, ("regrow.job.restarting", {"delay_s": 8.2, "reason": "crash loop"}))
     assert "restarting in 8 s" in shown

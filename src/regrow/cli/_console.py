@@ -1,9 +1,9 @@
 """What `regrow run` itself says on stderr, apart from usage errors: made from the job's events.
 
-While the job runs: a status line if stderr is a terminal, and one line at the start (also with
-`REGROW_VERBOSE=1`). At the end: the job's story, if there is one to tell, that is if something
-failed, was restarted or was stopped. A job that just succeeds prints nothing, so that a pipe
-gets what the workers wrote and no more.
+While the job runs: a status line if stderr is a terminal, one line at the start (also with
+`REGROW_VERBOSE=1`), and one when other nodes are long in coming. At the end: the job's story, if
+there is one to tell, that is if something failed, was restarted or was stopped. A job that just
+succeeds prints nothing, so that a pipe gets what the workers wrote and no more.
 
 The story of a job that ends with an exception travels as a note on that exception, so that it is
 printed once, after the report, whether the caller is our command line or a program of the user's.
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from regrow.cli._waiting import Waiting
     from regrow.cli._terminal import StatusLine
     from regrow.events import Event
 
@@ -30,9 +31,12 @@ class Console:
     Args:
         stream: where to, stderr of the launcher.
         environ: the launcher's environment.
+        meeting: where the job's nodes meet, if there are several.
     """
 
-    def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, stream: TextIO | None, environ: Mapping[str, str], meeting: str = ""
+    ) -> None:
         self._stream = stream
         self._events: list[dict[str, Any]] = []
         self._log_dir = ""
@@ -41,6 +45,11 @@ class Console:
         self._eventful = False
         self._greets = environ.get(VERBOSE) == "1"
         self._status: StatusLine | None = None
+        self._waiting: Waiting | None = None
+        if meeting:
+            from regrow.cli._waiting import Waiting
+
+            self._waiting = Waiting(lambda line: say(stream, line), meeting)
         if stream is not None and stream.isatty():
             self._greets = environ.get(VERBOSE) != "0"
             from regrow.cli._terminal import StatusLine, wanted
@@ -62,6 +71,8 @@ class Console:
         self._eventful |= is_eventful(event.name, data)
         if self._status is not None:
             self._status(event)
+        if self._waiting is not None:
+            self._waiting(event)
 
     def __enter__(self) -> Console:
         if self._status is not None:
@@ -69,6 +80,8 @@ class Console:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
         if self._status is not None:
             self._status.close()
         text = self._story()

@@ -72,6 +72,13 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
         case "regrow.worker.resumed":
             rank = int(metadata["rank"])
             return replace(status, halted=status.halted - {rank}, news=f"rank {rank} goes on")
+        case "regrow.round.ended" | "regrow.rendezvous.lost":
+            if status.gone:  # by a failure here, which is what matters
+                return status
+            return replace(status, news=str(metadata.get("why", "")))
+        case "regrow.job.gathering":
+            waiting = int(metadata["waiting"])
+            return replace(status, news=f"{waiting} node{'s' if waiting != 1 else ''} to take in")
         case "regrow.attempt.ended":
             return replace(status, phase="stopped", workers=0, gone=frozenset(), halted=frozenset())
         case "regrow.job.restarting":
