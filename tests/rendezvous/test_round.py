@@ -30,6 +30,7 @@ from regrow.rendezvous._round import (
     Round,
     holds,
     judged,
+    place,
     seated,
     standing,
     stands_by,
@@ -283,6 +284,24 @@ def test_a_late_leave_of_an_older_round_does_not_end_the_current_one() -> None:
 def test_a_late_loss_of_a_node_that_is_gone_changes_nothing() -> None:
     state, _ = run(complete("a", "b"), Lost("b", "silence"))
     assert run(state, Lost("b", "silence")) == (state, [])
+
+
+def test_a_late_judgement_of_a_node_that_has_got_elsewhere_since_changes_nothing() -> None:
+    forming, _ = run(Round(2, 2), *joins("a"))
+    seated, _ = run(forming, *joins("b"))
+    again, _ = run(seated, *joins("b", "a", token=1))
+    for before, after in [(forming, seated), (seated, again), (forming, again)]:
+        late = Lost("a", "silence", place(before, "a"))
+        assert run(after, late) == (after, [])
+        assert standing(run(before, late)[0], "a") is None
+    assert standing(run(again, Lost("a", "its connection broke"))[0], "a") is None
+
+
+def test_who_is_judged_with_others_is_lost_with_them() -> None:
+    state = complete("a", "b", "c", "d")
+    judgements = [Lost(id, "silence", place(state, id)) for id in "abc"]
+    state, _ = run(state, *judgements)
+    assert watched(state) == {"d"}
 
 
 @pytest.mark.parametrize("state", [Round(2, 2), complete("a", "b")])

@@ -83,6 +83,9 @@ class Lost(NamedTuple):
     id: str
     why: str
     """What was noticed, e.g. "its connection broke"."""
+    place: int = 0
+    """Where the node stood when it was judged (`_state.place`): it is not lost if it has got
+    elsewhere since. 0: it is known to have ended, wherever it stands."""
 
 
 class LastCallOver(NamedTuple):

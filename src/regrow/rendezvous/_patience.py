@@ -7,7 +7,9 @@ changes, and what counts is when the change was *seen*.
 
 Not hearing of a node is evidence against it only while one listens. A waiter that was stopped for
 a minute, or whose host was, finds a clock that has jumped and nothing heard in between; so one
-look adds one keep-alive interval of silence at most, however long ago the last one was.
+look adds one keep-alive interval of silence at most, however long ago the last one was. It may also
+have been stopped between hearing and looking. So a look that comes late gives nobody up who was not
+due before: the next one does, with what was heard by then.
 
 A node that cannot be heard may still run its workers, until its lease is over and they are killed.
 The lease lasts as long as the silence that is borne, counted from the last beat that was heard, by
@@ -24,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from regrow.rendezvous._news import LastCallOver, Lost
-from regrow.rendezvous._state import Round, watched
+from regrow.rendezvous._state import Round, place, watched
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +88,24 @@ def look(
     """
     due: list[LastCallOver | Lost] = []
     again: list[float] = []
-    listened = min(max(now - patience.looked, 0.0), bounds.keep_alive)
+    passed = max(now - patience.looked, 0.0)
+    listened = min(passed, bounds.keep_alive)
+    limit = bounds.lease + bounds.kill
     silent: dict[str, tuple[int, float]] = {}
     for id in sorted(watched(state) - {me}) if beats is not None else ():
         heard = (beats or {}).get(id, 0)
-        beat, silence = patience.silent.get(id, (heard, -listened))
-        silence = 0.0 if heard != beat else silence + listened
+        beat, before = patience.silent.get(id, (heard, -listened))
+        silence = 0.0 if heard != beat else before + listened
         silent[id] = (heard, silence)
-        if silence >= bounds.lease + bounds.kill:
-            due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s"))
+        if silence < limit:
+            again.append(now + min(limit - silence, bounds.keep_alive))
+        elif before < limit and passed > bounds.keep_alive:
+            again.append(now)
         else:
-            left = bounds.lease + bounds.kill - silence
-            again.append(now + min(left, bounds.keep_alive))
+            due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s", place(state, id)))
     since = patience.since if state.last_call == patience.call else now
     if state.last_call:
-        wait = bounds.lease + bounds.kill if state.evicting else bounds.last_call
+        wait = limit if state.evicting else bounds.last_call
         if now - since >= wait:
             due.append(LastCallOver(state.last_call))
         else:

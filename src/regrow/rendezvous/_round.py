@@ -84,13 +84,24 @@ from regrow.rendezvous._state import (
     digest_of,
     holds,
     judged,
+    place,
     seated,
     standing,
     stands_by,
     watched,
 )
 
-__all__ = ["Round", "holds", "judged", "seated", "standing", "stands_by", "step", "watched"]
+__all__ = [
+    "Round",
+    "holds",
+    "judged",
+    "place",
+    "seated",
+    "standing",
+    "stands_by",
+    "step",
+    "watched",
+]
 
 Step = tuple[Round, tuple[Effect, ...]]
 
@@ -112,8 +123,10 @@ def step(state: Round, event: Event) -> Step:
             return _leaving(state, id, token, why)
         case Leave():
             return _leave(state, event)
-        case Lost(id, why):
+        case Lost(id, why, where) if where in (0, place(state, id)):
             return _remove(state, id, why)
+        case Lost():
+            return state, ()
         case LastCallOver(call) if call and call == state.last_call:
             return _last_call_over(state)
         case LastCallOver():

@@ -114,6 +114,19 @@ def judged(state: Round, round: int) -> Judged | None:
     return Judged(round, state.charged, state.failures, ended)
 
 
+def place(state: Round, id: str) -> int:
+    """Return a number that is another one whenever the node has come to stand elsewhere.
+
+    It is the same for a member of a round that is complete and, when that is over, for one that is
+    awaited; and 0 for a node that is not known.
+    """
+    if id in state.members:
+        return 2 * state.number + state.complete
+    if id in state.awaited:
+        return 2 * (state.number - 1) + 1
+    return int(id in state.queue)
+
+
 def watched(state: Round) -> frozenset[str]:
     """Return the ids of all nodes whose loss would matter."""
     return frozenset({*state.members, *state.queue, *state.awaited}) - state.gone
