@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from regrow.cli._waiting import Waiting
     from regrow.cli._terminal import StatusLine
+    from regrow.cli._waiting import Waiting
     from regrow.events import Event
 
 VERBOSE = "REGROW_VERBOSE"
@@ -75,6 +75,8 @@ class Console:
             self._waiting(event)
 
     def __enter__(self) -> Console:
+        if self._waiting is not None:
+            self._waiting.begin()
         if self._status is not None:
             self._status.__enter__()
         return self

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 DELAY = 10.0
 """Seconds of waiting before it is said."""
 
-_WAITS = ("regrow.job.started", "regrow.job.restarting")
 _MET = ("regrow.rendezvous.completed", "regrow.job.finished")
 
 
@@ -33,29 +32,23 @@ class Waiting:
 
     def __init__(self, say: Callable[[str], None], where: str, delay: float = DELAY) -> None:
         self._say = say
-        self._where = where
+        self._line = f"regrow: still waiting for other nodes at {where}"
         self._delay = delay
-        self._nodes = ""
         self._timer: threading.Timer | None = None
 
     def __call__(self, event: Event) -> None:
         """Take note of an event of the job."""
-        if event.name == "regrow.job.started":
-            self._nodes = str(event.metadata.get("nnodes", 1))
-        if event.name in _WAITS and self._nodes not in ("1", "1:1"):
-            self.close()
-            more = float(event.metadata.get("delay_s", 0.0))  # of a back-off, before it waits
-            self._timer = threading.Timer(self._delay + more, self._tell)
-            self._timer.daemon = True
-            self._timer.start()
+        if event.name == "regrow.job.restarting":
+            self.begin(float(event.metadata.get("delay_s", 0.0)))
         elif event.name in _MET:
             self.close()
 
-    def _tell(self) -> None:
-        self._say(
-            f"regrow: still waiting for other nodes at {self._where} (the job is of {self._nodes} "
-            f"nodes)"
-        )
+    def begin(self, pause: float = 0.0) -> None:
+        """The agent waits from now on, or does nothing for `pause` seconds and then waits."""
+        self.close()
+        self._timer = threading.Timer(self._delay + pause, self._say, (self._line,))
+        self._timer.daemon = True
+        self._timer.start()
 
     def close(self) -> None:
         """Say nothing any more."""
