@@ -25,8 +25,10 @@ MET = event("rendezvous.completed", world_size=2)
 RESTARTING = event("job.restarting", delay_s=0.0)
 
 
-def timers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+def timer_of(waiting: Waiting | None) -> threading.Timer:
+    assert waiting is not None
+    assert waiting._timer is not None
+    return waiting._timer
 
 
 def test_it_is_said_once_for_every_time_that_it_waits() -> None:
@@ -46,7 +48,7 @@ def test_it_is_said_once_for_every_time_that_it_waits() -> None:
 def test_nothing_is_said_any_more_when_they_have_met(end: Event) -> None:
     waiting = Waiting(pytest.fail, "node0", NEVER)
     waiting.begin()
-    (timer,) = timers()
+    timer = timer_of(waiting)
     waiting(end)
     timer.join(PATIENCE)
     assert not timer.is_alive()
@@ -54,10 +56,9 @@ def test_nothing_is_said_any_more_when_they_have_met(end: Event) -> None:
 
 def test_the_console_waits_from_its_start_to_its_end_where_there_are_other_nodes() -> None:
     stream = io.StringIO()
-    with Console(stream, {}, "node0:29400"):
-        (timer,) = timers()
+    with Console(stream, {}, "node0:29400") as console:
+        timer = timer_of(console._waiting)
     timer.join(PATIENCE)
     assert not timer.is_alive()
     assert stream.getvalue() == ""
-    with Console(stream, {}):
-        assert timers() == []
+    assert Console(stream, {})._waiting is None
