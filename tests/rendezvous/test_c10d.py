@@ -105,9 +105,10 @@ def test_an_address_of_another_host_is_not_served(port: int) -> None:
 def test_an_address_is_listened_on_alone_and_a_name_on_all(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = find_own("127.0.0.2", port)
-    assert own is not None
-    assert own.listen == "127.0.0.2"
+    for host, address in (("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1")):
+        own = find_own(host, port)
+        assert own is not None
+        assert own == (address, address)
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     own = find_own("this-host", port)

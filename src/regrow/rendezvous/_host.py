@@ -57,6 +57,8 @@ def find_own(host: str, port: int) -> Own | None:
         host: name or address.
         port: the port, from 1.
     """
+    if host == "localhost":
+        host = "127.0.0.1"  # which may be its second meaning, and is what everyone takes it for
     literal = _family(host)
     if literal is not None:
         return Own(host, host) if _binds(literal, host, port) else None
@@ -67,7 +69,7 @@ def find_own(host: str, port: int) -> Own | None:
     for family, _, _, _, at in found:
         address = str(at[0])
         if _binds(family, address, port):
-            return Own(address, address if is_loopback(host) else _every(family))
+            return Own(address, _every(family))
     return None
 
 

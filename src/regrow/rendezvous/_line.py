@@ -2,7 +2,8 @@
 
 To connect can take as long as the network likes. So it is done by whoever needs the connection
 first, without a lock that the one who ends it would have to wait for: ending makes a descriptor
-readable that the connecting thread watches together with its socket.
+readable that the connecting thread watches together with its socket. Nor does it wait for the
+server, which may be out of reach: the session is over when the server hears of it.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Line:
         with self._lock:
             if self._client is client:
                 self._client = None
-        client.close()
+        client.close(0)
 
     def end(self) -> None:
         """End the session; calls that are blocked and later ones raise StoreClosedError."""
@@ -90,7 +91,7 @@ class Line:
             if self._stop >= 0:
                 os.eventfd_write(self._stop, 1)
         if client is not None:
-            client.close()
+            client.close(0)
 
     def _connect(self, timeout: float, wait_for_server: bool) -> None:
         with self._lock:
@@ -116,7 +117,7 @@ class Line:
                 ended = self._ended
                 self._client = None if ended else client
             if ended and client is not None:
-                client.close()
+                client.close(0)
 
 
 class OnFirstUse:

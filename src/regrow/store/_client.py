@@ -249,10 +249,14 @@ class StoreClient:
             error.applied = "unknown"
             raise
 
-    def close(self) -> None:
-        """End the session: its ephemeral keys are gone when this returns, if the server
-        could be reached; calls blocked in other threads raise StoreClosedError."""
-        self._connection.close()
+    def close(self, timeout: Timeout = 2.0) -> None:
+        """End the session; calls blocked in other threads raise StoreClosedError.
+
+        Args:
+            timeout: how long to wait until the server has confirmed it: then the ephemeral
+                keys are gone. With 0 they will be, as soon as it hears of it.
+        """
+        self._connection.close(to_seconds(timeout))
 
     def __enter__(self) -> StoreClient:
         return self

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 0.5
-_GOODBYE_SECONDS = 2.0
+_LAST_SECONDS = 2.0
 
 
 class Connection:
@@ -161,8 +161,8 @@ class Connection:
             applied=call.applied,
         )
 
-    def close(self) -> None:
-        """End the session; calls under way raise StoreClosedError."""
+    def close(self, timeout: float) -> None:
+        """End the session, for the server too if it answers in time; calls under way raise."""
         with self._lock:
             if self._closing:
                 return
@@ -172,13 +172,13 @@ class Connection:
             if connected:
                 # If this fails, the server ends the session when its grace is over.
                 with suppress(StoreError):
-                    self.call(wire.Bye, changes=False, seconds=_GOODBYE_SECONDS)
+                    self.call(wire.Bye, changes=False, seconds=timeout)
         finally:
             with self._lock:
                 self._fail(StoreClosedError("the store client was closed"), ConnectionState.CLOSED)
             if self._thread is not threading.current_thread():
                 # It ends at once, unless it is looking up a name.
-                self._thread.join(_GOODBYE_SECONDS)
+                self._thread.join(_LAST_SECONDS)
 
     # ------------------------------------------------------------- in any thread
 

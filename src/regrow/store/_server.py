@@ -83,6 +83,7 @@ class StoreServer:
         self.limits = limits
         self.log = log
         self.board = Switchboard(services, limits, time.monotonic, log)
+        self._has_services = bool(services)
         self.machine = Machine(lambda: os.urandom(16), limits, self.board)
         self.buffer = memoryview(bytearray(_BUFFER))
         self.opening: OrderedDict[_Connection, asyncio.TimerHandle] = OrderedDict()
@@ -192,7 +193,8 @@ class StoreServer:
             connection = cast("_Connection | None", session.link)
             if connection is not None:
                 self._queue(connection, message)
-        self._set_alarm()
+        if self._has_services:
+            self._set_alarm()
         if len(self.machine.sessions) != self._count:
             self._count = len(self.machine.sessions)
             self._on_sessions(self._count)
