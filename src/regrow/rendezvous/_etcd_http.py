@@ -11,10 +11,10 @@ read takes 0.46 ms by the gateway and 0.37 ms by grpcio, 0.14 and 0.18 ms of pro
 of memory and no thread, against 22 MB and threads that do not like the forks of an agent.
 
 A call asks the member that answered last. One that does not answer within its *patience* (twice
-what answers take, and a bit) is left for the next, and so are the watches that are open there: the
-beats of a node thereby find out for all its connections that a member is silent. Nobody waits for
-a member: after the loss of a leader a new one is there in one to two seconds, and each try is a new
-question to someone.
+what answers take, the way, and a bit) is left for the next, and so are the watches that are open
+there: the beats of a node thereby find out for all its connections that a member is silent. Nobody
+waits for a member: after the loss of a leader a new one is there in one to two seconds, and each
+try is a new question to someone.
 
 A call that was given up may still take effect. So whoever makes a call that changes something makes
 one that may be repeated (`_etcd_store` and `_etcd` say how).
@@ -50,13 +50,15 @@ if TYPE_CHECKING:
     import ssl
 
 _SHORTEST = 0.4
-"""Seconds that any member is given for an answer, and for a connection."""
+"""Seconds that any member is given for an answer, besides the way there and back."""
 _HURRY = 0.2
 """The same, for a call that had better be repeated soon."""
 _PER_BYTE = 1e-6
 """Seconds more for each byte of a request."""
 _LOG_IN = 2.0
-"""Seconds more for a password, which etcd takes its time to check."""
+"""The same, for a password, which etcd takes its time to check."""
+_ONCE_MORE = 1.0
+"""Seconds for a call when the last one has found nobody; whoever must go on asks again."""
 _PAUSE = 0.05
 """Seconds before all members are asked once more after each has refused at once."""
 
@@ -85,6 +87,7 @@ class EtcdHttp:
         self._lock = threading.Lock()
         self._preferred = 0
         self._latency = 0.0
+        self._unreachable = False
         self._logging_in = threading.Lock()
         self._token = ""
         self._closed = False
@@ -105,6 +108,8 @@ class EtcdHttp:
             EtcdUnreachable: none has answered in time; the text says what each was heard to say.
             EtcdError: etcd has answered with an error that another member would repeat.
         """
+        if self._unreachable:
+            timeout = min(timeout, _ONCE_MORE)
         deadline = time.monotonic() + timeout
         body = body_of(messages)
         tried: dict[str, str] = {}
@@ -112,10 +117,11 @@ class EtcdHttp:
         while True:
             member = self._member()
             least = (_HURRY if hurry else _SHORTEST) + len(body) * _PER_BYTE
-            patience = self._patience(tries, deadline, least)
+            patience = self._patience(tries, least)
             began = time.monotonic()
+            left = max(deadline - began, 0.01)
             try:
-                answer = member.ask(path, body, self._authorized(member, patience), patience)
+                answer = member.ask(path, body, self._authorized(member, left), patience, left)
                 took = time.monotonic() - began
                 found = read(answer, member)
             except EtcdError as error:
@@ -126,10 +132,11 @@ class EtcdHttp:
                     raise
                 tried[member.name] = str(error)
             except (OSError, HTTPException) as error:
-                tried[member.name] = describe(error, patience)
+                tried[member.name] = describe(error)
                 member.cut()
             else:
                 self._latency += (took - self._latency) / 8
+                self._unreachable = False
                 return found
             self._check_open()
             self._leave(member)
@@ -137,6 +144,7 @@ class EtcdHttp:
             if tries % len(self._members) == 0:
                 time.sleep(min(_PAUSE, max(deadline - time.monotonic(), 0)))
             if time.monotonic() >= deadline:
+                self._unreachable = True
                 heard = "; ".join(f"{name}: {why}" for name, why in tried.items())
                 raise EtcdUnreachable(f"etcd did not answer within {timeout:g} s ({heard})")
 
@@ -147,14 +155,15 @@ class EtcdHttp:
             EtcdError: it cannot be had there; the next call may go to another member.
         """
         member = self._member()
-        patience = min(timeout, self._patience(0, float("inf"), _SHORTEST))
         try:
-            token = self._authorized(member, patience)
-            return member.listen(path, body_of(messages), token, patience)
+            token = self._authorized(member, timeout)
+            return member.listen(
+                path, body_of(messages), token, self._patience(0, _SHORTEST), timeout
+            )
         except (OSError, HTTPException) as error:
             self._check_open()
             self._leave(member)
-            raise EtcdUnreachable(f"{member.name}: {describe(error, patience)}") from error
+            raise EtcdUnreachable(f"{member.name}: {describe(error)}") from error
         except EtcdError as error:
             if self._outdated(error):
                 self._token = ""
@@ -170,7 +179,7 @@ class EtcdHttp:
         for _ in self._members:
             member = self._member()
             try:
-                return member.near(_SHORTEST * 5)
+                return member.near()
             except OSError as error:
                 why = f"{member.name}: {error}"
                 self._leave(member)
@@ -189,16 +198,19 @@ class EtcdHttp:
     def _leave(self, member: Member) -> None:
         """Ask the next member from now on, unless another call has moved on already."""
         with self._lock:
-            if self._members[self._preferred] is member:
-                self._preferred = (self._preferred + 1) % len(self._members)
+            if self._members[self._preferred] is not member:
+                return
+            count, now = len(self._members), time.monotonic()
+            following = [(self._preferred + step) % count for step in range(1, count + 1)]
+            usable = (n for n in following if self._members[n].avoid_until <= now)
+            self._preferred = next(usable, following[0])
 
-    def _patience(self, tries: int, deadline: float, least: float) -> float:
+    def _patience(self, tries: int, least: float) -> float:
         """A member's time to answer; longer after some turns, for an etcd that is merely slow."""
         turn = tries // len(self._members)
-        wait = (least + 2 * self._latency) * 1.5 ** max(turn - 3, 0)
-        return max(min(wait, deadline - time.monotonic()), 0.01)
+        return (least + 2 * self._latency) * 1.5 ** max(turn - 3, 0)
 
-    def _authorized(self, member: Member, patience: float) -> str:
+    def _authorized(self, member: Member, left: float) -> str:
         """Return the token of the user, logging in first where there is none."""
         if not self.access.user:
             return ""
@@ -206,7 +218,7 @@ class EtcdHttp:
             if not self._token:
                 who = {"name": self.access.user, "password": self.access.password}
                 body = body_of((who,))
-                answer = member.ask("auth/authenticate", body, "", patience + _LOG_IN)
+                answer = member.ask("auth/authenticate", body, "", _LOG_IN, left)
                 try:
                     self._token = str(read(answer, member)[0].get("token", ""))
                 except EtcdError as error:

@@ -10,6 +10,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -18,8 +19,10 @@ from typing import Any
 Message = dict[str, Any]
 """One JSON object of a request or an answer."""
 
-_WHO_IS_IT = 1.0
-"""Seconds for what is no etcd to say what it is."""
+_CONNECT = 1.0
+"""Seconds for a connection to come about; without an answer, the kernel asks once more then."""
+_AVOID = 1.0
+"""Seconds for which a member with which there is no connection is asked after all others."""
 
 # gRPC's status codes, as the gateway passes them on.
 INVALID, NOT_FOUND, DENIED, EXHAUSTED, PRECONDITION, RANGE, UNAUTHENTICATED = 3, 5, 7, 8, 9, 11, 16
@@ -76,6 +79,11 @@ class Stream:
             raise EtcdUnreachable(f"{name}: {error}") from error
         raise EtcdUnreachable(f"{name} has ended the stream")
 
+    def check(self) -> None:
+        """Raise what the member has answered instead of a stream."""
+        if self._answer.status != 200:
+            read((self._answer.status, self._answer.read()), self._member)
+
     def wait_at_most(self, seconds: float | None) -> None:
         """Let the iteration end when nothing has come for so long; None: for ever."""
         self._sock.settimeout(seconds)
@@ -90,76 +98,129 @@ class Stream:
 
 
 class Member:
-    """One member, and the connections to it."""
+    """One member, and the connections to it.
+
+    Attributes:
+        name: its host and port.
+        avoid_until: before this time (monotonic) there is hardly a use in asking it.
+    """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.avoid_until = 0.0
         self._host, self._port, self._tls = host, port, tls
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
         self._busy: set[HTTPConnection] = set()
+        self._round_trip = 0.0
         self._closed = False
 
-    def ask(self, path: str, body: bytes, token: str, patience: float) -> tuple[int, bytes]:
-        """Return status and content of the answer."""
-        connection, used = self._take(patience)
+    def ask(
+        self, path: str, body: bytes, token: str, patience: float, left: float
+    ) -> tuple[int, bytes]:
+        """Return status and content of the answer.
+
+        Args:
+            patience: seconds that the member is given, besides the way there and back.
+            left: seconds that there are at all.
+        """
+        connection, used = self._take(left)
         try:
             try:
-                found = _exchange(connection, path, body, token, patience)
+                found = self._exchange(connection, path, body, token, patience, left)
             except (ConnectionError, HTTPException):
                 if not used:
                     raise
                 # It was closed at the other end while nobody used it.
                 self.drop(connection)
-                connection = self._connect(patience)
-                found = _exchange(connection, path, body, token, patience)
+                connection = self._connect(left)
+                found = self._exchange(connection, path, body, token, patience, left)
         except BaseException:
             self.drop(connection)
             raise
         self._give_back(connection)
         return found
 
-    def listen(self, path: str, body: bytes, token: str, patience: float) -> Stream:
-        connection = self._connect(patience)
+    def listen(self, path: str, body: bytes, token: str, patience: float, left: float) -> Stream:
+        """Return the stream of answers to a request, as soon as it has begun."""
+        connection = self._connect(left)
         try:
-            _send(connection, path, body, token, patience)
-            answer = connection.getresponse()
-            if answer.status != 200:
-                read((answer.status, answer.read()), self)
+            self._send(connection, path, body, token, patience, left)
+            stream = Stream(self, connection, connection.getresponse())
+            stream.check()
         except BaseException:
             self.drop(connection)
             raise
-        return Stream(self, connection, answer)
+        return stream
 
-    def near(self, patience: float) -> str:
-        connection, _ = self._take(patience)
+    def near(self) -> str:
+        """Return the address of this end."""
+        connection, _ = self._take(_CONNECT)
         address: str = connection.sock.getsockname()[0]
         self._give_back(connection)
         return address
 
-    def get(self, path: str, patience: float) -> bytes:
-        connection = self._connect(patience)
+    def get(self, path: str) -> bytes:
+        """Return the first part of a page."""
+        connection = self._connect(_CONNECT)
         try:
             connection.request("GET", path)
             return connection.getresponse().read(1000)
         finally:
             self.drop(connection)
 
-    def _take(self, patience: float) -> tuple[HTTPConnection, bool]:
+    def _exchange(
+        self,
+        connection: HTTPConnection,
+        path: str,
+        body: bytes,
+        token: str,
+        patience: float,
+        left: float,
+    ) -> tuple[int, bytes]:
+        self._send(connection, path, body, token, patience, left)
+        answer = connection.getresponse()
+        if answer.version == 11 and answer.length is None and not answer.chunked:
+            raise ConnectionError("its answer was cut short")  # in the headers: nobody notices
+        return answer.status, answer.read()
+
+    def _send(
+        self,
+        connection: HTTPConnection,
+        path: str,
+        body: bytes,
+        token: str,
+        patience: float,
+        left: float,
+    ) -> None:
+        connection.sock.settimeout(min(patience + 2 * self._round_trip, left))
+        headers: Mapping[str, str] = {"Authorization": token} if token else {}
+        connection.request("POST", f"/v3/{path}", body, headers)
+
+    def _take(self, left: float) -> tuple[HTTPConnection, bool]:
         with self._lock:
             if self._idle:
                 connection = self._idle.pop()
                 self._busy.add(connection)
                 return connection, True
-        return self._connect(patience), False
+        return self._connect(left), False
 
-    def _connect(self, patience: float) -> HTTPConnection:
+    def _connect(self, left: float) -> HTTPConnection:
+        timeout = min(_CONNECT, left)
         connection = (
-            HTTPSConnection(self._host, self._port, timeout=patience, context=self._tls)
+            HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
             if self._tls
-            else HTTPConnection(self._host, self._port, timeout=patience)
+            else HTTPConnection(self._host, self._port, timeout=timeout)
         )
-        connection.connect()
+        began = time.monotonic()
+        try:
+            connection.connect()
+        except OSError:
+            self.avoid_until = time.monotonic() + _AVOID
+            connection.close()
+            raise
+        self._round_trip = time.monotonic() - began
+        self.avoid_until = 0.0
         with self._lock:
             if self._closed:
                 connection.close()
@@ -209,22 +270,6 @@ def body_of(messages: Sequence[Message]) -> bytes:
     return b"".join(json.dumps(message, separators=(",", ":")).encode() for message in messages)
 
 
-def _send(connection: HTTPConnection, path: str, body: bytes, token: str, patience: float) -> None:
-    connection.sock.settimeout(patience)
-    headers: Mapping[str, str] = {"Authorization": token} if token else {}
-    connection.request("POST", f"/v3/{path}", body, headers)
-
-
-def _exchange(
-    connection: HTTPConnection, path: str, body: bytes, token: str, patience: float
-) -> tuple[int, bytes]:
-    _send(connection, path, body, token, patience)
-    answer = connection.getresponse()
-    if answer.version == 11 and answer.length is None and not answer.chunked:
-        raise ConnectionError("its answer was cut short")  # in the headers, which nobody notices
-    return answer.status, answer.read()
-
-
 def read(answer: tuple[int, bytes], member: Member) -> list[Message]:
     status, content = answer
     try:
@@ -256,7 +301,7 @@ def _who_is_it(member: Member, answer: tuple[int, bytes]) -> str:
     status, content = answer
     said = f"it answered with status {status} and {content[:80]!r}"
     try:
-        version = json.loads(member.get("/version", _WHO_IS_IT))["etcdserver"]
+        version = json.loads(member.get("/version"))["etcdserver"]
     except (OSError, HTTPException, ValueError, KeyError, TypeError):
         return said
     return (
@@ -265,10 +310,10 @@ def _who_is_it(member: Member, answer: tuple[int, bytes]) -> str:
     )
 
 
-def describe(error: Exception, patience: float) -> str:
+def describe(error: Exception) -> str:
     """Say why there was no answer."""
     if isinstance(error, TimeoutError):
-        return f"no answer within {patience:.2g} s"
+        return "it did not answer in time"
     if isinstance(error, ssl.SSLEOFError):
         return (
             f"{error}; so ends who is to show a certificate (ssl_cert, ssl_cert_key) and has none"
