@@ -220,6 +220,14 @@ def test_a_node_that_stayed_away_too_long_comes_back_as_nobody(
     assert b.submit(join("b, again"), PATIENCE).news == Placed("b, again", "forming")
 
 
+def test_who_waits_in_vain_learns_who_was_missing(shared: ServerProcess, drive: Meet) -> None:
+    a = drive(shared.endpoint)
+    a.submit(join("a"), PATIENCE)
+    assert "1 of at least 2 nodes: a" in a.explain_timeout("a", 600)
+    a.interrupt()
+    assert "node a waited 600 s in vain, and cannot learn for whom" in a.explain_timeout("a", 600)
+
+
 # --- when the server is gone
 
 

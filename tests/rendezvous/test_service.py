@@ -332,6 +332,25 @@ def test_garbage_is_answered_and_changes_nothing(body: bytes) -> None:
     assert server.service._jobs["job"].state is before
 
 
+def test_a_node_that_waited_in_vain_learns_who_was_missing() -> None:
+    server = Server(3, 3)
+    server.join("a")
+    said = server.answer(server.ask("a", questions.encode(questions.Explain("job", "a", 600.0))))
+    assert isinstance(said, questions.Explained)
+    assert "node a waited 600 s for round 1, which has 1 of at least 3 nodes: a" in said.text
+    nobody = questions.encode(questions.Explain("no job", "a", 600.0))
+    assert "does not know the job 'no job'" in server.problem("a", nobody)
+
+
+def test_an_explanation_is_not_as_long_as_the_list_of_all_nodes() -> None:
+    server = Server(4000, 4000)
+    for number in range(50):
+        server.join(f"{number}" + "x" * 500)
+    said = server.answer(server.ask("a", questions.encode(questions.Explain("job", "a", 600.0))))
+    assert isinstance(said, questions.Explained)
+    assert len(said.text) < 2100
+
+
 # --- jobs come and go
 
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 CONNECT = 10.0
 """Seconds within which the connection for the keys of a round is made."""
+EXPLAIN = 5.0
+"""Seconds that an explanation is waited for."""
 FAREWELL = 30.0
 """Seconds for which the node that serves waits until the others have what they need."""
 
@@ -156,6 +158,16 @@ class ServerDriver:
         of, view = self._heard
         return view if of == id else _NOTHING
 
+    def explain_timeout(self, id: str, timeout: float) -> str:
+        """Return who was missing when the node had waited for `timeout` seconds in vain."""
+        try:
+            question = questions.Explain(self._run_id, id, timeout)
+            said = self._ask(questions.encode(question), EXPLAIN)
+            why = said.text if isinstance(said, questions.Explained) else str(said)
+        except RendezvousError as error:
+            why = f"node {id} waited {timeout:g} s in vain, and cannot learn for whom: {error}"
+        return why
+
     def interrupt(self) -> None:
         """See `Driver`."""
         self._line.end()
@@ -213,7 +225,9 @@ class ServerDriver:
             raise self._nonsense(str(error)) from error
         if joins and view.news is not None:
             self._life = said.life
-        self._heard = id, view
+        of, last = self._heard
+        if of != id or view.version >= last.version:  # answers overtake each other
+            self._heard = id, view
         return view
 
     def _check_life(self, life: str) -> None:

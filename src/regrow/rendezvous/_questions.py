@@ -87,7 +87,15 @@ class Beat(Struct, array_like=True, tag=3, frozen=True, gc=False):
     token: Number
 
 
-Question = Submit | Follow | Beat
+class Explain(Struct, array_like=True, tag=4, frozen=True, gc=False):
+    """A node has waited in vain; answered with who was missing."""
+
+    job: Name
+    id: Name
+    waited: Seconds
+
+
+Question = Submit | Follow | Beat | Explain
 
 
 class Told(Struct, array_like=True, tag=0, frozen=True, gc=False):
@@ -110,13 +118,19 @@ class Beaten(Struct, array_like=True, tag=1, frozen=True, gc=False):
     holds: bool
 
 
+class Explained(Struct, array_like=True, tag=3, frozen=True, gc=False):
+    """Why a wait was in vain, for people."""
+
+    text: str
+
+
 class Problem(Struct, array_like=True, tag=2, frozen=True, gc=False):
     """The question was refused, and changed nothing."""
 
     text: str
 
 
-Answer = Told | Beaten | Problem
+Answer = Told | Beaten | Explained | Problem
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode

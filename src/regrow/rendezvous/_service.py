@@ -47,12 +47,15 @@ from regrow.rendezvous._news import (
 )
 from regrow.rendezvous._patience import look
 from regrow.rendezvous._round import holds, step
+from regrow.rendezvous._waiting import explain_timeout
 from regrow.store import Answer
 
 JOBS: Final = 1024
 """The most jobs at once."""
 LIVES: Final = 64
 """The most nodes of one session."""
+TEXT: Final = 2000
+"""The longest explanation, in characters."""
 GATHER: Final = 0.1
 """Seconds for which news of waiting nodes is gathered."""
 
@@ -104,6 +107,8 @@ class RendezvousService:
             question = questions.decode_question(body)
             if isinstance(question, questions.Beat):
                 return [Answer(session, id, self._beat(session, question))]
+            if isinstance(question, questions.Explain):
+                return [Answer(session, id, self._explain(question))]
             if isinstance(question, questions.Follow):
                 return self._follow(session, id, question, now)
             own, others = self._submit(session, question, now)
@@ -169,6 +174,13 @@ class RendezvousService:
             job.beats[question.id] += 1
         held = mine and holds(job.state, question.id, question.token)
         return questions.encode(questions.Beaten(job.life, held))
+
+    def _explain(self, question: questions.Explain) -> bytes:
+        job = self._jobs.get(question.job)
+        if job is None:
+            raise ValueError(f"the server does not know the job {question.job!r}")
+        text = explain_timeout(job.state, job.run_id, question.id, question.waited)
+        return questions.encode(questions.Explained(_shortened(text)))
 
     def _follow(
         self, session: Hashable, id: int, question: questions.Follow, now: float
@@ -302,6 +314,11 @@ class RendezvousService:
         client = self._clients.get(session)
         if client is not None:
             client.following.discard((job.run_id, id))
+
+
+def _shortened(text: str) -> str:
+    """Return a text without its middle if it is very long, as a list of all nodes may be."""
+    return text if len(text) <= TEXT else f"{text[: TEXT // 2]} ... {text[-TEXT // 2 :]}"
 
 
 def _token(event: Event) -> int:
