@@ -14,9 +14,9 @@ variables, and are alone all the same:
   heterogeneous job, started by one `srun`, are one step with one count of nodes and tasks.
 - Open MPI: `mpirun` has set OMPI_COMM_WORLD_*. It is asked before Slurm, whose steps it uses to
   start its own daemons.
-- Kubernetes: the pod has a completion index, from an indexed Job or a JobSet. What a JobSet's labels
-  say is read where the manifest makes variables of them: JOBSET_NAME, REPLICATED_JOB_NAME and
-  JOBSET_RESTART_ATTEMPT.
+- Kubernetes: the pod has a completion index, from an indexed Job or a JobSet. What the labels of a
+  JobSet say is read where the manifest makes variables of them: JOBSET_NAME, REPLICATED_JOB_NAME
+  and JOBSET_RESTART_ATTEMPT.
 - None of them, if TORCHELASTIC_RUN_ID says that this is a worker of another job.
 
 A scheduler may not say all that is needed. What it leaves open is an `Untold`: a text that says
