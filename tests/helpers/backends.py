@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ class Place:
     """Where nodes meet: `open(run_id)` gives one node its backend and its store."""
 
     open: Callable[[str], Opened]
+    lose: Callable[[], None] | None = None
+    """Makes the place go away for good, where a test can."""
     counts_beats: bool = True
     """Whether `beats` gives the count of a beat, and not only a number that changes with it."""
 
@@ -100,27 +103,30 @@ def minimal(directory: Path) -> Iterator[Place]:
 def memory_store(directory: Path) -> Iterator[Place]:
     """The c10d backend over a store in memory, which can be watched."""
     store = MemoryStore()
+    with contextlib.ExitStack() as sessions:
 
-    def open(run_id: str) -> Opened:
-        session = store.session()
-        return C10dRendezvousBackend(session, run_id), session
+        def open(run_id: str) -> Opened:
+            session = store.session()
+            sessions.callback(session.close)
+            return C10dRendezvousBackend(session, run_id), session
 
-    yield Place(open)
+        yield Place(open, sessions.close)
 
 
 @contextlib.contextmanager
 def store_server(directory: Path) -> Iterator[Place]:
     """The c10d backend over regrow's store server, each node with its own connection."""
     server = ServerThread()
-    with contextlib.ExitStack() as clients:
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as running:
+        running.callback(server.stop)
 
         def open(run_id: str) -> Opened:
-            client = server.connect()
-            clients.callback(client.close)
+            client = server.connect(session_grace=0.1)
+            opened.callback(client.close)
             return C10dRendezvousBackend(client, run_id), client
 
-        yield Place(open)
-    server.stop()
+        yield Place(open, running.close)
+        opened.close()
 
 
 @contextlib.contextmanager
@@ -131,13 +137,14 @@ def torch_tcp_store(directory: Path) -> Iterator[Place]:
     span = timedelta(seconds=PATIENCE)
     # torch asks the name service who is at the ends of each connection.
     with mock.patch.dict(os.environ, RES_OPTIONS="timeout:1 attempts:1"):
-        served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=span)
+        served = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=span)]
+        port = served[0].port
 
         def open(run_id: str) -> Opened:
-            store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=span)
+            store = TCPStore("127.0.0.1", port, is_master=False, timeout=span)
             return C10dRendezvousBackend(store, run_id), store
 
-        yield Place(open)
+        yield Place(open, served.clear)
 
 
 @contextlib.contextmanager
@@ -155,12 +162,16 @@ def torch_file_store(directory: Path) -> Iterator[Place]:
 @contextlib.contextmanager
 def shared_directory(directory: Path) -> Iterator[Place]:
     """The file backend."""
+    opened: list[FileRendezvousBackend] = []
 
     def open(run_id: str) -> Opened:
         backend = FileRendezvousBackend(str(directory), run_id)
+        opened.append(backend)
         return backend, backend.store
 
-    yield Place(open)
+    yield Place(open, lambda: shutil.rmtree(directory))
+    for backend in opened:
+        backend.close()
 
 
 @contextlib.contextmanager
@@ -189,6 +200,8 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "file": shared_directory,
     "etcd": etcd,
 }
+CAN_GO_AWAY = ("MemoryStore", "store server", "TCPStore", "file")
+"""The places of which a test can have nothing left."""
 
 
 _REACHED = ("get_state", "set_state", "wait_state", "beat", "beats", "ended", "forget")

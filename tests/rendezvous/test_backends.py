@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import PLACES, Party, Place, cut, mend, ranks
+from backends import CAN_GO_AWAY, PLACES, Party, Place, cut, mend, ranks
 from storing import Background, eventually
 
 from regrow.rendezvous import (
@@ -16,11 +16,16 @@ from regrow.rendezvous import (
     NodesWaiting,
     RendezvousBackend,
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RoundClosed,
     RoundEnded,
     WatchedRendezvousBackend,
 )
+
+# A test that needs more of a place than all have is marked with those that have it.
+watchable = pytest.mark.parametrize("place", [n for n in PLACES if n != "minimal"], indirect=True)
+can_go_away = pytest.mark.parametrize("place", CAN_GO_AWAY, indirect=True)
 
 
 @pytest.fixture(params=PLACES)
@@ -36,8 +41,13 @@ def backend(place: Place) -> RendezvousBackend:
 
 @pytest.fixture
 def watched(backend: RendezvousBackend) -> WatchedRendezvousBackend:
-    if not isinstance(backend, WatchedRendezvousBackend):
-        pytest.skip("this backend cannot be watched")
+    assert isinstance(backend, WatchedRendezvousBackend)
+    return backend
+
+
+@pytest.fixture
+def lively(backend: RendezvousBackend) -> LivenessRendezvousBackend:
+    assert isinstance(backend, LivenessRendezvousBackend)
     return backend
 
 
@@ -163,6 +173,7 @@ def test_jobs_do_not_see_one_another(place: Place) -> None:
 # --- being woken, and beats
 
 
+@watchable
 def test_who_waits_is_woken_by_a_change(place: Place, watched: WatchedRendezvousBackend) -> None:
     other = place.open("job")[0]
     waiting = Background(watched.wait_state, None, 3600.0)
@@ -173,6 +184,7 @@ def test_who_waits_is_woken_by_a_change(place: Place, watched: WatchedRendezvous
     waiting.result()
 
 
+@watchable
 def test_who_waits_with_an_old_token_does_not_wait(watched: WatchedRendezvousBackend) -> None:
     _, token, _ = put(watched, b"first")
     watched.set_state(b"second", token)
@@ -180,12 +192,14 @@ def test_who_waits_with_an_old_token_does_not_wait(watched: WatchedRendezvousBac
     watched.wait_state(None, 3600.0)
 
 
+@watchable
 def test_a_wait_for_a_change_ends_with_its_time(watched: WatchedRendezvousBackend) -> None:
     _, token, _ = put(watched, b"first")
     watched.wait_state(token, 0.05)
     watched.wait_state(token, 0.0)
 
 
+@watchable
 def test_an_interrupt_ends_waits_now_and_later(watched: WatchedRendezvousBackend) -> None:
     waiting = [Background(watched.wait_state, None, 3600.0) for _ in range(3)]
     watched.interrupt()
@@ -194,6 +208,7 @@ def test_an_interrupt_ends_waits_now_and_later(watched: WatchedRendezvousBackend
     watched.wait_state(None, 3600.0)
 
 
+@watchable
 def test_closing_ends_waits_and_can_be_repeated(watched: WatchedRendezvousBackend) -> None:
     waiting = Background(watched.wait_state, None, 3600.0)
     watched.close()
@@ -201,41 +216,60 @@ def test_closing_ends_waits_and_can_be_repeated(watched: WatchedRendezvousBacken
     watched.close()
 
 
+@watchable
 def test_beats_are_seen_by_others_until_they_are_forgotten(
-    place: Place, backend: RendezvousBackend
+    place: Place, lively: LivenessRendezvousBackend
 ) -> None:
     other = place.open("job")[0]
     stranger = place.open("another job")[0]
-    if not isinstance(backend, LivenessRendezvousBackend):
-        pytest.skip("this backend keeps no beats")
     assert isinstance(other, LivenessRendezvousBackend)
     assert isinstance(stranger, LivenessRendezvousBackend)
     node, late = "10.0.0.1/77/ab:c" + "x" * 300, "late"
     assert other.beats([node, late]) == {}
-    backend.beat(node, 1, 60.0)
+    lively.beat(node, 1, 60.0)
     eventually(lambda: other.beats([node, late]).keys() == {node})
     before = other.beats([node])
     assert before == {node: 1} or not place.counts_beats
-    backend.beat(node, 12, 60.0)
+    lively.beat(node, 12, 60.0)
     eventually(lambda: other.beats([node, late]) != before)
     assert other.beats([node, late]) == {node: 12} or not place.counts_beats
     assert other.ended([node]) == {}
     assert stranger.beats([node]) == {}
-    backend.forget(node)
-    backend.forget(late)
+    lively.forget(node)
+    lively.forget(late)
     eventually(lambda: other.beats([node, late]) == {})
 
 
-def test_a_wait_does_not_hold_up_a_beat(backend: RendezvousBackend) -> None:
-    if not isinstance(backend, LivenessRendezvousBackend):
-        pytest.skip("this backend keeps no beats")
-    waiting = Background(backend.wait_state, None, 3600.0)
+@watchable
+def test_a_wait_does_not_hold_up_a_beat(lively: LivenessRendezvousBackend) -> None:
+    waiting = Background(lively.wait_state, None, 3600.0)
     for count in range(1, 4):
-        backend.beat("node", count, 60.0)
+        lively.beat("node", count, 60.0)
     assert waiting.running()
-    eventually(lambda: backend.beats(["node"]).keys() == {"node"})
-    backend.interrupt()
+    eventually(lambda: lively.beats(["node"]).keys() == {"node"})
+    lively.interrupt()
     waiting.result()
+
+
+# --- when it cannot be reached
+
+
+@can_go_away
+def test_a_place_that_is_gone_is_said_to_be_out_of_reach(
+    place: Place, lively: LivenessRendezvousBackend
+) -> None:
+    _, token, _ = put(lively, b"first")
+    waiting = Background(lively.wait_state, token, 3600.0)
+    assert place.lose is not None
+    place.lose()
+    for call in (
+        lively.get_state,
+        lambda: lively.set_state(b"second", token),
+        lambda: lively.beats(["node"]),
+        waiting.result,
+    ):
+        with pytest.raises(RendezvousConnectionError):
+            call()
 
 
 # --- the nodes of a job

@@ -146,8 +146,9 @@ def _file_store(params: RendezvousParameters) -> Store:
             ) from error
         os.close(file)
     try:
+        # A FileStore tries to open its file for minutes and does not say what is wrong.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         store: Store = FileStore(path)
-        store.num_keys()
     except (OSError, RuntimeError, ValueError) as error:
         raise RendezvousConnectionError(
             f"the connection to the C10d store has failed: {path} cannot be used: {error}"
