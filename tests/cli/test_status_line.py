@@ -55,6 +55,16 @@ def test_a_restart_is_counted_and_its_cause_stays() -> None:
     assert "attempt 2 | 2/2 alive | world 4 | 1 restart | rank 1: SIGKILL" in shown
 
 
+def test_a_failure_on_another_host_is_news_and_no_worker_of_ours() -> None:
+    elsewhere = {"rank": 3, "signal": "SIGKILL", "host": "b", "told_monotonic": 1.0}
+    shown = line(STARTED, RUNNING, ("regrow.worker.failed", elsewhere))
+    assert "2/2 alive" in shown
+    assert shown.endswith("| rank 3 on host b: SIGKILL")
+    agent = elsewhere | {"rank": None, "signal": None, "message": "no program"}
+    shown = line(STARTED, RUNNING, ("regrow.worker.failed", agent))
+    assert shown.endswith("| the agent on host b: no program")
+
+
 def test_what_happened_to_other_nodes_is_the_news() -> None:
     lost = ("regrow.round.ended", {"why": "its connection broke", "node": "n2"})
     assert line(STARTED, RUNNING, lost).endswith("| its connection broke")

@@ -77,9 +77,10 @@ class Company(AttemptSteps):
 
     def _take(self, news: object) -> None:
         """Called by the handler, on a thread of its own."""
-        number = getattr(news, "round", None)
-        if type(news).__name__ == "RoundEnded" and isinstance(number, int):
-            self._over = max(self._over, number)
+        from regrow.rendezvous._news import RoundEnded
+
+        if isinstance(news, RoundEnded):
+            self._over = max(self._over, news.round)
             self._lease.wake()
         self._inbox.put(News(news))
 

@@ -59,6 +59,11 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
                 gone=frozenset(),
                 halted=frozenset(),
             )
+        case "regrow.worker.failed" if "told_monotonic" in metadata:  # on another host
+            rank = metadata.get("rank")
+            who = f"rank {rank}" if rank is not None else "the agent"
+            what = metadata.get("signal") or metadata.get("message")
+            return replace(status, news=f"{who} on host {metadata.get('host')}: {what}")
         case "regrow.worker.failed":
             rank = int(metadata["rank"])
             news = f"rank {rank}: {metadata.get('signal') or metadata.get('message')}"
