@@ -47,6 +47,7 @@ class Member:
         self._settings = questions.Settings(nodes, nodes, KEEP_ALIVE_S, 3, 30.0)
         self._rest = bytearray(received)
         self._asked = 0
+        self._beats = 0
         self._heard = 0  # the last round that is known to be over
         self._follow = 0  # the question that is parked, if any: one at a time
 
@@ -58,7 +59,7 @@ class Member:
 
     def beat(self) -> None:
         token = self.seat.round if self.seat else 0
-        self._ask(questions.encode(questions.Beat(self._job, self.node.id, token)))
+        self._ask(questions.encode(questions.Beat(self._job, self.node.id, token, self._beats)))
 
     def _ask(self, body: bytes) -> int:
         self._asked += 1
@@ -86,7 +87,9 @@ class Member:
             answer = questions.decode_answer(reply.result)
             if isinstance(answer, questions.Told):
                 self._told(questions.read_view(answer))
-            elif not isinstance(answer, questions.Beaten):
+            elif isinstance(answer, questions.Beaten):
+                self._beats += 1
+            else:
                 raise SystemExit(f"benchmark: the server answered {answer}")
 
     def _told(self, view: View) -> None:

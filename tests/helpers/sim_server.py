@@ -144,6 +144,7 @@ class Line:
         self.connected = False
         self._life = ""
         self._asked = 0
+        self._beats = 0
         self._pending: dict[int, tuple[bytes, Resume]] = {}
         self._under_way: dict[str, deque[Callable[[], None]]] = {}
         self._heard: tuple[str, View] = ("", NOTHING)
@@ -167,9 +168,10 @@ class Line:
         return self._view(id, said, False)
 
     def beat(self, id: str, token: int, timeout: float) -> Thread:
-        body = questions.encode(questions.Beat("job", id, token))
+        body = questions.encode(questions.Beat("job", id, token, self._beats))
         said = yield from self._ask(body, timeout)
         assert isinstance(said, questions.Beaten), said
+        self._beats += 1
         self._check_life(said.life)
         return said.holds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import count
 
@@ -58,6 +59,7 @@ class Server:
         self.sent = 0
         self.ids = count(1)
         self.mail: dict[int, bytes] = {}
+        self.beats: Counter[str] = Counter()
 
     def deliver(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
@@ -92,9 +94,12 @@ class Server:
         question = questions.Follow("job", self.settings, name, questions.mark(seen))
         return self.ask(session or name, questions.encode(question))
 
-    def beat(self, name: str, token: int) -> bool:
-        said = self.answer(self.ask(name, questions.encode(questions.Beat("job", name, token))))
+    def beat(self, name: str, token: int, deaf: bool = False) -> bool:
+        """Beat for a node; a deaf one does not hear that its beats are answered."""
+        beat = questions.Beat("job", name, token, self.beats[name])
+        said = self.answer(self.ask(name, questions.encode(beat)))
         assert isinstance(said, questions.Beaten)
+        self.beats[name] += not deaf
         return said.holds
 
     def problem(self, session: str, body: bytes) -> str:
@@ -199,13 +204,15 @@ def test_a_server_that_was_stopped_gives_nobody_up(pair: Server) -> None:
     assert pair.beat("b", 1)
 
 
-def test_any_question_of_a_node_is_a_sign_of_life(pair: Server) -> None:
+def test_a_node_that_is_heard_and_hears_nothing_is_given_up(pair: Server) -> None:
     begin = pair.now
-    for second in range(1, 12):
+    for second in range(1, 6):
         pair.until(begin + second)
-        pair.follow("a")
-        pair.submit("b", Heard("b", 1))
-    assert isinstance(pair.news("a"), Seated)
+        pair.beat("a", 1)
+        pair.beat("b", 1, deaf=True)
+    news = pair.news("a")
+    assert isinstance(news, RoundEnded)
+    assert (news.id, "nothing was heard of it for" in news.why) == ("b", True)
 
 
 def test_the_last_call_ends_by_itself() -> None:
@@ -253,7 +260,7 @@ def test_a_node_is_spoken_for_by_the_session_that_joined_it(pair: Server) -> Non
 
 
 def test_a_beat_over_another_session_renews_nothing(pair: Server) -> None:
-    said = pair.answer(pair.ask("a", questions.encode(questions.Beat("job", "b", 1))))
+    said = pair.answer(pair.ask("a", questions.encode(questions.Beat("job", "b", 1, 5))))
     assert said == questions.Beaten("life 1", False)
 
 

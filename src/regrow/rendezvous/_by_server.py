@@ -98,6 +98,7 @@ class ServerDriver:
         self._server = server
         self._lock = threading.Lock()
         self._life = ""
+        self._beats = 0
         self._heard: tuple[str, View] = ("", _NOTHING)
         self._round: Line | None = None
         self._line = Line(where)
@@ -131,9 +132,11 @@ class ServerDriver:
 
     def beat(self, id: str, token: int, timeout: float) -> bool:
         """See `Driver`."""
-        said = self._ask(questions.encode(questions.Beat(self._run_id, id, token)), timeout)
+        question = questions.Beat(self._run_id, id, token, self._beats)
+        said = self._ask(questions.encode(question), timeout)
         if not isinstance(said, questions.Beaten):
             raise self._nonsense(f"it answered a beat with {said!r:.200}")
+        self._beats += 1
         self._check_life(said.life)
         return said.holds
 

@@ -45,7 +45,7 @@ class Job:
         self.set_up(settings)
         self.patience = Patience()
         self.beats: dict[str, int] = {}
-        """How often each node was heard."""
+        """How many of each node's beats were answered, as it said last."""
         self.lives: dict[str, Hashable] = {}
         """The session of each node."""
         self.followers: dict[str, tuple[Hashable, int, bytes]] = {}

@@ -85,6 +85,9 @@ class Beat(Struct, array_like=True, tag=3, frozen=True, gc=False):
     job: Name
     id: Name
     token: Number
+    answered: Number
+    """How many of its beats were answered so far. That it grows is the sign of life: a node that
+    is heard and hears nothing cannot renew its lease, and has to be given up like a silent one."""
 
 
 class Explain(Struct, array_like=True, tag=4, frozen=True, gc=False):

@@ -11,10 +11,11 @@ arrivals are told once.
 
 **Who is alive.** A node lives as long as the session that joined it. When the session is over,
 because its client said so or did not come back within its grace, the node is lost at once. One
-whose host is silent keeps its session, and is given up by `_patience` when its beats stop coming;
-every question of a node is such a beat. The server calls this service when it is due only after
-it has read what had arrived, and one look adds one keep-alive interval of silence at most; so a
-server that was stopped expels nobody.
+whose host is silent keeps its session, and is given up by `_patience` when its beats stop coming.
+A beat says how many of them were answered, and counts when that has grown: who is heard but cannot
+hear has no lease any more, and would keep the others waiting for it. The server calls this service
+when it is due only after it has read what had arrived, and one look adds one keep-alive interval of
+silence at most; so a server that was stopped expels nobody.
 
 **Whose word counts.** All clients hold the job's token, and none is trusted to be free of
 mistakes. A node is spoken for by the session that joined it, and by no other; what cannot be read
@@ -171,7 +172,7 @@ class RendezvousService:
             return questions.encode(questions.Beaten("", False))
         mine = job.lives.get(question.id) == session
         if mine:
-            job.beats[question.id] += 1
+            job.beats[question.id] = question.answered
         held = mine and holds(job.state, question.id, question.token)
         return questions.encode(questions.Beaten(job.life, held))
 
@@ -187,8 +188,6 @@ class RendezvousService:
     ) -> list[Answer]:
         job = self._job(question.job, question.settings, now)
         node = question.id
-        if job.lives.get(node) == session:
-            job.beats[node] += 1
         out: list[Answer] = []
         if node in job.followers:
             who, asked, _ = job.followers[node]
@@ -219,8 +218,6 @@ class RendezvousService:
             if id not in job.lives and len(client.lives) >= LIVES:
                 raise ValueError(f"one connection joins at most {LIVES} nodes")
         effects, out = self._apply(job, event, now, session)
-        if id in job.beats:
-            job.beats[id] += 1
         said = answer(job.state, id, effects)
         return questions.told(job.life, said), out
 

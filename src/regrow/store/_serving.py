@@ -28,7 +28,7 @@ STOP: Final = b"stop\n"
 """What the starter writes to have the server stop at once."""
 GOODBYE: Final = b"bye\n"
 """What it writes to leave the server to its clients."""
-_CHANCE = 3.0  # seconds from the start of a server in which its first clients may come
+_CHANCE = 2.0  # seconds from the start of a server in which its first clients may come
 _QUIET = 1.0  # seconds without a session after which nobody will come back
 
 
