@@ -236,6 +236,7 @@ class Silent(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         self.request.sendall(b"\x00\x01\x02 what?\n")
+        self.request.recv(1 << 16)
 
 
 @pytest.fixture(params=[NoEtcd, Silent])

@@ -11,10 +11,10 @@ read takes 0.46 ms by the gateway and 0.37 ms by grpcio, 0.14 and 0.18 ms of pro
 of memory and no thread, against 22 MB and threads that do not like the forks of an agent.
 
 A call asks the member that answered last. One that does not answer within its *patience* (twice
-what answers take, the way, and a bit) is left for the next, and so are the watches that are open
-there: the beats of a node thereby find out for all its connections that a member is silent. Nobody
-waits for a member: after the loss of a leader a new one is there in one to two seconds, and each
-try is a new question to someone.
+what answers take, the way, and a bit) is left for the next. If that one answers, all connections to
+the first are cut, also those of watches: so the beats of a node find out for all its calls that a
+member is silent. Nobody waits for a member: after the loss of a leader a new one is there in one to
+two seconds, and each try is a new question to someone.
 
 A call that was given up may still take effect. So whoever makes a call that changes something makes
 one that may be repeated (`_etcd_store` and `_etcd` say how).
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 _SHORTEST = 0.4
 """Seconds that any member is given for an answer, besides the way there and back."""
+_UNKNOWN = 0.5
+"""Seconds that an answer is taken to need before there was any."""
 _HURRY = 0.2
 """The same, for a call that had better be repeated soon."""
 _PER_BYTE = 1e-6
@@ -86,7 +88,7 @@ class EtcdHttp:
         self._members = tuple(Member(host, port, access.tls) for host, port in members)
         self._lock = threading.Lock()
         self._preferred = 0
-        self._latency = 0.0
+        self._latency = _UNKNOWN
         self._unreachable = False
         self._logging_in = threading.Lock()
         self._token = ""
@@ -113,6 +115,7 @@ class EtcdHttp:
         deadline = time.monotonic() + timeout
         body = body_of(messages)
         tried: dict[str, str] = {}
+        silent: set[Member] = set()
         tries = logins = 0
         while True:
             member = self._member()
@@ -133,9 +136,11 @@ class EtcdHttp:
                 tried[member.name] = str(error)
             except (OSError, HTTPException) as error:
                 tried[member.name] = describe(error)
-                member.cut()
+                silent.add(member)
             else:
-                self._latency += (took - self._latency) / 8
+                for other in silent - {member}:  # which others may be waiting for
+                    other.cut()
+                self._latency += (took - self._latency) / 4
                 self._unreachable = False
                 return found
             self._check_open()
