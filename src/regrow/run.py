@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 # Variables of the schedulers that `regrow.launch._where` knows, one of which each always sets.
-_SCHEDULERS = frozenset({"SLURM_STEP_ID", "JOB_COMPLETION_INDEX", "OMPI_COMM_WORLD_SIZE"})
+_SCHEDULERS = ("SLURM_STEP_ID", "JOB_COMPLETION_INDEX", "OMPI_COMM_WORLD_SIZE")
 LOG_LINE_PREFIX_ENV = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 logger = get_logger(__name__)
@@ -246,7 +246,7 @@ def run(args: Namespace) -> None:
 
 def _settle(args: Namespace) -> None:
     """Fill in what depends on the scheduler, if there is one, and on several flags."""
-    if not args.standalone and not _SCHEDULERS.isdisjoint(os.environ):
+    if not args.standalone and any(name in os.environ for name in _SCHEDULERS):
         from regrow.cli._placement import fill_in
 
         note = fill_in(args, os.environ)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,14 @@ def test_a_node_rank_that_was_given_is_the_wanted_one_elsewhere(
     assert main([*meet, "train.py"]) == 0
     ranks = [config.rdzv_configs.get("rank") for config, _, _ in launcher.launched]
     assert ranks == [None, 0, 3]
+
+
+def test_a_program_with_a_namespace_of_its_own_wants_no_rank_by_default() -> None:
+    line = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node0", "train.py"]
+    own = Namespace(**vars(run.parse_args(line)))
+    assert "rank" not in run.config_from_args(own)[0].rdzv_configs
+    own.node_rank = 1
+    assert run.config_from_args(own)[0].rdzv_configs["rank"] == 1
 
 
 def test_the_flags_for_token_and_certificates_are_settings_of_the_rendezvous(

@@ -36,7 +36,6 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     Raises:
         ValueError: what is needed is neither on the command line nor in the environment.
     """
-
     said = {flag: is_said(args, environ, flag) for flag in (*_NEEDED, "rdzv_backend", "rdzv_id")}
     meeting = said["rdzv_endpoint"] or said["master_addr"]
     alone = said["nnodes"] and args.nnodes in ("1", "1:1")

@@ -6,16 +6,13 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from regrow.cli._parser import is_said
+from regrow.cli._parser import Said, is_said
 from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import get_logger
 from regrow.workers import DefaultLogsSpecs, LogsSpecs
 
 DEFAULT_MASTER_PORT = 29500
-logger = get_logger(__name__)
 LOGS_SPECS_GROUPS = ("regrow.logs_specs", "torchrun.logs_specs")
-
-
 # Flags that are keys of `--rdzv-conf` as well, and what these are called there.
 SECURITY = {
     "rdzv_token_file": "token_file",
@@ -24,6 +21,8 @@ SECURITY = {
     "rdzv_tls_ca": "tls_ca",
     "insecure": "insecure",
 }
+
+logger = get_logger(__name__)
 
 
 def static_only(args: Namespace) -> str:
@@ -55,8 +54,9 @@ def rendezvous_config(args: Namespace, environ: Mapping[str, str]) -> dict[str, 
         flags = [f"--{flag.replace('_', '-')}" for flag, key in SECURITY.items() if key in useless]
         logger.warning("%s ignored: not for the %s rendezvous", ", ".join(flags), args.rdzv_backend)
     config |= security
-    # Only static has a use for a rank that nobody asked for.
-    if args.rdzv_backend == "static" or is_said(args, environ, "node_rank"):
+    # 0 may be the flag's default, and only static has a use for a rank that nobody asked for.
+    asked = isinstance(args, Said) and is_said(args, environ, "node_rank")
+    if args.rdzv_backend == "static" or args.node_rank or asked:
         config["rank"] = args.node_rank
     return config
 

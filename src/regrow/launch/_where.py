@@ -108,12 +108,11 @@ def _of_slurm(
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     source = f"Slurm step {job}.{step}"
+    crowd = f"{source} has {tasks} tasks on {nodes} node{'s' if nodes != 1 else ''}"
     again = _number(environ, "SLURM_RESTART_COUNT", 0)  # a requeued job keeps its id
     return Placement(
         source,
-        nodes
-        if tasks == nodes
-        else _one_each(f"{source} has {tasks} tasks on {nodes} nodes", "srun --ntasks-per-node=1"),
+        nodes if tasks == nodes else _one_each(crowd, "srun --ntasks-per-node=1"),
         _number(environ, "SLURM_PROCID"),
         first_host(_text(environ, "SLURM_STEP_NODELIST")),
         _port(job * _STEPS + step),
