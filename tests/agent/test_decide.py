@@ -12,8 +12,26 @@ from hypothesis import strategies as st
 from regrow.agent import WorkerState
 from regrow.agent import _decide as core
 from regrow.agent import _words as words
-from regrow.agent._decide import decide
 from regrow.agent._state import Phase, State
+
+
+class Actions(tuple[words.Action, ...]):
+    """Actions that are equal only to such of the same classes."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple):
+            return NotImplemented
+        return [(type(a), *a) for a in self] == [(type(b), *b) for b in other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def decide(state: State, event: words.Event) -> tuple[State, tuple[words.Action, ...]]:
+    state, actions = core.decide(state, event)
+    return state, Actions(actions)
+
 
 RUNNING = State(remaining_restarts=3, phase=Phase.RUNNING, started_at=100.0, looking=True)
 
@@ -246,7 +264,7 @@ def test_a_failure_that_a_lost_node_has_caused_is_followed_by_the_next_round() -
 
 
 def test_a_failure_that_no_restart_can_heal_ends_the_job_for_all_without_a_verdict() -> None:
-    _, actions = decide(MEMBER, replace(report(WorkerState.UNHEALTHY), hopeless=True))
+    _, actions = decide(MEMBER, report(WorkerState.UNHEALTHY)._replace(hopeless=True))
     assert actions == (words.Stop(tell=True),)
 
 

@@ -173,7 +173,7 @@ def _formed(state: State, event: Formed) -> Decision:
     # Looking at once catches what changed while the group was being formed.
     state, actions = _look(state)
     if early is not None and early.round == event.round:
-        state, more = _gather(state, replace(early, now=event.now))
+        state, more = _gather(state, early._replace(now=event.now))
         actions = more if state.phase is not Phase.RUNNING else (*actions, *more)
     return state, actions
 

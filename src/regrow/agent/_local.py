@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.agent import _words as words
 from regrow.agent._environment import worker_environment
@@ -54,8 +54,7 @@ class _StepsSeen:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class _LeaseOver:
+class _LeaseOver(NamedTuple):
     """The guardian has killed the workers of a round."""
 
     round: int

@@ -1,25 +1,23 @@
 """What happens to an agent, and what it does about it: the words of `_decide`.
 
-Events go in, actions come out; both are plain values. An action that takes time is an *operation*:
-it runs beside the loop, one after the other, and its end is an event.
+Events go in, actions come out; both are plain values, told apart by their class. An action that
+takes time is an *operation*: it runs beside the loop, one after the other, and its end is an event.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from regrow.agent._types import WorkerState
 
 # --- events
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(NamedTuple):
     """The run starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Formed:
+class Formed(NamedTuple):
     """The round is formed and its workers are started."""
 
     now: float
@@ -31,18 +29,15 @@ class Formed:
     """Whether this node has group rank 0: it decides when waiting nodes are taken in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(NamedTuple):
     """Something about the workers may have changed: look at them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failing:
+class Failing(NamedTuple):
     """A worker has failed, and the others of this node are being stopped because of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What the look at the workers found."""
 
     state: WorkerState
@@ -53,8 +48,7 @@ class Report:
     """No restart can help: new workers would run into the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whose fault the failure of this node's workers was."""
 
     charged: bool
@@ -67,8 +61,7 @@ class Verdict:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class RoundOver:
+class RoundOver(NamedTuple):
     """A round is over by the doing of another node."""
 
     round: int
@@ -76,8 +69,7 @@ class RoundOver:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """Nodes wait that would have a seat in the next round."""
 
     round: int
@@ -89,8 +81,7 @@ class Waiting:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(NamedTuple):
     """There will be no other round."""
 
     failed: bool
@@ -99,8 +90,7 @@ class Closed:
     """It was learnt by being refused a seat in one."""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseOver:
+class LeaseOver(NamedTuple):
     """This node's lease was over, and its workers have been killed by their guardian."""
 
     round: int
@@ -109,21 +99,18 @@ class LeaseOver:
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class MembershipChanged:
+class MembershipChanged(NamedTuple):
     """A rendezvous that does not number its rounds says that this one should give way."""
 
     reason: str
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class DelayOver:
+class DelayOver(NamedTuple):
     """The back-off is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatherOver:
+class GatherOver(NamedTuple):
     """The time for which waiting nodes were gathered may be over."""
 
     now: float
@@ -131,25 +118,21 @@ class GatherOver:
     """How many there are by now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(NamedTuple):
     """The workers that `Stop` was about are gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class BarrierPassed:
+class BarrierPassed(NamedTuple):
     """Every agent has reached the exit barrier, or it timed out."""
 
 
-@dataclass(frozen=True, slots=True)
-class BarrierBroken:
+class BarrierBroken(NamedTuple):
     """The round ended while the agents met at the exit barrier."""
 
     now: float
 
 
-@dataclass(frozen=True, slots=True)
-class Signaled:
+class Signaled(NamedTuple):
     """A signal that ends the job arrived."""
 
     signum: int
@@ -178,13 +161,11 @@ Event = (
 # --- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """Rendezvous and start the workers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(NamedTuple):
     """Stop the workers, rendezvous and start them again."""
 
     reason: str
@@ -192,26 +173,22 @@ class Restart:
     """It is this node's own doing: tell the others before its workers are stopped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """Find out how the workers are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Tell all nodes that the workers have failed, and say Verdict."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(NamedTuple):
     """Say GatherOver at `until`, in seconds of the clock; the workers run on."""
 
     waiting: int
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(NamedTuple):
     """Stop what is left of the workers, and say DelayOver in `seconds`."""
 
     seconds: float
@@ -220,42 +197,36 @@ class Delay:
     """As in `Restart`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(NamedTuple):
     """Stop the workers; the job has failed."""
 
     tell: bool = False
     """It failed here: close the rendezvous for all, with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(NamedTuple):
     """Wait for the other agents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """Return the last report's result; in state `state`."""
 
     state: WorkerState
 
 
-@dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(NamedTuple):
     """Leave whatever runs and end the job by this signal."""
 
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(NamedTuple):
     """The group is in a state no agent can act on: end with this error."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Raise:
+class Raise(NamedTuple):
     """End with the error that the last operation raised."""
 
 
