@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from base64 import b64decode
 from collections.abc import Iterator
 from datetime import timedelta
@@ -9,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storing import PATIENCE, Background
+from storing import PATIENCE, Background, eventually
 
 from regrow.rendezvous import (
     RendezvousConnectionError,
@@ -56,6 +58,28 @@ def test_nodes_meet_in_a_tcp_store_that_the_first_one_serves(
     assert waiting.result() == b"value"
     for node in reversed(nodes):
         assert node.shutdown()
+
+
+def test_the_node_that_serves_the_store_leaves_last(port: int) -> None:
+    program = (
+        "import sys; from regrow.rendezvous import *;"
+        "node = get_rendezvous_handler(RendezvousParameters('c10d', sys.argv[1], 'job', 2, 2,"
+        " local_addr='a', store_type='tcp', is_host=True)); print('serves', flush=True);"
+        "node.next_rendezvous(); node.set_closed(); print('closed', flush=True); node.shutdown()"
+    )
+    endpoint = f"127.0.0.1:{port}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, endpoint], stdout=subprocess.PIPE
+    ) as serving:
+        assert serving.stdout is not None
+        assert serving.stdout.readline() == b"serves\n"
+        node = handler(endpoint, "b", store_type="tcp", is_host=False)
+        Background(node.next_rendezvous).result()
+        assert serving.stdout.readline() == b"closed\n"
+        eventually(node.is_closed)
+        assert serving.poll() is None
+        assert node.shutdown()
+        assert serving.wait(PATIENCE) == 0
 
 
 def test_nodes_meet_in_a_file_store(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ job.
 
 The TCPStore is served by the first node on the endpoint's host, which is found out by binding and
 not by comparing names: an address that can be bound is this host's, and whoever then finds the
-port taken connects to who has it. The store ends with the process that serves it.
+port taken connects to who has it. The store ends with the process that serves it, so that one stays
+at the end of a job until the others have left.
 
 torch asks the name service for the names of both ends of every new connection, and while the
 serving process waits for that answer, it answers nobody else. Where the name service is slow, every
@@ -17,11 +18,14 @@ twice (5 s). Names of the hosts in /etc/hosts avoid it; so does regrow's own sto
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from logging import getLogger
 from typing import TYPE_CHECKING
 
+from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousError
+from regrow.rendezvous._round import watched
 from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
 
 if TYPE_CHECKING:
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60  # seconds
+_STAY = 10.0  # seconds for the other nodes to leave a job that is over
+_PAUSE = 0.05  # between two looks whether they have
 
 log = getLogger(__name__)
 
@@ -52,8 +58,38 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
         raise ValueError(
             f"Invalid store type given. Currently only supports file and tcp. Got {kind!r}."
         )
-    store = _tcp_store(params) if kind == "tcp" else _file_store(params)
-    return C10dRendezvousBackend(store, params.run_id), store
+    if kind == "file":
+        store = _file_store(params)
+        return C10dRendezvousBackend(store, params.run_id), store
+    store, serves = _tcp_store(params)
+    backend = _ServingBackend if serves else C10dRendezvousBackend
+    return backend(store, params.run_id), store
+
+
+class _ServingBackend(C10dRendezvousBackend):
+    """The backend of the node whose process serves the store to the others."""
+
+    _closed = False
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            deadline = time.monotonic() + _STAY
+            while self._others_leave() and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
+        except RendezvousError as error:
+            log.warning("cannot see whether the other nodes have left: %s", error)
+        super().close()
+
+    def _others_leave(self) -> bool:
+        """Return whether the job is over and nodes are still about to leave it."""
+        found = self.get_state()
+        if found is None:
+            return False
+        state = unseal(found[0]).state
+        return state.closed is not None and bool(watched(state))
 
 
 def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
@@ -69,7 +105,8 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     return create_handler(store, backend, params)
 
 
-def _tcp_store(params: RendezvousParameters) -> Store:
+def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
+    """Return the store, and whether this process serves it."""
     from torch.distributed import TCPStore
 
     from regrow.rendezvous.utils import parse_rendezvous_endpoint
@@ -88,7 +125,7 @@ def _tcp_store(params: RendezvousParameters) -> Store:
                 host,
                 port,
                 is_master=hosts,
-                multi_tenant=True,
+                multi_tenant=bool(asked),  # several nodes of one process are all told to serve
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout),
             )
@@ -108,7 +145,7 @@ def _tcp_store(params: RendezvousParameters) -> Store:
                 host,
                 port,
             )
-        return store
+        return store, hosts
 
 
 def _is_here(host: str) -> bool:
