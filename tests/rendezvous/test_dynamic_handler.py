@@ -472,6 +472,7 @@ def test_a_blocked_call_holds_up_no_beat(make_job: MakeJob) -> None:
     blocked = Background(lambda: a.driver.stores[-1].get("never"))
     judging = Background(lambda: b.handler.report_failure("a collective failed"))
     waiting = job.agent("c").join()
+    eventually(lambda: all(agent.id for agent in job.agents))
     beats = {agent.id: agent.driver.beats for agent in job.agents}
     job.rounds.until(lambda: all(x.driver.beats > beats[x.id] + 3 for x in job.agents))
     with pytest.raises(StoreClosedError):

@@ -281,7 +281,9 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         try:
             return self._touch.call(event, left)
         finally:
-            self._calling = False
+            with self._touch.changed:
+                self._calling = False
+                self._touch.changed.notify_all()
 
     def _check(self) -> None:
         if self._interrupted:
@@ -478,9 +480,17 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         with self._touch.changed:
             self._interrupted = True
-            calling = self._calling
             self._touch.changed.notify_all()
-        if calling:
+            if self._calling:
+                self._touch.start("rendezvous interrupt", self._cut_short)
+
+    def _cut_short(self) -> None:
+        """End a call that nobody answers; one that is about to end leaves the way to say more."""
+        with self._touch.changed:
+            answered = self._touch.changed.wait_for(
+                lambda: not self._calling, self._bounds.keep_alive
+            )
+        if not answered:
             self._driver.interrupt()
 
     def _record(self, message: str, node_state: str = "RUNNING", rank: int | None = None) -> None:

@@ -102,10 +102,10 @@ class Touch:
             self._id, self._token, self._told, self.view = id, 0, Told(), None
             self._answered, self.lost = time.monotonic(), ""
             self.changed.notify_all()
-        self._start(f"rendezvous follower of {id}", lambda: self._follow(id))
+        self.start(f"rendezvous follower of {id}", lambda: self._follow(id))
         if first:
-            self._start("rendezvous keep-alive", self._beat)
-            self._start("rendezvous lease", self._watch_time)
+            self.start("rendezvous keep-alive", self._beat)
+            self.start("rendezvous lease", self._watch_time)
 
     def call(self, event: Event, timeout: float) -> View:
         """Submit an event of this life, and return what is answered.
@@ -178,7 +178,9 @@ class Touch:
 
     # --- the threads
 
-    def _start(self, name: str, target: Callable[[], None]) -> None:
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        """Run something in a thread that ends, at the latest, with the calls of the driver."""
+
         def run() -> None:
             try:
                 target()
@@ -191,9 +193,9 @@ class Touch:
                     self._threads.discard(thread)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
-        with self.changed:
+        with self.changed:  # whoever ends the threads finds those that are there started
             self._threads.add(thread)
-        thread.start()
+            thread.start()
 
     def _follow(self, id: str) -> None:
         troubled: float | None = None
