@@ -289,6 +289,21 @@ def test_a_question_survives_a_broken_connection(server: ServerThread, book: Not
     proxy.stop()
 
 
+def test_a_question_in_a_hurry_is_followed_by_more_until_it_is_answered(
+    server: ServerThread, client: StoreClient
+) -> None:
+    proxy = CuttingProxy(server.port)
+    with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as hurried:
+        waiting = Background(hurried.ask, "book", b"park:a", PATIENCE, nudge=0.001)
+        proxy.cut_after(500, "down")  # far more than the answer has
+        eventually(lambda: proxy.cuts == 1)
+        proxy.cut_nothing()
+        assert waiting.running()
+        eventually(lambda: client.ask("book", b"answer:a", PATIENCE) == b"1")
+        assert waiting.result() == b"woken:a"
+    proxy.stop()
+
+
 def test_refusals_reach_the_caller(client: StoreClient) -> None:
     with pytest.raises(StoreServiceError, match="it does not want to"):
         client.ask("book", b"refuse", PATIENCE)

@@ -56,6 +56,8 @@ EXPLAIN = 5.0
 """Seconds that an explanation is waited for."""
 FAREWELL = 30.0
 """Seconds for which the node that serves waits until the others have what they need."""
+NUDGE = 0.25
+"""Seconds after which a call that is answered at once is taken to be lost on the way."""
 
 _NOTHING = View(0, None, 0, None)
 
@@ -119,7 +121,7 @@ class ServerDriver:
         """See `Driver`."""
         joins = isinstance(event, Join)
         id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
-        said = self._ask(questions.submit(self._run_id, self._settings, event), timeout)
+        said = self._ask(questions.submit(self._run_id, self._settings, event), timeout, NUDGE)
         return self._view(id, said, joins)
 
     def follow(self, id: str, seen: View | None, timeout: float) -> View | None:
@@ -133,7 +135,7 @@ class ServerDriver:
     def beat(self, id: str, token: int, timeout: float) -> bool:
         """See `Driver`."""
         question = questions.Beat(self._run_id, id, token, self._beats)
-        said = self._ask(questions.encode(question), timeout)
+        said = self._ask(questions.encode(question), timeout, NUDGE)
         if not isinstance(said, questions.Beaten):
             raise self._nonsense(f"it answered a beat with {said!r:.200}")
         self._beats += 1
@@ -186,13 +188,13 @@ class ServerDriver:
 
     # ------------------------------------------------------------------ helpers
 
-    def _ask(self, body: bytes, timeout: float) -> questions.Answer:
+    def _ask(self, body: bytes, timeout: float, nudge: float | None = None) -> questions.Answer:
         deadline = time.monotonic() + timeout
         while True:
             self._check()
             try:
                 client = self._line.client(max(deadline - time.monotonic(), 0.0))
-                return self._asked(client, body, max(deadline - time.monotonic(), 0.0))
+                return self._asked(client, body, max(deadline - time.monotonic(), 0.0), nudge)
             except StoreSessionLost:
                 self._line.drop(client)
             except StoreClosedError as error:
@@ -203,10 +205,12 @@ class ServerDriver:
             except StoreError as error:
                 raise self._nonsense(str(error)) from error
 
-    def _asked(self, client: StoreClient, body: bytes, timeout: float) -> questions.Answer:
+    def _asked(
+        self, client: StoreClient, body: bytes, timeout: float, nudge: float | None
+    ) -> questions.Answer:
         try:
             answer: questions.Answer = questions.decode_answer(
-                client.ask(questions.NAME, body, timeout)
+                client.ask(questions.NAME, body, timeout, nudge=nudge)
             )
         except StoreTimeout as error:
             if client.state is ConnectionState.CONNECTED:

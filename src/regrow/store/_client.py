@@ -225,7 +225,9 @@ class StoreClient:
         args = (query.keys, query.after, query.prefix)
         return cast("Changes", self._read(wire.Watch, query, *args, seconds=seconds))
 
-    def ask(self, service: str, body: bytes, timeout: Timeout) -> bytes:
+    def ask(
+        self, service: str, body: bytes, timeout: Timeout, *, nudge: Timeout | None = None
+    ) -> bytes:
         """Ask a service of the server, and wait for the answer.
 
         The question is repeated after a reconnect, so it may be carried out more than once;
@@ -235,6 +237,8 @@ class StoreClient:
             service: the name under which the server has it.
             body: the question.
             timeout: seconds or timedelta.
+            nudge: for a question that is answered at once: seconds or timedelta without an answer
+                after which more is sent, so that what was lost on the way is sent again sooner.
 
         Raises:
             StoreServiceError: the service refused, failed, or is not there.
@@ -243,7 +247,13 @@ class StoreClient:
         seconds = to_seconds(timeout)
         args = (service, body)
         try:
-            reply = self._connection.call(wire.Ask, *args, changes=False, seconds=seconds)
+            reply = self._connection.call(
+                wire.Ask,
+                *args,
+                changes=False,
+                seconds=seconds,
+                nudge=seconds if nudge is None else to_seconds(nudge),
+            )
             return cast("bytes", _result(reply))
         except (StoreTimeout, StoreConnectionError, StoreServiceError) as error:
             error.applied = "unknown"

@@ -124,6 +124,7 @@ class Connection:
         seconds: float,
         lasting: bool = False,
         at_once: bool = False,
+        nudge: float = threading.TIMEOUT_MAX,
     ) -> wire.Reply:
         """Make a call and return the answer.
 
@@ -133,6 +134,7 @@ class Connection:
             seconds: when to give up.
             lasting: the call is meant to block, so leave the reading to others.
             at_once: have the server answer at once, "cancelled" if it would block.
+            nudge: seconds without an answer after which something else is sent, again and again.
         """
         deadline = time.monotonic() + seconds
         call = self._begin(request, args, changes, at_once)
@@ -140,10 +142,9 @@ class Connection:
             if lasting:
                 self._hand_over()
             else:
-                self._read_for(call, deadline)
+                self._read_for(call, min(deadline, time.monotonic() + nudge))
             if call.reply is None and call.error is None:
-                remaining = deadline - time.monotonic()
-                call.gate.acquire(timeout=min(max(remaining, 0.0), threading.TIMEOUT_MAX))
+                self._await(call, deadline, nudge)
         except BaseException:
             self._give_up(call)
             self._hand_over()
@@ -226,6 +227,22 @@ class Connection:
         except BaseException:
             self._drop(link)
             raise
+
+    def _await(self, call: Call, deadline: float, nudge: float) -> None:
+        """Wait until another thread has read the answer.
+
+        Bytes that were lost are sent again within a round trip if others follow them. If none do,
+        TCP waits for a timer that doubles with each loss, which costs seconds on a bad line; so a
+        call that is in a hurry has a small one follow, whose answer does the same for its own.
+        """
+        while True:
+            left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+            if call.gate.acquire(timeout=min(left, nudge)) or left <= nudge:
+                return
+            with self._lock:
+                if self._link is not None:
+                    self._send(self._link, wire.frame(wire.NumKeys(self._next)))
+                    self._next += 1
 
     def _read_for(self, call: Call, deadline: float) -> None:
         """Read the connection until the call is answered, unless somebody else reads."""
