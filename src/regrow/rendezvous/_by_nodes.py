@@ -262,7 +262,10 @@ class NodesDriver:
                     f"'{self._settings.run_id}' in {failures} tries, other nodes were faster"
                 )
             window = max(self._last_call_took, 0.0002) * 1.5 ** min(failures, 14)
-            self._sleep(self._random.uniform(0, min(window, _LONGEST_PAUSE)))
+            pause = self._random.uniform(0, min(window, _LONGEST_PAUSE))
+            self._sleep(pause)
+            if pause > self._last_call_took:  # others had the time to write meanwhile
+                self._read()
 
     def _begun(self, new: Envelope) -> Envelope:
         beats = {id: new.beats[id] for id in new.beats if id in watched(new.state)}
