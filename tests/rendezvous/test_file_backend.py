@@ -60,7 +60,12 @@ def backend(tmp_path: Path) -> Iterator[FileRendezvousBackend]:
 
 def latest(directory: Path) -> Path:
     """The file with the latest version of the document."""
-    return max((directory / "regrow-=job" / "state").iterdir(), key=lambda path: int(path.name))
+    return max((directory / "regrow=job" / "state").iterdir(), key=lambda path: int(path.name))
+
+
+def left_over(directory: Path) -> list[Path]:
+    """What is in the job's directory and is not empty."""
+    return [path for path in (directory / "regrow=job").iterdir() if list(path.iterdir())]
 
 
 # --- versions
@@ -139,7 +144,7 @@ def test_a_damaged_document_is_named(
 
 
 def test_a_damaged_beat_is_named(backend: FileRendezvousBackend, tmp_path: Path) -> None:
-    beat = tmp_path / "regrow-=job" / "beats" / "=node"
+    beat = tmp_path / "regrow=job" / "beats" / "=node"
     beat.write_bytes(b"")
     assert backend.beats(["node"]) == {}
     beat.write_bytes(b"hello")
@@ -159,7 +164,7 @@ def test_what_the_file_system_refuses_to_write_changes_nothing_and_is_said(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert backend.get_state() == (b"first", token)
-    assert list((tmp_path / "regrow-=job" / "drafts").iterdir()) == []
+    assert list((tmp_path / "regrow=job" / "drafts").iterdir()) == []
 
 
 def test_a_directory_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
@@ -174,8 +179,8 @@ def test_a_directory_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "regrow-=job").touch()
-    with pytest.raises(RendezvousConnectionError, match=str(tmp_path / "regrow-=job")):
+    (tmp_path / "regrow=job").touch()
+    with pytest.raises(RendezvousConnectionError, match=str(tmp_path / "regrow=job")):
         FileRendezvousBackend(str(tmp_path), "job")
 
 
@@ -190,7 +195,7 @@ def test_a_job_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_job_can_be_entered_by_its_user_only(
     backend: FileRendezvousBackend, tmp_path: Path
 ) -> None:
-    assert (tmp_path / "regrow-=job").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "regrow=job").stat().st_mode & 0o077 == 0
 
 
 def test_a_file_system_without_hard_links_is_refused(
@@ -260,7 +265,7 @@ def test_on_a_shared_file_system_changes_are_also_looked_for(
     monkeypatch.setattr(file_backend, "file_system_of", lambda path: on)
     backend = FileRendezvousBackend(str(tmp_path), "job")
     assert f"{tmp_path}: it is on a file system of type fuse.odd" in caplog.text
-    state = tmp_path / "regrow-=job" / "state"
+    state = tmp_path / "regrow=job" / "state"
     other = FileRendezvousBackend(str(tmp_path), "job")
     other.set_state(b"first")
     aside = (state / "1").rename(tmp_path / "aside")
@@ -314,11 +319,13 @@ def test_nodes_meet_in_a_directory_and_a_job_that_is_over_stays_over(
     infos = [join.result() for join in joins]
     assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
     assert {info.bootstrap_store_info.master_addr for info in infos} == {"a"}
+    infos[0].store.set("key", "value")
     for node in nodes:
         assert node.shutdown()
+    assert [path.name for path in left_over(tmp_path)] == ["state"]
     with caplog.at_level(logging.WARNING):
         late = handler(tmp_path, "c")
-    assert f"in {tmp_path}/regrow-=job is over" in caplog.text
+    assert f"in {tmp_path}/regrow=job is over" in caplog.text
     with pytest.raises(RendezvousClosedError):
         late.next_rendezvous()
     late.shutdown()
@@ -430,7 +437,7 @@ def test_a_session_that_is_closed_ends_its_own_waits_only(backend: FileRendezvou
 
 def test_a_damaged_key_is_named(backend: FileRendezvousBackend, tmp_path: Path) -> None:
     backend.store.set("k", "v")
-    path = tmp_path / "regrow-=job" / "keys" / "=k" / "1"
+    path = tmp_path / "regrow=job" / "keys" / "=k" / "1"
     path.write_text("rubbish")
     with pytest.raises(StoreProtocolError, match=str(path)):
         backend.store.get("k")

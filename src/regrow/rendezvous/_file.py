@@ -5,7 +5,7 @@ nodes run the rounds themselves; the document is a value replaced by compare-and
 which says why there is no lock), each node's beat is a small file that only it writes, and the
 keys of a round are values like the document (`_file_store`).
 
-    <endpoint>/regrow-<run id>/state/    versions of the document
+    <endpoint>/regrow=<run id>/state/    versions of the document
                                beats/    a file for each node
                                keys/     a directory for each key
                                drafts/   what is being written
@@ -18,9 +18,10 @@ it does, as all programs on such a file system: the node's lease ends, and its w
 Who may read and write here is who the directory's permissions say, and nobody else protects the
 job: it is made for its user alone (mode 0700), and one that belongs to another user is refused.
 
-What is left of a job that has ended stays, a few small files: that the job is closed is to be read
-by nodes that come late. A job whose nodes have all died without closing it is taken up by the next
-ones of the same run id: they find its members silent, and go on with the following round.
+What a job leaves behind when its last node has left is its document, a few small files, so that
+nodes that come late can read that the job is over; to remove it is left to the user. A job whose
+nodes have all died without closing it is taken up by the next ones of the same run id: they find
+its members silent, and go on with the following round.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from logging import getLogger
 from pathlib import Path
@@ -44,6 +46,7 @@ from regrow.rendezvous._file_cell import Cell, GarbledError
 from regrow.rendezvous._file_store import DirectoryStore, file_name
 from regrow.rendezvous._file_system import LOCAL, distrust, file_system_of
 from regrow.rendezvous._file_watch import Watch
+from regrow.rendezvous._round import watched
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -71,7 +74,7 @@ class FileRendezvousBackend(LivenessRendezvousBackend):
     def __init__(self, directory: str, run_id: str) -> None:
         if not run_id:
             raise ValueError("The run id must be a non-empty string.")
-        self._job = os.path.join(os.path.abspath(directory), f"regrow-{file_name(run_id)}")
+        self._job = os.path.join(os.path.abspath(directory), f"regrow{file_name(run_id)}")
         shared = _check_file_system(os.path.dirname(self._job))
         with self._reached():
             _make(self._job)
@@ -162,6 +165,18 @@ class FileRendezvousBackend(LivenessRendezvousBackend):
         """See base class; closes the store as well."""
         self._watch.close()
         self.store.close()
+        with contextlib.suppress(RendezvousError):  # it is only about room
+            self._clear_up()
+
+    def _clear_up(self) -> None:
+        """Remove what nobody needs, if the job is over and its last node has left."""
+        found = self.get_state()
+        if found is None:
+            return
+        state = unseal(found[0]).state
+        if state.closed and not watched(state):
+            for part in ("keys", "beats"):
+                shutil.rmtree(self._path(part), ignore_errors=True)
 
     def _path(self, part: str) -> str:
         return os.path.join(self._job, part)
