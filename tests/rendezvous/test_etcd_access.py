@@ -16,8 +16,9 @@ from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, 
 from storing import PATIENCE, Background
 
 from regrow.rendezvous import RendezvousConnectionError, RendezvousParameters
+from regrow.rendezvous._config import unknown_config_keys
 from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
-from regrow.rendezvous._etcd_config import KEYS, read_access, read_prefix
+from regrow.rendezvous._etcd_config import read_access, read_prefix
 from regrow.rendezvous._etcd_http import Access
 
 SECRET = "correct horse"
@@ -28,7 +29,7 @@ def params(endpoint: str, **config: Any) -> RendezvousParameters:
 
 
 def access(endpoint: str = "h", environment: dict[str, str] | None = None, **config: Any) -> Access:
-    assert config.keys() <= KEYS
+    assert unknown_config_keys("etcd", config) == []
     return read_access(params(endpoint, **config), environment or {})
 
 
@@ -206,13 +207,15 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             assert has_set
             waiting.result()
             assert other.get_state() == (b"2", token)
-        for config in ({"user": "trainer", "password": "wrong " + SECRET}, {}):
+        for config, why in (
+            ({"user": "trainer", "password": "wrong " + SECRET}, "not let in the user 'trainer'"),
+            ({}, "asks for a user.*password_file"),
+        ):
             with (
-                pytest.raises(RendezvousConnectionError) as caught,
+                pytest.raises(RendezvousConnectionError, match=why) as caught,
                 backend(cluster.endpoint, **config),
             ):
                 pass
-            assert "user" in str(caught.value)
             assert SECRET not in str(caught.value)
 
 

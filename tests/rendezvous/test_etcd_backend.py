@@ -324,7 +324,7 @@ def test_beats_add_no_versions_to_the_history_of_etcd(make: Make, client: EtcdCl
 # --- what is left
 
 
-def test_the_last_node_takes_the_keys_of_the_job_along(
+def test_the_last_node_takes_all_along_but_the_document_which_says_that_the_job_is_over(
     server: EtcdCluster, run_id: str, client: EtcdClient
 ) -> None:
     (one, store), (other, _) = open_job(server.endpoint, run_id), open_job(server.endpoint, run_id)
@@ -333,9 +333,10 @@ def test_the_last_node_takes_the_keys_of_the_job_along(
     token = written(one, b"1")
     store.set("key", "value")
     one.close()
+    assert "store/key" in keys(client, run_id)
     assert other.get_state() == (b"1", token)
     other.close()
-    assert keys(client, run_id) == []
+    assert keys(client, run_id) == ["state"]
 
 
 def test_whatever_a_job_writes_stands_under_a_lease(

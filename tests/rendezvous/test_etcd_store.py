@@ -43,7 +43,7 @@ def make(tmp_path: object) -> Iterator[Make]:
 
     yield start
     start()
-    made[-1].remove_if_last(PATIENCE)
+    made[-1].tidy_if_last(PATIENCE)
     for job in made:
         job.client.http.close()
 

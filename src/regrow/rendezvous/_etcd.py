@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
 
-TIMEOUT = 5.0
-"""Seconds in which etcd has to answer; the key `read_timeout`."""
+REACH = 10.0
+"""Seconds in which etcd has to be reached at first; the key `read_timeout`."""
+CALL = 5.0
+"""Seconds in which it has to answer from then on, at most."""
 INTERVAL = 0.5
 """Seconds between two beats, unless the user says how many."""
 MISSES = 6
@@ -182,7 +184,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
         self._feed.interrupt()
 
     def close(self) -> None:
-        """See base class; the last node of a job takes the job's keys along."""
+        """See base class; the last node of a job takes the keys of the rounds along."""
         with self._lock:
             if self._closed:
                 return
@@ -194,7 +196,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             for lease in mine:
                 self._job.client.revoke(lease, timeout=_GOODBYE)
             if lived:
-                self._job.remove_if_last(timeout=_GOODBYE)
+                self._job.tidy_if_last(timeout=_GOODBYE)
         except EtcdError:
             pass  # nobody can be told any more; what is left ends by its lease
         finally:
@@ -228,7 +230,7 @@ def connect_job(params: RendezvousParameters) -> EtcdJob:
     Raises:
         ValueError: a value makes no sense.
     """
-    timeout = timeout_option(params, "read_timeout", default=TIMEOUT)
+    timeout = min(timeout_option(params, "read_timeout", default=REACH), CALL)
     http = EtcdHttp(read_access(params, os.environ))
     return EtcdJob(EtcdClient(http), read_prefix(params), params.run_id, timeout)
 
@@ -242,13 +244,14 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
             tried and what was answered.
     """
     job = connect_job(params)
-    backend = EtcdRendezvousBackend(job)
     try:
-        backend.get_state()
+        with _errors("to reach etcd"):
+            reach = timeout_option(params, "read_timeout", default=REACH)
+            job.client.txn([], [get(job.root)], timeout=reach)
     except BaseException:
-        backend.close()
+        job.client.http.close()
         raise
-    return backend, EtcdStore(job)
+    return EtcdRendezvousBackend(job), EtcdStore(job)
 
 
 def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:

@@ -19,25 +19,6 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous._api import RendezvousParameters
 
-KEYS = frozenset(
-    {
-        "ca_cert",
-        "cacert",
-        "cert",
-        "etcd_prefix",
-        "key",
-        "password",
-        "password_file",
-        "protocol",
-        "read_timeout",
-        "ssl_cert",
-        "ssl_cert_key",
-        "tls_ca",
-        "tls_cert",
-        "tls_key",
-        "user",
-    }
-)
 PREFIX = "/torch/elastic/rendezvous"
 PORT = 2379
 USER, PASSWORD, PASSWORD_FILE = (

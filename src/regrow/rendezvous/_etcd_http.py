@@ -30,6 +30,7 @@ from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_member import (
+    DENIED,
     FINAL,
     INVALID,
     PRECONDITION,
@@ -115,7 +116,7 @@ class EtcdHttp:
         deadline = time.monotonic() + timeout
         body = body_of(messages)
         tried: dict[str, str] = {}
-        silent: set[Member] = set()
+        useless: set[Member] = set()
         tries = logins = 0
         while True:
             member = self._member()
@@ -132,13 +133,15 @@ class EtcdHttp:
                     logins += 1
                     self._token = ""
                 elif error.code in FINAL or isinstance(error, EtcdRefused | EtcdClosed):
-                    raise
+                    raise self._explained(error) from None
+                else:
+                    useless.add(member)  # it may be cut off from the others
                 tried[member.name] = str(error)
             except (OSError, HTTPException) as error:
                 tried[member.name] = describe(error)
-                silent.add(member)
+                useless.add(member)
             else:
-                for other in silent - {member}:  # which others may be waiting for
+                for other in useless - {member}:  # which others may be waiting for
                     other.cut()
                 self._latency += (took - self._latency) / 4
                 self._unreachable = False
@@ -238,6 +241,16 @@ class EtcdHttp:
         """Whether the token is to blame; they last for minutes, or until etcd is restarted."""
         old = error.code == UNAUTHENTICATED or "revision in header is old" in str(error)
         return old and bool(self.access.user)
+
+    def _explained(self, error: EtcdError) -> EtcdError:
+        """Say what to do, where etcd's own words do not."""
+        if error.code == DENIED:
+            why = f"the user {self.access.user!r} needs a role that reads and writes these keys"
+        elif "user name is empty" in str(error):
+            why = "it asks for a user: give it one by the keys user and password_file"
+        else:
+            return error
+        return EtcdError(f"{error}; {why}", error.code)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,7 +7,8 @@
 
 All but the nodes stand under one lease, the job's. Its id follows from the names, so nobody has to
 be asked for it, and every node that lives renews it. So a job that is gone, however it went, leaves
-nothing behind for longer than the lease lasts.
+nothing behind for longer than the lease lasts. For so long, the document says to whoever comes late
+that the job is over.
 
 A write is tried again, on another member, when a member did not answer; and the first try may have
 been done, or may yet be. So each writer numbers its writes and sets its own key to the number in
@@ -36,7 +37,7 @@ from regrow.rendezvous._etcd_client import (
 from regrow.rendezvous._etcd_member import NOT_FOUND, EtcdError, Message
 
 LIFE = 600
-"""Seconds for which the keys of a job outlive its last node, unless that took them along."""
+"""Seconds for which the document of a job outlives its last node."""
 
 
 class EtcdJob:
@@ -110,11 +111,14 @@ class EtcdJob:
         )
         self._ready = True
 
-    def remove_if_last(self, timeout: float) -> None:
-        """Delete all keys of the job if no node is left in it."""
-        nobody, all_keys = none_with(f"{self.root}nodes/"), delete(self.root, prefix=True)
-        if self.client.txn([nobody], [all_keys], timeout=timeout).succeeded:
-            self.client.revoke(self.lease, timeout=timeout)
+    def tidy_if_last(self, timeout: float) -> None:
+        """Delete what only the nodes of a job need, if none is left; the document tells the rest.
+
+        Who comes later is to learn from it that the job is over.
+        """
+        nobody = none_with(f"{self.root}nodes/")
+        needless = [delete(f"{self.root}{part}/", prefix=True) for part in ("store", "writers")]
+        self.client.txn([nobody], needless, timeout=timeout)
 
 
 def lease_id(name: str) -> int:
