@@ -154,7 +154,7 @@ def test_a_round_shrinks_when_a_member_is_silent(job: Job) -> None:
     meet(*handlers)
     told: list[object] = []
     handlers[0].subscribe(told.append)
-    handlers[1]._touch.stop()  # it falls silent, and says nothing
+    handlers[1]._node.touch.stop()  # it falls silent, and says nothing
     eventually(lambda: len(told) > 0)
     assert "nothing was heard of it" in str(told[0])
     infos = meet(handlers[0], handlers[2])

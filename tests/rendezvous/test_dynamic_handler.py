@@ -51,7 +51,7 @@ class Agent:
 
     @property
     def id(self) -> str:
-        return self.handler._id
+        return self.handler._node.id
 
     def told(self, kind: type[T]) -> T:
         news = self._told.get(timeout=PATIENCE)
@@ -532,7 +532,7 @@ def test_who_waits_for_a_seat_and_loses_touch_asks_anew(make_job: MakeJob) -> No
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
     a.driver.cut("nobody listens there")
-    eventually(lambda: a.handler._touch.lost != "")
+    eventually(lambda: a.handler._node.touch.lost != "")
     job.rounds.post(Lost(a.id, "silence"))
     a.driver.cut("")
     job.meet(job.agent("b"))
@@ -575,7 +575,7 @@ def test_an_interrupt_ends_a_call_that_nobody_answers(make_job: MakeJob) -> None
     a = job.agent("a")
     a.driver.cut("nobody listens there")
     waiting = a.join()
-    eventually(lambda: a.handler._calling)
+    eventually(lambda: a.handler._node._calling)
     a.handler.interrupt()
     with pytest.raises(RendezvousGracefulExitError):
         waiting.result()
@@ -605,14 +605,14 @@ def test_an_interrupted_node_can_still_say_that_it_leaves(make_job: MakeJob) -> 
 def test_nothing_is_left_over_after_many_rounds(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
-    threads, (port,) = threading.active_count(), a.handler._ports
+    threads, port = threading.active_count(), a.handler._node.port
     for _ in range(100):
         job.meet(a, b)
     eventually(lambda: threading.active_count() <= threads)
-    assert b.handler._ports == []
-    assert len(a.handler._ports) == 1
-    assert port not in a.handler._ports
-    assert len(a.handler._touch._threads) == 3
+    assert b.handler._node.port is None
+    assert a.handler._node.port is not None
+    assert a.handler._node.port is not port
+    assert len(a.handler._node.touch._threads) == 3
 
 
 def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
@@ -623,7 +623,7 @@ def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
         a.told(RoundEnded)
         job.meet(a)
     assert a.handler.shutdown()
-    assert not a.handler._touch._threads
+    assert not a.handler._node.touch._threads
 
 
 def test_a_handler_that_is_forgotten_beats_no_more() -> None:

@@ -148,7 +148,7 @@ def test_a_node_whose_host_is_lost_is_found_lost_by_the_others(
     rest = [node for node in nodes if node is not lost]
     for node in rest:
         ended = node.ended()
-        assert ended.id == lost.handler._id
+        assert ended.id == lost.handler._node.id
         assert "its lease in etcd ran out" in ended.why
     assert {join.result().world_size for join in [node.join() for node in rest]} == {2}
     leave_all([node.handler for node in nodes])

@@ -1,23 +1,16 @@
 """The handler of one node of a job whose nodes come and go.
 
-It says what it wants to the rounds (`_driver`), keeps in touch with them (`_touch`) and waits for
-what the two decide (`_waiting`); nothing of the rules of a round is here.
+This is the side that agents see: torch's names, and what is recorded of each call. What happens
+behind it is in `_member`; nothing of the rules of a round is in either.
 
 Where this differs from torch's handler of the same name, which it replaces: `next_rendezvous` does
 not sleep at its start and asks nobody again and again; who stands by beyond `max_nodes` is told
 when a seat is free; a round that loses a member ends for everyone at once, with the cause; and
 `num_nodes_waiting` and `is_closed` answer from what was heard last, without a call.
-
-What the bounds are. A call is repeated by the driver until it is answered. A node that has been in
-touch gives up `reconnect_timeout` after its lease was over, with RendezvousConnectionError; by then
-its workers have long been stopped. A driver that knows better (nobody listens there any more, the
-server does not know the job) says so at once.
 """
 
 from __future__ import annotations
 
-import os
-import time
 import weakref
 from logging import getLogger
 from typing import TYPE_CHECKING
@@ -28,39 +21,18 @@ from regrow.rendezvous._api import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from regrow.rendezvous._errors import (
-    RendezvousClosedError,
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousGracefulExitError,
-    RendezvousTimeoutError,
-)
-from regrow.rendezvous._news import (
-    Close,
-    Failed,
-    Join,
-    Judged,
-    Leave,
-    Leaving,
-    Node,
-    Refused,
-    RoundClosed,
-    RoundEnded,
-    Seated,
-)
+from regrow.rendezvous._errors import RendezvousError
+from regrow.rendezvous._member import Member
 from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout, read_settings
-from regrow.rendezvous._touch import Touch
-from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Waiting, judge
 from regrow.store import PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from regrow.rendezvous._backend import RendezvousBackend
-    from regrow.rendezvous._driver import Driver, View
-    from regrow.rendezvous._news import Event
+    from regrow.rendezvous._driver import Driver
+    from regrow.rendezvous._news import Judged
     from regrow.store import Store
-    from regrow.utils import PortReservation
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -93,23 +65,12 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         local_addr: str | None = None,
         node_rank: int | None = None,
     ) -> None:
-        self._driver = driver
         self._settings = settings
         self._backend = backend
-        self._addr = local_addr or driver.local_addr
-        self._node_rank = node_rank
-        self._bounds = settings.bounds
-        self._touch = Touch(driver, self._bounds, settings.timeout.heartbeat.total_seconds())
-        self._id = ""
-        self._token = 0
-        self._lives = 0
-        self._ports: list[PortReservation] = []  # one at most
-        self._interrupted = False
-        self._calling = False
-        self._closed = False
-        self._done = False
+        self._node = Member(driver, settings, local_addr or driver.local_addr, node_rank)
+        self._driver = driver
         # Threads keep what they run alive; who forgets the handler has not to go on beating.
-        weakref.finalize(self, _abandon, driver, self._touch, self._ports).atexit = False
+        weakref.finalize(self, self._node.end, linger=False, wait=False).atexit = False
 
     @classmethod
     def from_backend(
@@ -161,11 +122,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     @property
     def bounds(self) -> Mapping[str, float]:
         """See base class."""
-        lease, reconnect = self._bounds.lease, self._settings.reconnect_timeout.total_seconds()
+        bounds, reconnect = self._settings.bounds, self._settings.reconnect_timeout.total_seconds()
         return {
-            "a silent host is given up": lease + self._bounds.kill,
-            "workers of a host that is cut off are killed": lease,
-            "a coordinator that cannot be reached ends the job": lease + reconnect,
+            "a silent host is given up": bounds.lease + bounds.kill,
+            "workers of a host that is cut off are killed": bounds.lease,
+            "a coordinator that cannot be reached ends the job": bounds.lease + reconnect,
         }
 
     def get_backend(self) -> str:
@@ -180,23 +141,22 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class."""
-        run_id = self._settings.run_id
+        node, run_id = self._node, self._settings.run_id
         try:
-            if not self._id:
-                self._begin_life()
-            self._record(f"The node '{self._id}' attempts to join the next round of '{run_id}'.")
-            seated = self._meet()
+            node.begin()
+            self._record(f"The node '{node.id}' attempts to join the next round of '{run_id}'.")
+            seated = node.meet()
         except Exception as error:
-            self._release_port()
+            node.release_port()
             self._record(f"{type(error).__name__}: {error}", "FAILED")
             raise
         self._record(
-            f"The node '{self._id}' has joined round {seated.round} of the rendezvous '{run_id}' "
+            f"The node '{node.id}' has joined round {seated.round} of the rendezvous '{run_id}' "
             f"as rank {seated.rank} in a world of size {seated.world_size}.",
             rank=seated.rank,
         )
         if seated.rank:
-            self._release_port()
+            node.release_port()
         return RendezvousInfo(
             PrefixStore(
                 f"torch.rendezvous.{run_id}.{seated.round}", self._driver.round_store(seated.round)
@@ -208,169 +168,15 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             seated.failures,
         )
 
-    def _meet(self) -> Seated:
-        from regrow.utils import PortReservation
-
-        self._check()
-        self._touch.unseat()
-        self._release_port()
-        port = PortReservation()
-        self._ports.append(port)
-        while True:
-            node = Node(self._id, self._addr, self._node_rank, port.port)
-            try:
-                outcome = self._ask_for_a_seat(Join(node, self._token))
-            except RendezvousConnectionError:
-                raise  # nobody there to be told
-            except BaseException:
-                self._give_up()
-                raise
-            match outcome:
-                case Seated():
-                    self._token = outcome.round
-                    self._touch.seat(outcome)
-                    return outcome
-                case RoundEnded(round):
-                    self._token = round
-                case Reborn(why):
-                    log.warning("node %s comes back as a new one: %s", self._id, why)
-                    self._begin_life()
-
-    def _ask_for_a_seat(self, join: Join) -> Seated | RoundEnded | Reborn:
-        timeout = self._settings.timeout.join.total_seconds()
-        waiting = Waiting(join.token, timeout)
-        while True:
-            said = self._call(join)
-            waiting, outcome = judge(waiting, said, time.monotonic())
-            if outcome is None:
-                waiting, outcome = self._wait(waiting)
-            match outcome:
-                case RoundClosed():
-                    raise self._over(outcome, waiting.standby)
-                case TimedOut():
-                    raise RendezvousTimeoutError(self._explain(timeout))
-                case Seated() | RoundEnded() | Reborn():
-                    return outcome
-
-    def _wait(self, waiting: Waiting) -> tuple[Waiting, Outcome | None]:
-        """Wait for the end of a wait; None: touch was lost, and everyone has to be asked anew."""
-        touch = self._touch
-        with touch.changed:
-            while True:
-                if touch.view is not None:
-                    waiting, outcome = judge(waiting, touch.view, time.monotonic())
-                    if outcome is not None:
-                        return waiting, outcome
-                self._check()
-                if touch.lost:
-                    return waiting, None
-                deadline = waiting.deadline
-                touch.changed.wait(None if deadline is None else deadline - time.monotonic())
-
-    def _call(self, event: Event) -> View:
-        """Submit an event, however long it takes to get in touch again within the bounds."""
-        reconnect = self._settings.reconnect_timeout.total_seconds()
-        with self._touch.changed:
-            self._check()
-            self._calling = True  # from here on an interrupt has to end the driver's call
-            lost_at = self._touch.lost_at if self._touch.lost else None
-        if lost_at is None:
-            left = self._bounds.lease + reconnect
-        else:
-            left = max(lost_at + reconnect - time.monotonic(), self._bounds.keep_alive)
-        try:
-            return self._touch.call(event, left)
-        finally:
-            with self._touch.changed:
-                self._calling = False
-                self._touch.changed.notify_all()
-
-    def _check(self) -> None:
-        if self._interrupted:
-            raise RendezvousGracefulExitError(f"node {self._id or self._addr} was told to stop")
-        if self._done:
-            raise RendezvousClosedError(
-                f"this handler of the rendezvous '{self._settings.run_id}' has been shut down"
-            )
-        if self._touch.broken is not None:
-            raise self._touch.broken
-
-    def _over(self, closed: RoundClosed, standby: bool) -> RendezvousError:
-        run_id = self._settings.run_id
-        if standby:
-            return RendezvousGracefulExitError(
-                f"node {self._id} stood by until the rendezvous '{run_id}' was closed: "
-                f"node {closed.id}: {closed.why}"
-            )
-        error = RendezvousClosedError(
-            f"the rendezvous '{run_id}' is closed: node {closed.id}: {closed.why}"
-        )
-        error.report = closed.report
-        return error
-
-    def _explain(self, timeout: float) -> str:
-        explain = getattr(self._driver, "explain_timeout", None)
-        if explain is not None:
-            return str(explain(self._id, timeout))
-        least = self._settings.min_nodes
-        return (
-            f"the rendezvous '{self._settings.run_id}': node {self._id} waited {timeout:g} s for "
-            f"a seat in a round of at least {least} node{'s' if least != 1 else ''}"
-        )
-
-    def _give_up(self) -> None:
-        """Take back that this node wants a seat, so that nobody counts on it."""
-        try:
-            self._touch.call(Leave(self._id, 0, "it gave up"), self._bounds.keep_alive)
-        except RendezvousError as error:
-            log.info("node %s could not say that it gave up: %s", self._id, error)
-
-    def _begin_life(self) -> None:
-        self._lives += 1
-        # Containers on one host may share address and process id, so these are not enough.
-        self._id = f"{self._addr}/{os.getpid()}/{os.urandom(3).hex()}{self._lives}"
-        self._token = 0
-        self._touch.live(self._id)
-
-    def _release_port(self) -> None:
-        while self._ports:
-            self._ports.pop().close()
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return self._node.view().waiting
 
     # --- failures, and leaving
 
     def report_failure(self, report: str) -> Judged | None:
         """See base class."""
-        round, touch = self._token, self._touch
-        deadline = time.monotonic() + self._settings.timeout.join.total_seconds()
-        while True:
-            said: View | None = self._call(Failed(self._id, round, report))
-            while said is not None:
-                if isinstance(said.news, Refused) or said.news is None:
-                    return None
-                if said.judged is not None and said.judged.round >= round:
-                    return said.judged if said.judged.round == round else None
-                if isinstance(said.news, RoundClosed):
-                    raise self._over(said.news, standby=False)
-                said = self._next_view(said, deadline)
-            if touch.lost:
-                continue
-            raise RendezvousTimeoutError(
-                f"node {self._id} has waited in vain for a judgement of the failure in round "
-                f"{round} of the rendezvous '{self._settings.run_id}'"
-            )
-
-    def _next_view(self, seen: View, deadline: float) -> View | None:
-        """Wait for a view that is newer; None: touch was lost, or the time is up."""
-        touch = self._touch
-        with touch.changed:
-            while True:
-                self._check()
-                if touch.view is not None and touch.view.version > seen.version:
-                    return touch.view
-                left = deadline - time.monotonic()
-                if touch.lost or left <= 0:
-                    return None
-                touch.changed.wait(left)
+        return self._node.judge(report)
 
     def fail(self, report: str) -> None:
         """See base class."""
@@ -378,43 +184,24 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def leaving(self, why: str) -> None:
         """See base class."""
-        if not self._token:
-            return
-        try:
-            self._touch.call(Leaving(self._id, self._token, why), self._bounds.keep_alive)
-        except RendezvousError as error:
-            log.warning("node %s could not say that it is leaving: %s", self._id, error)
+        self._node.leaving(why)
 
     def leave(self, why: str) -> None:
         """See base class."""
-        if self._done:
+        if self._node.done:
             return
         try:
-            if self._id:
-                limit = min(self._bounds.lease, self._time_to_close())
-                self._touch.call(Leave(self._id, 0, why), limit)
+            self._node.leave(why, self._settings.bounds.lease)
         except RendezvousError as error:
-            log.warning("node %s could not say that it leaves: %s", self._id, error)
+            log.warning("node %s could not say that it leaves: %s", self._node.id, error)
         finally:
-            self._end(linger=False)
+            self._node.end(linger=False)
 
     # --- the end
 
     def is_closed(self) -> bool:
         """See base class."""
-        return self._closed or self._look().closed
-
-    def num_nodes_waiting(self) -> int:
-        """See base class."""
-        return self._look().waiting
-
-    def _look(self) -> View:
-        with self._touch.changed:
-            seen = self._touch.view
-        if seen is None and not self._done:  # nobody follows yet
-            timeout = self._settings.timeout.heartbeat.total_seconds()
-            seen = self._driver.follow(self._id, None, timeout)
-        return seen or self._driver.peek(self._id)
+        return self._node.closed or self._node.view().closed
 
     def set_closed(self) -> None:
         """See base class."""
@@ -425,26 +212,24 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             raise
 
     def _close(self, why: str, report: str) -> None:
-        if self._done:
+        if self._node.done:
             return
-        self._touch.call(Close(self._id or self._addr, why, report), self._time_to_close())
-        self._closed = True
+        self._node.close(why, report)
         self._record(
-            f"The node '{self._id}' has closed the rendezvous '{self._settings.run_id}'.",
+            f"The node '{self._node.id}' has closed the rendezvous '{self._settings.run_id}'.",
             "SUCCEEDED",
         )
 
     def shutdown(self) -> bool:
         """See base class."""
-        if self._done:
+        if self._node.done:
             return True
         try:
             self._close("it closed the rendezvous", "")
-            if self._id:
-                self._touch.call(Leave(self._id), self._time_to_close())
+            self._node.leave("it is done", self._settings.timeout.close.total_seconds())
         except RendezvousError as error:
             message = (
-                f"The node '{self._id}' has failed to shut down the rendezvous "
+                f"The node '{self._node.id}' has failed to shut down the rendezvous "
                 f"'{self._settings.run_id}': {type(error).__name__}: {error}"
             )
             self._record(message, "FAILED")
@@ -453,45 +238,21 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         else:
             return True
         finally:
-            self._end(linger=True)
-
-    def _time_to_close(self) -> float:
-        if self._touch.lost:  # and was not found again by who had longer
-            return self._bounds.keep_alive
-        return self._settings.timeout.close.total_seconds()
-
-    def _end(self, linger: bool) -> None:
-        self._done = True
-        self._release_port()
-        self._touch.stop()
-        self._driver.close(linger)
+            self._node.end(linger=True)
 
     # --- being told
 
     def subscribe(self, callback: Callable[[object], None]) -> Callable[[], None]:
         """See base class."""
-        return self._touch.subscribe(callback)
+        return self._node.touch.subscribe(callback)
 
     def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
         """See base class."""
-        return self._touch.keep_lease(renewed)
+        return self._node.touch.keep_lease(renewed)
 
     def interrupt(self) -> None:
         """See base class."""
-        with self._touch.changed:
-            self._interrupted = True
-            self._touch.changed.notify_all()
-            if self._calling:
-                self._touch.start("rendezvous interrupt", self._cut_short)
-
-    def _cut_short(self) -> None:
-        """End a call that nobody answers; one that is about to end leaves the way to say more."""
-        with self._touch.changed:
-            answered = self._touch.changed.wait_for(
-                lambda: not self._calling, self._bounds.keep_alive
-            )
-        if not answered:
-            self._driver.interrupt()
+        self._node.interrupt()
 
     def _record(self, message: str, node_state: str = "RUNNING", rank: int | None = None) -> None:
         from regrow import events
@@ -501,16 +262,9 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             message=message,
             node_state=events.NodeState[node_state],
             name=type(self).__name__,
-            hostname=self._addr,
+            hostname=self._node.addr,
             rank=rank,
         )
-
-
-def _abandon(driver: Driver, touch: Touch, ports: list[PortReservation]) -> None:
-    touch.stop(wait=False)
-    driver.close(linger=False)
-    for port in ports:
-        port.close()
 
 
 def over_backend(

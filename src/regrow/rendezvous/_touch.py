@@ -144,15 +144,19 @@ class Touch:
         self._driver.end_round_store()
 
     def stop(self, *, wait: bool = True) -> None:
-        """End the threads, and wait for them if asked to; beats and news end with them."""
+        """End the threads, and wait for them if asked to; beats and news end with them.
+
+        One that is blocked in a plug-in's call is waited for no longer than a beat may take.
+        """
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
             threads = self._threads - {threading.current_thread()}
         self._driver.end_round_store()
         self._driver.interrupt()
+        deadline = time.monotonic() + self._patience
         for thread in threads if wait else ():
-            thread.join()
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """See `PushingRendezvousHandler.subscribe`."""
