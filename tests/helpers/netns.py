@@ -229,9 +229,9 @@ class Network:
         """Let everything through again."""
         self._change(host, "both", cut=False)
 
-    def impair(self, host: Host, delay_s: float, loss: float) -> None:
-        """Delay each frame from and to the host by seconds, and lose a share of them."""
-        self._change(host, "both", delay_s=delay_s, loss=loss)
+    def impair(self, host: Host, delay_s: float, loss: float, directions: str = "both") -> None:
+        """Delay each frame by seconds, and lose a share of them; `directions` as in `cut`."""
+        self._change(host, directions, delay_s=delay_s, loss=loss)
 
     def close(self) -> None:
         """Take everything away."""
