@@ -4,6 +4,7 @@
 #   make test      the test suite              make demo    a training that survives a kill -9
 #   make lint      ruff and mypy --strict      make bench   beside torch, with the bounds checked
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
+#   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs on several hosts through every loss, as root (network namespaces)
 #   make clean     remove what the targets made
 
@@ -13,6 +14,7 @@ PYTHON ?= python3
 JOBS ?= 4
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
+SIMULATE_ARGS ?= --seeds 1000 --events 1000000
 N ?= 20
 
 DEV := .venv
@@ -20,7 +22,7 @@ DEMO := .venv-demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DELETE_ON_ERROR:
-.PHONY: help test hosts demo lint bench repeat soak clean check-python
+.PHONY: help test hosts demo lint bench simulate repeat soak clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -43,6 +45,9 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/launch.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/store.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/logs.py
+
+simulate: $(DEV)/.installed
+	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)
 
 repeat: $(DEV)/.installed
 	@for run in $$(seq $(N)); do \

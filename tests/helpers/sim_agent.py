@@ -13,7 +13,12 @@ lease is looked at when it thaws.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from sim_history import History
+from sim_kernel import Machine, Program, Simulation, Thread
 
 from regrow.rendezvous._driver import View
 from regrow.rendezvous._news import (
@@ -33,9 +38,10 @@ from regrow.rendezvous._news import (
     Seated,
 )
 from regrow.rendezvous._patience import Bounds
-from regrow.rendezvous._waiting import Reborn, TimedOut, Told, Waiting, judge, tidings
-from sim_history import History
-from sim_kernel import Machine, Program, Simulation, Thread, Waits
+from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Told, Waiting, judge, tidings
+
+BEAT_ANSWERED_WITHIN = 5.0
+"""Seconds after which a beat is given up."""
 
 
 class Profile(NamedTuple):
@@ -95,17 +101,20 @@ class Job:
     def delay(self) -> float:
         """Seconds that a message takes."""
         random = self.sim.random
-        if random.random() < 0.02:
-            return random.uniform(0, 0.5)
-        return random.expovariate(1 / self.profile.delay)
+        delay = random.expovariate(1 / self.profile.delay)
+        if not self.faults:
+            return min(delay, 3 * self.profile.delay)
+        return random.uniform(0, 0.5) if random.random() < 0.02 else delay
 
     def workers_ended(self, host: Host, round: int) -> None:
         """The workers of one host are gone: those of the others fail in their next collective."""
         random = self.sim.random
         for other in self.hosts:
             group = other.guardian
-            if other is not host and group.round == round and random.random() < 0.7:
-                run = group.runs
+            if group.round != round or group.doomed:
+                continue
+            if random.random() < 0.7:
+                run, group.doomed = group.runs, True
                 self.sim.after(random.uniform(0, 3), lambda g=group, r=run: g.fail(r))  # type: ignore[misc]
 
 
@@ -122,11 +131,13 @@ class Guardian:
         """Until when they may run, by the machine's clock."""
         self.agent: Agent | None = None
         self._stopping = False
+        self.doomed = False
+        """The workers have lost a peer, and will fail."""
 
     def start(self, agent: Agent, round: int, lease: float) -> None:
         self.agent, self.round, self.lease = agent, round, lease
         self.runs += 1
-        self._stopping = False
+        self._stopping = self.doomed = False
         self.job.history.started(self.host, agent.id, agent.driver.epoch, round, lease)
         self._watch(self.runs)
         random, run = self.sim.random, self.runs
@@ -214,6 +225,14 @@ class Host(Machine):
             self.agent.die()
             self.guardian.kill(self.guardian.runs, within=0.3)
 
+    def vanish(self) -> None:
+        """Lose the power: nobody is left to close a connection."""
+        self.off = True
+        self.trouble(self.sim.now + 1e9)
+        if self.agent is not None:
+            self.agent.alive = False
+        self.guardian.vanish()
+
     def thaw(self) -> None:
         """The host goes on: the lease is the first thing looked at."""
         guardian = self.guardian
@@ -244,6 +263,7 @@ class Agent(Program):
         self._begin_life()
         self.spawn(self._guarded(self._main()))
         self.spawn(self._guarded(self._beat()))
+        self.spawn(self._guarded(self._watch_time()))
 
     def die(self) -> None:
         """Be killed."""
@@ -297,7 +317,7 @@ class Agent(Program):
                 guardian.start(self, round, self.lease)
                 yield self.until(lambda: self._stop_wanted() or not guardian.round)
             failed = not guardian.round and not self._stop_wanted()
-            if self._sigterm:
+            if self._terminating():
                 yield from self._leave(round)
                 return
             if failed:
@@ -310,7 +330,7 @@ class Agent(Program):
                     self.why = "nodes wait"
                 guardian.stop(self.job.profile.grace)
                 yield self.until(lambda: not guardian.round)
-            if self._sigterm:
+            if self._terminating():
                 yield from self._leave(round)
                 return
 
@@ -328,12 +348,11 @@ class Agent(Program):
             said = yield from self._call(Join(self._node(), self.token, self.why))
             waiting, outcome = judge(waiting, said, self.host.clock)
             while outcome is None:
-                yield self.until(lambda: self._news(waiting) is not None or self._sigterm)
-                if self._sigterm:
+                ready = partial(self._heard_enough, waiting)
+                yield self.until(ready)
+                if self._terminating():
                     break
                 outcome = self._news(waiting)
-                if self.lost:
-                    break
             match outcome:
                 case Seated(round=round) as seat:
                     self.history.seated(self.driver.epoch, seat)
@@ -357,7 +376,13 @@ class Agent(Program):
         yield from self._leave(0)
         return 0
 
-    def _news(self, waiting: Waiting) -> Any:
+    def _heard_enough(self, waiting: Waiting) -> bool:
+        return self._sigterm or self._news(waiting) is not None
+
+    def _terminating(self) -> bool:
+        return self._sigterm
+
+    def _news(self, waiting: Waiting) -> Outcome | None:
         if self.lost:
             return TimedOut()
         return None if self.view is None else judge(waiting, self.view, self.host.clock)[1]
@@ -396,10 +421,8 @@ class Agent(Program):
         if guardian.round:
             guardian.stop(self.job.profile.grace)
             yield self.until(lambda: not guardian.round)
-        try:
+        with suppress(Unreachable):
             yield from self.driver.submit(Leave(self.id, 0), self.bounds.lease)
-        except Unreachable:
-            pass
         self._finish()
 
     def _call(self, event: Event) -> Thread:
@@ -415,19 +438,19 @@ class Agent(Program):
             return said
 
     def _say(self, event: Event) -> Thread:
-        try:
+        with suppress(Unreachable):
             yield from self.driver.submit(event, self.bounds.lease)
-        except Unreachable:
-            pass
 
     # --- the two other threads
 
     def _follow(self, id: str) -> Thread:
-        seen: View | None = None
         troubled, answered = 0.0, 0
-        while self.id == id:
+        while True:
+            yield self.until(lambda: self.id != id or self.view is not None)
+            if self.id != id:
+                return
             try:
-                view = yield from self.driver.follow(id, seen)
+                view = yield from self.driver.follow(id, self.view)
                 if self.id != id:
                     return
                 if view is not None:
@@ -436,7 +459,6 @@ class Agent(Program):
                         case RoundEnded(round, by) if self.token == round > answered and by != id:
                             yield from self.driver.submit(Heard(id, round), self.bounds.lease)
                             answered = round
-                    seen = view
                 troubled = 0.0
             except Unreachable:
                 troubled = troubled or self.host.clock
@@ -448,25 +470,29 @@ class Agent(Program):
         bounds = self.bounds
         while True:
             id, token, sent = self.id, self.token, self.host.clock
-            left = self.answered + bounds.lease - sent
             pause = bounds.keep_alive
             try:
-                holds = yield from self.driver.beat(id, token, max(left, bounds.keep_alive))
+                holds = yield from self.driver.beat(id, token, BEAT_ANSWERED_WITHIN)
             except Unreachable:
                 pause /= 4
-                if self.host.clock - self.answered >= bounds.lease:
-                    self._lose(id)
             else:
                 self._renew(id, sent, holds)
                 if not holds and token:
                     self._hear(id, self.driver.peek(id))
-            next_beat = sent + pause
-            if not self.lost:
-                next_beat = min(next_beat, max(self.answered + bounds.lease, sent))
             yield self.until(
                 lambda i=id, t=token: (self.id, self.token) != (i, t),  # type: ignore[misc]
-                max(next_beat - self.host.clock, 0.001),
+                max(sent + pause - self.host.clock, 0.001),
             )
+
+    def _watch_time(self) -> Thread:
+        while True:
+            left = self.answered + self.bounds.lease - self.host.clock
+            if left > 0:
+                yield self.sleep(left)
+            elif self.lost:
+                yield self.until(lambda: not self.lost)
+            else:
+                self._lose(self.id)
 
     def _renew(self, id: str, sent: float, holds: bool) -> None:
         if self.id != id:
@@ -509,10 +535,3 @@ class Agent(Program):
                 self.notify()
 
         self.when_awake(still)
-
-
-def never(_resume: Any) -> None:
-    """Wait for good."""
-
-
-__all__ = ["Agent", "Guardian", "Host", "Job", "JobLost", "Profile", "Unreachable", "Waits"]

@@ -7,8 +7,11 @@ these is written down here a second time, in other words.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
+
+from sim_kernel import Machine, Simulation
 
 from regrow.rendezvous._document import contradictions
 from regrow.rendezvous._news import (
@@ -26,7 +29,6 @@ from regrow.rendezvous._news import (
 )
 from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._round import Round
-from sim_kernel import Machine, Simulation
 
 
 class Violation(AssertionError):
@@ -68,11 +70,13 @@ class History:
         self.rounds: dict[Run, Mapping[str, int]] = {}
         self.running: dict[Machine, Run] = {}
         self.endings: set[RoundClosed] = set()
+        self.trace: Callable[[str], None] | None = None
         self.charged = 0
         self.forgiven = 0
         self.losses = 0
         self.evictions = 0
         self._seats: dict[Run, tuple[int, str, str]] = {}
+        self._worlds: Counter[Run] = Counter()
         self._frozen: dict[Machine, Run] = {}
         self._over: dict[tuple[int, str], int] = {}
         self._begin()
@@ -89,6 +93,11 @@ class History:
         self.epoch += 1
         self._begin()
 
+    def note(self, what: str) -> None:
+        """Tell whoever wants to know."""
+        if self.trace is not None:
+            self.trace(f"{self.sim.now:8.3f} {what}")
+
     def broken(self, promise: str) -> Violation:
         return Violation(f"at {self.sim.now:.3f} s: {promise}")
 
@@ -98,6 +107,9 @@ class History:
         self, before: Round, event: Event, after: Round, effects: tuple[Effect, ...]
     ) -> None:
         """An event took effect."""
+        if after is not before and self.trace is not None:
+            place = "complete" if after.complete else f"last call {after.last_call}"
+            self.note(f"{event} -> round {after.number}, {place}: {', '.join(after.members)}")
         if wrong := next(contradictions(after), None):
             raise self.broken(f"the state contradicts itself: {wrong}: {after}")
         if not before.number <= after.number <= before.number + 1:
@@ -191,6 +203,7 @@ class History:
 
     def seated(self, epoch: int, seat: Seated) -> None:
         """An agent takes its seat."""
+        self.note(f"{seat}")
         round = Run(epoch, seat.round)
         same = seat.world_size, seat.leader, seat.digest
         if self._seats.setdefault(round, same) != same:
@@ -202,12 +215,14 @@ class History:
 
     def told_over(self, epoch: int, id: str, round: int) -> None:
         """An agent has been told that its round is over."""
+        self.note(f"{id} knows that round {round} is over")
         self._over[epoch, id] = max(round, self._over.get((epoch, id), 0))
 
     # --- the workers
 
     def started(self, machine: Machine, id: str, epoch: int, round: int, lease: float) -> None:
         """Workers begin to run."""
+        self.note(f"{id} starts workers of round {round}")
         if machine in self.running:
             raise self.broken(f"workers of two rounds on {machine.name}")
         if round <= self._over.get((epoch, id), 0):
@@ -217,24 +232,35 @@ class History:
         self._run(machine, Run(epoch, round))
 
     def _run(self, machine: Machine, run: Run) -> None:
-        for other, others in self.running.items():
-            if others.epoch == run.epoch and others.round != run.round:
+        self.running[machine] = run
+        self._worlds[run] += 1
+        for world in self._worlds:
+            if world.epoch == run.epoch and world.round != run.round:
+                names = [other.name for other, its in self.running.items() if its == world]
                 raise self.broken(
                     f"workers of round {run.round} on {machine.name}, "
-                    f"while those of round {others.round} run on {other.name}"
+                    f"while those of round {world.round} run on {', '.join(names)}"
                 )
-        self.running[machine] = run
+
+    def _stand_still(self, machine: Machine) -> Run | None:
+        run = self.running.pop(machine, None)
+        if run is not None:
+            self._worlds[run] -= 1
+            if not self._worlds[run]:
+                del self._worlds[run]
+        return run
 
     def ended(self, machine: Machine, lease: float) -> None:
         """Workers do not run any more."""
+        self.note(f"the workers on {machine.name} have ended")
         self._frozen.pop(machine, None)
-        if self.running.pop(machine, None) and machine.clock > lease + self.bounds.kill:
+        if self._stand_still(machine) and machine.clock > lease + self.bounds.kill:
             late = machine.clock - lease
             raise self.broken(f"workers on {machine.name} outlived their lease by {late:.2f} s")
 
     def frozen(self, machine: Machine) -> None:
         """A whole host stands still: nothing of it runs."""
-        if run := self.running.pop(machine, None):
+        if run := self._stand_still(machine):
             self._frozen[machine] = run
 
     def thawed(self, machine: Machine) -> None:

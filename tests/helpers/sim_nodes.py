@@ -15,15 +15,16 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from regrow.rendezvous._by_nodes import neighbours, narrow
+from sim_agent import Agent, Job, Unreachable
+from sim_kernel import Resume, Thread, Waits
+
+from regrow.rendezvous._by_nodes import narrow, neighbours
 from regrow.rendezvous._driver import View, answer, differs, view
 from regrow.rendezvous._envelope import Envelope, seal, unseal
-from regrow.rendezvous._news import Effect, Event, Join, LastCallOver, Leave, Lost, Seated
+from regrow.rendezvous._news import Effect, Event, Join, LastCallOver, Leave, Seated
 from regrow.rendezvous._patience import Patience, look
 from regrow.rendezvous._round import step
 from regrow.rendezvous._state import Round, holds, watched
-from sim_agent import Agent, Job, Unreachable
-from sim_kernel import Resume, Thread, Waits
 
 ANSWERED_WITHIN = 5.0
 """Seconds after which a call to the backend is given up."""
@@ -274,8 +275,11 @@ class Nodes:
             fresh, failures = True, failures + 1
             if self.agent.host.clock >= deadline:
                 raise Unreachable
-            window = 2 * self.profile.delay * 2 ** min(failures, 8)
-            yield self.agent.sleep(self.sim.random.uniform(0, min(window, 1.0)))
+            took = 2 * self.profile.delay
+            pause = self.sim.random.uniform(0, min(took * 1.5 ** min(failures, 14), 1.0))
+            yield self.agent.sleep(pause)
+            if pause > took:
+                yield from self._read()
 
     def _read(self) -> Thread:
         got = yield from self._call(self.backend.get)
@@ -292,6 +296,10 @@ class Nodes:
             if self.envelope.state.version != moved:
                 self.agent.notify()
 
+    def now(self) -> float:
+        """The time by which it judges, in seconds."""
+        return self.agent.host.clock
+
     def _mind(self, id: str) -> Thread:
         while True:
             state = self.envelope.state
@@ -307,7 +315,7 @@ class Nodes:
                         i: self.backend.beats[i] for i in o if i in self.backend.beats
                     }  # type: ignore[misc]
                 )
-            now = self.agent.host.clock
+            now = self.now()
             self.patience, due, again = look(
                 self.patience, narrow(state, {*others, id}), beats, self.bounds, now, id
             )
@@ -329,6 +337,3 @@ def _subject(event: Event) -> str:
             return ""
         case _:
             return event.id
-
-
-__all__ = ["Lost", "Nodes", "SimBackend"]

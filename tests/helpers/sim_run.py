@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
-from regrow.rendezvous import _service
-from regrow.rendezvous._news import Effect, Event, Seated
-from regrow.rendezvous._patience import Bounds
-from regrow.rendezvous._round import Round
-from regrow.rendezvous._round import step as real_step
-from regrow.rendezvous._state import standing
 from sim_agent import Host, Job, Profile
 from sim_history import History, Violation
 from sim_kernel import Simulation
 from sim_nodes import SimBackend
 from sim_server import SimServer
+
+from regrow.rendezvous import _round, _service
+from regrow.rendezvous._news import Effect, Event, Seated
+from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._round import Round
+from regrow.rendezvous._state import standing
 
 FAULTS_UNTIL = 90.0
 """Virtual seconds."""
@@ -51,7 +51,7 @@ def profile_of(sim: Simulation) -> Profile:
     low = random.randint(1, min(3, high))
     # Beats in the document are written one after the other: the more nodes, the faster it must be.
     apart = random.random() < 0.7
-    bounds = Bounds(last_call=random.choice([1.0, 3.0, 8.0]))
+    bounds = Bounds(last_call=random.choice([1.0, 1.0, 3.0, 8.0]))
     return Profile(
         hosts=hosts,
         low=low,
@@ -59,7 +59,7 @@ def profile_of(sim: Simulation) -> Profile:
         bounds=bounds,
         max_restarts=3 if random.random() < 0.1 else 10**6,
         delay=random.choice([0.0005, 0.01, 0.1] if apart else [0.0005, 0.01]),
-        grace=random.choice([0.5, 2.0, 15.0]),
+        grace=random.choice([0.5, 2.0, 15.0, 15.0]),
         beats_apart=apart,
         watched=random.random() < 0.7,
     )
@@ -94,9 +94,10 @@ class World:
 
     # --- faults
 
-    def shake(self, mean: float = 3.0) -> None:
+    def shake(self) -> None:
         """Begin with faults, until `FAULTS_UNTIL`."""
         random = self.sim.random
+        mean = random.choice([1.0, 3.0, 3.0, 6.0])
 
         def fault() -> None:
             if self.sim.now < FAULTS_UNTIL:
@@ -104,6 +105,7 @@ class World:
                 (_, befall) = random.choices(self._faults, weights)[0]
                 host = random.choice(self.job.hosts)
                 if max(host.reset_until, host.frozen_until) < self.sim.now:
+                    self.history.note(f"{befall.__name__} {host.name}")
                     befall(host)
                 self.sim.after(random.expovariate(1 / mean), fault)
 
@@ -142,11 +144,10 @@ class World:
         self.sim.after(span, host.thaw)
 
     def _cut_line(self, host: Host) -> None:
-        until = self.sim.now + self._span()
-        ways = self.sim.random.choice([["out"], ["in"], ["out", "in"]])
-        for way in ways:
+        for way in self.sim.random.choice([["out"], ["in"], ["out", "in"], ["out", "in"]]):
+            until = self.sim.now + self._span()
             host.cut_until[way] = max(until, host.cut_until[way])
-        host.trouble(until + 1.0)
+            host.trouble(until + 1.0)
 
     def _reset_connection(self, host: Host) -> None:
         agent = host.agent
@@ -161,15 +162,11 @@ class World:
         """Its power fails: nobody closes anything."""
         if host.off or self.sim.now < host.frozen_until:
             return
-        host.off = True
-        host.trouble(self.sim.now + 1e9)
-        if host.agent is not None:
-            host.agent.alive = False
-        host.guardian.vanish()
+        host.vanish()
 
         def power() -> None:
             host.off = False
-            host.trouble_at = self.sim.now
+            host.trouble_at = max(self.sim.now, *host.cut_until.values())
             host.start()
 
         self.sim.after(self.sim.random.uniform(1, 20), power)
@@ -222,27 +219,80 @@ class World:
 def simulate(
     seed: int,
     driver: str,
-    profile: Profile | None = None,
+    *,
     most: int | None = None,
+    trace: Callable[[str], None] | None = None,
 ) -> Outcome:
-    """Run one seed; a violation is in what is returned."""
-    world = World(seed, driver, profile)
+    """Run one seed.
+
+    Args:
+        seed: decides everything.
+        driver: "server" or "nodes".
+        most: end after so many events.
+        trace: is told what happens.
+
+    Returns:
+        What came of it; a broken promise is in it, and not raised.
+    """
+    world = World(seed, driver)
+    world.history.trace = trace
+
+    def run() -> None:
+        world.shake()
+        world.sim.run(FAULTS_UNTIL, most)
+        world.job.faults = False
+        world.sim.run(CALM_AT + SETTLED_WITHIN, most)
+        if world.sim.done != most:
+            world.check_settled()
+
+    return _run(world, seed, run)
+
+
+def simulate_many(nodes: int) -> Outcome:
+    """Let thousands of nodes meet at one server, lose some of them, and meet again.
+
+    They must have met within the last call and the time of three messages, and again within that
+    of a silence, of a stop of the workers, and of three messages.
+    """
+    bounds = Bounds(last_call=5.0)
+    profile = Profile(nodes, nodes - 100, nodes, bounds, 0, 0.005, 2.0, True, True)
+    world = World(0, "server", profile)
+
+    def run() -> None:
+        world.job.faults = False
+        world.sim.run(3.0 + bounds.last_call + 1.0)
+        _complete(world, 1, nodes)
+        world.sim.run(world.sim.now + 3.0)
+        lost = world.sim.random.sample(world.job.hosts, 50)
+        for host in lost[:25]:
+            host.kill_agent()
+        for host in lost[25:]:
+            host.vanish()
+        again = bounds.lease + bounds.kill + bounds.keep_alive + profile.grace + 3.0
+        world.sim.run(world.sim.now + again)
+        _complete(world, 2, nodes - len(lost))
+
+    return _run(world, 0, run)
+
+
+def _complete(world: World, round: int, nodes: int) -> None:
+    state = world.place.state
+    if state is None or not state.complete or state.number < round or len(state.ranks) != nodes:
+        raise world.history.broken(f"round {round} of {nodes} nodes has not formed")
+
+
+def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
     history = world.history
     violation = ""
 
     def step(before: Round, event: Event) -> tuple[Round, tuple[Effect, ...]]:
-        after, effects = real_step(before, event)
+        after, effects = _round.step(before, event)
         history.changed(before, event, after, effects)
         return after, effects
 
     with mock.patch.object(_service, "step", step):
         try:
-            world.shake()
-            world.sim.run(FAULTS_UNTIL, most)
-            world.job.faults = False
-            world.sim.run(CALM_AT + SETTLED_WITHIN, most)
-            if world.sim.done != most:
-                world.check_settled()
+            run()
         except Violation as error:
             violation = str(error)
     return Outcome(

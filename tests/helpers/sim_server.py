@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from sim_agent import Agent, Job, JobLost, Unreachable
+from sim_kernel import Resume, Thread
+
 from regrow.rendezvous import _questions as questions
 from regrow.rendezvous import _service
 from regrow.rendezvous._driver import View
 from regrow.rendezvous._news import Event, Join
 from regrow.rendezvous._round import Round
 from regrow.store import Answer
-from sim_agent import Agent, Job, JobLost, Unreachable
-from sim_kernel import Program, Resume, Thread
 
 NOTHING = View(0, None, 0, None)
 GRACE = 0.5
@@ -255,9 +256,8 @@ class Line:
         line = self._under_way[direction]
         line.append(do)
         if len(line) == 1:
-            self.sim.after(
-                self.server.job.delay(), lambda c=self.connection: self._arrive(direction, c)
-            )
+            connection = self.connection
+            self.sim.after(self.server.job.delay(), lambda: self._arrive(direction, connection))
 
     def _arrive(self, direction: str, connection: int) -> None:
         if connection != self.connection:
@@ -310,6 +310,3 @@ class Line:
         if self.connection == connection and not self.connected:
             why = "its connection was closed"
             self.server.take(lambda: self.server.ended(session, why))
-
-
-__all__ = ["Line", "Program", "SimServer"]

@@ -1,0 +1,71 @@
+"""The rounds under simulated faults: a few seeds each time, many by `make simulate`.
+
+What is promised is written in `sim_history`, what goes wrong in `sim_run`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sim_bugs import BUGS, planted
+from sim_run import simulate, simulate_many
+
+SIMULATE = Path(__file__).parent / "simulate.py"
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SIMULATE), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("driver", "seeds"), [("server", 24), ("nodes", 8)])
+def test_no_promise_is_broken_whatever_befalls_a_job(driver: str, seeds: int) -> None:
+    outcomes = [simulate(seed, driver) for seed in range(seeds)]
+    assert [outcome.violation for outcome in outcomes] == [""] * seeds
+    for what in ("rounds", "losses", "charged", "forgiven"):
+        assert sum(getattr(outcome, what) for outcome in outcomes) > seeds / 4, f"too few {what}"
+
+
+def test_hundreds_of_nodes_meet_at_one_server_and_meet_again_when_some_are_lost() -> None:
+    outcome = simulate_many(250)
+    assert outcome.violation == ""
+    assert outcome.losses == 50
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_mistake_is_found(name: str) -> None:
+    driver = BUGS[name].driver
+    with planted(name):
+        assert any(simulate(seed, driver).violation for seed in BUGS[name].seeds)
+
+
+def test_a_seed_is_one_history_in_every_process() -> None:
+    again = [
+        command("--seed", "7", "--trace", PYTHONHASHSEED=hashes).stdout for hashes in ("1", "2")
+    ]
+    assert again[0] == again[1]
+    assert "server: Outcome(seed=7" in again[0]
+    assert "nodes: Outcome(seed=7" in again[0]
+
+
+def test_a_search_says_how_much_it_has_seen() -> None:
+    done = command("--seeds", "1", "--events", "1", "--jobs", "1", "--nodes", "0")
+    assert "10 seeds with each driver (server, nodes): " in done.stdout
+    assert done.stdout.endswith("0 broken promises\n")
+    assert done.returncode == 0
+
+
+def test_a_broken_promise_is_shown_again_by_one_command() -> None:
+    done = command("--driver", "server", "--seed", "0", "--plant", "ranks kept")
+    assert "ranks that are not given once each" in done.stdout
+    assert done.returncode == 1
