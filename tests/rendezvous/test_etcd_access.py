@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socketserver
 import threading
@@ -294,3 +295,11 @@ def unused_ports() -> Iterator[str]:
 
     with PortReservation() as one, PortReservation() as other:
         yield f"127.0.0.1:{one.port},127.0.0.1:{other.port}"
+
+
+def test_the_page_on_etcd_names_the_keys_that_there_are() -> None:
+    page = Path(__file__).parents[2] / "docs" / "etcd.md"
+    rows = [line.split("|") for line in page.read_text().splitlines() if line.startswith("| `")]
+    named = {key for row in rows for key in re.findall("`([a-z_]+)`", row[1])}
+    assert {"etcd_prefix", "ca_cert", "password_file", "read_timeout"} <= named
+    assert unknown_config_keys("etcd", named) == []
