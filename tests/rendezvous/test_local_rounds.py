@@ -501,7 +501,9 @@ def test_a_node_that_is_leaving_ends_the_round_and_gives_its_seat_back_later(
     assert again.result().world_size == 1
 
 
-@pytest.mark.parametrize("key", ["join_timeout", "timeout", "last_call_timeout"])
+@pytest.mark.parametrize(
+    "key", ["join_timeout", "timeout", "last_call_timeout", "keep_alive_interval"]
+)
 @pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", [1]])
 def test_a_timeout_that_is_none_is_refused_with_its_key_and_value(key: str, value: Any) -> None:
     config: dict[str, Any] = {key: value}

@@ -12,7 +12,7 @@ from regrow.rendezvous._api import (
 )
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousError
-from regrow.rendezvous._local import LAST_CALL_TIMEOUT, LocalRounds, LostTouch
+from regrow.rendezvous._local import LocalRounds, LostTouch
 from regrow.rendezvous._news import (
     Close,
     Effect,
@@ -206,22 +206,21 @@ def create_handler(params: RendezvousParameters) -> LocalRendezvousHandler:
 
     Raises:
         RendezvousError: the job has more nodes than one.
-        ValueError: a timeout is no positive number of seconds.
+        ValueError: a value makes no sense.
     """
     if params.max_nodes != 1:
         raise RendezvousError(
             f"these rounds are in the memory of one process, and the job has {params.min_nodes} to "
             f"{params.max_nodes} nodes"
         )
-    rounds = LocalRounds(
-        params.run_id,
-        params.min_nodes,
-        params.max_nodes,
-        last_call=timeout_option(params, "last_call_timeout", default=LAST_CALL_TIMEOUT),
-    )
+    join = timeout_option(params, "join_timeout", "timeout", default=JOIN_TIMEOUT)
+    if params.config.keys() - {"timeout"}:  # what nobody reads here has to make sense all the same
+        from regrow.rendezvous._settings import read_settings
+
+        read_settings(params)
     return LocalRendezvousHandler(
-        rounds,
+        LocalRounds(params.run_id, params.min_nodes, params.max_nodes),
         backend=params.backend,
         local_addr=params.local_addr,
-        join_timeout=timeout_option(params, "join_timeout", "timeout", default=JOIN_TIMEOUT),
+        join_timeout=join,
     )

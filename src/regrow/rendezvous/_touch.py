@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TURN = 60.0  # seconds for which the follower is blocked before it asks whether it is still needed
+_TURN = 20.0  # seconds for which the follower is blocked before it asks whether it is still needed
 
 log = getLogger(__name__)
 
