@@ -16,6 +16,7 @@ from regrow.agent._inbox import Inbox, signals_into
 from regrow.agent._words import Signaled
 from regrow.events import Event
 from regrow.rendezvous import (
+    RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
@@ -33,6 +34,7 @@ class Rendezvous(RendezvousHandler):
         self.waiting: list[int] = []
         self.before: Callable[[], None] = lambda: None
         self.triple = False
+        self.round: tuple[Any, int, int] | None = None
 
     def get_backend(self) -> str:
         return "test"
@@ -40,6 +42,8 @@ class Rendezvous(RendezvousHandler):
     def next_rendezvous(self) -> Any:
         self.before()
         self.rounds += 1
+        if self.round is not None:
+            return self.round
         if self.triple:
             return MemoryStore(), 0, 1
         return RendezvousInfo(MemoryStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29501))
@@ -150,6 +154,33 @@ def test_a_handler_that_returns_the_references_triple_works() -> None:
     agent.rendezvous.triple = True
     assert not agent.run().is_failed()
     assert agent.get_worker_group().master_addr == "127.0.0.1"
+
+
+def test_an_address_that_the_rendezvous_does_not_say_is_agreed_on_in_the_rounds_store() -> None:
+    store = MemoryStore()
+    store.set("torchelastic/assigned_ranks/1", b"[2, 4, 2, 4]")
+    store.set("MASTER_ADDR", b"10.0.0.1")
+    store.set("MASTER_PORT", b"4711")
+    agent = Agent([FAILED], max_restarts=0)
+    agent.rendezvous.round = (store, 1, 2)
+    agent.run()
+    group = agent.get_worker_group()
+    assert (group.master_addr, group.master_port) == ("10.0.0.1", 4711)
+
+
+def test_a_meeting_place_that_is_lost_is_told_with_the_exit_code_for_another_try() -> None:
+    agent = Agent([])
+    told: list[Event] = []
+    agent._event_sinks = (told.append,)
+
+    def lose() -> None:
+        raise RendezvousConnectionError("10.0.0.1:29400 does not answer")
+
+    agent.rendezvous.before = lose
+    with pytest.raises(RendezvousConnectionError):
+        agent.run()
+    assert [event.name for event in told][-2:] == ["regrow.rendezvous.lost", "regrow.job.finished"]
+    assert told[-1].metadata["exit_code"] == 75
 
 
 def test_a_graceful_exit_of_the_rendezvous_ends_the_run_quietly() -> None:
