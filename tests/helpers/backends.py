@@ -231,14 +231,24 @@ class Party:
         self.place = place
         self._nodes: list[Member] = []
 
-    def node(self, name: str, sizes: tuple[int, int], run_id: str = "job") -> Member:
-        """Start a node that meets others of the same run id, in rounds of so many nodes."""
-        self._nodes.append(Member(self.place, name, sizes, run_id))
+    def node(
+        self,
+        name: str,
+        sizes: tuple[int, int],
+        run_id: str = "job",
+        last_call: float = PATIENCE,
+    ) -> Member:
+        """Start a node that meets others of the same run id, in rounds of so many nodes.
+
+        Unless told otherwise the nodes of a test wait for all seats to be taken at first, so that
+        who is in the round does not depend on how busy the machine is.
+        """
+        self._nodes.append(Member(self.place, name, sizes, run_id, last_call))
         return self._nodes[-1]
 
-    def nodes(self, names: str, sizes: tuple[int, int], run_id: str = "job") -> list[Member]:
+    def nodes(self, names: str, sizes: tuple[int, int], **options: Any) -> list[Member]:
         """Start a node for each letter."""
-        return [self.node(name, sizes, run_id) for name in names]
+        return [self.node(name, sizes, **options) for name in names]
 
     def end(self) -> None:
         for node in self._nodes:
@@ -249,12 +259,14 @@ class Party:
 class Member:
     """A node: its handler, the handler's backend, and what its agent is told."""
 
-    def __init__(self, place: Place, name: str, sizes: tuple[int, int], run_id: str) -> None:
+    def __init__(
+        self, place: Place, name: str, sizes: tuple[int, int], run_id: str, last_call: float
+    ) -> None:
         self.name = name
         self.backend, self.store = place.open(run_id)
         self.watcher, _ = place.open(run_id)
         timeouts = RendezvousTimeout(
-            join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=0.1)
+            join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=last_call)
         )
         settings = RendezvousSettings(run_id, *sizes, timeouts, timedelta(seconds=0.2), 5)
         self.handler = over_backend(self.store, self.backend, settings, local_addr=name)

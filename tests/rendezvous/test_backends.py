@@ -276,7 +276,7 @@ def test_a_place_that_is_gone_is_said_to_be_out_of_reach(
 
 
 def test_nodes_meet_and_a_later_one_waits(party: Party) -> None:
-    first = party.nodes("abc", (3, 4))
+    first = party.nodes("abc", (3, 4), last_call=1.0)
     assert ranks([node.join() for node in first]) == [0, 1, 2]
     late = party.node("d", (3, 4))
     joining = late.join()
@@ -347,16 +347,16 @@ def test_a_failure_for_good_is_told_to_all_with_its_report(party: Party) -> None
 
 
 def test_closing_is_heard_by_all_and_is_final(party: Party) -> None:
-    nodes = party.nodes("ab", (2, 3))
+    nodes = party.nodes("ab", (2, 2))
     ranks([node.join() for node in nodes])
     nodes[0].handler.set_closed()
     eventually(nodes[1].handler.is_closed)
     with pytest.raises(RendezvousClosedError):
-        party.node("c", (2, 3)).handler.next_rendezvous()
+        party.node("c", (2, 2)).handler.next_rendezvous()
 
 
 def test_jobs_that_meet_in_one_place_do_not_mix(party: Party) -> None:
-    jobs = {run_id: party.nodes("ab", (2, 3), run_id) for run_id in ("one", "two")}
+    jobs = {run_id: party.nodes("ab", (2, 2), run_id=run_id) for run_id in ("one", "two")}
     joins = [node.join() for nodes in jobs.values() for node in nodes]
     for join in joins:
         info = join.result()
