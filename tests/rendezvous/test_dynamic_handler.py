@@ -30,7 +30,8 @@ from regrow.rendezvous import (
     RoundClosed,
     RoundEnded,
 )
-from regrow.rendezvous._news import Failed, Heard, Join, Leave, Leaving, Lost, Node
+from regrow.rendezvous._driver import View
+from regrow.rendezvous._news import Event, Failed, Heard, Join, Leave, Leaving, Lost, Node
 from regrow.store import StoreClosedError
 
 T = TypeVar("T")
@@ -184,6 +185,23 @@ def test_who_hears_of_the_end_of_its_round_says_so_at_once(make_job: MakeJob) ->
     with pytest.raises(StoreClosedError):
         blocked.result()
     job.rounds.until(lambda: {Heard(a.id, 1), Heard(b.id, 1)} <= {*job.rounds.events})
+
+
+def test_who_could_not_say_that_it_heard_says_so_again(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    a, b = job.seated("a", "b")
+    submit, failures = a.driver.submit, iter([True, True])
+
+    def lossy(event: Event, timeout: float) -> View:
+        if isinstance(event, Heard) and next(failures, False):
+            raise RendezvousConnectionError("no answer")
+        return submit(event, timeout)
+
+    a.driver.submit = lossy  # type: ignore[method-assign]
+    judged = b.handler.report_failure("rank 1 exited with 1")
+    assert judged is not None
+    assert judged.charged
+    assert next(failures, None) is None
 
 
 def test_a_node_that_was_given_up_is_told_so_and_comes_back_as_another(

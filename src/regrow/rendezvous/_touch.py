@@ -206,13 +206,13 @@ class Touch:
         answered = 0  # the last round of whose end the others know that this node has heard
         while (seen := self._seen(id)) is not None:
             try:
+                match seen.news:
+                    case RoundEnded(round, by) if self._token == round > answered and by != id:
+                        self._driver.submit(Heard(id, round), self._bounds.lease)
+                        answered = round
                 view = self._driver.follow(id, seen, _TURN)
                 if view is not None:
                     self._hear(id, view)
-                    match view.news:
-                        case RoundEnded(round, by) if self._token == round > answered and by != id:
-                            self._driver.submit(Heard(id, round), self._bounds.lease)
-                            answered = round
                 troubled = None
             except RendezvousConnectionError as error:
                 self._trouble = str(error)
