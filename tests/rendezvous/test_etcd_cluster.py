@@ -72,8 +72,8 @@ class Node:
 
 @pytest.fixture
 def nodes(cluster: EtcdCluster) -> Iterator[list[Node]]:
-    """Three nodes in a round for two to four."""
-    nodes = [Node(cluster.endpoint, 2, 4) for _ in range(3)]
+    """Three nodes in a round for three to four."""
+    nodes = [Node(cluster.endpoint, 3, 4) for _ in range(3)]
     joins = [node.join() for node in nodes]
     assert {join.result().world_size for join in joins} == {3}
     yield nodes
@@ -102,7 +102,7 @@ def test_the_loss_of_any_one_member_is_noticed_by_no_node(
     store.set("key", "v")
     assert waiting.result() == b"v"
     # The job can be joined, left and told of as ever.
-    late = Node(cluster.endpoint, 2, 4)
+    late = Node(cluster.endpoint, 3, 4)
     joining = late.join()
     for node in nodes:
         assert node.news.get(timeout=PATIENCE) == NodesWaiting(1, 1)
