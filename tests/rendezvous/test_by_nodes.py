@@ -386,6 +386,16 @@ def test_a_beat_in_the_document_is_seen_by_all_and_proves_the_seat() -> None:
     assert unseal(job.document.data).beats == {"a": 2}
 
 
+def test_a_beat_whose_answer_was_lost_is_not_written_again() -> None:
+    job = Job(1, 1)
+    driver = job.driver()
+    driver.submit(join("a"), SOON)
+    writes = job.document.writes
+    job.document.unsure = 1
+    assert driver.beat("a", 1, SOON)
+    assert job.document.writes == writes + 1
+
+
 def test_a_node_that_has_not_joined_leaves_no_beat() -> None:
     job = Job(1, 1)
     driver = job.driver()

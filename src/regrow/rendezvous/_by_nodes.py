@@ -170,7 +170,7 @@ class NodesDriver:
             return holds(self._envelope.state, id, token)
 
         def beaten(old: Envelope) -> Envelope:
-            if id not in watched(old.state):
+            if id not in watched(old.state) or old.beats.get(id) == count:
                 return old
             return old._replace(beats={**old.beats, id: count})
 
