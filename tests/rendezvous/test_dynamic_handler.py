@@ -32,7 +32,7 @@ from regrow.rendezvous import (
 )
 from regrow.rendezvous._driver import View
 from regrow.rendezvous._news import Event, Failed, Heard, Join, Leave, Leaving, Lost, Node
-from regrow.store import StoreClosedError
+from regrow.store import Store, StoreClosedError
 
 T = TypeVar("T")
 
@@ -185,6 +185,24 @@ def test_who_hears_of_the_end_of_its_round_says_so_at_once(make_job: MakeJob) ->
     with pytest.raises(StoreClosedError):
         blocked.result()
     job.rounds.until(lambda: {Heard(a.id, 1), Heard(b.id, 1)} <= {*job.rounds.events})
+
+
+def test_nobody_is_blocked_in_the_store_of_a_round_that_was_over_before_it_was_made(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    a, b = job.agent("a"), job.agent("b")
+    make_store = a.driver.round_store
+
+    def too_late(round: int) -> Store:
+        job.rounds.post(Lost(b.id, "its connection broke"))
+        eventually(lambda: isinstance(a.handler._node.touch.view.news, RoundEnded))
+        return make_store(round)
+
+    a.driver.round_store = too_late  # type: ignore[method-assign]
+    store, _, _ = job.meet(a, b)[0]
+    with pytest.raises(StoreClosedError):
+        Background(lambda: store.get("never")).result()
 
 
 def test_who_could_not_say_that_it_heard_says_so_again(make_job: MakeJob) -> None:

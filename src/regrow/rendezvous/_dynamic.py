@@ -145,7 +145,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         try:
             node.begin()
             self._record(f"The node '{node.id}' attempts to join the next round of '{run_id}'.")
-            seated = node.meet()
+            seated, store = node.meet()
         except Exception as error:
             node.release_port()
             self._record(f"{type(error).__name__}: {error}", "FAILED")
@@ -158,9 +158,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         if seated.rank:
             node.release_port()
         return RendezvousInfo(
-            PrefixStore(
-                f"torch.rendezvous.{run_id}.{seated.round}", self._driver.round_store(seated.round)
-            ),
+            PrefixStore(f"torch.rendezvous.{run_id}.{seated.round}", store),
             seated.rank,
             seated.world_size,
             RendezvousStoreInfo(seated.leader, seated.port),

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous._driver import Driver, View
     from regrow.rendezvous._news import Event
     from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.store import Store
     from regrow.utils import PortReservation
 
 log = getLogger(__name__)
@@ -96,8 +97,11 @@ class Member:
 
     # --- a seat
 
-    def meet(self) -> Seated:
+    def meet(self) -> tuple[Seated, Store]:
         """Leave the round, if the node is in one, and block until it has a seat in the next.
+
+        Returns:
+            The seat, and the store of that round.
 
         Raises:
             RendezvousError: as `RendezvousHandler.next_rendezvous`.
@@ -120,8 +124,10 @@ class Member:
             match outcome:
                 case Seated():
                     self._token = outcome.round
+                    # Before its end can be heard, which ends the store that is there by then.
+                    store = self._driver.round_store(outcome.round)
                     self.touch.seat(outcome)
-                    return outcome
+                    return outcome, store
                 case RoundEnded(round):
                     self._token = round
                 case Reborn(why):
