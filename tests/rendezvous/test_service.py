@@ -197,10 +197,11 @@ def test_a_server_that_was_stopped_gives_nobody_up(pair: Server) -> None:
     pair.until(pair.now + 1.0)
     # It is stopped for a minute; then what had arrived is read first, and the timer runs out.
     pair.now += 60.0
-    assert pair.beat("a", 1)
+    pair.beat("a", 1)
     pair.deliver(pair.service.due(pair.now))
     assert isinstance(pair.news("b"), Seated)  # though none of its beats had arrived
     pair.until(pair.now + 1.0)
+    pair.beat("b", 1)
     assert pair.beat("b", 1)
 
 
@@ -213,6 +214,19 @@ def test_a_node_that_is_heard_and_hears_nothing_is_given_up(pair: Server) -> Non
     news = pair.news("a")
     assert isinstance(news, RoundEnded)
     assert (news.id, "nothing was heard of it for" in news.why) == ("b", True)
+
+
+def test_the_lease_of_a_node_that_hears_nothing_is_not_renewed(pair: Server) -> None:
+    """Its answers may all arrive in the end, when the others have waited long enough for it."""
+    begin = pair.now
+    held = []
+    for second in range(1, 4):
+        pair.until(begin + second)
+        held.append(pair.beat("b", 1, deaf=True))
+    assert held == [True, False, False]
+    pair.until(begin + 3.5)
+    pair.beat("b", 1)
+    assert pair.beat("b", 1)
 
 
 def test_the_last_call_ends_by_itself() -> None:

@@ -30,6 +30,7 @@ class Job:
         "empty_at",
         "followers",
         "gather_at",
+        "heard_at",
         "life",
         "lives",
         "look_at",
@@ -46,6 +47,8 @@ class Job:
         self.patience = Patience()
         self.beats: dict[str, int] = {}
         """How many of each node's beats were answered, as it said last."""
+        self.heard_at: dict[str, float] = {}
+        """When that grew, or the node joined."""
         self.lives: dict[str, Hashable] = {}
         """The session of each node."""
         self.followers: dict[str, tuple[Hashable, int, bytes]] = {}

@@ -107,7 +107,7 @@ class RendezvousService:
                 )
             question = questions.decode_question(body)
             if isinstance(question, questions.Beat):
-                return [Answer(session, id, self._beat(session, question))]
+                return [Answer(session, id, self._beat(session, question, now))]
             if isinstance(question, questions.Explain):
                 return [Answer(session, id, self._explain(question))]
             if isinstance(question, questions.Follow):
@@ -166,14 +166,17 @@ class RendezvousService:
 
     # ------------------------------------------------------------------ questions
 
-    def _beat(self, session: Hashable, question: questions.Beat) -> bytes:
-        job = self._jobs.get(question.job)
+    def _beat(self, session: Hashable, question: questions.Beat, now: float) -> bytes:
+        job, id = self._jobs.get(question.job), question.id
         if job is None:
             return questions.encode(questions.Beaten("", False))
-        mine = job.lives.get(question.id) == session
-        if mine:
-            job.beats[question.id] = question.answered
-        held = mine and holds(job.state, question.id, question.token)
+        held = False
+        if job.lives.get(id) == session:
+            if question.answered > job.beats[id]:
+                job.beats[id], job.heard_at[id] = question.answered, now
+            # A lease that begins now must be over before the silence since then is too long.
+            in_time = now <= job.heard_at[id] + job.bounds.kill
+            held = in_time and holds(job.state, id, question.token)
         return questions.encode(questions.Beaten(job.life, held))
 
     def _explain(self, question: questions.Explain) -> bytes:
@@ -242,7 +245,7 @@ class RendezvousService:
         if any(isinstance(effect, LastCall) for effect in effects) or job.look_at is None:
             job.look_at = now
         if isinstance(event, Join):
-            self._bind(job, subject(event), session)
+            self._bind(job, subject(event), session, now)
         elif isinstance(event, LastCallOver):
             for id in [id for id in job.lives if not job.knows(id)]:
                 self._unbind(job, id)
@@ -285,10 +288,10 @@ class RendezvousService:
         if at is not None:
             self._deadline = at if self._deadline is None else min(at, self._deadline)
 
-    def _bind(self, job: Job, id: str, session: Hashable) -> None:
+    def _bind(self, job: Job, id: str, session: Hashable, now: float) -> None:
         if job.knows(id) and id not in job.lives:
             job.lives[id] = session
-            job.beats[id] = 0
+            job.beats[id], job.heard_at[id] = 0, now
             self._clients[session].lives[job.run_id, id] = None
 
     def _forget(self, job: Job, now: float) -> None:
@@ -302,6 +305,7 @@ class RendezvousService:
     def _unbind(self, job: Job, id: str) -> None:
         session = job.lives.pop(id, None)
         job.beats.pop(id, None)
+        job.heard_at.pop(id, None)
         client = self._clients.get(session)
         if client is not None:
             client.lives.pop((job.run_id, id), None)
