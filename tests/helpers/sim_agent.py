@@ -54,6 +54,8 @@ class Profile(NamedTuple):
     max_restarts: int
     delay: float
     """Mean seconds that a message takes."""
+    start: float
+    """Most seconds from a seat to the start of workers."""
     grace: float
     """Most seconds that workers take to stop."""
     beats_apart: bool
@@ -310,7 +312,7 @@ class Agent(Program):
             round = yield from self._meet()
             if not round:
                 return
-            yield self.sleep(self.sim.random.uniform(0.02, 0.6))
+            yield self.sleep(self.sim.random.uniform(0.02, self.job.profile.start))
             # Workers are started only with a lease that lives, and for a round that goes on.
             yield self.until(lambda: self._stop_wanted() or self.host.clock < self.lease)
             if not self._stop_wanted():

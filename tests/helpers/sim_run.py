@@ -22,7 +22,7 @@ FAULTS_UNTIL = 90.0
 """Virtual seconds."""
 CALM_AT = FAULTS_UNTIL + 30.0
 """When the last fault has passed, and everyone who was killed is back."""
-SETTLED_WITHIN = 45.0
+SETTLED_WITHIN = 50.0
 """Virtual seconds from then until everyone has a seat."""
 
 
@@ -59,6 +59,7 @@ def profile_of(sim: Simulation) -> Profile:
         bounds=bounds,
         max_restarts=3 if random.random() < 0.1 else 10**6,
         delay=random.choice([0.0005, 0.01, 0.1] if apart else [0.0005, 0.01]),
+        start=random.choice([0.5, 0.5, 6.0]),
         grace=random.choice([0.5, 2.0, 15.0, 15.0]),
         beats_apart=apart,
         watched=random.random() < 0.7,
@@ -255,7 +256,7 @@ def simulate_many(nodes: int) -> Outcome:
     of a silence, of a stop of the workers, and of three messages.
     """
     bounds = Bounds(last_call=5.0)
-    profile = Profile(nodes, nodes - 100, nodes, bounds, 0, 0.005, 2.0, True, True)
+    profile = Profile(nodes, nodes - 100, nodes, bounds, 0, 0.005, 1.0, 2.0, True, True)
     world = World(0, "server", profile)
 
     def run() -> None:
