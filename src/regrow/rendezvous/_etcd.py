@@ -142,11 +142,11 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             self._job.client.grant(ceil(lease + Bounds().kill), mine, timeout=lease)
             key = f"{self._job.root}nodes/{id}"
             self._job.client.txn([], [put(key, b"%d" % count, mine)], timeout=lease)
-        with self._lock:
-            left = self._leases.get(id, 0) is None
-            self._leases[id] = None if left else mine
-        if left:
-            self._job.client.revoke(mine, timeout=lease)
+            with self._lock:
+                left = self._leases.get(id, 0) is None
+                self._leases[id] = None if left else mine
+            if left:
+                self._job.client.revoke(mine, timeout=lease)
 
     def _renew(self, mine: int, timeout: float) -> bool:
         now = time.monotonic()

@@ -20,7 +20,7 @@ import time
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_client import Compacted, Pair, Watch, get
-from regrow.rendezvous._etcd_member import EtcdClosed, EtcdError
+from regrow.rendezvous._etcd_member import EtcdClosed, EtcdError, EtcdUnreachable
 
 if TYPE_CHECKING:
     from regrow.rendezvous._etcd_job import EtcdJob
@@ -145,6 +145,8 @@ class EtcdFeed:
                 self._revision = 0
             except EtcdError as error:
                 self._break(error)
+                if not isinstance(error, EtcdUnreachable):
+                    self._revision = 0  # to read anew says what is wrong, and mends a token
                 # Not all at once: the nodes of a job lose a member at the same moment.
                 self._closed.wait(random.uniform(0, _PAUSE))
 

@@ -1,4 +1,4 @@
-"""Calls to an etcd cluster: which member is asked, for how long, and what its answers mean.
+"""Calls to an etcd cluster: which member is asked, and for how long.
 
 etcd is spoken to by its documented JSON gateway (`/v3/...`, part of every etcd since 3.4) with the
 HTTP client of the standard library. What was tried first: etcd3 is of 2020 and breaks with today's
@@ -8,7 +8,7 @@ end with their connection. What they lack is what a job's life hangs on (the nex
 token, the watch that goes on), so it would have had to be written around any of them. grpcio is
 well kept, but messages and all of the above would still be ours. Measured here against etcd 3.4: a
 read takes 0.46 ms by the gateway and 0.37 ms by grpcio, 0.14 and 0.18 ms of processor time; 8 MB
-of memory and no thread, against 22 MB and threads that do not like the forks of an agent.
+of memory and no thread, against 22 MB and some threads, in an agent that may have to fork.
 
 A call asks the member that answered last. One that does not answer within its *patience* (twice
 what answers take, the way, and a bit) is left for the next. If that one answers, all connections to
@@ -17,7 +17,7 @@ member is silent. Nobody waits for a member: after the loss of a leader a new on
 two seconds, and each try is a new question to someone.
 
 A call that was given up may still take effect. So whoever makes a call that changes something makes
-one that may be repeated (`_etcd_store` and `_etcd` say how).
+one that may be repeated (`_etcd_job` says how).
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_member import (
     DENIED,
-    FINAL,
     INVALID,
     PRECONDITION,
     UNAUTHENTICATED,
@@ -52,14 +51,14 @@ if TYPE_CHECKING:
 
 _SHORTEST = 0.4
 """Seconds that any member is given for an answer, besides the way there and back."""
-_UNKNOWN = 0.5
-"""Seconds that an answer is taken to need before there was any."""
 _HURRY = 0.2
 """The same, for a call that had better be repeated soon."""
-_PER_BYTE = 1e-6
-"""Seconds more for each byte of a request."""
 _LOG_IN = 2.0
 """The same, for a password, which etcd takes its time to check."""
+_PER_BYTE = 1e-6
+"""Seconds more for each byte of a request."""
+_UNKNOWN = 0.5
+"""Seconds that an answer is taken to need before there was any."""
 _ONCE_MORE = 1.0
 """Seconds for a call when the last one has found nobody; whoever must go on asks again."""
 _PAUSE = 0.05
@@ -132,7 +131,7 @@ class EtcdHttp:
                 if self._outdated(error) and logins < 2:
                     logins += 1
                     self._token = ""
-                elif error.code in FINAL or isinstance(error, EtcdRefused | EtcdClosed):
+                elif error.final:
                     raise self._explained(error) from None
                 else:
                     useless.add(member)  # it may be cut off from the others

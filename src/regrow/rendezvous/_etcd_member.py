@@ -24,9 +24,11 @@ _CONNECT = 1.0
 _AVOID = 1.0
 """Seconds for which a member with which there is no connection is asked after all others."""
 
-# gRPC's status codes, as the gateway passes them on.
-INVALID, NOT_FOUND, DENIED, EXHAUSTED, PRECONDITION, RANGE, UNAUTHENTICATED = 3, 5, 7, 8, 9, 11, 16
-FINAL = {INVALID, NOT_FOUND, 6, DENIED, EXHAUSTED, PRECONDITION, RANGE, 12, UNAUTHENTICATED}
+# gRPC's status codes, as the gateway passes them on: those that another try would not change.
+INVALID, NOT_FOUND, EXISTS, DENIED, EXHAUSTED = 3, 5, 6, 7, 8
+PRECONDITION, RANGE, UNIMPLEMENTED, UNAUTHENTICATED = 9, 11, 12, 16
+_FINAL = {INVALID, NOT_FOUND, EXISTS, DENIED, EXHAUSTED}
+_FINAL |= {PRECONDITION, RANGE, UNIMPLEMENTED, UNAUTHENTICATED}
 
 
 class EtcdError(Exception):
@@ -40,6 +42,11 @@ class EtcdError(Exception):
         super().__init__(text)
         self.code = code
 
+    @property
+    def final(self) -> bool:
+        """Whether asking again, or another member, would not help."""
+        return self.code in _FINAL and "too many requests" not in str(self)
+
 
 class EtcdUnreachable(EtcdError):
     """No member has answered in time; a change that was asked for may still happen."""
@@ -48,9 +55,13 @@ class EtcdUnreachable(EtcdError):
 class EtcdClosed(EtcdError):
     """This client was closed."""
 
+    final = True
+
 
 class EtcdRefused(EtcdError):
-    """Asking again, or another member, would not help."""
+    """What answers is no etcd that can be used, or does not let this client in."""
+
+    final = True
 
 
 class Stream:
@@ -252,6 +263,7 @@ class Member:
             self._idle.clear()
 
     def close(self) -> None:
+        """End all connections, and have no more."""
         with self._lock:
             self._closed = True
         self.cut()
@@ -267,10 +279,17 @@ def shut(connection: HTTPConnection) -> None:
 
 
 def body_of(messages: Sequence[Message]) -> bytes:
+    """Return messages as the content of a request."""
     return b"".join(json.dumps(message, separators=(",", ":")).encode() for message in messages)
 
 
 def read(answer: tuple[int, bytes], member: Member) -> list[Message]:
+    """Return what a member has answered.
+
+    Raises:
+        EtcdError: it is an error.
+        EtcdRefused: it is nothing that an etcd would answer.
+    """
     status, content = answer
     try:
         found = results(content, member.name)
@@ -282,6 +301,7 @@ def read(answer: tuple[int, bytes], member: Member) -> list[Message]:
 
 
 def results(content: bytes, name: str) -> list[Message]:
+    """Return the messages of a content, one a line."""
     found = []
     for line in content.splitlines():
         message = json.loads(line)

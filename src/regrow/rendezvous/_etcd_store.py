@@ -151,8 +151,9 @@ class EtcdStore:
 
     def check(self, keys: Sequence[str], /) -> bool:
         """See `Store.check`."""
-        found, _ = self._read(keys, only="count")
-        return len(found) == len(set(keys))
+        with self._errors(f"to look for {_names(keys)}"):
+            found, _ = self._read(keys, only="count")
+            return len(found) == len(set(keys))
 
     def delete_key(self, key: str, /) -> bool:
         """See `Store.delete_key`."""
@@ -182,12 +183,6 @@ class EtcdStore:
         with self._errors("to count the keys"):
             outcome = self._txn([], [get(self._root, prefix=True, only="count")])
             return outcome.counts[0]
-
-    def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys that begin so; return how many there were."""
-        with self._errors(f"to delete what begins with {prefix!r}", applied="unknown"):
-            outcome = self._job.write([], [delete(self._root + prefix, prefix=True)])
-            return sum(outcome.counts)
 
     def set_timeout(self, timeout: Timeout, /) -> None:
         """See `Store.set_timeout`."""
@@ -242,20 +237,18 @@ class EtcdStore:
     ) -> None:
         """Keep values up to date until there is one for each name, or the watch has ended."""
         common = commonprefix([*names])  # noqa: RUF071 - of texts, not of paths
+        left = max(deadline - time.monotonic(), 0.001)
         try:
-            left = max(deadline - time.monotonic(), 0.001)
             watch = self._job.client.watch([(common, True)], revision + 1, timeout=left)
-        except EtcdClosed:
-            raise
         except EtcdError:
             self._closed.wait(min(_PAUSE, left))
-            return
+            return  # and read anew, which says what is wrong
         with self._lock:
             self._watches.add(watch)
             if self._closed.is_set():
                 watch.close()
         try:
-            watch.wait_at_most(max(deadline - time.monotonic(), 0.001))
+            watch.wait_at_most(left)
             for seen in watch:
                 for pair in seen.pairs:
                     if pair.key not in names:
@@ -266,9 +259,10 @@ class EtcdStore:
                         values[pair.key] = pair.value
                 if len(values) == len(names):
                     return
-                watch.wait_at_most(max(deadline - time.monotonic(), 0.001))
-        except (Compacted, EtcdUnreachable):
-            pass  # read anew
+                left = max(deadline - time.monotonic(), 0.001)
+                watch.wait_at_most(left)
+        except (Compacted, EtcdError):
+            self._closed.wait(min(_PAUSE, left))
         finally:
             with self._lock:
                 self._watches.discard(watch)
