@@ -192,17 +192,35 @@ def test_nobody_is_blocked_in_the_store_of_a_round_that_was_over_before_it_was_m
 ) -> None:
     job = make_job(2, 2)
     a, b = job.agent("a"), job.agent("b")
-    make_store = a.driver.round_store
+    make_store, touch = a.driver.round_store, a.handler._node.touch
 
     def too_late(round: int) -> Store:
         job.rounds.post(Lost(b.id, "its connection broke"))
-        eventually(lambda: isinstance(a.handler._node.touch.view.news, RoundEnded))
+        eventually(lambda: isinstance(touch.view and touch.view.news, RoundEnded))
         return make_store(round)
 
     a.driver.round_store = too_late  # type: ignore[method-assign]
-    store, _, _ = job.meet(a, b)[0]
+    joining, _ = a.join(), b.join()
+    store, _, _ = joining.result()
     with pytest.raises(StoreClosedError):
         Background(lambda: store.get("never")).result()
+
+
+def test_a_node_that_lost_touch_as_it_took_its_seat_is_told_so(make_job: MakeJob) -> None:
+    job = make_job(1, 1, misses=2, reconnect=PATIENCE)
+    a = job.agent("a")
+    make_store = a.driver.round_store
+
+    def cut_off(round: int) -> Store:
+        a.driver.cut("no route")
+        eventually(lambda: bool(a.handler._node.touch.lost))
+        return make_store(round)
+
+    a.driver.round_store = cut_off  # type: ignore[method-assign]
+    store, _, _ = a.handler.next_rendezvous()
+    assert "lost touch" in a.told(RoundEnded).why
+    with pytest.raises(StoreClosedError):
+        store.get("never")
 
 
 def test_who_could_not_say_that_it_heard_says_so_again(make_job: MakeJob) -> None:

@@ -35,7 +35,6 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from logging import getLogger
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -53,6 +52,7 @@ from regrow.rendezvous._round import step
 from regrow.rendezvous._round_store import scoped
 from regrow.rendezvous._state import Round, holds, watched
 from regrow.rendezvous._waiting import explain_timeout
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -70,7 +70,7 @@ _LONGEST_PAUSE = 1.0
 _PAUSE_TO_FORM = 0.3
 _PAUSE_TO_REACH = 0.25  # between two tries to reach the backend
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class NodesDriver:
@@ -140,7 +140,7 @@ class NodesDriver:
             try:
                 self._alive.forget(id)
             except RendezvousConnectionError as error:  # its beats are dropped in time
-                log.debug("the backend could not be told to forget node %s: %s", id, error)
+                logger.debug("the backend could not be told to forget node %s: %s", id, error)
         return said
 
     def follow(self, id: str, seen: View | None, timeout: float) -> View | None:
@@ -314,7 +314,7 @@ class NodesDriver:
     def _compare_sizes(self, state: Round) -> None:
         mine = self._settings.min_nodes, self._settings.max_nodes
         if mine != (state.min_nodes, state.max_nodes):
-            log.warning(
+            logger.warning(
                 "this node was started for %d to %d nodes, and the rendezvous '%s' has %d to %d, "
                 "which count: give all nodes the same --nnodes",
                 *mine,

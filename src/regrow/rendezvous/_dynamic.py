@@ -12,7 +12,6 @@ when a seat is free; a round that loses a member ends for everyone at once, with
 from __future__ import annotations
 
 import weakref
-from logging import getLogger
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._api import (
@@ -25,6 +24,7 @@ from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._member import Member
 from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout, read_settings
 from regrow.store import PrefixStore
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ __all__ = [
     "create_handler",
 ]
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class DynamicRendezvousHandler(PushingRendezvousHandler):
@@ -191,7 +191,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         try:
             self._node.leave(why, self._settings.bounds.lease)
         except RendezvousError as error:
-            log.warning("node %s could not say that it leaves: %s", self._node.id, error)
+            logger.warning("node %s could not say that it leaves: %s", self._node.id, error)
         finally:
             self._node.end(linger=False)
 
@@ -231,7 +231,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 f"'{self._settings.run_id}': {type(error).__name__}: {error}"
             )
             self._record(message, "FAILED")
-            log.warning("%s", message)
+            logger.warning("%s", message)
             return False
         else:
             return True

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import os
 import time
-from logging import getLogger
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._errors import (
@@ -46,6 +45,7 @@ from regrow.rendezvous._news import (
 )
 from regrow.rendezvous._touch import Touch
 from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Waiting, judge
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from regrow.rendezvous._driver import Driver, View
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from regrow.store import Store
     from regrow.utils import PortReservation
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Member:
@@ -131,7 +131,7 @@ class Member:
                 case RoundEnded(round):
                     self._token = round
                 case Reborn(why):
-                    log.warning("node %s comes back as a new one: %s", self.id, why)
+                    logger.warning("node %s comes back as a new one: %s", self.id, why)
                     self._begin_life()
 
     def _ask(self, join: Join) -> Seated | RoundEnded | Reborn:
@@ -155,13 +155,13 @@ class Member:
         touch = self.touch
         with touch.changed:
             while True:
+                self._check()
+                if touch.lost:
+                    return waiting, None
                 if touch.view is not None:
                     waiting, outcome = judge(waiting, touch.view, time.monotonic())
                     if outcome is not None:
                         return waiting, outcome
-                self._check()
-                if touch.lost:
-                    return waiting, None
                 deadline = waiting.deadline
                 touch.changed.wait(None if deadline is None else deadline - time.monotonic())
 
@@ -221,7 +221,7 @@ class Member:
         try:
             self.touch.call(Leave(self.id, 0, "it gave up"), self._bounds.keep_alive)
         except RendezvousError as error:
-            log.info("node %s could not say that it gave up: %s", self.id, error)
+            logger.info("node %s could not say that it gave up: %s", self.id, error)
         self.id, self._token = "", 0
 
     def _begin_life(self) -> None:
@@ -280,7 +280,7 @@ class Member:
         try:
             self.touch.call(Leaving(self.id, self._token, why), self._bounds.keep_alive)
         except RendezvousError as error:
-            log.warning("node %s could not say that it is leaving: %s", self.id, error)
+            logger.warning("node %s could not say that it is leaving: %s", self.id, error)
 
     def leave(self, why: str, limit: float) -> None:
         """Give the node's place back, wherever it is.

@@ -26,12 +26,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from logging import getLogger
 from typing import TYPE_CHECKING, TypeVar
 
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
 from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated
 from regrow.rendezvous._waiting import Told, tidings
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 _TURN = 20.0  # seconds for which the follower is blocked before it asks whether it is still needed
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class Touch:
@@ -128,7 +128,11 @@ class Touch:
             self._token, self._told = seated.round, Told(seated.round)
             self._beat_now = True
             self.changed.notify_all()
-            view = self.view
+            view, failing = self.view, bool(self.lost or self.broken)
+            if failing:  # since before it had a seat, so nobody was told
+                self._end(seated.id)
+        if failing:
+            self._driver.end_round_store()
         if view is not None:
             self._hear(seated.id, view)
 
@@ -243,7 +247,7 @@ class Touch:
             try:
                 holds = self._driver.beat(id, token, self._patience)
             except RendezvousConnectionError as error:
-                log.debug("node %s: a beat was not answered: %s", id, error)
+                logger.debug("node %s: a beat was not answered: %s", id, error)
                 self._trouble = str(error)
                 pause /= 4
             else:
@@ -316,8 +320,8 @@ class Touch:
             if self._over(id) or self.lost:
                 return
             self.lost, self.lost_at = self._trouble, time.monotonic()
-            self._end(id, f"it has lost touch with the others: {self.lost}")
-        log.warning("node %s has lost touch with the others: %s", id, self.lost)
+            self._end(id)
+        logger.warning("node %s has lost touch with the others: %s", id, self.lost)
         self._driver.end_round_store()
         self._tell()
 
@@ -326,13 +330,16 @@ class Touch:
             if self._stopped:
                 return
             self.broken = self.broken or error
-            self._end(self._id, f"it cannot go on: {type(error).__name__}: {error}")
-        log.error("node %s cannot follow the rendezvous", self._id, exc_info=error)
+            self._end(self._id)
+        logger.error("node %s cannot follow the rendezvous", self._id, exc_info=error)
         self._driver.end_round_store()
         self._tell()
 
-    def _end(self, id: str, why: str) -> None:
+    def _end(self, id: str) -> None:
         """The round is over for this node, if it has a seat; whoever waits, looks again."""
+        why = f"it has lost touch with the others: {self.lost}"
+        if self.broken is not None:
+            why = f"it cannot go on: {type(self.broken).__name__}: {self.broken}"
         if self._told.round and self._told.ended is None:
             ended = RoundEnded(self._told.round, id, why)
             self._told = self._told._replace(ended=ended)
