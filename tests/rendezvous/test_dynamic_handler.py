@@ -32,6 +32,9 @@ from regrow.rendezvous import (
 )
 from regrow.rendezvous._driver import View
 from regrow.rendezvous._news import Event, Failed, Heard, Join, Leave, Leaving, Lost, Node
+from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._touch import Touch
+from regrow.rendezvous._waiting import Told
 from regrow.store import Store, StoreClosedError
 
 T = TypeVar("T")
@@ -501,6 +504,19 @@ def test_a_lease_lasts_as_long_as_the_beats_are_answered(make_job: MakeJob) -> N
     stop()
 
 
+def test_a_lease_that_ran_out_while_the_process_was_stopped_is_not_renewed_in_silence() -> None:
+    """The others may have waited for its end, and be about to take the seat."""
+    touch = Touch(FakeDriver(FakeRounds(1, 1)), Bounds(), patience=5.0)
+    told: list[object] = []
+    touch.subscribe(told.append)
+    touch._id, touch._told = "a", Told(round=1)
+    touch._beaten = time.monotonic() - 60.0
+    touch._renew("a", time.monotonic(), holds=True)
+    (ended,) = told
+    assert isinstance(ended, RoundEnded)
+    assert "lost touch" in ended.why
+
+
 def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(
     make_job: MakeJob,
 ) -> None:
@@ -578,6 +594,19 @@ def test_who_finds_touch_again_in_time_goes_on(make_job: MakeJob) -> None:
     again = a.join()
     a.driver.cut("")
     assert again.result().round == 2
+
+
+def test_a_seat_that_took_longer_than_a_lease_to_get_is_a_seat(make_job: MakeJob) -> None:
+    job = make_job(1, 1, misses=4, reconnect=PATIENCE)
+    a = job.agent("a")
+    a.driver.cut("nobody listens there")
+    waiting = a.join()
+    eventually(lambda: a.handler._node.touch.lost != "")
+    a.driver.cut("")
+    assert waiting.result().round == 1
+    beats = a.driver.beats
+    job.rounds.until(lambda: a.driver.beats > beats + 2)
+    assert a.untold == 0
 
 
 def test_who_waits_for_a_seat_and_loses_touch_asks_anew(make_job: MakeJob) -> None:

@@ -11,6 +11,7 @@ when a seat is free; a round that loses a member ends for everyone at once, with
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._node = Member(driver, settings, local_addr or driver.local_addr, node_rank)
         self._driver = driver
         # Threads keep what they run alive; who forgets the handler has not to go on beating.
-        weakref.finalize(self, self._node.end, linger=False, wait=False).atexit = False
+        weakref.finalize(self, _abandon, self._node).atexit = False
 
     @classmethod
     def from_backend(
@@ -263,6 +264,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             hostname=self._node.addr,
             rank=rank,
         )
+
+
+def _abandon(node: Member) -> None:
+    # The collector may run this in the midst of anything, so it may not wait for a lock.
+    threading.Thread(target=lambda: node.end(linger=False, wait=False), daemon=True).start()
 
 
 def over_backend(

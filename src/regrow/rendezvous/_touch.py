@@ -79,6 +79,7 @@ class Touch:
         self._stopped = False
         self._beat_now = False
         self._answered = 0.0
+        self._beaten = 0.0
         self._trouble = "nobody answers"
         self._lease = 0.0
         self._threads: set[threading.Thread] = set()
@@ -100,7 +101,8 @@ class Touch:
                 raise RendezvousGracefulExitError("this handler has been shut down")
             first = not self._id
             self._id, self._token, self._told, self.view = id, 0, Told(), None
-            self._answered, self.lost = time.monotonic(), ""
+            self._answered = self._beaten = time.monotonic()
+            self.lost = ""
             self.changed.notify_all()
         self.start(f"rendezvous follower of {id}", lambda: self._follow(id))
         if first:
@@ -113,11 +115,10 @@ class Touch:
         Raises:
             RendezvousConnectionError: nobody answered within `timeout` seconds.
         """
-        sent = time.monotonic()
         said = self._driver.submit(event, timeout)
         with self.changed:
             id = self._id
-            self._answer(sent)
+            self._answer(time.monotonic())  # however long it took: no lease follows from it
         if not isinstance(event, Close):  # which is no news to a node that has its seat
             self._hear(id, said)
         return said
@@ -126,7 +127,9 @@ class Touch:
         """The node takes its seat: from now on its agent is told about this round."""
         with self.changed:
             self._token, self._told = seated.round, Told(seated.round)
+            self._beaten = time.monotonic()
             self._beat_now = True
+            self._beaten = time.monotonic()
             self.changed.notify_all()
             view, failing = self.view, bool(self.lost or self.broken)
             if failing:  # since before it had a seat, so nobody was told
@@ -296,6 +299,10 @@ class Touch:
         self._tell()
 
     def _renew(self, id: str, sent: float, holds: bool) -> None:
+        if sent > self._beaten + self._bounds.lease:
+            # The lease ran out while this process was stopped, and others may have counted on it.
+            self._lose(id)
+        self._beaten = sent
         with self.changed:
             if self._over(id):
                 return
@@ -307,9 +314,9 @@ class Touch:
             for renewed in keepers:
                 renewed(lease)
 
-    def _answer(self, sent: float) -> None:
-        """Somebody has answered what was sent then."""
-        self._answered = max(self._answered, sent)
+    def _answer(self, at: float) -> None:
+        """Somebody was there at that time."""
+        self._answered = max(self._answered, at)
         if self.lost:
             self.lost = ""
             self.changed.notify_all()
