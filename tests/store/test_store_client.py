@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
@@ -256,6 +257,48 @@ def test_the_keys_of_a_killed_process_go_after_its_grace(
     owner.kill()
     owner.wait()
     assert client.watch(["killed"], seen.revision).changes[0].value is None
+
+
+def test_a_session_is_taken_up_again_without_asking_the_name_service(
+    proxied: tuple[ServerThread, CuttingProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, proxy = proxied
+    endpoint, look_up = proxy.endpoint.replace("127.0.0.1", "localhost"), socket.getaddrinfo
+    with connect(endpoint, token=server.token, timeout=PATIENCE) as client:
+
+        def fails(host: str, *args: Any, **options: Any) -> Any:
+            if host == "localhost":
+                raise socket.gaierror("no answer")
+            return look_up(host, *args, **options)
+
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+        client.set("mine", "v", ephemeral=True)
+        proxy.cut_now()
+        assert client.add("n", 1) == 1
+        assert client.check(["mine"])
+
+
+def test_an_address_that_never_answers_does_not_keep_a_client_from_the_next_one(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, look_up = serve(), socket.getaddrinfo
+
+    def both(host: str, port: int, *args: Any, **options: Any) -> Any:
+        if host != "localhost":
+            return look_up(host, port, *args, **options)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (f"127.0.0.{n}", port)) for n in (2, 1)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    monkeypatch.setattr("regrow.store._dial._TRY_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.2", server.port), backlog=0) as deaf:
+        fill = [socket.socket() for _ in range(3)]  # whoever comes then is not answered at all
+        for sock in fill:
+            sock.setblocking(False)
+            sock.connect_ex(deaf.getsockname())
+        with connect(f"localhost:{server.port}", token=server.token, timeout=PATIENCE) as client:
+            assert client.local_host == "127.0.0.1"
+        for sock in fill:
+            sock.close()
 
 
 def test_a_session_outlives_a_lost_connection(proxied: tuple[ServerThread, CuttingProxy]) -> None:

@@ -36,6 +36,9 @@ _NOT_OURS: Final = (
 
 _HANDSHAKE_SECONDS: Final = 10.0
 """How long a server that accepted the connection may take to answer."""
+_TRY_SECONDS: Final = 2.0
+"""How long one address is tried before another, or the same anew: the kernel waits twice as long
+after every try of its own, and would be far behind a link that is up again."""
 
 Address = tuple[socket.AddressFamily, str | tuple[str, int]]
 
@@ -84,6 +87,7 @@ class Dialer:
         self._client = client
         self._wake = wake
         self._spare = spare
+        self._reached: Address | None = None
         self.local_host = ""
         """This host's address on the last connection; "" over a unix socket."""
 
@@ -101,11 +105,13 @@ class Dialer:
             The connection, the server's greeting, and bytes that came after it.
         """
         try:
-            sock = self._connect(deadline)
+            sock, address = self._connect(deadline, again=bool(session))
             if sock.family != socket.AF_UNIX:
                 self.local_host = sock.getsockname()[0]
             deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
-            return self._greet(sock, session, grace, deadline)
+            greeted = self._greet(sock, session, grace, deadline)
+            self._reached = address
+            return greeted
         except StoreError as error:
             raise type(error)(f"the store at {self.endpoint}: {error}") from error
         except OSError as error:
@@ -113,9 +119,12 @@ class Dialer:
                 f"the store at {self.endpoint} cannot be reached: {error.strerror or error}"
             ) from error
 
-    def _connect(self, deadline: float) -> socket.socket:
+    def _connect(self, deadline: float, again: bool) -> tuple[socket.socket, Address]:
         failure: OSError = OSError(f"no address found for {self.endpoint}")
-        for family, address in self._addresses():
+        # A session is with the one server that was reached; name services take their time.
+        known = [self._reached] if again and self._reached is not None else None
+        for family, address in known or self._addresses():
+            limit = min(deadline, time.monotonic() + _TRY_SECONDS)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
                 sock.setblocking(False)
@@ -124,7 +133,7 @@ class Dialer:
                 try:
                     sock.connect(address)
                 except BlockingIOError:
-                    self._await(sock.fileno(), select.POLLOUT, deadline, "accept the connection")
+                    self._await(sock.fileno(), select.POLLOUT, limit, "accept the connection")
                     if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                         raise OSError(code, os.strerror(code)) from None
             except OSError as error:
@@ -134,7 +143,7 @@ class Dialer:
             except BaseException:
                 sock.close()
                 raise
-            return sock
+            return sock, (family, address)
         raise failure
 
     def _addresses(self) -> list[Address]:

@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 from collections import OrderedDict
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -54,8 +55,9 @@ _LATE: Final = 0.05
 
 
 def _log_to_stderr(line: str) -> None:
-    sys.stderr.write(f"regrow.store: {line}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # whoever read it is gone, which is no reason to serve nobody
+        sys.stderr.write(f"regrow.store: {line}\n")
+        sys.stderr.flush()
 
 
 class StoreServer:

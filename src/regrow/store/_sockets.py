@@ -12,10 +12,6 @@ KEEP_COUNT = 3
 """Unanswered questions after which the connection counts as lost."""
 TCP_THIN_LINEAR_TIMEOUTS = 16
 """Linux; Python's socket module has no name for it."""
-THIN_LINEAR_TIMEOUTS = 16
-"""TCP_THIN_LINEAR_TIMEOUTS, which Python's socket module does not name: on a connection with
-little to say, do not wait twice as long after every loss before something is sent again. What is
-said here is little, and mostly that somebody is alive."""
 
 
 def keep_alive(sock: socket.socket) -> None:
@@ -24,7 +20,6 @@ def keep_alive(sock: socket.socket) -> None:
     # With one small message under way at a time, every further loss of it would double the wait for
     # the next try; a few in a row on a lossy link would cost a healthy node its lease.
     sock.setsockopt(socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEP_IDLE)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEP_INTERVAL)
