@@ -127,7 +127,6 @@ class Touch:
         """The node takes its seat: from now on its agent is told about this round."""
         with self.changed:
             self._token, self._told = seated.round, Told(seated.round)
-            self._beaten = time.monotonic()
             self._beat_now = True
             self._beaten = time.monotonic()
             self.changed.notify_all()
