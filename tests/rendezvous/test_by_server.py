@@ -47,11 +47,13 @@ from regrow.store import (
 )
 
 TOKEN = make_token()
+KEEP_ALIVE = timedelta(seconds=100)
+"""Long: nobody beats here but where it is tested."""
 
 
 def settings(min_nodes: int = 2, max_nodes: int = 2, run_id: str = "job") -> RendezvousSettings:
     timeout = RendezvousTimeout(last_call=timedelta(seconds=0.1))
-    return RendezvousSettings(run_id, min_nodes, max_nodes, timeout, timedelta(seconds=1), 3)
+    return RendezvousSettings(run_id, min_nodes, max_nodes, timeout, KEEP_ALIVE, 3)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +170,7 @@ from regrow.rendezvous._line import Where
 from regrow.rendezvous._news import Join, Node
 from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
 endpoint, token, run_id = sys.argv[1:]
-settings = RendezvousSettings(run_id, 2, 2, RendezvousTimeout(), timedelta(seconds=1), 3)
+settings = RendezvousSettings(run_id, 2, 2, RendezvousTimeout(), timedelta(seconds=100), 3)
 driver = ServerDriver(Where(endpoint, token.encode()), settings, 30)
 driver.submit(Join(Node("b", "b.host")), 30)
 signal.pause()
