@@ -31,7 +31,6 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,7 @@ from regrow.rendezvous._file_store import DirectoryStore, file_name
 from regrow.rendezvous._file_system import LOCAL, distrust, file_system_of
 from regrow.rendezvous._file_watch import Watch
 from regrow.rendezvous._round import watched
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -56,7 +56,7 @@ _PARTS = ("state", "beats", "keys", "drafts")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _DIGITS = 20  # of a beat: always as many, so that a reader finds a number at any moment
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class FileRendezvousBackend(LivenessRendezvousBackend):
@@ -149,7 +149,7 @@ class FileRendezvousBackend(LivenessRendezvousBackend):
         """
         found = self.get_state()
         if found is not None and (closed := unseal(found[0]).state.closed):
-            log.warning(
+            logger.warning(
                 "the job whose rendezvous is in %s is over (node %s: %s). To run one of the same "
                 "run id again, remove that directory; or give the new one another run id",
                 self._job,
@@ -226,7 +226,7 @@ def _check_file_system(directory: str) -> bool:
     if unusable:
         raise RendezvousError(f"the nodes cannot meet in {directory}: {why}")
     if why:
-        log.warning("the nodes may fail to meet in %s: %s", directory, why)
+        logger.warning("the nodes may fail to meet in %s: %s", directory, why)
     return system.kind not in LOCAL
 
 

@@ -20,13 +20,13 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
-from logging import getLogger
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousError
 from regrow.rendezvous._round import watched
 from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -38,7 +38,7 @@ READ_TIMEOUT = 60  # seconds
 _STAY = 10.0  # seconds for the other nodes to leave a job that is over
 _PAUSE = 0.05  # between two looks whether they have
 
-log = getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store]:
@@ -80,7 +80,7 @@ class _ServingBackend(C10dRendezvousBackend):
             while self._others_leave() and time.monotonic() < deadline:
                 time.sleep(_PAUSE)
         except RendezvousError as error:
-            log.warning("cannot see whether the other nodes have left: %s", error)
+            logger.warning("cannot see whether the other nodes have left: %s", error)
         super().close()
 
     def _others_leave(self) -> bool:
@@ -138,7 +138,7 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
                 f"{'serve' if hosts else 'reach'} a TCPStore at {host}:{port}: {error}"
             ) from error
         if hosts:
-            log.warning(
+            logger.warning(
                 "this process serves torch's TCPStore at %s:%s, which has no password: whoever "
                 "reaches that port can take part in the job. Without store_type=tcp regrow's own "
                 "store is used, which has one",
