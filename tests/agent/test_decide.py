@@ -145,7 +145,7 @@ EVENTS: st.SearchStrategy[Any] = st.one_of(
 OPERATIONS = (words.Form, words.Restart, words.Tell, words.Delay, words.Stop, words.Barrier)
 
 
-@given(st.lists(EVENTS, max_size=60))
+@given(st.lists(EVENTS, max_size=30))
 def test_no_agent_stays_in_a_round_that_it_was_told_is_over(events: list[Any]) -> None:
     state = State(remaining_restarts=3)
     for event in [words.Begin(), *events]:
@@ -154,7 +154,7 @@ def test_no_agent_stays_in_a_round_that_it_was_told_is_over(events: list[Any]) -
             assert state.closed or state.over < state.round
 
 
-@given(st.lists(EVENTS, max_size=60), ROUNDS)
+@given(st.lists(EVENTS, max_size=30), ROUNDS)
 def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: int) -> None:
     state = State(remaining_restarts=3)
     for event in [words.Begin(), *events]:
@@ -170,7 +170,7 @@ def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: in
                 assert (after.phase, actions) == (state.phase, ())
 
 
-@given(st.lists(EVENTS, max_size=60))
+@given(st.lists(EVENTS, max_size=30))
 def test_the_failure_of_the_job_ends_every_node_whatever_it_was_doing(events: list[Any]) -> None:
     state = State(remaining_restarts=3)
     for event in [words.Begin(), *events]:
