@@ -53,12 +53,16 @@ _SHORTEST = 0.4
 """Seconds that any member is given for an answer, besides the way there and back."""
 _HURRY = 0.2
 """The same, for a call that had better be repeated soon."""
+_ALONE = 1.0
+"""The same, where there is only one member to ask."""
 _LOG_IN = 2.0
 """The same, for a password, which etcd takes its time to check."""
 _PER_BYTE = 1e-6
 """Seconds more for each byte of a request."""
 _UNKNOWN = 0.5
 """Seconds that an answer is taken to need before there was any."""
+_SLOW = 0.2
+"""Seconds that an answer is taken to need at most, because of members that gave none."""
 _ONCE_MORE = 1.0
 """Seconds for a call when the last one has found nobody; whoever must go on asks again."""
 _PAUSE = 0.05
@@ -119,8 +123,7 @@ class EtcdHttp:
         tries = logins = 0
         while True:
             member = self._member()
-            least = (_HURRY if hurry else _SHORTEST) + len(body) * _PER_BYTE
-            patience = self._patience(tries, least)
+            patience = self._patience(tries, len(body), hurry)
             began = time.monotonic()
             left = max(deadline - began, 0.01)
             try:
@@ -139,6 +142,8 @@ class EtcdHttp:
             except (OSError, HTTPException) as error:
                 tried[member.name] = describe(error)
                 useless.add(member)
+                if isinstance(error, TimeoutError):  # silent, or slow; who knows
+                    self._latency = max(self._latency, min(1.5 * self._latency + 0.01, _SLOW))
             else:
                 for other in useless - {member}:  # which others may be waiting for
                     other.cut()
@@ -164,9 +169,7 @@ class EtcdHttp:
         member = self._member()
         try:
             token = self._authorized(member, timeout)
-            return member.listen(
-                path, body_of(messages), token, self._patience(0, _SHORTEST), timeout
-            )
+            return member.listen(path, body_of(messages), token, self._patience(0), timeout)
         except (OSError, HTTPException) as error:
             self._check_open()
             self._leave(member)
@@ -212,10 +215,11 @@ class EtcdHttp:
             usable = (n for n in following if self._members[n].avoid_until <= now)
             self._preferred = next(usable, following[0])
 
-    def _patience(self, tries: int, least: float) -> float:
+    def _patience(self, tries: int, size: int = 0, hurry: bool = False) -> float:
         """A member's time to answer; longer after some turns, for an etcd that is merely slow."""
-        turn = tries // len(self._members)
-        return (least + 2 * self._latency) * 1.5 ** max(turn - 3, 0)
+        count = len(self._members)
+        least = _ALONE if count == 1 else _HURRY if hurry else _SHORTEST
+        return (least + 2 * self._latency + size * _PER_BYTE) * 1.5 ** max(tries // count - 3, 0)
 
     def _authorized(self, member: Member, left: float) -> str:
         """Return the token of the user, logging in first where there is none."""
