@@ -257,7 +257,7 @@ class Agent(Program):
         self.over = False
         """The agent has ended by itself."""
         self.lost = False
-        self.answered = self.lease = host.clock
+        self.answered = self.beaten = self.lease = host.clock
         self.why = "it asked for a new round"
         self._waiting_nodes = 0
         self._sigterm: bool = False
@@ -286,7 +286,8 @@ class Agent(Program):
         self.id = f"{self.host.name}/{self.host.lives}"
         self.history.lives[self.id] = self
         self.token, self.view, self.told = 0, None, Told()
-        self.answered, self.lost = self.host.clock, False
+        self.answered = self.beaten = self.host.clock
+        self.lost = False
         self.spawn(self._guarded(self._follow(self.id)))
 
     def _guarded(self, thread: Thread) -> Thread:
@@ -359,6 +360,7 @@ class Agent(Program):
                 case Seated(round=round) as seat:
                     self.history.seated(self.driver.epoch, seat)
                     self.token, self.told = round, Told(round)
+                    self.beaten = self.host.clock
                     self.view = self.view or said
                     self._hear(self.id, self.view)
                     self.notify()
@@ -499,6 +501,9 @@ class Agent(Program):
     def _renew(self, id: str, sent: float, holds: bool) -> None:
         if self.id != id:
             return
+        if sent > self.beaten + self.bounds.lease:
+            self._lose(id)
+        self.beaten = sent
         self.answered, self.lost = max(self.answered, sent), False
         if holds:
             self.lease = max(self.lease, sent + self.bounds.lease)
