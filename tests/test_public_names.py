@@ -43,11 +43,12 @@ PUBLIC = {
         create_handler get_rendezvous_handler rendezvous_handler_registry
     """,
     "regrow.store": """
-        Answer Change Changes Characteristics ConnectionState Limits MemoryStore PrefixStore
-        ServerProcess Service Store StoreAuthError StoreClient StoreClosedError
-        StoreConnectionError StoreError StoreLimitError StoreProtocolError StoreServer
-        StoreServiceError StoreSessionLost StoreTimeout StoreTooWeakError StoreValueError Tls WatchStore
-        characteristics_of connect load_token make_token require start_server
+        Answer Change Changes Characteristics ConnectionState Limits MemoryStore
+        PrefixStore ServerProcess Service Store StoreAuthError StoreClient
+        StoreClosedError StoreConnectionError StoreError StoreLimitError
+        StoreProtocolError StoreServer StoreServiceError StoreSessionLost StoreTimeout
+        StoreTooWeakError StoreValueError Tls WatchStore characteristics_of connect
+        load_token make_token require start_server
     """,
     "regrow.utils": """
         BrokenLine JsonLinesFile PortReservation get_env_variable_or_raise get_free_port
