@@ -24,7 +24,7 @@ from processes import alive, children_of
 T = TypeVar("T")
 
 #: Seconds after which a test gives up: far beyond what anything takes on a loaded machine.
-PATIENCE_S = 40.0
+PATIENCE_S = 60.0
 PORT = 29400
 WORKER = Path(__file__).with_name("host_worker.py")
 
@@ -158,6 +158,7 @@ class Job:
         }
         if coordinator is not None:
             endpoint = f"{coordinator.addr}:{PORT}"
+        self._endpoint = endpoint
         self._flags = [
             f"--nnodes={nodes}",
             f"--rdzv-backend={backend}",
@@ -194,6 +195,16 @@ class Job:
             return None
 
         return self.until(complete, f"a world of {size} nodes after {after}")
+
+    def connected(self, host: Host) -> None:
+        """Wait until something on the host is connected with the endpoint of the job."""
+        addr, port = self._endpoint.rsplit(":", 1)
+        octets = "".join(f"{int(octet):02X}" for octet in reversed(addr.split(".")))
+        far_end = f" {octets}:{int(port):04X} 01 "  # 01: established
+        self.until(
+            lambda: far_end in host.run("cat", "/proc/net/tcp") or None,
+            f"{host.name} is connected with {self._endpoint}",
+        )
 
     def until(self, found: Callable[[], T | None], what: str) -> T:
         """Return what `found` returns once that is something."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,11 +22,11 @@ def three() -> Iterator[list[Host]]:
 def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_restart_before(
     start_job: Callable[..., Job], three: list[Host]
 ) -> None:
-    job = start_job(three[0], nodes="1:2", mode="plain")
+    job = start_job(three[0], nodes="2:2", mode="plain")
     first, second = job.agent(three[0]), job.agent(three[1])
     world = job.world(2)
     standby = job.agent(three[2])
-    time.sleep(1)
+    job.connected(three[2])
     second.kill_family()
     after = job.world(2, after=world)
     assert after.hosts == ("node1", "node3"), job

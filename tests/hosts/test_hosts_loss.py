@@ -223,7 +223,7 @@ def test_all_nodes_killed_but_the_fewest_the_job_can_do_with(
 def test_below_the_least_number_of_nodes_the_job_waits_for_one_to_return(
     form: Form, fault: Fault, hosts: list[Host], backend: str
 ) -> None:
-    job, agents, world = form(backend, nodes="3:4", count=3)
+    job, agents, world = form(backend, nodes="3:4", count=3, conf="last_call_timeout=1")
     agents[1].kill_family()
     for agent in (agents[0], agents[2]):
         job.told(agent, "attempt.ended")
