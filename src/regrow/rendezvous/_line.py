@@ -114,9 +114,9 @@ class Line:
             with self._lock:
                 os.close(self._stop)
                 self._stop = -1
-                ended = self._ended
-                self._client = None if ended else client
-            if ended and client is not None:
+                if not self.ended:
+                    self._client, client = client, None
+            if client is not None:  # the line was ended meanwhile
                 client.close(0)
 
 
