@@ -130,7 +130,8 @@ class RendezvousInfo:
     def __repr__(self) -> str:
         return (
             f"RendezvousInfo(rank={self._rank}, world_size={self._world_size}, "
-            f"bootstrap_store_info={self._bootstrap_store_info!r})"
+            f"bootstrap_store_info={self._bootstrap_store_info!r}, round={self._round}, "
+            f"failures={self._failures})"
         )
 
 
@@ -215,6 +216,14 @@ class PushingRendezvousHandler(RendezvousHandler):
         """What it promises, in seconds: from what happens, as words, to how soon it is acted on."""
         return {}
 
+    @property
+    def has_lease(self) -> bool:
+        """Whether this node may run workers only for as long as `keep_lease` says.
+
+        Then none may be started before that has been said for the first time.
+        """
+        return False
+
     def report_failure(self, report: str) -> Judged | None:
         """Tell all that this node's workers have failed, and block until that is judged.
 
@@ -251,8 +260,9 @@ class PushingRendezvousHandler(RendezvousHandler):
         Whoever cannot renew its lease stops its workers before others may take their place.
 
         Args:
-            renewed: called with a time on the monotonic clock (seconds) whenever it moves on, from
-                any thread; it must neither block nor raise. Never called where there is no lease.
+            renewed: called with a time on the monotonic clock (seconds), at once and whenever it
+                moves on, from any thread; it must neither block nor raise. Before the first beat
+                of a seat is answered the time is over. Never called where there is no lease.
 
         Returns:
             A function that ends it.

@@ -170,10 +170,9 @@ class Touch:
 
     def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
         """See `PushingRendezvousHandler.keep_lease`."""
-        stop = self._add(self._keepers, renewed)
-        if self._lease:
-            renewed(self._lease)
-        return stop
+        with self.changed:  # or a later time could be overtaken by this one
+            renewed(self._lease or time.monotonic())
+            return self._add(self._keepers, renewed)
 
     def _add(self, to: dict[object, T], callback: T) -> Callable[[], None]:
         key = object()
