@@ -182,7 +182,9 @@ class World:
         host.wall += self.sim.random.choice([-3600.0, -5.0, 5.0, 3600.0])
 
     def _restart_place(self, _host: Host) -> None:
-        self.place.restart()
+        state = self.place.state
+        if state is None or not state.closed:  # a job that is over is not begun anew
+            self.place.restart()
 
     # --- the end
 

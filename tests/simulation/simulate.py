@@ -82,6 +82,7 @@ def _search(seeds: int, events: int, drivers: tuple[str, ...], jobs: int, nodes:
                     if outcome.violation:
                         broken.append((driver, outcome))
                         print(_report(driver, outcome), flush=True)
+            print(f"{first} seeds, {total['events']} events", file=sys.stderr, flush=True)
         print(f"{first} seeds with each driver ({', '.join(drivers)}): {total['events']} events")
         print(f"in {total['seconds']} s of virtual, {time.monotonic() - begun:.0f} s of real time:")
         print(", ".join(f"{total[name]} {name}" for name in COUNTED))
