@@ -34,10 +34,15 @@ class Nodes:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
 
-    def start(self, script: str, **more: Any) -> int:
+    def start(
+        self,
+        script: str,
+        kind: type[LocalRendezvousHandler] = LocalRendezvousHandler,
+        **more: Any,
+    ) -> int:
         """Start a node whose worker runs a shell script; returns its number."""
         number = len(self.agents)
-        handler = LocalRendezvousHandler(self.rounds, local_addr=f"10.0.0.{number + 1}")
+        handler = kind(self.rounds, local_addr=f"10.0.0.{number + 1}")
         told: list[Event] = []
 
         def sink(event: Event) -> None:
@@ -207,6 +212,24 @@ def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) ->
     assert isinstance(broken, FileNotFoundError)
     assert other.state is WorkerState.FAILED
     assert "/no/such/program" in str(ChildFailedError("sh", other.failures))
+
+
+class WithLease(LocalRendezvousHandler):
+    """A handler that would tell of a lease, and leaves that to the test."""
+
+    @property
+    def has_lease(self) -> bool:
+        return True
+
+
+def test_no_worker_starts_before_the_lease_begins(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1, 1) as job:
+        job.start("true", kind=WithLease)
+        job.until_told(0, "rendezvous.completed")
+        assert job.of(0, "attempt.started") == []
+        job.agents[0]._renew_lease(monotonic() + 1000)
+        (result,) = job.end()
+    assert result.state is WorkerState.SUCCEEDED
 
 
 def test_workers_whose_lease_is_over_are_killed_and_none_start_before_the_next(
