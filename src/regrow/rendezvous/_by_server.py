@@ -62,7 +62,7 @@ NUDGE = 0.25
 _NOTHING = View(0, None, 0, None)
 
 
-class _NoAnswer(RendezvousConnectionError):
+class NoAnswerError(RendezvousConnectionError):
     """The server is there, and had nothing to say in the time given."""
 
 
@@ -129,7 +129,7 @@ class ServerDriver:
         question = questions.Follow(self._run_id, self._settings, id, questions.mark(seen))
         try:
             return self._view(id, self._ask(questions.encode(question), timeout))
-        except _NoAnswer:
+        except NoAnswerError:
             return None
 
     def beat(self, id: str, token: int, timeout: float) -> bool:
@@ -214,7 +214,7 @@ class ServerDriver:
             )
         except StoreTimeout as error:
             if client.state is ConnectionState.CONNECTED:
-                raise _NoAnswer(self._unreachable(error)) from error
+                raise NoAnswerError(self._unreachable(error)) from error
             raise
         except msgspec.MsgspecError as error:
             raise self._nonsense(str(error)) from error
