@@ -122,8 +122,14 @@ def test_the_loss_of_any_one_member_is_noticed_by_no_node(
 def test_when_no_member_is_left_each_node_is_told_so_and_gives_up_in_time(
     cluster: EtcdCluster,
 ) -> None:
-    config = {"keep_alive_interval": "0.2", "keep_alive_max_attempt": "5"}
-    nodes = [Node(cluster.endpoint, 2, 2, reconnect_timeout="1", **config) for _ in range(2)]
+    config = {
+        "keep_alive_interval": "0.2",
+        "keep_alive_max_attempt": "5",
+        "reconnect_timeout": "0.5",
+        "close_timeout": "0.5",
+        "read_timeout": "1",
+    }
+    nodes = [Node(cluster.endpoint, 2, 2, **config) for _ in range(2)]
     for join in [node.join() for node in nodes]:
         join.result()
     for member in cluster.members:
