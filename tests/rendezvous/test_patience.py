@@ -28,9 +28,7 @@ def test_a_node_that_beats_is_never_lost() -> None:
         assert again == second + 1
 
 
-def test_a_silent_node_is_lost_when_its_workers_are_dead_and_it_is_said_how_long_it_was_silent() -> (
-    None
-):
+def test_a_silent_node_is_lost_when_its_workers_are_dead_and_it_is_said_how_long() -> None:
     state, patience = formed("a"), Patience()
     seen = []
     for second in range(10, 15):

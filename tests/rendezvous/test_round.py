@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from regrow.rendezvous._document import decode, encode
 from regrow.rendezvous._news import (
     Close,
     Effect,
@@ -25,7 +26,6 @@ from regrow.rendezvous._news import (
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous._document import decode, encode
 from regrow.rendezvous._round import (
     Round,
     holds,
