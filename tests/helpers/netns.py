@@ -85,30 +85,29 @@ class Host:
         self.addr = f"{SUBNET}.{port}"
         self._network = network
         self._entered: list[subprocess.Popen[Any]] = []
-        etc = network.folder / self.name
-        etc.mkdir()
-        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{self.addr} {self.name}\n")
-        (etc / "resolv.conf").write_text(f"nameserver {network.name_server}\n")
         spaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--mount-proc")
         unshare = ["unshare", *spaces, "--fork", "--kill-child"]
-        boot = ["sh", "-c", _BOOT, "sh", self.name, self.addr, str(etc)]
-        self._boot = subprocess.Popen(
-            [*unshare, *boot],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        try:
-            self._await("booted")
-            (self.pid,) = children_of(self._boot.pid)
-            network.command(do="plug", port=port, pid=self.pid)
-            self._say("plugged")
-            self._await("up")
-        except BaseException:
-            self.destroy()
-            raise
+        with tempfile.TemporaryDirectory(prefix="netns_") as etc:  # once mounted, its name can go
+            Path(etc, "hosts").write_text(f"127.0.0.1 localhost\n{self.addr} {self.name}\n")
+            Path(etc, "resolv.conf").write_text(f"nameserver {network.name_server}\n")
+            boot = ["sh", "-c", _BOOT, "sh", self.name, self.addr, etc]
+            self._boot = subprocess.Popen(
+                [*unshare, *boot],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+            )
+            try:
+                self._await("booted")
+                (self.pid,) = children_of(self._boot.pid)
+                network.command(do="plug", port=port, pid=self.pid)
+                self._say("plugged")
+                self._await("up")
+            except BaseException:
+                self.destroy()
+                raise
 
     def popen(self, command: Sequence[str], **how: Any) -> subprocess.Popen[Any]:
         """Start a program on the host; the arguments are those of subprocess.Popen."""
@@ -199,7 +198,6 @@ class Network:
     def __init__(self, names: str = "refused") -> None:
         self.hosts: list[Host] = []
         self.name_server = f"{SUBNET}.254" if names == "silent" else "127.0.0.1"
-        self.folder = Path(tempfile.mkdtemp(prefix="netns_"))
         self._lines: dict[tuple[int, int], dict[str, Any]] = {}
         self._switch = subprocess.Popen(
             ["unshare", "--net", sys.executable, netns_switch.__file__],
@@ -238,7 +236,6 @@ class Network:
         for host in self.hosts:
             host.destroy()
         _end(self._switch)
-        shutil.rmtree(self.folder)
 
     def __enter__(self) -> Network:
         return self
