@@ -127,8 +127,8 @@ def test_one_failure_is_every_nodes_root_cause_and_result(tmp_path: Path) -> Non
 
 def test_all_nodes_count_the_same_failures_and_attempts(tmp_path: Path) -> None:
     script = (
-        'test "$RANK$REGROW_ATTEMPT" = 00 && exit 1; '
-        'test "$RANK$REGROW_ATTEMPT" = 11 && exit 1; '
+        'test "$RANK$REGROW_ATTEMPT" = 00 && exit 3; '
+        'test "$RANK$REGROW_ATTEMPT" = 11 && exit 4; '
         'test "$REGROW_ATTEMPT" = 2 || sleep 1000; '
         'test "$TORCHELASTIC_RESTART_COUNT $REGROW_FENCING_TOKEN" = "2 3"'
     )
@@ -140,6 +140,8 @@ def test_all_nodes_count_the_same_failures_and_attempts(tmp_path: Path) -> None:
     for number in range(2):
         started = job.of(number, "attempt.started")
         assert [(e["attempt"], e["restart_count"]) for e in started] == [(0, 0), (1, 1), (2, 2)]
+        failed = [e for e in job.of(number, "worker.failed") if e["root_cause"]]
+        assert [(e["attempt"], e["rank"], e["exit_code"]) for e in failed] == [(0, 0, 3), (1, 1, 4)]
 
 
 def test_a_node_that_is_lost_costs_a_round_and_no_restart(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Company(AttemptSteps):
     def _begin_records(self) -> None:
         super()._begin_records()
         self._told = ""
+        self._last_result = RunResult(WorkerState.INIT)
 
     # --- what the others tell
 
