@@ -22,7 +22,7 @@ from regrow.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from regrow.store import MemoryStore
+from regrow.store import MemoryStore, StoreSessionLost
 from regrow.workers import ProcessFailure, SignalException
 
 
@@ -123,6 +123,24 @@ def test_a_failure_without_budget_is_the_result() -> None:
     assert result.is_failed()
     assert result.failures[1].exitcode == 3
     assert agent.calls == ["start", "stop", "shutdown SIGTERM 30"]
+
+
+def test_a_connection_that_breaks_while_ranks_are_exchanged_costs_a_round_and_not_the_job(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(MemoryStore):
+        def set(self, *args: Any, **options: Any) -> None:
+            raise StoreSessionLost("the session is lost after 0.5 s of grace")
+
+    agent = Agent([SUCCEEDED], max_restarts=0)
+    where = RendezvousStoreInfo("127.0.0.1", 29501)
+    rounds = [
+        RendezvousInfo(Broken(), 0, 2, where, 1, 0),
+        RendezvousInfo(MemoryStore(), 0, 1, where, 2, 0),
+    ]
+    agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
+    assert not agent.run().is_failed()
+    assert "round 1 cannot begin, so the next one is due: the session is lost" in caplog.text
 
 
 def test_what_is_left_of_a_failed_group_is_stopped_before_the_back_off(

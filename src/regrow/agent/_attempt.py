@@ -73,8 +73,10 @@ class AttemptSteps(AgentRecords):
             if bootstrap is None and not spec.master_addr and group_world_size > 1:
                 bootstrap = self._agree_on_address(store, group_rank, spec)
         except Exception as error:
-            if number is None or not _round_is_over(error):
+            if number is None or not _is_cut_off(error):
                 raise
+            if not _round_is_over(error):  # a break that is short is no failure of the job
+                logger.warning("round %s cannot begin, so the next one is due: %s", number, error)
             return False
         self._store = store
         self._numbered = number is not None
@@ -211,6 +213,12 @@ def _round_is_over(error: Exception) -> bool:
     from regrow.store import StoreClosedError
 
     return isinstance(error, StoreClosedError)
+
+
+def _is_cut_off(error: Exception) -> bool:
+    from regrow.store import StoreConnectionError
+
+    return isinstance(error, StoreConnectionError)
 
 
 def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
