@@ -125,6 +125,20 @@ def test_nodes_meet_and_each_hears_its_seat(shared: ServerProcess, drive: Meet) 
     assert a.peek("somebody") == View(0, None, 0, None)
 
 
+def test_the_store_of_a_round_is_reached_without_asking_the_name_service(
+    shared: ServerProcess, drive: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = drive(shared.endpoint.replace("127.0.0.1", "localhost"))
+
+    def fails(*args: object, **options: object) -> None:
+        raise socket.gaierror("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    store = a.round_store(1)
+    store.set("key", b"value")
+    assert store.get("key") == b"value"
+
+
 def test_following_blocks_until_something_is_new(pair: tuple[ServerDriver, ServerDriver]) -> None:
     a, b = pair
     seen = heard(a, "a")

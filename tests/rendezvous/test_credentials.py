@@ -91,6 +91,16 @@ def test_an_own_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
         own_secret({"XDG_STATE_HOME": str(tmp_path)})
 
 
+def test_an_own_secret_is_not_left_wherever_somebody_without_a_home_happens_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that nobody knows
+    with pytest.raises(RendezvousError, match=r"'~/.local/state/.*' is in none: set HOME"):
+        own_secret({})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_own_secret_that_cannot_be_made_names_the_way_out(tmp_path: Path) -> None:
     written(tmp_path / "regrow", "a file in the way")
     with pytest.raises(RendezvousError, match=r"regrow/token, .* name another file with --rdzv-to"):

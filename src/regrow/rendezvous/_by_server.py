@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -111,6 +112,7 @@ class ServerDriver:
         except StoreError as error:
             raise RendezvousConnectionError(self._unreachable(error)) from error
         self._local_addr = where.addr or client.local_host
+        self._rounds_at = _reached(where, client.server)
 
     @property
     def local_addr(self) -> str:
@@ -145,7 +147,7 @@ class ServerDriver:
     def round_store(self, round: int) -> Store:
         """See `Driver`."""
         self.end_round_store()
-        line = Line(self._where)
+        line = Line(self._rounds_at)
         with self._lock:
             self._check()
             self._round = line
@@ -260,3 +262,11 @@ class ServerDriver:
             f"the server at {self._where.endpoint} and this node do not understand each other: "
             f"{why}. Run the same release of regrow on all nodes"
         )
+
+
+def _reached(where: Where, server: str) -> Where:
+    """The same server by its address: a name service need not be there in every round."""
+    tls = where.tls
+    if tls is not None and tls.server_hostname is None:
+        tls = replace(tls, server_hostname=where.endpoint.rpartition(":")[0].strip("[]"))
+    return where._replace(endpoint=server, tls=tls)

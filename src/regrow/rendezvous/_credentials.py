@@ -126,6 +126,11 @@ def own_secret(environ: Mapping[str, str]) -> bytes:
 
     state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = os.path.join(state, "regrow", "token")
+    if not path.startswith("/"):
+        raise RendezvousError(
+            f"your secret for jobs on this host belongs in your home directory, and {path!r} is in "
+            f"none: set HOME, or name a file with --rdzv-token-file, made by: regrow token FILE"
+        )
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         if not os.path.exists(path):

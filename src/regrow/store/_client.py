@@ -137,6 +137,11 @@ class StoreClient:
         return self._connection.state
 
     @property
+    def server(self) -> str:
+        """The endpoint of the server, with the address that was reached in place of a name."""
+        return self._connection.server
+
+    @property
     def local_host(self) -> str:
         """This host's address on the way to the server; "" over a unix socket."""
         return self._connection.local_host

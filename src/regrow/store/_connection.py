@@ -112,6 +112,11 @@ class Connection:
         return self._state
 
     @property
+    def server(self) -> str:
+        """See `StoreClient.server`."""
+        return self._dialer.server
+
+    @property
     def local_host(self) -> str:
         """See `StoreClient.local_host`."""
         return self._dialer.local_host

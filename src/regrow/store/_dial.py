@@ -88,6 +88,8 @@ class Dialer:
         self._wake = wake
         self._spare = spare
         self._reached: Address | None = None
+        self.server = endpoint
+        """The endpoint, with the address that was reached in place of a name."""
         self.local_host = ""
         """This host's address on the last connection; "" over a unix socket."""
 
@@ -110,7 +112,10 @@ class Dialer:
                 self.local_host = sock.getsockname()[0]
             deadline = min(deadline, time.monotonic() + _HANDSHAKE_SECONDS)
             greeted = self._greet(sock, session, grace, deadline)
-            self._reached = address
+            self._reached, where = address, address[1]
+            if not isinstance(where, str):
+                host, port = where
+                self.server = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             return greeted
         except StoreError as error:
             raise type(error)(f"the store at {self.endpoint}: {error}") from error
