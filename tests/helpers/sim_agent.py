@@ -1,24 +1,19 @@
-"""One simulated host: its agent, the guardian of its workers, and the workers.
+"""One simulated agent: what it hears, what it does about it, and its threads.
 
-The agent decides what it hears with the functions that the real handler decides with (`_waiting`,
-`_driver`), and it has the same three threads: one beats and renews the lease, one follows the
-rounds, one starts and stops workers and asks for seats. How it reaches the rounds is the driver's
-business.
-
-The guardian is a program of its own. It goes on when the agent is paused, and kills the workers
-when the lease is over by its clock; a host that is frozen as a whole is the exception, there the
-lease is looked at when it thaws.
+It decides what it hears with the functions that the real handler decides with (`_waiting`,
+`_driver`), and it has the same threads: one beats and renews the lease, one watches the time, one
+follows the rounds, one starts and stops workers and asks for seats. How it reaches the rounds is
+the driver's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from sim_history import History
-from sim_kernel import Machine, Program, Simulation, Thread
+from sim_host import Host
+from sim_kernel import Program, Thread
 
 from regrow.rendezvous._driver import View
 from regrow.rendezvous._news import (
@@ -37,31 +32,10 @@ from regrow.rendezvous._news import (
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Told, Waiting, judge, tidings
 
 BEAT_ANSWERED_WITHIN = 5.0
 """Seconds after which a beat is given up."""
-
-
-class Profile(NamedTuple):
-    """What kind of job and surroundings a seed is about."""
-
-    hosts: int
-    low: int
-    high: int
-    bounds: Bounds
-    max_restarts: int
-    delay: float
-    """Mean seconds that a message takes."""
-    start: float
-    """Most seconds from a seat to the start of workers."""
-    grace: float
-    """Most seconds that workers take to stop."""
-    beats_apart: bool
-    """Whether the backend keeps beats beside the document."""
-    watched: bool
-    """Whether the backend wakes those who wait for a change."""
 
 
 class Unreachable(Exception):
@@ -89,158 +63,6 @@ class SimDriver(Protocol):
         ...
 
     def end(self) -> None: ...
-
-
-class Job:
-    """All hosts of a job, and what they share."""
-
-    def __init__(self, sim: Simulation, profile: Profile, history: History) -> None:
-        self.sim, self.profile, self.history = sim, profile, history
-        self.hosts: list[Host] = []
-        self.faults = True
-        self.connect: Callable[[Agent], SimDriver]
-
-    def delay(self) -> float:
-        """Seconds that a message takes."""
-        random = self.sim.random
-        delay = random.expovariate(1 / self.profile.delay)
-        if not self.faults:
-            return min(delay, 3 * self.profile.delay)
-        return random.uniform(0, 0.5) if random.random() < 0.02 else delay
-
-    def workers_ended(self, host: Host, round: int) -> None:
-        """The workers of one host are gone: those of the others fail in their next collective."""
-        random = self.sim.random
-        for other in self.hosts:
-            group = other.guardian
-            if group.round != round or group.doomed:
-                continue
-            if random.random() < 0.7:
-                run, group.doomed = group.runs, True
-                self.sim.after(random.uniform(0, 3), lambda g=group, r=run: g.fail(r))  # type: ignore[misc]
-
-
-class Guardian:
-    """Keeps one host's workers, and kills them when the lease is over or the agent is gone."""
-
-    def __init__(self, host: Host) -> None:
-        self.host, self.job, self.sim = host, host.job, host.job.sim
-        self.round = 0
-        """Of the workers that run; 0: none run."""
-        self.runs = 0
-        """Counts the starts of workers."""
-        self.lease = 0.0
-        """Until when they may run, by the machine's clock."""
-        self.agent: Agent | None = None
-        self._stopping = False
-        self.doomed = False
-        """The workers have lost a peer, and will fail."""
-
-    def start(self, agent: Agent, round: int, lease: float) -> None:
-        self.agent, self.round, self.lease = agent, round, lease
-        self.runs += 1
-        self._stopping = self.doomed = False
-        self.job.history.started(self.host, agent.id, agent.driver.epoch, round, lease)
-        self._watch(self.runs)
-        random, run = self.sim.random, self.runs
-        if self.job.faults and random.random() < 0.3:
-            self.sim.after(random.uniform(0, 20), lambda: self.fail(run))
-
-    def renew(self, lease: float) -> None:
-        self.lease = max(self.lease, lease)
-
-    def _watch(self, run: int) -> None:
-        """Look at the lease when it is over as it is now."""
-        left = self.lease - self.host.clock
-        if left > 0:
-            self.host.after(left, lambda: self.when_thawed(lambda: self._watch_on(run)))
-        else:
-            self.kill(run, within=0.5)
-
-    def _watch_on(self, run: int) -> None:
-        if run == self.runs and self.round:
-            self._watch(run)
-
-    def when_thawed(self, do: Callable[[], None]) -> None:
-        until = self.host.frozen_until
-        if self.sim.now < until:
-            self.sim.after(until - self.sim.now, lambda: self.when_thawed(do))
-        else:
-            do()
-
-    def kill(self, run: int, within: float) -> None:
-        """Have no workers left after that many seconds at most."""
-        seconds = self.sim.random.uniform(0.001, within)
-        self.sim.after(seconds, lambda: self.when_thawed(lambda: self._ended(run)))
-
-    def stop(self, within: float) -> None:
-        """Ask the workers to end."""
-        if not self._stopping:
-            self._stopping = True
-            self.kill(self.runs, within)
-
-    def fail(self, run: int) -> None:
-        """The workers fail by themselves."""
-        if run == self.runs and self.round:
-            self.when_thawed(lambda: self._ended(run))
-
-    def vanish(self) -> None:
-        """The host has lost its power, and its workers are gone."""
-        self.agent = None
-        self._ended(self.runs)
-
-    def _ended(self, run: int) -> None:
-        if run != self.runs or not self.round:
-            return
-        round, self.round = self.round, 0
-        self.job.history.ended(self.host, self.lease)
-        self.job.workers_ended(self.host, round)
-        if self.agent is not None:
-            self.agent.when_awake(self.agent.notify)
-
-
-class Host(Machine):
-    """A machine with an agent, most of the time."""
-
-    def __init__(self, job: Job, number: int) -> None:
-        super().__init__(job.sim, f"host{number}")
-        self.job = job
-        self.lives = 0
-        self.guardian = Guardian(self)
-        self.agent: Agent | None = None
-        self.off = False
-        """Without power."""
-        self.reset_until = 0.0
-        """Until when it may need to connect anew."""
-
-    def start(self) -> None:
-        """Start an agent, once nothing of the one before is left."""
-        if self.guardian.round or self.off or self.sim.now < self.frozen_until:
-            self.sim.after(0.5, self.start)
-        elif self.agent is None or not self.agent.alive:
-            self.agent = Agent(self)
-
-    def kill_agent(self) -> None:
-        """Kill the agent; its guardian notices."""
-        if self.agent is not None and self.agent.alive:
-            self.trouble(self.sim.now)
-            self.agent.die()
-            self.guardian.kill(self.guardian.runs, within=0.3)
-
-    def vanish(self) -> None:
-        """Lose the power: nobody is left to close a connection."""
-        self.off = True
-        self.trouble(self.sim.now + 1e9)
-        if self.agent is not None:
-            self.agent.alive = False
-        self.guardian.vanish()
-
-    def thaw(self) -> None:
-        """The host goes on: the lease is the first thing looked at."""
-        guardian = self.guardian
-        if guardian.round and self.clock > guardian.lease:
-            guardian._ended(guardian.runs)
-        self.job.history.thawed(self)
 
 
 class Agent(Program):

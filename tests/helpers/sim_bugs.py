@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
-import sim_agent
+import sim_host
 import sim_nodes
 
 from regrow.rendezvous import _round, _service
@@ -152,10 +152,10 @@ def _whoever_slept_blames_the_others() -> list[Any]:
 def _the_lease_is_not_checked() -> list[Any]:
     """The guardian does not look at the time."""
 
-    def watch(guardian: sim_agent.Guardian, run: int) -> None:
+    def watch(guardian: sim_host.Guardian, run: int) -> None:
         pass
 
-    return [mock.patch.object(sim_agent.Guardian, "_watch", watch)]
+    return [mock.patch.object(sim_host.Guardian, "_watch", watch)]
 
 
 class Bug(NamedTuple):

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from sim_agent import Agent, Job, Unreachable
+from sim_agent import Agent, Unreachable
+from sim_host import Job
 from sim_kernel import Resume, Thread, Waits
 
 from regrow.rendezvous._by_nodes import narrow, neighbours

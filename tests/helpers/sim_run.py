@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
-from sim_agent import Host, Job, Profile
+from sim_agent import Agent
 from sim_history import History, Violation
+from sim_host import Host, Job, Profile
 from sim_kernel import Simulation
 from sim_nodes import SimBackend
 from sim_server import SimServer
@@ -74,6 +75,7 @@ class World:
         self.profile = profile or profile_of(sim)
         self.history = History(sim, self.profile.bounds)
         self.job = Job(sim, self.profile, self.history)
+        self.job.new_agent = Agent
         self.place: SimServer | SimBackend
         self.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
         for number in range(self.profile.hosts):

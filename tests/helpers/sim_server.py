@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from sim_agent import Agent, Job, JobLost, Unreachable
+from sim_agent import Agent, JobLost, Unreachable
+from sim_host import Job
 from sim_kernel import Resume, Thread
 
 from regrow.rendezvous import _questions as questions
