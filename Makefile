@@ -9,9 +9,10 @@
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
-# Test processes at once, more arguments for pytest, those of the benchmarks that have bounds, and
-# how often `repeat` and `soak` repeat.
+# Test processes at once (of `hosts`, each has a job of four), more arguments for pytest, those of
+# the benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
 JOBS ?= 4
+HOSTS_JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
 SIMULATE_ARGS ?= --seeds 1000 --events 1000000
@@ -31,7 +32,7 @@ test: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 hosts: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -n $(JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py
