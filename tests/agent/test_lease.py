@@ -14,7 +14,7 @@ from processes import alive, wait_until
 
 from regrow.agent._lease import Lease
 
-#: An agent whose lease is renewed every 50 ms as long as it runs, and lasts 2 s.
+#: An agent whose lease is renewed every 50 ms as long as it runs, and lasts 3 s.
 AGENT = """
 import sys, threading, time
 from regrow.agent import LocalElasticAgent, WorkerSpec
@@ -28,7 +28,7 @@ class Leased(LocalRendezvousHandler):
     def keep_lease(self, renewed):
         def beat():
             while True:
-                renewed(time.monotonic() + 2)
+                renewed(time.monotonic() + 3)
                 time.sleep(0.05)
         threading.Thread(target=beat, daemon=True).start()
         return lambda: None
