@@ -428,6 +428,21 @@ def test_a_failure_that_a_lost_node_caused_is_charged_to_nobody(make_job: MakeJo
     assert b.told(Judged) == judged
 
 
+def test_the_judgement_is_told_also_to_who_is_back_for_the_next_round(make_job: MakeJob) -> None:
+    job = make_job(1, 3)
+    a, b, c = job.seated("a", "b", "c")
+    c.driver.cut("its host is down")
+    judging = Background(lambda: a.handler.report_failure("a collective failed"))
+    b.told(RoundEnded)
+    back = b.join()
+    job.rounds.until(lambda: any(isinstance(e, Join) and e.token == 1 for e in job.rounds.events))
+    job.rounds.post(Lost(c.id, "nothing was heard of it"))
+    assert b.told(Judged) == judging.result()
+    a.join().result()
+    assert back.result().round == 2
+    assert b.untold == 0
+
+
 def test_a_failure_in_a_round_that_is_over_without_this_node_charges_nobody(
     make_job: MakeJob,
 ) -> None:
