@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -137,6 +137,27 @@ def test_the_store_of_a_round_is_reached_without_asking_the_name_service(
     store = a.round_store(1)
     store.set("key", b"value")
     assert store.get("key") == b"value"
+
+
+def test_a_server_that_is_gone_behind_a_proxy_that_is_not_is_out_of_reach(
+    own: ServerProcess, drive: Meet
+) -> None:
+    a = drive(own.endpoint)
+    port = int(own.endpoint.rpartition(":")[2])
+    own.close()
+    with socket.create_server(("127.0.0.1", port)) as proxy:
+
+        def hang_up() -> None:
+            with suppress(OSError):
+                while True:
+                    proxy.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(RendezvousConnectionError, match="it closed the connection"):
+            a.beat("a", 1, PATIENCE)
+        proxy.shutdown(socket.SHUT_RDWR)
+        thread.join()
 
 
 def test_following_blocks_until_something_is_new(pair: tuple[ServerDriver, ServerDriver]) -> None:

@@ -42,6 +42,7 @@ from regrow.store import (
     StoreClosedError,
     StoreConnectionError,
     StoreError,
+    StoreProtocolError,
     StoreSessionLost,
     StoreTimeout,
 )
@@ -196,16 +197,24 @@ class ServerDriver:
             self._check()
             try:
                 client = self._line.client(max(deadline - time.monotonic(), 0.0))
+            except StoreProtocolError as error:  # what listens there is not the server any more
+                raise RendezvousConnectionError(self._unreachable(error)) from error
+            except StoreError as error:
+                raise self._failed(error) from error
+            try:
                 return self._asked(client, body, max(deadline - time.monotonic(), 0.0), nudge)
             except StoreSessionLost:
                 self._line.drop(client)
-            except StoreClosedError as error:
-                self._check()
-                raise RendezvousConnectionError(self._unreachable(error)) from error
-            except (StoreConnectionError, StoreTimeout) as error:
-                raise RendezvousConnectionError(self._unreachable(error)) from error
             except StoreError as error:
-                raise self._nonsense(str(error)) from error
+                raise self._failed(error) from error
+
+    def _failed(self, error: StoreError) -> RendezvousError:
+        """What a call that failed means to whoever made it."""
+        if isinstance(error, StoreClosedError):
+            self._check()
+        if isinstance(error, StoreConnectionError | StoreTimeout):
+            return RendezvousConnectionError(self._unreachable(error))
+        return self._nonsense(str(error))
 
     def _asked(
         self, client: StoreClient, body: bytes, timeout: float, nudge: float | None
