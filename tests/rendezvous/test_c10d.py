@@ -127,6 +127,28 @@ def test_a_host_that_knows_its_own_name_as_loopback_gives_the_others_the_name(
         assert (place.reach, place.addr) == ("this-host", "this-host")
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_host_whose_name_is_not_known_yet_or_not_as_its_own_serves_when_it_is(
+    create: Create, port: int, monkeypatch: pytest.MonkeyPatch, *, known: bool
+) -> None:
+    """As that of a pod that was started a moment ago."""
+    look_up, asked = socket.getaddrinfo, []
+
+    def found(host: str, *args: Any, **options: Any) -> Any:
+        if host != "pod-0.train":
+            return look_up(host, *args, **options)
+        asked.append(host)
+        if len(asked) < 3 and not known:
+            raise socket.gaierror("unknown")
+        address = ELSEWHERE if len(asked) < 3 else "127.0.0.1"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    monkeypatch.setattr("regrow.rendezvous._c10d.LOOK_AGAIN", 0.1)
+    first, second = create(f"pod-0.train:{port}"), create(f"pod-0.train:{port}")
+    assert (serves(first), serves(second)) == (True, False)
+
+
 def test_who_is_told_to_serve_serves_behind_any_address(create: Create, port: int) -> None:
     host = create(f"{ELSEWHERE}:{port}", is_host="true", local_addr="10.9.8.7")
     other = create(f"127.0.0.1:{port}", is_host="false")

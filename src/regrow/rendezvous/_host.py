@@ -116,6 +116,11 @@ def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> ServerProce
         ) from error
 
 
+def is_address(host: str) -> bool:
+    """Whether it is an address, and not a name that may come to mean another one."""
+    return _family(host) is not None
+
+
 def _family(host: str) -> socket.AddressFamily | None:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
