@@ -31,7 +31,18 @@ from regrow.rendezvous import (
     RoundEnded,
 )
 from regrow.rendezvous._driver import View
-from regrow.rendezvous._news import Event, Failed, Heard, Join, Leave, Leaving, Lost, Node
+from regrow.rendezvous._news import (
+    Event,
+    Failed,
+    Heard,
+    Join,
+    Leave,
+    Leaving,
+    Lost,
+    Node,
+    Refused,
+    Seated,
+)
 from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._touch import Touch
 from regrow.rendezvous._waiting import Told
@@ -527,7 +538,7 @@ def test_a_lease_that_ran_out_while_the_process_was_stopped_is_not_renewed_in_si
     touch.subscribe(told.append)
     touch._id, touch._told = "a", Told(round=1)
     touch._beaten = time.monotonic() - 60.0
-    touch._renew("a", time.monotonic(), holds=True)
+    touch._renew("a", 0, time.monotonic(), holds=True)
     (ended,) = told
     assert isinstance(ended, RoundEnded)
     assert "lost touch" in ended.why
@@ -581,6 +592,78 @@ def test_no_lease_is_renewed_of_a_seat_that_is_lost(make_job: MakeJob) -> None:
     count, beats = len(leases), a.driver.beats
     job.rounds.until(lambda: a.driver.beats > beats + 3)
     assert len(leases) == count
+
+
+def test_workers_of_a_seat_that_was_given_up_are_not_left_the_rest_of_their_lease(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 1)
+    (a,) = job.seated("a")
+    leases: list[float] = []
+    a.handler.keep_lease(leases.append)
+    eventually(lambda: leases[-1] > time.monotonic())
+    job.rounds.post(Lost(a.id, "silence"))
+    assert a.told(RoundEnded).why == "the others have given it up"
+    assert leases[-1] <= time.monotonic()
+    job.meet(a)
+    eventually(lambda: leases[-1] > time.monotonic())
+
+
+def test_the_rest_of_a_lease_ends_also_where_another_node_had_ended_the_round(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(1, 2)
+    a, b = job.seated("a", "b")
+    leases: list[float] = []
+    a.handler.keep_lease(leases.append)
+    eventually(lambda: leases[-1] > time.monotonic())
+    job.rounds.post(Leaving(b.id, 1, "its host is shut down"))
+    a.told(RoundEnded)
+    assert leases[-1] > time.monotonic()  # its workers may save what they have
+    job.rounds.post(Lost(a.id, "its connection broke"))
+    eventually(lambda: leases[-1] <= time.monotonic())
+
+
+@pytest.mark.parametrize("news", [None, Refused("a", 1, "it went on without it")])
+def test_no_answer_to_an_earlier_beat_revives_a_lease(news: Refused | None) -> None:
+    touch = Touch(FakeDriver(FakeRounds(1, 1)), Bounds(), patience=5.0)
+    leases: list[float] = []
+    touch.keep_lease(leases.append)
+    touch._id, touch._beaten = "a", time.monotonic()
+    touch.seat(Seated("a", 1, 0, 1, "host", "digest", 1, 0))
+    touch._renew("a", 1, time.monotonic(), holds=True)
+    assert leases[-1] > time.monotonic()
+    touch._hear("a", View(2, news, 0, None))
+    over = leases[-1]
+    assert over <= time.monotonic()
+    touch._renew("a", 1, time.monotonic(), holds=True)
+    touch._hear("a", View(3, news, 0, None))
+    late: list[float] = []
+    touch.keep_lease(late.append)
+    assert (leases[-1], late) == (over, [over])
+    touch.view = None
+    touch.seat(Seated("a", 3, 0, 1, "host", "digest", 1, 0))
+    touch._renew("a", 1, time.monotonic(), holds=True)  # on its way since round 1
+    assert leases[-1] == over
+    touch._lapse()  # begun before the node had its new seat
+    touch._renew("a", 3, time.monotonic(), holds=True)
+    assert leases[-1] > time.monotonic()
+    assert len(leases) == 4  # none, one, its end, the next
+
+
+def test_what_is_answered_to_an_old_life_is_not_heard_in_the_new_one() -> None:
+    class Slow(FakeDriver):
+        """The node comes back as a new one while a call of the old one is under way."""
+
+        def submit(self, event: Event, timeout: float) -> View:
+            touch.live("new")
+            return View(1, None, 0, None)
+
+    touch = Touch(Slow(FakeRounds(1, 1)), Bounds(), patience=5.0)
+    touch.live("old")
+    touch.call(Leaving("old", 1, "its host is shut down"), 1.0)
+    assert touch.view is None
+    touch.stop()
 
 
 # --- losing touch

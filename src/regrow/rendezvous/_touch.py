@@ -10,7 +10,9 @@ view.
 **The lease** counts from when a beat was *sent*: whoever answered it may have done so at once, and
 counts the silence from then. So a node that gets no answer knows when its lease ends without
 asking anyone, and that is when it says that touch is lost. Its workers are killed then, by another
-process that was told of each renewal; this one only finds out what to do next.
+process that was told of each renewal; this one only finds out what to do next. A node that hears
+that it was given up ends the lease at once, since its seat may be another's already. No answer to a
+beat for that seat moves it on again; the next seat has a lease of its own.
 
 **A life** is one id of the node. When the others have given the node up it comes back under a new
 id, and the thread that followed the old one ends at its next turn; what is still said about the
@@ -29,8 +31,8 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
-from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated
-from regrow.rendezvous._waiting import Told, tidings
+from regrow.rendezvous._news import Close, Heard, Join, RoundEnded, Seated
+from regrow.rendezvous._waiting import Told, given_up, tidings
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ class Touch:
         self._beaten = 0.0
         self._trouble = "nobody answers"
         self._lease = 0.0
+        self._given_up = False
+        self._keeping = threading.Lock()  # what the keepers are told is told in order
         self._threads: set[threading.Thread] = set()
         self._telling = threading.RLock()
         self._news: deque[Tidings] = deque()
@@ -117,9 +121,9 @@ class Touch:
         """
         said = self._driver.submit(event, timeout)
         with self.changed:
-            id = self._id
             self._answer(time.monotonic())  # however long it took: no lease follows from it
         if not isinstance(event, Close):  # which is no news to a node that has its seat
+            id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
             self._hear(id, said)
         return said
 
@@ -127,6 +131,7 @@ class Touch:
         """The node takes its seat: from now on its agent is told about this round."""
         with self.changed:
             self._token, self._told = seated.round, Told(seated.round)
+            self._given_up = False
             self._beat_now = True
             self._beaten = time.monotonic()
             self.changed.notify_all()
@@ -170,7 +175,7 @@ class Touch:
 
     def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
         """See `PushingRendezvousHandler.keep_lease`."""
-        with self.changed:  # or a later time could be overtaken by this one
+        with self._keeping:
             renewed(self._lease or time.monotonic())
             return self._add(self._keepers, renewed)
 
@@ -252,7 +257,7 @@ class Touch:
                 self._trouble = str(error)
                 pause /= 4
             else:
-                self._renew(id, sent, holds)
+                self._renew(id, token, sent, holds)
                 if not holds and token:
                     self._hear(id, self._driver.peek(id))
             with self.changed:
@@ -291,26 +296,44 @@ class Touch:
             self._told, news = tidings(before, view, id)
             self._news += news
             over = self._told.ended is not None and before.ended is None
+            lapses = given_up(self._told, view) and not self._given_up
+            self._given_up = self._given_up or lapses
             self.changed.notify_all()
+        if lapses:
+            self._lapse()
         if over:
             self._driver.end_round_store()
         self._tell()
 
-    def _renew(self, id: str, sent: float, holds: bool) -> None:
+    def _renew(self, id: str, token: int, sent: float, holds: bool) -> None:
         if sent > self._beaten + self._bounds.lease:
             # The lease ran out while this process was stopped, and others may have counted on it.
             self._lose(id)
         self._beaten = sent
-        with self.changed:
-            if self._over(id):
-                return
-            self._answer(sent)
-            if holds:
+        with self._keeping:
+            with self.changed:
+                if self._over(id):
+                    return
+                self._answer(sent)
+                if not holds or token != self._token or self._given_up:
+                    return
                 self._lease = max(self._lease, sent + self._bounds.lease)
+            self._tell_keepers()
+
+    def _lapse(self) -> None:
+        """The seat was given up, so the workers in it may run no longer."""
+        with self._keeping:
+            with self.changed:
+                if not self._given_up:  # the node has another seat by now
+                    return
+                self._lease = time.monotonic()
+            self._tell_keepers()
+
+    def _tell_keepers(self) -> None:
+        with self.changed:
             lease, keepers = self._lease, tuple(self._keepers.values())
-        if holds:
-            for renewed in keepers:
-                renewed(lease)
+        for renewed in keepers:
+            renewed(lease)
 
     def _answer(self, at: float) -> None:
         """Somebody was there at that time."""

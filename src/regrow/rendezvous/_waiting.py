@@ -147,6 +147,11 @@ def tidings(told: Told, view: View, id: str) -> tuple[Told, tuple[Tidings, ...]]
     return told, tuple(news)
 
 
+def given_up(told: Told, view: View) -> bool:
+    """Return whether the others have given up the seat that the node was told of."""
+    return bool(told.round) and (view.news is None or isinstance(view.news, Refused))
+
+
 def explain_timeout(state: Round, run_id: str, id: str, timeout: float) -> str:
     """Say what a node waited for in vain, how long, and who was missing."""
     waited = f"the rendezvous '{run_id}': node {id} waited {timeout:g} s for "
