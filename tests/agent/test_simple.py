@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState, _ranks
 from regrow.agent import _decide as core
 from regrow.agent._inbox import Inbox, signals_into
 from regrow.agent._words import Signaled
@@ -22,7 +23,7 @@ from regrow.rendezvous import (
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from regrow.store import MemoryStore, StoreSessionLost
+from regrow.store import MemoryStore, PrefixStore, StoreSessionLost
 from regrow.workers import ProcessFailure, SignalException
 
 
@@ -141,6 +142,122 @@ def test_a_connection_that_breaks_while_ranks_are_exchanged_costs_a_round_and_no
     agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
     assert not agent.run().is_failed()
     assert "round 1 cannot begin, so the next one is due: the session is lost" in caplog.text
+
+
+class DistNetworkError(RuntimeError):
+    """As torch calls it."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StoreSessionLost("the session is lost after 0.5 s of grace"), DistNetworkError("broken pipe")],
+    ids=lambda error: type(error).__name__,
+)
+def test_who_loses_the_store_in_the_exit_barrier_goes_on_to_the_next_round(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lost(MemoryStore):
+        def wait(self, *args: Any, **options: Any) -> None:
+            raise error
+
+    agent = Agent([SUCCEEDED, SUCCEEDED], max_restarts=0)
+    rounds = [round_of_two(Lost(), 1), RendezvousInfo(MemoryStore(), 0, 1, WHERE, 2, 0)]
+    agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
+    assert not agent.run().is_failed()
+    assert agent.calls.count("start") == 2
+    assert "lost the store of round 1 while waiting for the other agents" in caplog.text
+    assert str(error) in caplog.text
+
+
+def test_an_exit_barrier_that_takes_too_long_is_logged_and_passed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    agent = Agent([SUCCEEDED], max_restarts=0)
+    agent._exit_barrier_timeout = 0.01
+    rounds = [round_of_two(MemoryStore(), 1)]
+    agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
+    assert not agent.run().is_failed()
+    assert "Error waiting on the exit barrier for 2 agents" in caplog.text
+
+
+WHERE = RendezvousStoreInfo("127.0.0.1", 29501)
+
+
+def round_of_two(store: MemoryStore, number: int) -> RendezvousInfo:
+    """A round in which the other agent has said what it has."""
+    store.set(f"{_ranks.ROLE_INFO_PREFIX}1", _ranks.RoleInfo("trainer", 1, 2).encode())
+    return RendezvousInfo(store, 0, 2, WHERE, number, 0)
+
+
+class Brief(Agent):
+    """Every second of its rounds is over as soon as the workers have been started."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._round % 2 == 0:
+            worker_group.store.close()
+        return super()._start_workers(worker_group)
+
+
+def join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def together(*calls: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_the_rounds_of_a_long_job_leave_no_keys_behind() -> None:
+    keys = MemoryStore(20)
+    agents = [Brief([]) for _ in range(3)]
+
+    def meet(rank: int, number: int) -> None:
+        store = PrefixStore(f"round.{number}", keys.session())
+        info = RendezvousInfo(store, rank, 3, WHERE, number, 0)
+        agents[rank].rendezvous.next_rendezvous = lambda: info  # type: ignore[method-assign]
+        agents[rank]._initialize_workers(agents[rank].get_worker_group())
+
+    def clear() -> None:
+        join(t for t in threading.enumerate() if t.name == "regrow-leftovers")
+
+    for number in range(1, 50):
+        join(together(*(partial(meet, rank, number) for rank in range(3))))
+        clear()
+        if number % 2:  # two are done when the third ends the round
+            assert keys.num_keys() == 0
+            waiting = together(agents[0]._exit_barrier, agents[2]._exit_barrier)
+            counted = f"round.{number}/torchelastic/agent/terminal_state/num_members"
+            seen = keys.watch([counted])
+            while seen.changes[0].value != b"2":
+                seen = keys.watch([counted], seen.revision)
+            for agent in agents:
+                agent.get_worker_group().store.close()
+            join(waiting)
+        else:
+            assert keys.num_keys() == 3 * 2 + 1
+    join(together(*(partial(meet, rank, 51) for rank in range(3))))
+    clear()
+    assert keys.num_keys() == 0
+
+
+def test_keys_of_a_store_that_cannot_delete_stay_there() -> None:
+    class Keeping(MemoryStore):
+        def delete_key(self, key: str, /) -> bool:
+            refused.append(key)
+            raise RuntimeError("deleteKey not implemented")
+
+    refused: list[str] = []
+    agent = Agent([])
+    rounds = [round_of_two(Keeping(), 1)]
+    agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
+    agent._initialize_workers(agent.get_worker_group())
+    join(t for t in threading.enumerate() if t.name == "regrow-leftovers")
+    assert refused == ["torchelastic/role_info/0"]
+    assert agent.get_worker_group().state is HEALTHY
 
 
 def test_what_is_left_of_a_failed_group_is_stopped_before_the_back_off(

@@ -25,6 +25,9 @@ from regrow.utils import get_logger
 from regrow.workers import SignalException
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from regrow.agent._leftovers import Leftovers
     from regrow.rendezvous import RendezvousStoreInfo
     from regrow.store import Store
 
@@ -45,6 +48,7 @@ class AttemptSteps(AgentRecords):
     _starting: threading.Lock  # held while workers are being started
     _leaving: bool  # the agent has begun to leave the job: start nothing any more
     _lease: Lease
+    _leftovers: Leftovers | None = None  # made when there are some
     _over: int  # the latest round that the rendezvous says is over
 
     _start_workers: Callable[[WorkerGroup], dict[int, Any]]
@@ -122,6 +126,8 @@ class AttemptSteps(AgentRecords):
             assignment = _ranks.Assignment(base, world_size, base, world_size)
         else:
             own = _ranks.RoleInfo(spec.role, group_rank, size)
+            if group_world_size > 1:
+                self._leave_behind(store, _ranks.keys_of(group_rank))
             assignment = _ranks.exchange(store, own, group_world_size)
         return _ranks.workers(assignment, size)
 
@@ -144,6 +150,16 @@ class AttemptSteps(AgentRecords):
                 self._record(self._construct_event("START", EventSource.WORKER, worker))
             worker_group.state = WorkerState.HEALTHY
             self._emit_attempt_started()
+        if self._leftovers is not None and worker_group.store is not None:
+            self._leftovers.clear(worker_group.store)
+
+    def _leave_behind(self, store: Store, keys: Sequence[str]) -> None:
+        """Note keys that are of no use any more once workers have been started again."""
+        if self._leftovers is None:
+            from regrow.agent._leftovers import Leftovers
+
+            self._leftovers = Leftovers()
+        self._leftovers.add(store, keys)
 
     def _next_attempt(self) -> int:
         """The number of the attempt in the latest round.
@@ -174,16 +190,22 @@ class AttemptSteps(AgentRecords):
         self._end_attempt(self._last_result if unhealthy else RunResult(WorkerState.STOPPED))
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until every agent of the round is done; a failure of that is logged, no more.
+        """Wait until every agent of the round is done; that one takes too long is logged, no more.
+
+        An agent that has lost the round's store cannot know what became of the others, who may
+        still be at work and count on another round. So it goes on to the next one with them; if
+        they are done, it is told there that the job is over.
 
         Returns:
-            False if the round ended meanwhile, so that its work is not done.
+            False if the round ended meanwhile, or its store was lost, so that its work may not be
+            done.
         """
         world_size = self._worker_group.group_world_size
         if world_size is None or world_size == 1 or self._store is None:
             return True
         from regrow.utils import store as store_util
 
+        self._leave_behind(self._store, store_util.barrier_keys(_TERMINAL_STATE_SYNC_ID))
         self._in_exit_barrier = True
         try:
             store_util.barrier(
@@ -195,7 +217,14 @@ class AttemptSteps(AgentRecords):
         except SignalException:
             raise
         except Exception as error:
-            if self._numbered and _round_is_over(error):
+            if self._numbered and (_is_cut_off(error) or _is_torchs_cut_off(error)):
+                if not _round_is_over(error):
+                    logger.warning(
+                        "lost the store of round %s while waiting for the other agents, so the "
+                        "next one is due: %s",
+                        self._round,
+                        error,
+                    )
                 return False
             logger.exception("Error waiting on the exit barrier for %s agents", world_size)
         finally:
@@ -219,6 +248,10 @@ def _is_cut_off(error: Exception) -> bool:
     from regrow.store import StoreConnectionError
 
     return isinstance(error, StoreConnectionError)
+
+
+def _is_torchs_cut_off(error: Exception) -> bool:
+    return type(error).__name__ == "DistNetworkError"  # by its name: torch is not loaded here
 
 
 def _call(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:

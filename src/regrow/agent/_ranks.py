@@ -98,6 +98,11 @@ def exchange(store: Store, own: RoleInfo, group_world_size: int) -> Assignment:
     return _decode(store.get(f"{ASSIGNED_RANKS_PREFIX}{own.rank}"))
 
 
+def keys_of(rank: int) -> tuple[str, str]:
+    """Names of what `exchange` leaves of one agent; once that has its ranks, nobody reads them."""
+    return f"{ROLE_INFO_PREFIX}{rank}", f"{ASSIGNED_RANKS_PREFIX}{rank}"
+
+
 def workers(assignment: Assignment, local_world_size: int) -> list[Worker]:
     """This agent's workers under `assignment`."""
     return [

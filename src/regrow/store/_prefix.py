@@ -30,6 +30,10 @@ class PrefixStore:
         """The store this is a view of."""
         return self._store
 
+    def over(self, store: Store) -> PrefixStore:
+        """Return a view of the same names in another store, or through another handle on it."""
+        return PrefixStore(self._prefix[:-1], store)
+
     @property
     def characteristics(self) -> Characteristics:
         """What the store below declares."""

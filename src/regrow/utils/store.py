@@ -118,6 +118,11 @@ def barrier(
         raise type(error)(text) from None
 
 
+def barrier_keys(key_prefix: str) -> tuple[str, str]:
+    """Names of the keys that a barrier leaves, unless its members gave their ranks."""
+    return key_prefix + _NUM_MEMBERS, key_prefix + _LAST_MEMBER
+
+
 def _check_in(store: _Store, world_size: int, key_prefix: str) -> str:
     """Count this member in; returns the key that the last one sets."""
     last_member = key_prefix + _LAST_MEMBER
