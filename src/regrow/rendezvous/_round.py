@@ -57,6 +57,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import islice
 
+from regrow.rendezvous._growing import Dwindling, Growing
 from regrow.rendezvous._news import (
     Close,
     Effect,
@@ -173,7 +174,8 @@ def _admit(state: Round, node: Node) -> Step:
     awaited = state.awaited - {node.id}
     state = replace(state, awaited=awaited, version=state.version + 1)
     if not state.complete and state.free > 0:
-        state = replace(state, members={**state.members, node.id: node})
+        members = state.members if isinstance(state.members, Growing) else Growing(state.members)
+        state = replace(state, members=members.plus(node.id, node))
         after, effects = _settle(state)
         placed = () if after.complete else (Placed(node.id, "forming"),)
         return after, (*told, *placed, *effects)
@@ -277,7 +279,7 @@ def _end(state: Round, id: str, why: str, report: str = "") -> Round:
         ranks={},
         digest="",
         previous=state.ranks,
-        awaited=frozenset(state.members) - state.gone,
+        awaited=Dwindling({id: None for id in state.members if id not in state.gone}),
         ended=RoundEnded(state.number, id, why, report),
         charged=False,
         gone=frozenset(),

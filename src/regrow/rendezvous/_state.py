@@ -8,7 +8,7 @@ So every question about the rounds is a function of the state alone. How it come
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import islice
 from zlib import crc32
@@ -37,9 +37,9 @@ class Round:
     """Waiting or standing by, in order of arrival."""
     previous: Mapping[str, int] = field(default_factory=dict)
     """The ranks of the last complete round, which ranks to come follow."""
-    awaited: frozenset[str] = frozenset()
+    awaited: Set[str] = frozenset()
     """Members of the round before, not back since it ended, each with a seat kept."""
-    unheard: frozenset[str] = frozenset()
+    unheard: Set[str] = frozenset()
     """Those of `awaited` that must be heard of before the failure in `ended` is judged."""
     evicting: bool = False
     """The last call is over: the leases of those in `awaited` are no longer renewed."""
