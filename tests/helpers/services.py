@@ -62,8 +62,8 @@ class Notebook:
         self.told.append("resumed")
         return []
 
-    def ended(self, session: Hashable, why: str, now: float) -> list[Answer]:
-        self.told.append(f"ended: {why}")
+    def ended(self, session: Hashable, why: str, closed: bool, now: float) -> list[Answer]:
+        self.told.append(f"ended: {why}" if closed else f"ended, not closed: {why}")
         for key in [key for key in self.parked if key[0] == session]:
             del self.parked[key]
         return []

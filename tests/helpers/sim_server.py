@@ -130,9 +130,9 @@ class SimServer:
     def resumed(self, session: object) -> None:
         self.send(self.service.resumed(session, self._clock))
 
-    def ended(self, session: object, why: str) -> None:
+    def ended(self, session: object, why: str, closed: bool) -> None:
         if self.sessions.pop(session, None) is not None:
-            self.send(self.service.ended(session, why, self._clock))
+            self.send(self.service.ended(session, why, closed, self._clock))
 
 
 class Line:
@@ -309,5 +309,5 @@ class Line:
 
     def _grace_over(self, session: object, connection: int) -> None:
         if self.connection == connection and not self.connected:
-            why = "its connection was closed"
-            self.server.take(lambda: self.server.ended(session, why))
+            why, closed = "its connection was closed", not self.agent.alive
+            self.server.take(lambda: self.server.ended(session, why, closed))

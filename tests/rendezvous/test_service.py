@@ -162,10 +162,40 @@ def test_a_node_is_lost_with_its_session(pair: Server) -> None:
     waiting = pair.follow("a", pair.view(pair.follow("a")))
     pair.deliver(pair.service.suspended("b", pair.now))
     assert waiting not in pair.mail  # it may come back
-    pair.deliver(pair.service.ended("b", "its connection broke", pair.now))
+    pair.deliver(pair.service.ended("b", "its connection broke", True, pair.now))
     assert pair.view(waiting).news == RoundEnded(1, "b", "its connection broke")
     assert pair.news("b") is None
     assert not pair.beat("b", 1)
+
+
+def test_a_node_whose_connection_was_reset_keeps_its_seat_until_its_lease_is_over(
+    pair: Server,
+) -> None:
+    waiting = pair.follow("a", pair.view(pair.follow("a")))
+    begin = pair.now
+    assert pair.beat("b", 1)
+    pair.deliver(pair.service.suspended("b", pair.now))
+    pair.deliver(pair.service.ended("b", "its connection broke", False, pair.now))
+    while pair.now < begin + GIVEN_UP - 0.1:
+        pair.beat("a", 1)
+        pair.until(pair.now + 0.1)
+    assert waiting not in pair.mail
+    while waiting not in pair.mail:
+        pair.beat("a", 1)
+        pair.until(pair.now + 0.1)
+    news = pair.view(waiting).news
+    assert isinstance(news, RoundEnded)
+    assert news.id == "b"
+    assert "nothing was heard of it" in news.why
+    assert "b" not in pair.service._jobs["job"].lives
+
+
+def test_a_node_that_comes_back_too_late_after_a_reset_is_a_new_one(pair: Server) -> None:
+    pair.deliver(pair.service.suspended("b", pair.now))
+    pair.deliver(pair.service.ended("b", "its connection broke", False, pair.now))
+    again = pair.submit("b, again", Join(Node("b", "b.host"), 1))
+    assert isinstance(again.news, Refused)
+    assert isinstance(pair.submit("b, again", Join(Node("c", "b.host"))).news, Placed)
 
 
 def test_a_session_that_comes_back_goes_on(pair: Server) -> None:
@@ -373,7 +403,7 @@ def test_an_explanation_is_not_as_long_as_the_list_of_all_nodes() -> None:
 def test_jobs_do_not_see_each_other(pair: Server) -> None:
     other = pair.submit("c", Join(Node("a", "c.host")), job="other")
     assert other.news == Placed("a", "forming")
-    pair.deliver(pair.service.ended("c", "why", pair.now))
+    pair.deliver(pair.service.ended("c", "why", True, pair.now))
     assert isinstance(pair.news("a"), Seated)
 
 
@@ -387,8 +417,8 @@ def test_a_job_is_forgotten_when_nobody_is_left_in_it(pair: Server) -> None:
     assert isinstance(said, questions.Told)
     assert said.life == "life 2"  # nothing that the first life left in the store is seen
     for name in ("a", "b"):
-        pair.deliver(pair.service.ended(name, "it closed its connection", pair.now))
-    pair.deliver(pair.service.ended("c", "it closed its connection", pair.now))
+        pair.deliver(pair.service.ended(name, "it closed its connection", True, pair.now))
+    pair.deliver(pair.service.ended("c", "it closed its connection", True, pair.now))
     pair.until(pair.now + FORGET + 1)
     assert pair.service._jobs == {}
     assert pair.service.deadline is None
@@ -405,7 +435,7 @@ def test_a_job_that_somebody_is_about_to_join_is_not_forgotten() -> None:
 def test_a_question_that_is_cancelled_is_forgotten(pair: Server) -> None:
     waiting = pair.follow("a", pair.view(pair.follow("a")))
     pair.service.cancelled("a", waiting)
-    pair.deliver(pair.service.ended("b", "why", pair.now))
+    pair.deliver(pair.service.ended("b", "why", True, pair.now))
     assert waiting not in pair.mail
     assert pair.service._jobs["job"].followers == {}
 
@@ -462,7 +492,7 @@ def test_who_stands_by_hears_that_it_has_the_seat_of_a_lost_member(pair: Server)
     over = pair.view(waiting)
     assert over.news == Placed("c", "standby")
     waiting = pair.follow("c", over)
-    pair.deliver(pair.service.ended("b", "its connection broke", pair.now))
+    pair.deliver(pair.service.ended("b", "its connection broke", True, pair.now))
     assert pair.view(waiting).news == Placed("c", "forming")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -287,6 +288,31 @@ def test_a_question_survives_a_broken_connection(server: ServerThread, book: Not
         assert client.ask("book", b"answer:a", PATIENCE) == b"1"
         assert waiting.result() == b"woken:a"
     proxy.stop()
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_service_learns_whether_a_connection_was_closed_or_reset(
+    server: ServerThread, book: Notebook, reset: bool
+) -> None:
+    sock, _ = shaken(server)
+    sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
+    eventually(lambda: bool(book.parked))
+    if reset:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+    ended = "ended, not closed" if reset else "ended"
+    eventually(lambda: book.told[-1] == f"{ended}: its connection broke")
+
+
+def test_that_a_client_is_cut_off_is_no_word_of_its_end(
+    server: ServerThread, book: Notebook
+) -> None:
+    sock, _ = shaken(server)
+    sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
+    sock.sendall((1 << 31).to_bytes(wire.HEADER, "big"))
+    over = "ended, not closed: it broke the protocol of the store"
+    eventually(lambda: book.told[-1:] == [over])
+    sock.close()
 
 
 def test_a_question_in_a_hurry_is_followed_by_more_until_it_is_answered(

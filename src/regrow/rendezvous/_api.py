@@ -262,7 +262,8 @@ class PushingRendezvousHandler(RendezvousHandler):
         Args:
             renewed: called with a time on the monotonic clock (seconds), at once and whenever it
                 moves on, from any thread; it must neither block nor raise. Before the first beat
-                of a seat is answered the time is over. Never called where there is no lease.
+                of a seat is answered, and once the seat was given up, the time is over. Never
+                called where there is no lease.
 
         Returns:
             A function that ends it.

@@ -10,8 +10,10 @@ changes. How many nodes wait is gathered for a moment before the members are tol
 arrivals are told once.
 
 **Who is alive.** A node lives as long as the session that joined it. When the session is over,
-because its client said so or did not come back within its grace, the node is lost at once. One
-whose host is silent keeps its session, and is given up by `_patience` when its beats stop coming.
+because its client said so, or closed its connection and did not come back within its grace, the
+node is lost at once. A connection that was reset does not show that anybody has ended; its node,
+and one whose host is silent, is given up by `_patience` when its beats stop coming, so that its
+workers have no lease any more.
 A beat says how many of them were answered, and counts when that has grown: who is heard but cannot
 hear has no lease any more, and would keep the others waiting for it. The server calls this service
 when it is due only after it has read what had arrived, and one look adds one keep-alive interval of
@@ -137,12 +139,12 @@ class RendezvousService:
         """See `Service`; what the client still wants to know, it asks again."""
         return []
 
-    def ended(self, session: Hashable, why: str, now: float) -> list[Answer]:
-        """See `Service`; the nodes of the session are lost."""
+    def ended(self, session: Hashable, why: str, closed: bool, now: float) -> list[Answer]:
+        """See `Service`; the nodes of the session are lost, if their process has ended."""
         self.suspended(session, now)
         client = self._clients.pop(session, None)
         out: list[Answer] = []
-        for run_id, node in client.lives if client else ():
+        for run_id, node in client.lives if client and closed else ():
             job = self._jobs[run_id]
             out += self._apply(job, Lost(node, why), now)[1]
             self._unbind(job, node)

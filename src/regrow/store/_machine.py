@@ -138,12 +138,15 @@ class Machine:
         """The session has a connection again."""
         return self.board.resumed(session) if session.services else []
 
-    def end(self, session: Session, why: str = "its connection broke") -> list[Outgoing]:
+    def end(
+        self, session: Session, why: str = "its connection broke", closed: bool = True
+    ) -> list[Outgoing]:
         """The session is over: delete its keys.
 
         Args:
             session: may be over already; then nothing happens.
             why: what became of its client, for the services.
+            closed: whether the client's side closed its last connection, for them too.
         """
         if session.ended:
             return []
@@ -152,7 +155,7 @@ class Machine:
         self.sessions.pop(session.id, None)
         self._space.drop_owner(session)
         out = self._woken([])
-        return out + self.board.ended(session, why) if session.services else out
+        return out + self.board.ended(session, why, closed) if session.services else out
 
     def handle(self, session: Session, request: wire.Request) -> list[Outgoing]:
         """Carry out a request; return what to send, the session's own answer first.

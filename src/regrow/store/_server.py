@@ -182,7 +182,7 @@ class StoreServer:
         if session.ended:
             return
         self.send(self.machine.suspend(session))
-        self._start_grace(session, session.grace)
+        self._start_grace(session, session.grace, connection.closed)
         self.flush()
 
     def handle(self, session: Session, request: wire.Request) -> None:
@@ -214,21 +214,21 @@ class StoreServer:
 
     def end(self, session: Session) -> None:
         """End a session whose client broke the protocol."""
-        self.send(self.machine.end(session, "it broke the protocol of the store"))
+        self.send(self.machine.end(session, "it broke the protocol of the store", closed=False))
 
-    def _start_grace(self, session: Session, seconds: float) -> None:
+    def _start_grace(self, session: Session, seconds: float, closed: bool) -> None:
         loop = asyncio.get_running_loop()
         self._graces[session] = loop.call_later(
-            seconds, self._grace_over, session, loop.time() + seconds
+            seconds, self._grace_over, session, loop.time() + seconds, closed
         )
 
-    def _grace_over(self, session: Session, due: float) -> None:
+    def _grace_over(self, session: Session, due: float, closed: bool) -> None:
         late = asyncio.get_running_loop().time() - due
         if late > _LATE:
-            self._start_grace(session, min(late, session.grace))
+            self._start_grace(session, min(late, session.grace), closed)
             return
         del self._graces[session]
-        self.send(self.machine.end(session, "its connection broke"))
+        self.send(self.machine.end(session, "its connection broke", closed))
         self.flush()
 
     def _set_alarm(self) -> None:
@@ -271,6 +271,8 @@ class _Connection(asyncio.BufferedProtocol):
         self.queued = 0
         """Bytes of `_out`."""
         self.session: Session | None = None
+        self.closed = False
+        """Whether the other side has closed it."""
 
     # ------------------------------------------------------- called by asyncio
 
@@ -303,6 +305,9 @@ class _Connection(asyncio.BufferedProtocol):
         if used < nbytes and not self._closing:
             self._rest += data[used:]
         self._server.flush()
+
+    def eof_received(self) -> None:
+        self.closed = True
 
     def pause_writing(self) -> None:
         self._choked = True

@@ -18,7 +18,9 @@ than asking once.
 A session is named by an object that is good for nothing but to be compared and to be a key. It
 appears with its first question. `suspended` says that its connection broke and `resumed` that it
 is back; `ended` is final and comes once, without a `suspended` before it if the client said
-goodbye. Sessions that never asked this service are none of its business.
+goodbye. It says whether the client's side closed the connection, as the kernel does for a process
+that ends. One that was reset, timed out or was cut off here proves nothing of the client. Sessions
+that never asked this service are none of its business.
 
 A service that raises has a mistake in it. It harms whoever asked, who is told; the server, its
 other sessions and later questions go on.
@@ -80,8 +82,15 @@ class Service(Protocol):
         """The session has a connection again."""
         ...
 
-    def ended(self, session: Hashable, why: str, now: float) -> Iterable[Answer]:
-        """The session is over, and its parked questions with it."""
+    def ended(self, session: Hashable, why: str, closed: bool, now: float) -> Iterable[Answer]:
+        """The session is over, and its parked questions with it.
+
+        Args:
+            session: which.
+            why: what became of it, in words.
+            closed: whether the client's side closed its last connection.
+            now: the time.
+        """
         ...
 
     def due(self, now: float) -> Iterable[Answer]:
@@ -196,11 +205,11 @@ class Switchboard:
         now = self._clock()
         return self._tell_all(session, lambda service: service.resumed(session, now))
 
-    def ended(self, session: Session, why: str) -> list[tuple[Session, Struct]]:
+    def ended(self, session: Session, why: str, closed: bool) -> list[tuple[Session, Struct]]:
         """The session is over."""
         session.asked.clear()
         now = self._clock()
-        out = self._tell_all(session, lambda service: service.ended(session, why, now))
+        out = self._tell_all(session, lambda service: service.ended(session, why, closed, now))
         session.services.clear()
         return out
 
