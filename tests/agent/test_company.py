@@ -219,9 +219,9 @@ def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) ->
 class WithLease(LocalRendezvousHandler):
     """A handler that would tell of a lease, and leaves that to the test."""
 
-    @property
-    def has_lease(self) -> bool:
-        return True
+    def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
+        renewed(monotonic())
+        return super().keep_lease(renewed)
 
 
 def test_no_worker_starts_before_the_lease_begins(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from regrow.workers import DefaultLogsSpecs
 directory = sys.argv[1]
 
 class Leased(LocalRendezvousHandler):
-    has_lease = True
     def keep_lease(self, renewed):
         def beat():
             while True:

@@ -68,8 +68,6 @@ class Company(AttemptSteps):
             endings.append(subscribe(self._take))
         keep_lease = getattr(handler, "keep_lease", None)
         if keep_lease is not None:
-            if getattr(handler, "has_lease", False):
-                self._lease.renew(0.0)  # no worker before it begins
             endings.append(keep_lease(self._renew_lease))
 
         def end() -> None:

@@ -216,14 +216,6 @@ class PushingRendezvousHandler(RendezvousHandler):
         """What it promises, in seconds: from what happens, as words, to how soon it is acted on."""
         return {}
 
-    @property
-    def has_lease(self) -> bool:
-        """Whether this node may run workers only for as long as `keep_lease` says.
-
-        Then none may be started before that has been said for the first time.
-        """
-        return False
-
     def report_failure(self, report: str) -> Judged | None:
         """Tell all that this node's workers have failed, and block until that is judged.
 

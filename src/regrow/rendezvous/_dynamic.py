@@ -130,11 +130,6 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             "a coordinator that cannot be reached ends the job": bounds.lease + reconnect,
         }
 
-    @property
-    def has_lease(self) -> bool:
-        """See base class."""
-        return True
-
     def get_backend(self) -> str:
         """See base class."""
         return self._backend
