@@ -52,7 +52,8 @@ def test_what_was_taken_from_one_version_is_in_those_before(
         left, model = versions[choice % len(versions)]
         versions.append((left - taken, model - taken))
     for left, model in versions:
-        assert left == model
+        same: object = model
+        assert left == same
         assert set(left) == model
         assert len(left) == len(model)
         assert left <= model <= left
