@@ -144,7 +144,7 @@ def test_a_host_whose_name_is_not_known_yet_or_not_as_its_own_serves_when_it_is(
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    monkeypatch.setattr("regrow.rendezvous._c10d.LOOK_AGAIN", 0.1)
+    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.1)
     first, second = create(f"pod-0.train:{port}"), create(f"pod-0.train:{port}")
     assert (serves(first), serves(second)) == (True, False)
 
@@ -210,7 +210,7 @@ def test_with_certificates_both_sides_show_one(create: Create, port: int, tmp_pa
     meet(first, second)
     for config in ({}, {"tls_ca": paper.cert}):
         with pytest.raises(RendezvousError):
-            create(f"127.0.0.1:{port}", **config)
+            create(f"127.0.0.1:{port}", read_timeout="0.3", **config)
 
 
 def test_another_program_on_the_port_is_named(port: int) -> None:
@@ -220,7 +220,7 @@ def test_another_program_on_the_port_is_named(port: int) -> None:
             other.accept()[0].close()
 
         answering = Background(hang_up)
-        params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2)
+        params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, read_timeout="0.2")
         with pytest.raises(RendezvousConnectionError, match=r"TCPStore.*see what listens there"):
             get_rendezvous_handler(params)
         answering.result()

@@ -20,6 +20,7 @@ from regrow.rendezvous import (
     RendezvousStateError,
     get_rendezvous_handler,
 )
+from regrow.rendezvous._host import Own, find_own
 from regrow.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 from regrow.store import MemoryStore
 from regrow.utils import PortReservation
@@ -96,9 +97,31 @@ def test_who_is_not_to_serve_says_whom_it_could_not_reach(port: int) -> None:
         handler(f"127.0.0.1:{port}", "a", store_type="tcp", is_host="false", read_timeout="1")
 
 
-def test_a_host_without_an_address_is_named() -> None:
-    with pytest.raises(RendezvousConnectionError, match=r"'no-such-host\.invalid' has no address"):
-        handler("no-such-host.invalid:1", "a", store_type="tcp")
+def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.1)
+    with pytest.raises(
+        RendezvousConnectionError, match=r"no-such-host\.invalid:1: .*, the last of 1 s$"
+    ):
+        handler("no-such-host.invalid:1", "a", store_type="tcp", read_timeout="1")
+
+
+def test_a_host_whose_name_is_not_known_yet_as_its_own_serves_when_it_is(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a pod that was started a moment ago."""
+    unknown = [host := "localhost"] * 2
+
+    def found(host: str, port: int) -> Own | None:
+        return None if unknown and unknown.pop() else find_own(host, port)
+
+    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.05)
+    monkeypatch.setattr("regrow.rendezvous._host.find_own", found)
+    params = RendezvousParameters("c10d", f"{host}:{port}", "job", 2, 2, store_type="tcp")
+    _, store = create_backend(params)
+    _, other = create_backend(params)
+    assert [store.timeout, other.timeout] == [timedelta(seconds=60)] * 2
+    store.set("k", "v")
+    assert other.get("k") == b"v"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ endpoint, which the first agent on its host serves (`_host`); the server runs th
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60.0  # seconds
-LOOK_AGAIN = 2.0
-"""Seconds without a server after which it is found out again whose the endpoint is, where that is
-a name; later twice as many. The name of a host that has just been started may be unknown at first,
-or mean the one before it, and then not even that host would serve."""
-LONGEST_LOOK = 15.0
-"""The most of them."""
 
 
 def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
@@ -45,7 +38,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     """
     from regrow.rendezvous._by_server import ServerDriver
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
-    from regrow.rendezvous._host import is_address, settle
+    from regrow.rendezvous._host import Tries, settle
     from regrow.rendezvous._line import Where
     from regrow.store import StoreConnectionError, StoreTimeout
 
@@ -59,8 +52,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     token, tls = credentials(params, host)
     is_host = params.get_as_bool("is_host")
-    certain = is_host is not None or is_address(host)
-    patience, deadline = LOOK_AGAIN, time.monotonic() + read_timeout
+    tries = Tries(host, is_host, read_timeout)
     while True:
         place = settle(host, port, token, tls, is_host)
         reach = _endpoint(place.reach, port)
@@ -68,8 +60,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         if tls is not None and place.reach != host:
             shown = replace(tls, server_hostname=host)
         where = Where(reach, token, shown, place.addr)
-        final, left = certain or place.here, max(deadline - time.monotonic(), 0.0)
-        limit = read_timeout if final else min(left, patience)
+        limit = tries.next(here=place.here)
         try:
             driver = ServerDriver(where, settings, limit, place.server)
             break
@@ -79,10 +70,9 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
             if not isinstance(error, RendezvousConnectionError):
                 raise
             tried = isinstance(error.__cause__, StoreConnectionError | StoreTimeout)
-            if final or not tried or limit == left:
-                what = f"{error}" if final else f"{error}, the last of {read_timeout:g} s"
+            if tries.last or not tried:
+                what = f"{error}{tries.before}"
                 raise RendezvousConnectionError(_advice(what, reach, place.here)) from error
-        patience = min(patience * 2, LONGEST_LOOK)
     return DynamicRendezvousHandler(
         driver,
         settings,

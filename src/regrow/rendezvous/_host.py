@@ -10,12 +10,17 @@ listens and the other does not.
 What the server listens on is as narrow as it can be: an address that the user gave is that address
 and no other. A name may mean different addresses on different hosts (on many systems a host's own
 name means 127.0.1.1 to itself), so there it is every address.
+
+What a name means may change: that of a host that has just been started may be unknown at first, or
+mean the one before it, and then not even that host would serve. So while no server is reached, it
+is found out again, ever more rarely.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous._credentials import is_loopback
@@ -26,6 +31,42 @@ if TYPE_CHECKING:
     from regrow.store import ServerProcess, Tls
 
 SERVICES = {"rendezvous": "regrow.rendezvous._service:create"}
+LOOK_AGAIN = 2.0
+"""Seconds without a server after which it is found out again whose the endpoint is, where that is
+a name; later twice as many."""
+LONGEST_LOOK = 15.0
+"""The most of them."""
+
+
+class Tries:
+    """How long each try to reach the server lasts before it is found out again who serves.
+
+    Args:
+        host: name or address of the endpoint; what an address means does not change.
+        is_host: what the user says about who serves, which does not either; None: find out.
+        seconds: for all tries together.
+    """
+
+    def __init__(self, host: str, is_host: bool | None, seconds: float) -> None:
+        self._certain = is_host is not None or _family(host) is not None
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._patience = LOOK_AGAIN
+        self.last = False
+        """Whether no try follows this one."""
+        self.before = ""
+        """What to add to its error: that there were others."""
+
+    def next(self, *, here: bool) -> float:
+        """Return the seconds for the next try; `here`: the endpoint is this host's own."""
+        if self._certain or here:
+            self.last, self.before = True, ""
+            return self._seconds
+        left = max(self._deadline - time.monotonic(), 0.0)
+        limit = min(left, self._patience)
+        self._patience = min(self._patience * 2, LONGEST_LOOK)
+        self.last, self.before = limit == left, f", the last of {self._seconds:g} s"
+        return limit
 
 
 class Own(NamedTuple):
@@ -114,11 +155,6 @@ def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> ServerProce
             f"this node is to serve the rendezvous, since the endpoint is its own address, and "
             f"cannot serve on port {port} of {listen}: {error}"
         ) from error
-
-
-def is_address(host: str) -> bool:
-    """Whether it is an address, and not a name that may come to mean another one."""
-    return _family(host) is not None
 
 
 def _family(host: str) -> socket.AddressFamily | None:

@@ -6,7 +6,8 @@ job.
 
 The TCPStore is served by the first node on the endpoint's host, which is found out by binding and
 not by comparing names: an address that can be bound is this host's, and whoever then finds the
-port taken connects to who has it. The store ends with the process that serves it, so that one stays
+port taken connects to who has it. Where the endpoint is a name, that is found out again while no
+store is reached (`_host`). The store ends with the process that serves it, so that one stays
 at the end of a job until the others have left.
 
 torch asks the name service for the names of both ends of every new connection, and while the
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60  # seconds
 _STAY = 10.0  # seconds for the other nodes to leave a job that is over
+_LEAST = 0.1  # seconds to reach the store; torch takes less than 1 ms for no limit at all
 _PAUSE = 0.05  # between two looks whether they have
 
 logger = get_logger(__name__)
@@ -46,8 +48,9 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
     Args:
         params: the configuration keys are `store_type` ("tcp", the default, or "file", whose path
-            is the endpoint), `read_timeout` (seconds for a call of a TCPStore, default 60) and
-            `is_host` (whether this process serves the TCPStore; found out when it is not given).
+            is the endpoint), `read_timeout` (seconds for a call of a TCPStore, and for reaching it,
+            default 60) and `is_host` (whether this process serves the TCPStore; found out when it
+            is not given).
 
     Raises:
         ValueError: an option makes no sense.
@@ -109,6 +112,7 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
     """Return the store, and whether this process serves it."""
     from torch.distributed import TCPStore
 
+    from regrow.rendezvous._host import Tries, find_own
     from regrow.rendezvous.utils import parse_rendezvous_endpoint
 
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
@@ -118,8 +122,11 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
             f"The read timeout must be a positive integer. Got {params.get('read_timeout')!r}."
         )
     asked = params.get_as_bool("is_host")
-    hosts = _is_here(host) if asked is None else asked
+    tries, taken = Tries(host, asked, timeout), False
     while True:
+        here = find_own(host, port) is not None if asked is None else asked
+        hosts, limit = here and not taken, max(tries.next(here=here), _LEAST)
+        began = time.monotonic()
         try:
             store: Store = TCPStore(
                 host,
@@ -127,16 +134,21 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
                 is_master=hosts,
                 multi_tenant=bool(asked),  # several nodes of one process are all told to serve
                 wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
+                timeout=timedelta(seconds=limit),
             )
         except (OSError, RuntimeError, ValueError) as error:
             if hosts and asked is None:  # another node on this host was faster
-                hosts = False
+                taken = True
+                continue
+            if not tries.last:
+                time.sleep(max(began + limit - time.monotonic(), 0.0))
                 continue
             raise RendezvousConnectionError(
                 f"the connection to the C10d store has failed: this node could not "
-                f"{'serve' if hosts else 'reach'} a TCPStore at {host}:{port}: {error}"
+                f"{'serve' if hosts else 'reach'} a TCPStore at {host}:{port}: "
+                f"{str(error).rstrip('.')}{tries.before}"
             ) from error
+        store.set_timeout(timedelta(seconds=timeout))
         if hosts:
             logger.warning(
                 "this process serves torch's TCPStore at %s:%s, which has no password: whoever "
@@ -146,26 +158,6 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
                 port,
             )
         return store, hosts
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a host is this one, by whether its address can be bound."""
-    import socket
-
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise RendezvousConnectionError(
-            f"the rendezvous endpoint's host {host!r} has no address: {error}"
-        ) from error
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-        except OSError:
-            continue
-        return True
-    return False
 
 
 def _file_store(params: RendezvousParameters) -> Store:
