@@ -111,6 +111,8 @@ class CuttingProxy:
 
     def __init__(self, port: int, own_port: int = 0) -> None:
         self.cuts = 0
+        self.refused = 0
+        """How many connections were closed because nobody listens at the target."""
         self._target = port
         self._left: dict[str, int | None] = {"up": None, "down": None}
         self._lock = threading.Lock()
@@ -172,6 +174,7 @@ class CuttingProxy:
             far = socket.create_connection(("127.0.0.1", self._target), timeout=PATIENCE)
         except OSError:
             near.close()
+            self.refused += 1
             return
         for sock in (near, far):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -34,6 +34,7 @@ from regrow.store import (
     make_token,
     start_server,
 )
+from regrow.utils import PortReservation
 
 Join = Callable[..., StoreClient]
 Serve = Callable[..., ServerThread]
@@ -137,7 +138,6 @@ def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak the regrow store's protocol"),
         (b"REGROW\x00\x63" + bytes(32), "version 99"),
-        (b"", "not a regrow store"),
     ],
 )
 def test_another_service_at_the_address_is_a_clear_error(answer: bytes, message: str) -> None:
@@ -153,6 +153,37 @@ def test_another_service_at_the_address_is_a_clear_error(answer: bytes, message:
         with pytest.raises(StoreProtocolError, match=message):
             connect(f"127.0.0.1:{listener.getsockname()[1]}", token=make_token(), timeout=PATIENCE)
         thread.result()
+
+
+@pytest.fixture
+def proxy_alone() -> Iterator[tuple[CuttingProxy, int]]:
+    """A proxy that accepts and hangs up, and the port of the server that it would pass us on to."""
+    with PortReservation("127.0.0.1") as reservation:
+        proxy = CuttingProxy(reservation.port)
+        yield proxy, reservation.port
+        proxy.stop()
+
+
+@pytest.mark.parametrize(("final", "timeout"), [(True, PATIENCE * 100), (False, 0.2)])
+def test_a_service_that_hangs_up_is_given_up(
+    proxy_alone: tuple[CuttingProxy, int], *, final: bool, timeout: float
+) -> None:
+    endpoint, token = proxy_alone[0].endpoint, make_token()
+    calling = Background(connect, endpoint, token=token, timeout=timeout, refusal_is_final=final)
+    with pytest.raises(StoreProtocolError, match="not a regrow store"):
+        calling.result()
+
+
+def test_a_server_that_is_not_there_yet_behind_a_proxy_that_is_is_waited_for(
+    proxy_alone: tuple[CuttingProxy, int],
+) -> None:
+    proxy, port = proxy_alone
+    token = make_token()
+    connecting = Background(connect, proxy.endpoint, token=token, timeout=PATIENCE)
+    eventually(lambda: proxy.refused > 1)
+    with start_server(port=port, token=token), connecting.result() as client:
+        client.set("k", "v")
+        assert client.get("k") == b"v"
 
 
 def test_a_service_that_says_nothing_is_given_up() -> None:

@@ -95,12 +95,12 @@ def test_one_side_with_tls_and_one_without_is_a_clear_error(certificate: Tls) ->
         start_server(token=token) as plain,
         pytest.raises(StoreProtocolError, match="started without certificates"),
     ):
-        connect(plain.endpoint, token=token, tls=trust, timeout=PATIENCE)
+        connect(plain.endpoint, token=token, tls=trust, timeout=0.3)
     with (
         start_server(token=token, tls=certificate) as secure,
         pytest.raises(StoreError, match=r"not a regrow store|does not speak"),
     ):
-        connect(secure.endpoint, token=token, timeout=PATIENCE)
+        connect(secure.endpoint, token=token, timeout=0.3)
 
 
 def test_a_server_without_a_certificate_says_so() -> None:

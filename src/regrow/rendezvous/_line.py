@@ -55,7 +55,7 @@ class Line:
 
         Args:
             timeout: seconds within which the server must be reached.
-            wait_for_server: try again while nobody listens there.
+            wait_for_server: try again while nobody listens there, or what does hangs up.
 
         Raises:
             StoreClosedError: the line was ended.

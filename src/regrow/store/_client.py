@@ -84,14 +84,15 @@ def connect(
         spare_round_trips: how often a message may go to the server and back while the
             session waits for its client, on top of `session_grace`: time to connect anew
             on a slow link, as measured on the first connection.
-        refusal_is_final: do not try again when nobody listens there.
+        refusal_is_final: do not try again when nobody listens there, or what does hangs up.
         stop: a file descriptor; while connecting for the first time, StoreClosedError is
             raised when it becomes readable.
 
     Raises:
         StoreConnectionError: no server could be reached in that time.
         StoreAuthError: the two sides do not hold the same token.
-        StoreProtocolError: what listens there is not a store server of ours.
+        StoreProtocolError: what listens there is not a store server of ours; if it only hangs up,
+            it is tried again until then, since a proxy does so before its server is there.
         StoreTimeout: it did not answer in time.
     """
     check_token(token)

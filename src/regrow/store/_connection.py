@@ -37,6 +37,7 @@ from regrow.store._errors import (
     StoreClosedError,
     StoreConnectionError,
     StoreError,
+    StoreHungUp,
     StoreLimitError,
     StoreProtocolError,
     StoreSessionLost,
@@ -63,7 +64,7 @@ class Connection:
         grace: seconds the session is to outlive a lost connection.
         timeout: seconds within which the first connection must be made.
         on_state: called from the background thread after each change of state.
-        refusal_is_final: the first connection is given up when nobody listens.
+        refusal_is_final: the first connection is given up when nobody listens, or hangs up.
         stop: another descriptor that stops the making of the first connection.
     """
 
@@ -448,7 +449,9 @@ class Connection:
                 break
             except StoreConnectionError as error:
                 failure = error
-                refused = isinstance(error.__cause__, ConnectionRefusedError)
+                refused = isinstance(error, StoreHungUp) or isinstance(
+                    error.__cause__, ConnectionRefusedError
+                )
                 if isinstance(error, StoreClosedError) or (refused and refusal_is_final):
                     raise
                 self._sleep(min(pause, deadline - time.monotonic()))

@@ -21,6 +21,7 @@ from regrow.store._errors import (
     StoreClosedError,
     StoreConnectionError,
     StoreError,
+    StoreHungUp,
     StoreProtocolError,
     StoreTimeout,
 )
@@ -180,7 +181,7 @@ class Dialer:
                     while not secure.secured():
                         self._await(sock.fileno(), select.POLLIN, deadline, "agree on TLS")
                 except ConnectionResetError as error:
-                    raise StoreProtocolError(
+                    raise StoreHungUp(
                         "it closed the connection when asked for TLS; it is not a regrow store, or "
                         "was started without certificates"
                     ) from error
@@ -249,8 +250,10 @@ class _Reader:
                 raise StoreTimeout(f"{error}; {reason}") from error
             except OSError as error:
                 if isinstance(error, ConnectionError) and not isinstance(error, StoreError):
-                    reason = _NOT_OURS.format(instead="shutting down")
-                    raise StoreProtocolError(
+                    reason = _NOT_OURS.format(
+                        instead="one with certificates, or not there yet behind a proxy"
+                    )
+                    raise StoreHungUp(
                         f"it closed the connection at the first message; {reason}"
                     ) from error
                 raise

@@ -7,6 +7,7 @@
      │   └─ StoreClosedError    this handle was closed, or inherited through a fork
      ├─ StoreAuthError          the token (or the certificate) was refused, by either side
      ├─ StoreProtocolError      the other end is not a regrow store, or not of our version
+     │   └─ StoreHungUp         it hung up at the first message; also a StoreConnectionError
      ├─ StoreLimitError         a key, value, message or count is over a limit
      ├─ StoreValueError         also a ValueError: the stored value does not fit the call
      ├─ StoreServiceError       a service of the server refused the question, or failed at it
@@ -58,6 +59,13 @@ class StoreAuthError(StoreError):
 
 class StoreProtocolError(StoreError):
     """The other end does not speak this protocol, or broke it."""
+
+
+class StoreHungUp(StoreProtocolError, StoreConnectionError):
+    """What listens there hung up at the first message.
+
+    A stranger does that, and so does what passes connections on to a server that is not there yet.
+    """
 
 
 class StoreLimitError(StoreError):
