@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -25,21 +24,8 @@ from regrow.store import (
 )
 from regrow.store import _handshake as handshake
 from regrow.store import _wire as wire
-from regrow.store._server import _log_to_stderr
 
 Serve = Callable[..., ServerThread]
-
-
-def test_a_server_goes_on_when_nobody_reads_its_log_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    stderr = os.fdopen(write, "w")
-    monkeypatch.setattr(sys, "stderr", stderr)
-    _log_to_stderr("refused a stranger")
-    with contextlib.suppress(BrokenPipeError):
-        stderr.close()
 
 
 class Bystander:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -141,6 +142,25 @@ def test_a_starter_that_does_not_wait_leaves_the_server_to_the_others(
         server.close(wait=0)
         client.set("k", "v")
         assert not ends(pidfd, 0)
+    assert ends(pidfd)
+    os.close(pidfd)
+    os.waitpid(server.pid, 0)
+
+
+def test_a_starter_that_does_not_wait_leaves_the_others_the_time_to_come_back(
+    server: ServerProcess,
+) -> None:
+    pidfd = os.pidfd_open(server.pid)
+    client = connect(server.endpoint, token=TOKEN)
+    server.close(wait=0)
+    # Only a stopped server finds at once that the last session has ended and the next one begins.
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    client.close(0)
+    coming = Background(connect, server.endpoint, token=TOKEN, timeout=PATIENCE)
+    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+    with coming.result() as back:
+        back.set("k", "v")
+        assert back.get("k") == b"v"
     assert ends(pidfd)
     os.close(pidfd)
     os.waitpid(server.pid, 0)

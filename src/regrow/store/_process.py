@@ -65,14 +65,16 @@ class ServerProcess:
 
         Args:
             timeout: seconds in which it has to end, or it is killed.
-            wait: only for a server that lingers: seconds to wait until its clients are gone;
-                if some are there then, they keep it, and it ends after the last of them.
+            wait: only for a server that lingers, which is left to its clients, and ends after the
+                last of them: seconds to wait for that, where nobody is to come any more. With 0
+                nothing is known of the others, and they have the time to come back.
         """
         if self._pidfd < 0:
             return
         leave = self._lingers and wait is not None
-        with suppress(BrokenPipeError):  # it has ended already
-            os.write(self._lifeline, GOODBYE if leave else STOP)
+        if wait != 0 or not leave:
+            with suppress(BrokenPipeError):  # it has ended already
+                os.write(self._lifeline, GOODBYE if leave else STOP)
         os.close(self._lifeline)
         ended = _ended(self._pidfd, timeout if wait is None else wait)
         if not ended and not leave:

@@ -23,10 +23,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import sys
 import time
 from collections import OrderedDict
-from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -36,6 +34,7 @@ from regrow.store import _handshake as handshake
 from regrow.store import _wire as wire
 from regrow.store._errors import StoreLimitError, StoreProtocolError
 from regrow.store._limits import DEFAULT_LIMITS, Limits
+from regrow.store._log import Log
 from regrow.store._machine import Machine, Outgoing, Session
 from regrow.store._service import Switchboard
 from regrow.store._sockets import keep_alive
@@ -52,12 +51,6 @@ _TURN_FRAMES: Final = 128
 _TURN_BYTES: Final = 1 << 18
 _LATE: Final = 0.05
 """Seconds; a timer that is later shows that the server itself was stopped or busy."""
-
-
-def _log_to_stderr(line: str) -> None:
-    with suppress(OSError):  # whoever read it is gone, which is no reason to serve nobody
-        sys.stderr.write(f"regrow.store: {line}\n")
-        sys.stderr.flush()
 
 
 class StoreServer:
@@ -77,14 +70,14 @@ class StoreServer:
         token: bytes,
         limits: Limits = DEFAULT_LIMITS,
         tls: Tls | None = None,
-        log: Callable[[str], None] = _log_to_stderr,
+        log: Callable[[str], None] | None = None,
         services: Mapping[str, Service] = MappingProxyType({}),
         on_sessions: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.token = check_token(token)
         self.limits = limits
-        self.log = log
-        self.board = Switchboard(services, limits, time.monotonic, log)
+        self.log = log or Log()
+        self.board = Switchboard(services, limits, time.monotonic, self.log)
         self._has_services = bool(services)
         self.machine = Machine(lambda: os.urandom(16), limits, self.board)
         self.buffer = memoryview(bytearray(_BUFFER))

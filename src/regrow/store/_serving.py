@@ -7,9 +7,9 @@ the server ends.)
 A server that lingers serves others as well as its starter, and a starter that was killed must
 not cost them their store. So it goes on while a session is open, and ends by itself soon after
 the last one has: not at once, since a client may be about to come back with a new session, and
-not before those who were waiting for the server had the time to connect. A starter that says
-goodbye knows that nobody is to come; then the end of the last session is the server's. Once its
-starter is gone nobody reads what it writes, and it holds nobody's terminal open.
+not before those who were waiting for the server had the time to connect. A starter whose job has
+ended well says goodbye: nobody is to come, and the end of the last session is the server's. Once
+its starter is gone nobody reads what it writes, and it holds nobody's terminal open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 STOP: Final = b"stop\n"
 """What the starter writes to have the server stop at once."""
 GOODBYE: Final = b"bye\n"
-"""What it writes to leave the server to its clients."""
+"""What it writes to leave the server to its clients, when no others are to come. If it cannot know
+that, it only closes the pipe."""
 _CHANCE = 2.0  # seconds from the start of a server in which its first clients may come
 _QUIET = 1.0  # seconds without a session after which nobody will come back
 
@@ -55,6 +56,7 @@ async def _serve(config: dict[str, Any]) -> None:
     import asyncio
     import gc
 
+    from regrow.store._log import Log
     from regrow.store._server import StoreServer
     from regrow.store._service import load
 
@@ -73,12 +75,13 @@ async def _serve(config: dict[str, Any]) -> None:
         from regrow.store._tls import Tls
 
         tls = Tls(**config["tls"])
-    report: dict[str, str | int | None] = {}
+    log, report = Log(), dict[str, str | int | None]()
     try:
         server = StoreServer(
             bytes.fromhex(config["token"]),
             Limits(**config["limits"]),
             tls,
+            log,
             services={name: load(where) for name, where in config["services"].items()},
             on_sessions=end.look,
         )
@@ -101,6 +104,7 @@ async def _serve(config: dict[str, Any]) -> None:
     gc.freeze()
     await end.come()
     await server.close()
+    log.close()
 
 
 class _End:
