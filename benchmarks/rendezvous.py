@@ -1,7 +1,7 @@
 """How long nodes take to meet, beside torch's dynamic rendezvous.
 
-    python benchmarks/rendezvous.py [--check] [--runs 3] [--both 4,16,64] [--crowds 64,...,4096]
-                                    [--etcd]
+    python benchmarks/rendezvous.py [--check] [--etcd] [--runs 3] [--both 4,16,64]
+                                    [--crowd-runs 5] [--crowds 64,...,4096]
 
 **Handlers.** N nodes, each a `DynamicRendezvousHandler` in a thread, with a connection of its own
 to one server on this machine; all are connected before the clock starts, then all are asked for
@@ -234,15 +234,16 @@ class Crowds:
             process.communicate()
 
 
-def crowd_run(nodes: int) -> tuple[float, float, float, float]:
-    """Return seconds of the first round and the second, messages and bytes of a node and second."""
+def crowd_run(nodes: int, traffic: bool) -> tuple[float, float, tuple[float, float] | None]:
+    """Return the seconds of the first round and of the second, and the traffic of a node."""
     token = make_token()
     services = {"rendezvous": "regrow.rendezvous._service:create"}
     with start_server(token=token, services=services) as server:
         crowds = Crowds(nodes, server.endpoint, token)
-        figures = crowds.until("join"), crowds.until("again"), *crowds.traffic()
+        first, second = crowds.until("join"), crowds.until("again")
+        exchanged = crowds.traffic() if traffic else None
         crowds.close()
-    return figures
+    return first, second, exchanged
 
 
 # --- all together
@@ -257,7 +258,8 @@ def main() -> int:
         return _say(our_nodes(int(sys.argv[2]), *sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
-    parser.add_argument("--runs", type=int, default=3, help="runs of each, in turn")
+    parser.add_argument("--runs", type=int, default=3, help="runs of handlers, in turn")
+    parser.add_argument("--crowd-runs", type=int, default=5, help="runs of crowds, in turn")
     parser.add_argument("--both", type=_numbers, default=[4, 16, 64], help="nodes beside torch's")
     parser.add_argument(
         "--crowds",
@@ -269,7 +271,7 @@ def main() -> int:
     options = parser.parse_args()
 
     failures = _beside_torch(options.both, options.runs, options.etcd)
-    failures += _crowds(options.crowds, options.runs)
+    failures += _crowds(options.crowds, options.crowd_runs)
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if options.check and failures else 0
@@ -308,26 +310,48 @@ def _beside_torch(counts: list[int], runs: int, etcd: bool) -> list[str]:
 
 
 def _crowds(counts: list[int], runs: int) -> list[str]:
-    print(f"\nlight clients in {PROCESSES} processes, one server, {runs} runs: medians\n")
-    print(f"{'nodes':>6}{'meet s':>12}{'again s':>12}{'messages/s':>12}{'bytes/s':>12}  of a node")
-    failures, rows = [], {}
+    meet: dict[int, list[float]] = {count: [] for count in counts}
+    again: dict[int, list[float]] = {count: [] for count in counts}
+    traffic: dict[int, tuple[float, float]] = {}
+    for run in range(runs):  # all sizes in turn: a slow minute is one for all of them
+        for count in counts:
+            first, second, exchanged = crowd_run(count, traffic=run == 0)
+            meet[count].append(first)
+            again[count].append(second)
+            if exchanged is not None:
+                traffic[count] = exchanged
+    print(
+        f"\nlight clients in {PROCESSES} processes, one server, {runs} runs: medians (least), "
+        f"growth of the least over half as many nodes\n"
+    )
+    print(f"{'nodes':>6}{'meet s':>18}{'again s':>18}{'growth':>14}{'of a node and second':>28}")
+    failures = []
     for count in counts:
-        several = zip(*(crowd_run(count) for _ in range(runs)), strict=True)
-        first, second, messages, size = rows[count] = tuple(map(statistics.median, several))
-        print(f"{count:6}{first:12.4f}{second:12.4f}{messages:12.2f}{size:12.0f}", flush=True)
-    for count, (first, second, _, _) in rows.items():
-        if count == 1024 and max(first, second) >= CROWD_BOUND_S:
-            failures.append(f"1,024 nodes take {max(first, second):.2f} s, not {CROWD_BOUND_S}")
-        half = rows.get(count // 2)
-        if half is not None and count >= 256:
-            for name, now, before in (("meet", first, half[0]), ("meet again", second, half[1])):
-                if now > GROWTH_BOUND * before:
+        grown = []
+        for name, times in (("meet", meet), ("meet again", again)):
+            if count // 2 in times:
+                grown.append(min(times[count]) / min(times[count // 2]))
+                if count >= 256 and grown[-1] > GROWTH_BOUND:
                     failures.append(
-                        f"{count} nodes {name} in {now / before:.2f} times the time of "
-                        f"{count // 2}, not {GROWTH_BOUND}"
+                        f"{count} nodes {name} in {grown[-1]:.2f} times the time of {count // 2}, "
+                        f"not {GROWTH_BOUND}"
                     )
-    if len(rows) > 1:
-        growth = rows[max(rows)][3] / rows[min(rows)][3]
+            if count == 1024 and statistics.median(times[count]) >= CROWD_BOUND_S:
+                seconds = statistics.median(times[count])
+                failures.append(f"1,024 nodes {name} in {seconds:.2f} s, not {CROWD_BOUND_S}")
+        cells = (
+            f"{statistics.median(times[count]):.4f} ({min(times[count]):.4f})"
+            for times in (meet, again)
+        )
+        messages, size = traffic[count]
+        print(
+            f"{count:6}"
+            + "".join(f"{cell:>18}" for cell in cells)
+            + f"{' '.join(f'{g:.2f}' for g in grown):>14}"
+            + f"{f'{messages:.2f} messages, {size:.0f} bytes':>28}"
+        )
+    if len(counts) > 1:
+        growth = traffic[max(counts)][1] / traffic[min(counts)][1]
         if growth > TRAFFIC_GROWTH_BOUND:
             failures.append(f"a node exchanges {growth:.2f} times as much among the most nodes")
     return failures
