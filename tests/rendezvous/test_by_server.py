@@ -208,6 +208,7 @@ endpoint, token, run_id = sys.argv[1:]
 settings = RendezvousSettings(run_id, 2, 2, RendezvousTimeout(), timedelta(seconds=100), 3)
 driver = ServerDriver(Where(endpoint, token.encode()), settings, 30)
 driver.submit(Join(Node("b", "b.host")), 30)
+print("joined", flush=True)
 signal.pause()
 """
 
@@ -218,7 +219,10 @@ def test_a_node_whose_process_is_killed_is_lost_at_once(
     a = drive(shared.endpoint)
     seen = a.submit(join("a"), PATIENCE)
     args = [shared.endpoint, TOKEN.decode(), request.node.name]
-    with subprocess.Popen([sys.executable, "-c", NODE, *args]) as node:
+    command = [sys.executable, "-c", NODE, *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        assert node.stdout.readline() == b"joined\n"  # an answer left unread would mean a reset
         while not isinstance(seen.news, Seated):
             seen = heard(a, "a", seen)
         waiting = Background(a.follow, "a", seen, PATIENCE)

@@ -384,8 +384,8 @@ def test_what_arrived_while_the_server_was_stopped_comes_before_what_is_due(
     sock.sendall(wire.frame(wire.Ask(1, "book", b"echo:late")))
     go_on.set()
     eventually(lambda: "echo:late" in book.told and book.told[-1] == "due")
-    sock.close()
     assert book.told[-2:] == ["echo:late", "due"]
+    sock.close()
 
 
 def test_a_client_that_comes_back_after_a_pause_of_the_server_keeps_its_session(
