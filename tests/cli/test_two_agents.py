@@ -128,7 +128,9 @@ def test_the_job_goes_on_without_the_host_whose_agent_was_killed(hosts: Hosts) -
     assert code == 0, said
     assert "rank 0 of 1 on node 0" in said
     # The story, in lines as wide as they may be, says why there was a restart.
-    assert "its connection broke" in " ".join(said.split())
+    # Its kernel resets the connection if it had an answer to read yet: then silence tells.
+    story = " ".join(said.split())
+    assert "its connection broke" in story or "nothing was heard of it" in story
 
 
 def test_several_hosts_without_a_token_are_told_what_to_type(hosts: Hosts) -> None:
