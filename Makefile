@@ -21,6 +21,8 @@ N ?= 20
 DEV := .venv
 DEMO := .venv-demo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Each test process, and each agent that is started, would compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
 .PHONY: help test hosts demo lint bench simulate repeat soak clean check-python
