@@ -11,7 +11,7 @@
 PYTHON ?= python3
 # Test processes at once (of `hosts`, each has a job of four), more arguments for pytest, those of
 # the benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
-JOBS ?= 4
+JOBS ?= 6
 HOSTS_JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
