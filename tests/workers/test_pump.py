@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -179,7 +181,7 @@ def test_what_is_left_in_a_pipe_can_be_drained_by_another_who_has_its_end(tmp_pa
     writer = pump.writer_fd(0, "stdout")
     assert writer is not None
     os.write(writer, b"last words")
-    drains = {path: fd for fd, path in pump.drain_fds()}
+    drains = {path: fd for fd, path in pump.drain_fds()}  # the last of each: the worker's pipe
     assert set(drains) == {dest.stdouts[0], dest.stderrs[0]}
     fd = drains[dest.stdouts[0]]
     assert os.read(fd, 100) == b"last words"
@@ -188,6 +190,38 @@ def test_what_is_left_in_a_pipe_can_be_drained_by_another_who_has_its_end(tmp_pa
     pump.close_writers()
     assert os.read(fd, 100) == b""
     pump.stop()
+
+
+def test_a_piece_on_its_way_is_drained_before_what_came_after_it(tmp_path: Path) -> None:
+    dest = destinations(tmp_path / "logs", ranks=1)
+    pump = LogPump("worker", dest)
+    stream = next(stream for stream in pump._streams.values() if stream.path == dest.stdouts[0])
+    os.write(stream.writer, b"first ")
+    assert stream.take() == 6  # and was killed before it stored it
+    os.write(stream.writer, b"last")
+    drains = [fd for fd, path in pump.drain_fds() if path == dest.stdouts[0]]
+    assert [os.read(fd, 100) for fd in drains] == [b"first ", b"last"]
+    pump.stop()
+
+
+def test_a_file_that_takes_nothing_from_a_pipe_is_written_all_the_same(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splice, refused = os.splice, []
+
+    def picky(src: int, dst: int, count: int) -> int:
+        if stat.S_ISREG(os.fstat(dst).st_mode):
+            refused.append(dst)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return splice(src, dst, count)
+
+    monkeypatch.setattr(os, "splice", picky)
+    rig = make()
+    data = os.urandom(1_000_000)
+    rig.write(0, data)
+    rig.stop()
+    assert rig.stored(0) == data
+    assert refused
 
 
 def test_a_pump_gives_back_its_descriptors_and_threads(make: Make) -> None:

@@ -153,7 +153,7 @@ class MultiprocessContext(PContext):
         streams = self._streams(local_rank, pump)
         strange: set[int] = set()
         if forked:
-            strange.update(fd for fd, _ in pump.drain_fds())
+            strange.update(pump.own_fds())
             for rank in range(self.nprocs):
                 strange.update(self._streams(rank, pump).values())
         # PDEATHSIG fires when the forking thread ends. Our main thread lasts, and the fork server

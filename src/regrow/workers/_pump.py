@@ -2,9 +2,10 @@
 
 Each redirected stream is a pipe. The worker writes to the pipe and never to the disk, so a full
 or failing disk is the pump's trouble, not the training's: the pump goes on reading, hands what
-no file takes to the console, and stores again once the disk takes it. What was read is stored at
-once, with append, so that `tail -f` and a log shipper see it, and so that the guardian can go on
-where we were if this process is killed: the pipes outlive it, and so does what is in them.
+no file takes to the console, and stores again once the disk takes it. What was printed is stored
+at once, so that `tail -f` and a log shipper see it, and moved without passing through our memory,
+so that the guardian can go on where we were if this process is killed at any instant: the pipes
+outlive it, and so does what is in them (`_stream.py`).
 
 Showing output on the console (tee) and keeping the files of filtered lines is the follower's
 part; it reads what is stored, and the pump never waits for it. A stream that is not redirected
@@ -23,13 +24,13 @@ from typing import TYPE_CHECKING, Literal
 from regrow.workers._console import Follower, Source, console
 from regrow.workers._lines import Lines
 from regrow.workers._sink import Sink
-from regrow.workers._stream import PIPE_SIZE, Stream
+from regrow.workers._stream import PIECE, PIPE_SIZE, Stream
 
 if TYPE_CHECKING:
     from regrow.workers._logs import LogsDest
 
-BUFFER_SIZE = 256 * 1024
-"""Bytes moved at once: few system calls, and the buffer stays in the processor's cache."""
+PAGE_SIZE = 4096
+"""Bytes; the least that a pipe keeps a piece in."""
 MIN_FLUSH_S = 0.5
 """Seconds that a console has for the last lines also when all must stop at once."""
 MOMENT_S = 0.1
@@ -171,11 +172,15 @@ class LogPump:
         return found.writer if found is not None else None
 
     def drain_fds(self) -> list[tuple[int, str]]:
-        """The ends that are read, non-blocking, each with its file.
+        """The ends that are read, non-blocking, each with its file, in the order to read them.
 
         For the guardian, which stores what is left in the pipes if this process is killed.
         """
-        return [(stream.reader, stream.path) for stream in self._streams.values()]
+        return [(fd, stream.path) for stream in self._streams.values() for fd in stream.fds[:2]]
+
+    def own_fds(self) -> set[int]:
+        """The descriptors that no worker may inherit."""
+        return {fd for stream in self._streams.values() for fd in stream.fds}
 
     def start(self) -> None:
         """Begin to store what the workers print."""
@@ -230,7 +235,7 @@ class LogPump:
     # --- the thread
 
     def _run(self) -> None:
-        buffer = memoryview(bytearray(BUFFER_SIZE))
+        buffer = memoryview(bytearray(PIECE))
         live = {stream.reader: stream for stream in self._streams.values()}
         with select.epoll() as poll:
             poll.register(self._control, select.EPOLLIN)
@@ -240,12 +245,13 @@ class LogPump:
                 for fd, _ in poll.poll(left):
                     if fd == self._control:
                         os.eventfd_read(fd)
-                    elif not self._move(live[fd], buffer):
+                    elif self._move(live[fd], buffer) == 0:
                         poll.unregister(fd)
                         live.pop(fd).end()
             for stream in live.values():  # held open by others: what is in the pipe, no more
-                for _ in range(PIPE_SIZE // BUFFER_SIZE + 1):
-                    self._move(stream, buffer)
+                for _ in range(PIPE_SIZE // PAGE_SIZE):
+                    if not self._move(stream, buffer):
+                        break
         self._end()
 
     def _time_left(self) -> float | None:
@@ -253,30 +259,30 @@ class LogPump:
         deadline = self._deadline
         return None if deadline is None else max(0.0, deadline - monotonic())
 
-    def _move(self, stream: Stream, buffer: memoryview) -> bool:
-        """Store what a pipe holds, up to a buffer full; False at its end."""
+    def _move(self, stream: Stream, buffer: memoryview) -> int | None:
+        """Store what a pipe holds, or a piece of it; 0 at its end, None if it is empty."""
         try:
-            size = os.readv(stream.reader, [buffer])
+            size = stream.take()
         except BlockingIOError:
-            return True
+            return None
         if size == 0:
-            return False
-        done, trouble = stream.store(buffer[:size])
+            return 0
+        rest, trouble = stream.store(buffer)
         if trouble is None:
             if stream.failing:
                 stream.mended()
                 self._say_once("output is stored again")
-            return True
+            return size
         stream.failing = True
         self._say_once(
             f"{stream.path} cannot be written: {_why(trouble)}; the workers run on, and what they"
             " print goes to the console as long as no file takes it",
             kind="trouble",
         )
-        self.unstored += size - done
-        if not stream.spill(bytes(buffer[done:size])):
-            self.lost += size - done
-        return True
+        self.unstored += len(rest)
+        if not stream.spill(bytes(rest)):
+            self.lost += len(rest)
+        return size
 
     def _end(self) -> None:
         with self._lock:
