@@ -16,11 +16,11 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 # Which parts of the package a part may import, besides itself.
 _BASE = {"utils"}
 _TOOLS = {"events", "metrics", "utils"}
-_AGENT = _TOOLS | {"store", "workers", "rendezvous", "_progress"}
+_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
-    "": {"_progress"},  # the package itself: the names a training script uses
+    "": {"_progress", "timer"},  # the package itself: the names a training script uses
     "_progress": set(),
     "utils": set(),
     "events": _BASE,
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": _TOOLS,
     "workers": _TOOLS,
     "rendezvous": _TOOLS | {"store"},
+    "timer": _TOOLS,
     "agent": _AGENT,
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},
@@ -51,6 +52,8 @@ WALL_TIME = {
     "agent/_probed.py": "the same callback",
     "events/_log.py": "the stamp of an event",
     "metrics/_api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
+    "timer/_expires.py": "a client takes seconds since the epoch, as torch's",
+    "timer/_steady.py": "how far the wall clock has been set",
     "workers/errors/_failure.py": "the stamp of a failure",
     "workers/errors/error_handler.py": "the stamp of an error file",
 }

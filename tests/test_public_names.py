@@ -11,7 +11,7 @@ import pytest
 
 PUBLIC = {
     "regrow": """
-        __version__ step
+        __version__ expires step
     """,
     "regrow.agent": """
         DEFAULT_ROLE ElasticAgent LocalElasticAgent RunResult SimpleElasticAgent
@@ -19,8 +19,8 @@ PUBLIC = {
         WorkerSpec WorkerState
     """,
     "regrow.events": """
-        EVENTS_FILE Event EventFile EventLog EventMetadataValue EventSource Failure Move
-        NodeState OtherFailure RdzvEvent Step Story Suspension as_record
+        EVENTS_FILE Event EventFile EventLog EventMetadataValue EventSource Expiry Failure
+        Move NodeState OtherFailure RdzvEvent Step Story Suspension as_record
         construct_and_record_rdzv_event find_event_file get_logging_handler print_story
         read_events record record_rdzv_event register_logging_handler story
     """,
@@ -49,6 +49,11 @@ PUBLIC = {
         StoreProtocolError StoreServer StoreServiceError StoreSessionLost StoreTimeout
         StoreTooWeakError StoreValueError Tls WatchStore characteristics_of connect
         load_token make_token require start_server
+    """,
+    "regrow.timer": """
+        FileTimerClient FileTimerRequest FileTimerServer LocalTimerClient
+        LocalTimerServer MultiprocessingRequestQueue RequestQueue TimerClient
+        TimerRequest TimerServer configure expires
     """,
     "regrow.utils": """
         BrokenLine JsonLinesFile PortReservation get_env_variable_or_raise get_free_port
@@ -94,6 +99,9 @@ TORCH_PATHS = {
     f"{ELASTIC}.rendezvous.dynamic_rendezvous": "regrow.rendezvous.dynamic_rendezvous",
     f"{ELASTIC}.rendezvous.registry": "regrow.rendezvous.registry",
     f"{ELASTIC}.rendezvous.static_tcp_rendezvous": "regrow.rendezvous.static_tcp_rendezvous",
+    f"{ELASTIC}.timer": "regrow.timer",
+    f"{ELASTIC}.timer.api": "regrow.timer.api",
+    f"{ELASTIC}.timer.local_timer": "regrow.timer.local_timer",
     f"{ELASTIC}.utils": "regrow.utils",
     f"{ELASTIC}.utils.data": "regrow.utils.data",
     f"{ELASTIC}.utils.distributed": "regrow.utils.distributed",

@@ -1,5 +1,63 @@
 """Countdown timers: a worker that does not come out of a block of code in time is reaped.
 
-with regrow.expires(after=60):
-    train_step()
+    with regrow.expires(after=60):
+        train_step()
+
+`expires` speaks to a `TimerClient`, which sends a `TimerRequest` at the begin and at the end of the
+block to a `TimerServer` in another process. Two pairs are there: the file timer, over a named pipe,
+which agents use (`regrow run --timers`), and the local timer, over a multiprocessing queue.
+
+Both are loaded when first used, so that a script pays for the one that it has.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from regrow.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from regrow.timer._expires import configure, expires
+
+if TYPE_CHECKING:
+    from regrow.timer._file_client import FileTimerClient
+    from regrow.timer._file_request import FileTimerRequest
+    from regrow.timer._file_server import FileTimerServer
+    from regrow.timer._local import (
+        LocalTimerClient,
+        LocalTimerServer,
+        MultiprocessingRequestQueue,
+    )
+
+__all__ = [
+    "FileTimerClient",
+    "FileTimerRequest",
+    "FileTimerServer",
+    "LocalTimerClient",
+    "LocalTimerServer",
+    "MultiprocessingRequestQueue",
+    "RequestQueue",
+    "TimerClient",
+    "TimerRequest",
+    "TimerServer",
+    "configure",
+    "expires",
+]
+
+_LAZY = {
+    "FileTimerClient": "_file_client",
+    "FileTimerRequest": "_file_request",
+    "FileTimerServer": "_file_server",
+    "LocalTimerClient": "_local",
+    "LocalTimerServer": "_local",
+    "MultiprocessingRequestQueue": "_local",
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value

@@ -20,21 +20,18 @@ import abc
 import copy
 import logging
 import threading
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any
 
 from regrow.timer._steady import SteadyClock
-from regrow.timer._timers import Timers
+from regrow.timer._watch import Watch
 
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer"]
 
 logger = logging.getLogger(__name__)
 
-FIRST_RETRY = 0.05
-"""Seconds from the second attempt to reap a worker to the third; doubled after each. The second
-follows at once."""
-LAST_RETRY = 5.0
-"""Seconds between two attempts at most, and between two passes that fail."""
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+"""Seconds from a pass that failed to the next: after the first such pass, doubled after each, and
+at most."""
 
 
 class TimerRequest:
@@ -99,15 +96,6 @@ class RequestQueue(abc.ABC):
         """
 
 
-class _Retry(NamedTuple):
-    """A worker whose reaping has failed."""
-
-    at: float
-    """When to try again, on the steady clock."""
-    pause: float
-    """Seconds to wait if that fails, too."""
-
-
 class TimerServer(abc.ABC):
     """Keeps the timers of workers and reaps a worker one of whose timers has expired.
 
@@ -131,10 +119,10 @@ class TimerServer(abc.ABC):
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
         self._stop_signaled = False
-        self._stopping = threading.Event()
-        self._clock = SteadyClock()
-        self._deadlines: Timers[Hashable, str] = Timers()
-        self._retries: dict[Hashable, _Retry] = {}
+        # Mangled: a subclass that knows nothing of these may use their names.
+        self.__stopping = threading.Event()
+        self.__clock = SteadyClock()
+        self.__watch = Watch()
 
     @abc.abstractmethod
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
@@ -173,7 +161,7 @@ class TimerServer(abc.ABC):
             logger.warning("%s runs already; it is not started again", type(self).__name__)
             return
         self._stop_signaled = False
-        self._stopping.clear()
+        self.__stopping.clear()
         self._watchdog_thread = threading.Thread(
             target=self._watchdog_loop, name=f"regrow-{type(self).__name__}", daemon=self._daemon
         )
@@ -183,7 +171,7 @@ class TimerServer(abc.ABC):
     def stop(self) -> None:
         """Stop the server's thread and wait for its end, `max_interval` seconds at most."""
         self._stop_signaled = True
-        self._stopping.set()
+        self.__stopping.set()
         self._wake()
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is None or thread is threading.current_thread():
@@ -203,75 +191,44 @@ class TimerServer(abc.ABC):
                 self._run_watchdog()
                 pause = 0.0
             except Exception:
-                pause = min(2 * pause or FIRST_RETRY, LAST_RETRY)
+                pause = min(2 * pause or FIRST_PAUSE, LAST_PAUSE)
                 logger.exception(
                     "%s could not look after its timers; next try in %s s",
                     type(self).__name__,
                     pause,
                 )
-                self._stopping.wait(pause)
+                self.__stopping.wait(pause)
 
     def _run_watchdog(self) -> None:
         """Wait for requests or the next deadline, and act on them."""
-        queue = self._request_queue
-        requests = self._on_steady_clock(queue.get(max(1, queue.size()), self._patience()))
+        queue, watch, clock = self._request_queue, self.__watch, self.__clock
+        patience = watch.patience(clock.now(), self._max_interval)
+        requests = queue.get(max(1, queue.size()), patience)
+        jump = clock.jumped() if requests else 0.0
+        if jump:
+            requests = [_moved(request, -jump) for request in requests]
         for request in requests:
-            self._note(request)
+            watch.note(request.worker_id, request.scope_id, request.expiration_time)
         self.register_timers(requests)
-        now = self._clock.now()
+        now = clock.now()
         expired = self.get_expired_timers(now)
-        # Those that have been acted on are no reason to wake again. Nor are those that the
-        # subclass does not call expired, for whatever reason it has: it is asked in every pass.
-        for worker, scopes in self._deadlines.due(now).items():
-            for scope in scopes:
-                self._deadlines.release(worker, scope)
-        self._retries = {worker: r for worker, r in self._retries.items() if worker in expired}
-        reaped = {worker for worker, timers in expired.items() if self._reaped(worker, timers, now)}
-        for worker in reaped:
-            self._deadlines.clear(worker)
-            self._retries.pop(worker, None)
+        watch.woken(now, expired)
+        reaped = {w for w in watch.ripe(expired, now) if self.__reaped(w, expired[w], now)}
         self.clear_timers(reaped)
 
-    def _patience(self) -> float:
-        """Seconds until something is to be done even if no request comes."""
-        ends = [retry.at for retry in self._retries.values()]
-        deadline = self._deadlines.next()
-        if deadline is not None:
-            ends.append(deadline)
-        if not ends:
-            return self._max_interval
-        return min(self._max_interval, max(0.0, min(ends) - self._clock.now()))
-
-    def _on_steady_clock(self, requests: list[TimerRequest]) -> list[TimerRequest]:
-        jump = self._clock.jumped() if requests else 0.0
-        return [_moved(request, -jump) for request in requests] if jump else requests
-
-    def _note(self, request: TimerRequest) -> None:
-        """Remember the deadline of a request on its way."""
-        if request.expiration_time >= 0:
-            self._deadlines.arm(
-                request.worker_id, request.scope_id, request.expiration_time, request.scope_id
-            )
-        else:
-            self._deadlines.release(request.worker_id, request.scope_id)
-
-    def _reaped(self, worker_id: Any, expired: list[TimerRequest], now: float) -> bool:
-        """Reap a worker, unless that failed and is not yet to be tried again."""
-        retry = self._retries.get(worker_id)
-        if retry is not None and now < retry.at:
-            return False
-        over = now - min(request.expiration_time for request in expired)
+    def __reaped(self, worker_id: Any, expired: list[TimerRequest], now: float) -> bool:
+        """Try to reap a worker."""
         logger.info(
             "reaping worker %s: %s expired, the first %.3f s ago",
             worker_id,
             self._get_scopes(expired),
-            over,
+            now - min((request.expiration_time for request in expired), default=now),
         )
         if self._reap_worker_no_throw(worker_id):
             logger.info("reaped worker %s", worker_id)
+            self.__watch.reaped(worker_id)
             return True
-        pause = retry.pause if retry else 0.0
-        self._retries[worker_id] = _Retry(now + pause, min(max(2 * pause, FIRST_RETRY), LAST_RETRY))
+        pause = self.__watch.survived(worker_id, now)
         logger.error("worker %s could not be reaped; next try in %s s", worker_id, pause)
         return False
 
