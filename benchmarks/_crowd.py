@@ -113,7 +113,7 @@ class Crowd:
         self._poll = select.epoll()
         self._members: dict[int, Member] = {}
         for number in range(first, first + count):
-            dialer = Dialer(endpoint, token.encode(), None, None, f"node{number}", (), 0.0)
+            dialer = Dialer(endpoint, token.encode(), None, None, f"node{number}", 0.0)
             channel, _, received = dialer.dial(b"", 0.5, time.monotonic() + PATIENCE_S)
             self._members[channel.fileno()] = Member(channel, received, job, nodes, number)
             self._poll.register(channel.fileno(), select.EPOLLIN)

@@ -100,7 +100,7 @@ def connect(
     hostname = None if tls is None else tls.server_hostname
     name = f"{socket.gethostname()} pid {os.getpid()}"[:200]
     connection = Connection(
-        lambda wake: Dialer(endpoint, token, context, hostname, name, wake, spare_round_trips),
+        Dialer(endpoint, token, context, hostname, name, spare_round_trips),
         to_seconds(session_grace),
         to_seconds(timeout),
         on_state,

@@ -1,7 +1,7 @@
 """Reaching a store server: the address, the connection, the handshake, the first greeting.
 
-Everything here blocks the thread that calls it, until a deadline or until `wake`, a file
-descriptor, becomes readable, so that closing a client does not wait for an unreachable host.
+Everything here blocks the thread that calls it, until a deadline or until one of `wakes`, file
+descriptors, becomes readable, so that closing a client does not wait for an unreachable host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import time
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
@@ -29,7 +29,6 @@ from regrow.store._sockets import keep_alive
 
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Collection
 
 _NOT_OURS: Final = (
     "either it is not a regrow store (a PyTorch TCPStore behaves like this), or it is {instead}"
@@ -42,6 +41,16 @@ _TRY_SECONDS: Final = 2.0
 after every try of its own, and would be far behind a link that is up again."""
 
 Address = tuple[socket.AddressFamily, str | tuple[str, int]]
+
+
+class Greeted(NamedTuple):
+    """A connection over which a session was begun or resumed."""
+
+    channel: Channel
+    welcome: wire.Welcome
+    """What the server granted."""
+    rest: bytes
+    """What came after it."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int] | str:
@@ -66,7 +75,6 @@ class Dialer:
         tls: the TLS context, if the server has certificates.
         server_hostname: the name expected in the server's certificate.
         client: how to name this client to the server.
-        wake: file descriptors; when one becomes readable, dialing stops.
         spare: round trips to the server that are added to the grace of a session.
     """
 
@@ -77,7 +85,6 @@ class Dialer:
         tls: ssl.SSLContext | None,
         server_hostname: str | None,
         client: str,
-        wake: Collection[int],
         spare: float,
     ) -> None:
         self.endpoint = endpoint
@@ -86,26 +93,22 @@ class Dialer:
         self._tls = tls
         self._server_hostname = server_hostname
         self._client = client
-        self._wake = wake
         self._spare = spare
         self._reached: Address | None = None
         self.server = endpoint
         """The endpoint, with the address that was reached in place of a name."""
         self.local_host = ""
         """This host's address on the last connection; "" over a unix socket."""
+        self.wakes: set[int] = set()
+        """File descriptors; when one becomes readable, dialing and sleeping stop."""
 
-    def dial(
-        self, session: bytes, grace: float, deadline: float
-    ) -> tuple[Channel, wire.Welcome, bytes]:
+    def dial(self, session: bytes, grace: float, deadline: float) -> Greeted:
         """Connect, prove the token both ways, and begin or resume a session.
 
         Args:
             session: the session to resume; empty to begin one.
             grace: seconds that a new session is to outlive a lost connection.
             deadline: when to give up, on the monotonic clock.
-
-        Returns:
-            The connection, the server's greeting, and bytes that came after it.
         """
         try:
             sock, address = self._connect(deadline, again=bool(session))
@@ -124,6 +127,14 @@ class Dialer:
             raise StoreConnectionError(
                 f"the store at {self.endpoint} cannot be reached: {error.strerror or error}"
             ) from error
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, unless dialing is to stop.
+
+        Raises:
+            StoreClosedError: it is.
+        """
+        self._poll(select.poll(), seconds)
 
     def _connect(self, deadline: float, again: bool) -> tuple[socket.socket, Address]:
         failure: OSError = OSError(f"no address found for {self.endpoint}")
@@ -165,9 +176,7 @@ class Dialer:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         return [(family, (str(at[0]), port)) for family, _, _, _, at in found]
 
-    def _greet(
-        self, sock: socket.socket, session: bytes, grace: float, deadline: float
-    ) -> tuple[Channel, wire.Welcome, bytes]:
+    def _greet(self, sock: socket.socket, session: bytes, grace: float, deadline: float) -> Greeted:
         channel: Channel | None = None
         try:
             if self._tls is None:
@@ -192,9 +201,7 @@ class Dialer:
             sock.close()
             raise
 
-    def _prove(
-        self, channel: Channel, session: bytes, grace: float, deadline: float
-    ) -> tuple[Channel, wire.Welcome, bytes]:
+    def _prove(self, channel: Channel, session: bytes, grace: float, deadline: float) -> Greeted:
         reader = _Reader(self, channel, deadline)
         nonce = os.urandom(handshake.NONCE)
         sent = time.monotonic()
@@ -216,19 +223,21 @@ class Dialer:
             raise StoreProtocolError(f"its greeting makes no sense: {error}") from error
         if isinstance(welcome, wire.Failed):
             raise StoreConnectionError(welcome.message)
-        return channel, welcome, bytes(reader.received)
+        return Greeted(channel, welcome, bytes(reader.received))
 
     def _await(self, fd: int, event: int, deadline: float, what: str) -> None:
         poll = select.poll()
         poll.register(fd, event)
-        for wake in self._wake:
-            poll.register(wake, select.POLLIN)
-        remaining = deadline - time.monotonic()
-        ready = dict(poll.poll(max(0.0, remaining) * 1000))
-        if ready.keys() & self._wake:
-            raise StoreClosedError("the client was closed")
-        if not ready:
+        if not self._poll(poll, deadline - time.monotonic()):
             raise StoreTimeout(f"it did not {what} in time")
+
+    def _poll(self, poll: select.poll, seconds: float) -> bool:
+        for wake in self.wakes:
+            poll.register(wake, select.POLLIN)
+        ready = dict(poll.poll(max(0.0, seconds) * 1000))
+        if ready.keys() & self.wakes:
+            raise StoreClosedError("the client was closed")
+        return bool(ready)
 
 
 class _Reader:

@@ -18,7 +18,7 @@ from regrow.store import _wire as wire
 from regrow.store._errors import StoreProtocolError
 
 if TYPE_CHECKING:
-    from regrow.store._channel import Channel
+    from regrow.store._dial import Greeted
 
 _HANGUP: Final = select.EPOLLRDHUP | select.EPOLLONESHOT
 
@@ -27,21 +27,18 @@ class Link:
     """A connection that has been greeted.
 
     Args:
-        channel: the connection.
+        greeted: the connection, and what was said on it so far.
         epoll: the background thread's.
-        received: bytes that came together with the greeting.
-        frame_bytes: the longest message the server takes; its own are hardly longer.
     """
 
-    def __init__(
-        self, channel: Channel, epoll: select.epoll, received: bytes, frame_bytes: int
-    ) -> None:
-        self.fd = channel.fileno()
+    def __init__(self, greeted: Greeted, epoll: select.epoll) -> None:
+        self.fd = greeted.channel.fileno()
         self.write_fd = os.dup(self.fd)
-        self._channel = channel
+        self._channel = greeted.channel
         self._epoll = epoll
-        self._longest = frame_bytes + (1 << 20)
-        self._rest = bytearray(received)
+        # The server's messages are hardly longer than those it takes.
+        self._longest = greeted.welcome.frame_bytes + (1 << 20)
+        self._rest = bytearray(greeted.rest)
         self._needed = wire.HEADER
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLIN)

@@ -16,11 +16,11 @@ import select
 import signal
 import sys
 import time
-import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from regrow.store._errors import StoreConnectionError, StoreTimeout
+from regrow.store._fork import disown_in_children
 from regrow.store._limits import DEFAULT_LIMITS, Limits
 from regrow.store._serving import GOODBYE, STOP
 from regrow.store._token import check_token
@@ -50,7 +50,7 @@ class ServerProcess:
         self._pidfd = pidfd
         self._lifeline = lifeline
         self._lingers = lingers
-        _servers.add(self)
+        disown_in_children(self)
 
     def fileno(self) -> int:
         """Return a pidfd, readable once the server has ended; for a selector."""
@@ -90,23 +90,12 @@ class ServerProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _disown(self) -> None:
+    def disown(self) -> None:
+        """Let go of a server that is the parent's, in a forked child."""
         if self._pidfd >= 0:
             os.close(self._lifeline)
             os.close(self._pidfd)
             self._pidfd = self._lifeline = -1
-
-
-_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
-"""The servers of this process; a forked child must let go of their lifelines."""
-
-
-def _after_fork() -> None:
-    for server in list(_servers):
-        server._disown()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def start_server(
