@@ -1,0 +1,232 @@
+"""What a dump of stacks says: reading it, and putting it in a line for whoever is on call.
+
+`parse` reads what `faulthandler` of Python 3.11 to 3.15 writes, and survives any other text: the
+memory that a dump is read from belongs to the process that hangs. `where` is one line about one
+process, `compare` a few lines about a job, in which the rank that stands elsewhere is named.
+
+Of a stack, two frames are shown. The innermost says what is waited for (`all_reduce`), the nearest
+one of the user's own code which of several such calls it is (`train.py:42`). What stands between
+them, and the frames through which everything passes (`threading.py`, decorators, import), would not
+be read at three in the morning; the file has them all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Outcome = Literal["dumped", "stopped", "no handler", "silent", "gone"]
+
+
+class Frame(NamedTuple):
+    """One call."""
+
+    file: str
+    """As the interpreter names it; "???" where it does not know."""
+    line: int
+    """0 where the interpreter does not know it."""
+    function: str
+
+
+class Thread(NamedTuple):
+    """One Python thread."""
+
+    ident: int
+    """As `threading.get_ident` has it; 0 in a dump that does not say."""
+    name: str
+    """Only Python 3.14 and newer know it in a dump; else empty."""
+    current: bool
+    """Whether it took the signal."""
+    main: bool
+    """Whether it is the main thread."""
+    frames: tuple[Frame, ...]
+    """The most recent call first; empty where it runs no Python code."""
+
+
+class Dump(NamedTuple):
+    """What a process answered when it was asked for its stacks."""
+
+    pid: int
+    outcome: Outcome
+    """"dumped": `threads` are its stacks. Without stacks: "stopped" by a signal or a debugger;
+    "no handler", so that it was not asked; "silent", it did not answer in time; "gone"."""
+    note: str = ""
+    """Why there are no stacks or not all of them; empty where there is nothing to say."""
+    text: str = ""
+    """As `faulthandler` wrote it."""
+    threads: tuple[Thread, ...] = ()
+    native: str = ""
+    """What py-spy printed, or in a line why it did not; empty where it was not asked for."""
+    path: str = ""
+    """The file that has all this; empty where none was asked for, or it could not be written."""
+
+
+_HEADING = re.compile(
+    r"(?:(?P<current>Current t|T)hread 0x(?P<ident>[0-9a-fA-F]{1,16})(?: \[(?P<name>.*)\])?|Stack)"
+    r" \(most recent call first\):"
+)
+_FRAME = re.compile(
+    r'  File (?:"(?P<file>.*)"|\?\?\?), line (?P<line>\d{1,9}|\?\?\?) in (?P<function>.*)'
+)
+
+
+def parse(text: str, main: int = 0) -> tuple[Thread, ...]:
+    """The threads of a dump, in its order; what is no part of one is passed over.
+
+    Args:
+        text: what `faulthandler` wrote, or anything.
+        main: identity of the main thread; 0: unknown, then it is the one that is listed last, as
+            faulthandler begins with the newest.
+    """
+    threads: dict[int, Thread] = {}
+    frames: list[Frame] = []
+    ident = 0
+
+    def end() -> None:
+        if ident in threads:
+            threads[ident] = threads[ident]._replace(frames=tuple(frames))
+
+    for line in text.split("\n"):
+        if heading := _HEADING.fullmatch(line):
+            end()
+            frames = []
+            # A dump of one thread does not name it; it is the one that took the signal.
+            ident = int(heading["ident"] or "0", 16)
+            current = heading["current"] is not None and heading["current"] != "T"
+            threads[ident] = Thread(
+                ident, heading["name"] or "", current or not heading["ident"], False, ()
+            )
+        elif frame := _FRAME.fullmatch(line):
+            number = frame["line"]
+            frames.append(
+                Frame(
+                    frame["file"] or "???", int(number) if number != "???" else 0, frame["function"]
+                )
+            )
+    end()
+    if not threads:
+        return ()
+    chosen = main if main in threads else 0 if 0 in threads else None
+    if chosen is None and not main:
+        chosen = next(reversed(threads))
+    return tuple(thread._replace(main=thread.ident == chosen) for thread in threads.values())
+
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/|^<frozen "
+)
+_PLUMBING = re.compile(
+    r"^<frozen |^<__array_function__|/python3\.\d+t?/(?:threading|contextlib|functools|runpy)\.py$"
+)
+
+
+def _passing(frame: Frame) -> bool:
+    """Whether everything goes through this frame, so that it says nothing."""
+    return frame.file.startswith(_HERE) or _PLUMBING.search(frame.file) is not None
+
+
+def top(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """The two frames of a stack that are worth a line.
+
+    Returns:
+        the innermost call, and the nearest one of the user's own code (which may be the same);
+        None where there is no such.
+    """
+    telling = [frame for frame in frames if not _passing(frame)] or list(frames)
+    own = (frame for frame in telling if not _passing(frame) and not _LIBRARY.search(frame.file))
+    return next(iter(telling), None), next(own, None)
+
+
+def where(dump: Dump) -> str:
+    """Where a process stands, for the line about its failure.
+
+    Returns:
+        such as "in all_reduce (distributed_c10d.py:2810), called by step (train.py:42)", or
+        "stopped by a signal (SIGSTOP or a debugger)".
+    """
+    if dump.outcome == "stopped":
+        return "stopped by a signal (SIGSTOP or a debugger)"
+    if dump.outcome != "dumped":
+        return f"unknown: {_printable(dump.note or dump.outcome)}"
+    shown = sorted((t for t in dump.threads if t.main or t.current), key=lambda t: not t.main)
+    if not shown:
+        return "unknown: its main thread is not in the dump"
+    innermost, own = top(shown[0].frames)
+    place = "in native code that no Python code called"
+    if innermost is not None:
+        place = f"in {_show(innermost)}"
+        if own is not None and own != innermost:
+            place += f", called by {_show(own)}"
+    return place if shown[0].main else f"{place}, in another thread than the main one"
+
+
+def compare(dumps: Mapping[int, Dump]) -> list[str]:
+    """Which ranks stand together, and which elsewhere.
+
+    Args:
+        dumps: by rank.
+
+    Returns:
+        a line for each place, that of the most ranks first.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(dumps):
+        groups.setdefault(where(dumps[rank]), []).append(rank)
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
+    return [_line(place, ranks, len(dumps)) for place, ranks in ordered]
+
+
+def _line(place: str, ranks: Sequence[int], total: int) -> str:
+    one = len(ranks) == 1
+    who = f"rank {ranks[0]}" if one else f"ranks {_numbers(ranks)}"
+    if one and total > 1:
+        who += " alone"
+    elif not one and len(ranks) == total:
+        who = f"all {total} ranks"
+    if place.startswith("in "):
+        return f"{who} {'stands' if one else 'stand'} {place}"
+    if place.startswith("stopped "):
+        return f"{who} {'is' if one else 'are'} {place}"
+    return f"{who}: {place}"
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    """0, 2-5 and the like."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = []
+    for first, last in runs:
+        shown += (
+            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
+        )
+    return ", ".join(shown)
+
+
+def _show(frame: Frame) -> str:
+    place = _short(frame.file)
+    return (
+        f"{_printable(frame.function)} ({place}:{frame.line})"
+        if frame.line
+        else (f"{_printable(frame.function)} ({place})")
+    )
+
+
+def _short(file: str) -> str:
+    """The name of a file as people call it: with its folder where the name alone says nothing."""
+    folder, _, name = file.rpartition("/")
+    if name in ("__init__.py", "__main__.py") and folder:
+        name = f"{folder.rpartition('/')[2]}/{name}"
+    return _printable(name or file)
+
+
+def _printable(text: str, most: int = 60) -> str:
+    """One line of printable characters, the middle left out where it is long."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown if len(shown) <= most else f"{shown[: most // 2]}…{shown[1 - most // 2 :]}"

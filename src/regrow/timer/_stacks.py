@@ -1,0 +1,149 @@
+"""The worker's side of a stack dump: a process that can be asked where it stands.
+
+`arm` lets `faulthandler` answer a signal with the stacks of all Python threads. Its handler is C
+and takes no lock, so the answer comes from a thread in `time.sleep`, from an endless loop, and from
+native code that holds the GIL; a Python signal handler would wait for the interpreter in all three.
+
+Where the answer goes: into memory of the process, a memfd that whoever asks opens through
+`/proc/<pid>/fd`, as `regrow.step` does with the agent's. A file would be the obvious place, and is
+a bad one: what hangs a training is often its file system, and a handler that writes there hangs as
+well; a full disk loses the answer; and every process that never hangs leaves an empty file. The
+name of the memfd tells the rest (`Marker`), so that the two sides agree on nothing but this module,
+and a process is only ever signalled while it holds such a memfd and catches the signal: one that
+started another program has neither, and a foreign one that has its own use for the signal has no
+memfd. Nor can the handler write into a file that took the number of a descriptor closed behind
+its back, since then nobody asks.
+
+Which signals: the first two of `CANDIDATES` that the process neither catches nor ignores. They are
+real-time signals, as all others have a meaning. glibc keeps 32 and 33, and a runtime that needs one
+takes those from SIGRTMIN (34) up: .NET does. At the other end valgrind has 64. The middle is left;
+and whoever has taken a candidate first, keeps it.
+
+The second signal dumps only the thread that takes it. faulthandler lists at most 100 threads, the
+newest first, so that in a process with more the main thread, the one that matters, is not among
+them; the kernel gives a process's signal to its main thread unless that blocks it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import IO, NamedTuple
+
+#: Real-time signals of Linux that a process may be asked by.
+CANDIDATES = range(44, 56)
+
+_PREFIX = "regrow-stacks"
+
+
+class Marker(NamedTuple):
+    """What the name of a process's memfd tells those who would ask it."""
+
+    pid: int
+    """Whose it is: a forked child has its parent's until it arms itself."""
+    all_threads: int
+    """The signal that dumps every thread."""
+    one_thread: int
+    """The signal that dumps the thread that takes it."""
+    main: int
+    """Identity of the main thread, as dumps have it."""
+
+    @property
+    def name(self) -> str:
+        return f"{_PREFIX}.{self.pid}.{self.all_threads}.{self.one_thread}.{self.main:x}"
+
+    @classmethod
+    def of(cls, link: str) -> Marker | None:
+        """What a link in `/proc/<pid>/fd` says; None: it is of something else."""
+        name, _, _ = link.removeprefix("/memfd:").partition(" ")
+        prefix, _, rest = name.partition(".")
+        if prefix != _PREFIX:
+            return None
+        try:
+            pid, every, one, main = rest.split(".")
+            return cls(int(pid), int(every), int(one), int(main, 16))
+        except ValueError:
+            return None
+
+
+class Signals(NamedTuple):
+    """Masks of a process as `/proc/<pid>/status` has them; bit n - 1 is signal n."""
+
+    pending: int
+    """Sent to the process, taken by no thread yet."""
+    blocked: int
+    """Blocked by the main thread; within a handler, the handler's own signal too."""
+    ignored: int
+    caught: int
+
+    @classmethod
+    def of(cls, status: bytes) -> Signals:
+        """Read a status file; what it lacks counts as empty."""
+        found = {
+            line[:6]: int(line[7:], 16)
+            for line in status.splitlines()
+            if line[:7] in (b"ShdPnd:", b"SigBlk:", b"SigIgn:", b"SigCgt:")
+        }
+        masks = (found.get(name, 0) for name in (b"ShdPnd", b"SigBlk", b"SigIgn", b"SigCgt"))
+        return cls(*masks)
+
+
+class _Armed:
+    """What the handler of this process writes into: as there is one handler, there is one."""
+
+    __slots__ = ("file", "marker", "pid")
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.file: IO[bytes] | None = None
+        self.marker: Marker | None = None
+
+
+_armed = _Armed()
+
+
+def arm() -> None:
+    """Let this process be asked for its stacks.
+
+    Once per process, and again in a forked child; a call that finds it done costs next to nothing.
+    It never raises: where a process cannot be asked, one warning says why, and a timer that expires
+    is reported without stacks.
+    """
+    if _armed.pid == os.getpid():
+        return
+    _armed.pid = os.getpid()
+    try:
+        _register()
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        from regrow.utils import get_logger
+
+        get_logger(__name__).warning(
+            "if a timer expires in process %d, its stacks will not be known: %s", _armed.pid, error
+        )
+
+
+def _register() -> None:
+    import faulthandler
+    import fcntl
+    import threading
+
+    with open("/proc/self/status", "rb") as status:
+        signals = Signals.of(status.read())
+    taken = signals.caught | signals.ignored
+    inherited = _armed.marker
+    if inherited:  # by a fork, with the handlers
+        taken &= ~(1 << inherited.all_threads - 1 | 1 << inherited.one_thread - 1)
+    free = [number for number in CANDIDATES if not taken >> number - 1 & 1]
+    if len(free) < 2:
+        raise RuntimeError(
+            f"it catches or ignores the signals {CANDIDATES[0]} to {CANDIDATES[-1]}; two of them"
+            " are needed"
+        )
+    marker = Marker(os.getpid(), free[0], free[1], threading.main_thread().ident or 0)
+    file = os.fdopen(os.memfd_create(marker.name, os.MFD_CLOEXEC), "wb", buffering=0)
+    # Whoever asks may empty it between two dumps.
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(marker.one_thread, file, all_threads=False, chain=False)
+    faulthandler.register(marker.all_threads, file, all_threads=True, chain=False)
+    before, _armed.file, _armed.marker = _armed.file, file, marker
+    if before:
+        before.close()
