@@ -134,6 +134,11 @@ class EtcdMember:
             self._log.close()
             self._process = None
 
+    def lose_data(self) -> None:
+        """End it, and with it all that it knew; `start` makes it anew."""
+        self.kill()
+        shutil.rmtree(f"{self._folder}/data")
+
     def remove(self) -> None:
         self.kill()
         shutil.rmtree(self._folder)

@@ -241,6 +241,30 @@ def test_a_watch_goes_on_when_the_history_was_compacted_meanwhile(
     revived.stop()
 
 
+def test_an_etcd_that_lost_its_data_is_not_taken_for_one_where_nothing_has_changed() -> None:
+    with etcd() as cluster:
+        (old, store), (newer, _) = (open_job(cluster.endpoint, "job") for _ in range(2))
+        token = written(old, b"0")
+        for _ in range(9):
+            _, token, _ = old.set_state(b"old", token) or pytest.fail("no state")
+        old.beats([])
+        assert old.heard_state() == (b"old", token)
+        waiting = Background(old.wait_state, token, float("inf"))
+        reading = Background(store.get, "key")
+        cluster.members[0].lose_data()
+        cluster.members[0].start()
+        cluster.members[0].wait_until_healthy()
+        begun = newer.set_state(b"new") or pytest.fail("no state")
+        assert begun[1] < token
+        assert old.get_state() == begun[:2]
+        waiting.result()
+        eventually(lambda: old.heard_state() == begun[:2])
+        store.set("key", "value")
+        assert reading.result() == b"value"
+        old.close()
+        newer.close()
+
+
 def test_whoever_waits_without_a_server_is_told_so(server: EtcdCluster, make: Make) -> None:
     proxy = CuttingProxy(server.members[0].port)
     endpoint = proxy.endpoint

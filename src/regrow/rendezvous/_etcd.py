@@ -90,17 +90,18 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """See base class; what it returns is as new as any change that was made before the call."""
         known = self._feed.document()
-        after = known.revision if known is not None else 0
+        revision = known.revision if known is not None else 0
         with _errors("to read the state"):
             outcome = self._job.client.txn(
-                [], [get(self._state, after=after)], timeout=self._job.timeout
+                # Not "what is newer": an etcd that lost its data counts from 1 again.
+                [unchanged(self._state, revision)],
+                [],
+                [get(self._state)],
+                timeout=self._job.timeout,
             )
-        if outcome.found[0]:
-            pair = outcome.found[0][0]
-            return pair.value or b"", pair.revision
-        if known is not None and outcome.counts[0]:  # it has not changed since
-            return known.value or b"", known.revision
-        return None
+        if not outcome.succeeded:
+            known = next(iter(outcome.found[0]), None)
+        return None if known is None else (known.value or b"", known.revision)
 
     def set_state(
         self, state: bytes, token: Token | None = None

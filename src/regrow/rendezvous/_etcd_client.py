@@ -56,20 +56,17 @@ class Seen(NamedTuple):
 
 
 class Compacted(Exception):
-    """The history that a watch asked for is not kept any more."""
+    """The history that a watch asked for is not kept any more, or is not that of this etcd."""
 
 
-def get(key: str, prefix: bool = False, after: int = 0, at: int = 0, only: str = "") -> Message:
+def get(key: str, prefix: bool = False, at: int = 0, only: str = "") -> Message:
     """The operation that reads a key, or all that begin with it.
 
     Args:
-        after: leave out those that have not changed since this revision; they are counted.
         at: as of this revision; 0: as of now.
         only: "keys" or "count": leave out the rest.
     """
     found: Message = _where(key, prefix)
-    if after:
-        found["min_mod_revision"] = str(after + 1)
     if at:
         found["revision"] = str(at)
     if only:
@@ -164,14 +161,15 @@ class EtcdClient:
         """
         since = {"start_revision": str(revision)}
         wanted = [{"create_request": {**_where(key, prefix), **since}} for key, prefix in keys]
-        return Watch(self.http.stream("watch", *wanted, timeout=timeout))
+        return Watch(self.http.stream("watch", *wanted, timeout=timeout), revision)
 
 
 class Watch:
-    """What changes, as it changes; a `Stream`."""
+    """What changes, as it changes; a `Stream`, from a revision on."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, revision: int) -> None:
         self._stream = stream
+        self._revision = revision
         self.wait_at_most = stream.wait_at_most
         self.close = stream.close
         self.end = stream.end
@@ -185,6 +183,9 @@ class Watch:
         """
         for message in self._stream:
             if "compact_revision" in message:
+                raise Compacted
+            # Of a future that it need not have: its data may be lost, and it counts from 1 again.
+            if message.get("created") and int(message["header"]["revision"]) < self._revision - 1:
                 raise Compacted
             if message.get("canceled"):
                 why = message.get("cancel_reason", "it gave no reason")
