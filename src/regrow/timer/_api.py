@@ -20,6 +20,7 @@ import abc
 import copy
 import logging
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from regrow.timer._steady import SteadyClock
@@ -155,6 +156,15 @@ class TimerServer(abc.ABC):
     def _wake(self) -> None:  # noqa: B027  # a queue that cannot be woken is no mistake
         """End a wait in the queue's `get`, as far as it can be ended. For subclasses."""
 
+    def _before_reaping(  # noqa: B027
+        self, expired: Mapping[Any, list[TimerRequest]]
+    ) -> None:
+        """Do what is to be done for all workers that are about to be reaped. For subclasses.
+
+        Args:
+            expired: their timers that have expired.
+        """
+
     def start(self) -> None:
         """Start the server's thread. Once it runs, this changes nothing."""
         if self._watchdog_thread is not None and self._watchdog_thread.is_alive():
@@ -172,10 +182,10 @@ class TimerServer(abc.ABC):
         """Stop the server's thread and wait for its end, `max_interval` seconds at most."""
         self._stop_signaled = True
         self.__stopping.set()
-        self._wake()
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is None or thread is threading.current_thread():
             return
+        self._wake()
         thread.join(self._max_interval)
         if thread.is_alive():
             logger.warning(
@@ -213,8 +223,17 @@ class TimerServer(abc.ABC):
         now = clock.now()
         expired = self.get_expired_timers(now)
         watch.woken(now, expired)
-        reaped = {w for w in watch.ripe(expired, now) if self.__reaped(w, expired[w], now)}
+        ripe = {worker: expired[worker] for worker in watch.ripe(expired, now)}
+        if ripe:
+            self.__prepare(ripe)
+        reaped = {worker for worker, timers in ripe.items() if self.__reaped(worker, timers, now)}
         self.clear_timers(reaped)
+
+    def __prepare(self, expired: Mapping[Any, list[TimerRequest]]) -> None:
+        try:
+            self._before_reaping(expired)
+        except Exception:  # nobody is spared for that
+            logger.exception("before reaping %s", list(expired))
 
     def __reaped(self, worker_id: Any, expired: list[TimerRequest], now: float) -> bool:
         """Try to reap a worker."""

@@ -1,0 +1,286 @@
+"""The local timer: workers send their requests over a multiprocessing queue to their parent.
+
+For programs that start their workers by `multiprocessing` themselves; workers of an agent use the
+file timer, which needs no object handed down. The server sleeps in the kernel until a request
+comes, a deadline passes, a worker ends or `stop` is called. A queue of a `Manager` has nothing to
+sleep on; there a wait is a timeout, and `stop` waits for its end.
+
+A multiprocessing queue is one pipe, with one lock for all who write to it. It survives much, but
+not the death of a process in the middle of a write: the reader waits for the rest of the message,
+and the others for the lock. So a worker is killed while the server holds that lock.
+
+A pid names a process only as long as that lives. So a worker is held on to by a pidfd from its
+first request on, and neither a worker that ended nor a stranger that got its pid is killed for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.connection import Pipe
+from queue import Empty
+from typing import Any
+
+from regrow.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from regrow.timer._stacks import arm
+from regrow.timer._timers import Timers
+
+__all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = 1000
+"""Requests that are taken before deadlines are looked at again."""
+KILL_PATIENCE = 0.05
+"""Seconds that a kill waits for a writer to come to the end of its message, and a writer for a
+killed process to be gone."""
+
+
+class LocalTimerClient(TimerClient):
+    """A worker's way to a `LocalTimerServer`.
+
+    Args:
+        mp_queue: the queue that the server reads, a `multiprocessing.Queue` handed to this worker.
+    """
+
+    def __init__(self, mp_queue: Any) -> None:
+        super().__init__()
+        self._mp_queue = mp_queue
+
+    def acquire(self, scope_id: str, expiration_time: float) -> None:
+        """Arm this process's timer of a scope; see `TimerClient`."""
+        arm()
+        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, expiration_time))
+
+    def release(self, scope_id: str) -> None:
+        """Disarm this process's timer of a scope."""
+        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, -1))
+
+
+class MultiprocessingRequestQueue(RequestQueue):
+    """The requests in a multiprocessing queue.
+
+    Args:
+        mp_queue: a `multiprocessing.Queue`, or what behaves like it.
+    """
+
+    def __init__(self, mp_queue: Any) -> None:
+        super().__init__()
+        self._mp_queue = mp_queue
+
+    def size(self) -> int:
+        """How many requests wait. Those that a worker could not send before it died count too."""
+        size: int = self._mp_queue.qsize()
+        return size
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """Take `size` requests, or those that come within `timeout` seconds."""
+        end = time.monotonic() + timeout
+        requests: list[TimerRequest] = []
+        try:
+            while len(requests) < size:
+                requests.append(self._mp_queue.get(timeout=max(0.0, end - time.monotonic())))
+        except Empty:
+            pass
+        return requests
+
+
+class LocalTimerServer(TimerServer):
+    """Kills a worker process one of whose timers has expired, after asking it where it stands.
+
+    Args:
+        mp_queue: a `multiprocessing.Queue`, which the workers have, too.
+        max_interval: seconds that the server waits at most without looking after its timers, and
+            `stop` for its end. Nothing else depends on it, unless the queue is a `Manager`'s.
+        daemon: whether the server's thread ends with the program.
+    """
+
+    def __init__(self, mp_queue: Any, max_interval: float = 60, daemon: bool = True) -> None:
+        self._arrivals = _Arrivals(mp_queue)
+        super().__init__(self._arrivals, max_interval, daemon)
+        self._write_lock = getattr(mp_queue, "_wlock", None)
+        self._timers: Timers[int, TimerRequest] = Timers()
+
+    def _wake(self) -> None:
+        self._arrivals.wake()
+
+    def register_timers(self, timer_requests: list[TimerRequest]) -> None:
+        """Arm and release timers as asked for."""
+        for pid in self._arrivals.ended():
+            self._timers.clear(pid)
+        for request in timer_requests:
+            pid, scope, at = request.worker_id, request.scope_id, request.expiration_time
+            if at < 0:
+                self._timers.release(pid, scope)
+            else:
+                self._timers.arm(pid, scope, at, request)
+
+    def clear_timers(self, worker_ids: set[int]) -> None:
+        """Forget all timers of these processes."""
+        for pid in worker_ids:
+            self._timers.clear(pid)
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[TimerRequest]]:
+        """For each process that has any: its timers that are due, the earliest first."""
+        return self._timers.due(deadline)
+
+    def _before_reaping(self, expired: Mapping[int, list[TimerRequest]]) -> None:
+        from regrow.timer._capture import capture
+        from regrow.timer._frames import where
+
+        held = {pid: self._arrivals.pidfd(pid) for pid in expired}
+        dumps = capture([(pid, pidfd, "") for pid, pidfd in held.items() if pidfd is not None])
+        for pid, dump in dumps.items():
+            logger.error(
+                "the timers %s of process %s have expired; it is %s\n%s",
+                self._get_scopes(expired[pid]),
+                pid,
+                where(dump),
+                dump.text,
+            )
+
+    def _reap_worker(self, worker_id: int) -> bool:
+        pidfd = self._arrivals.pidfd(worker_id)
+        if pidfd is None:
+            logger.info("process %s had ended before its timer expired", worker_id)
+            return True
+        if worker_id == os.getpid():
+            logger.error("the expired timers are of the server's own process, which is not killed")
+            return True
+        try:
+            with _nobody_writing(self._write_lock):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                _wait_for_end(pidfd)
+        except ProcessLookupError:
+            logger.info("process %s ended when its timer expired", worker_id)
+        except OSError:
+            logger.exception("process %s could not be killed", worker_id)
+            return False
+        return True
+
+
+class _Arrivals(MultiprocessingRequestQueue):
+    """What comes to a server: requests, and the end of processes that have sent some."""
+
+    def __init__(self, mp_queue: Any) -> None:
+        super().__init__(mp_queue)
+        self._pidfds: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # by pidfd
+        self._ended: list[int] = []
+        self._reported: set[str] = set()
+        self._poll = select.epoll()
+        # Not an eventfd: connections are closed when nobody has them any more.
+        self._woken, self._waker = Pipe(duplex=False)
+        self._poll.register(self._woken.fileno(), select.EPOLLIN)
+        reader = getattr(mp_queue, "_reader", None)  # a manager's queue has none
+        self._wakes = reader is not None
+        if reader is not None:
+            self._poll.register(reader.fileno(), select.EPOLLIN)
+
+    def __del__(self) -> None:
+        for pidfd in self._pids:
+            os.close(pidfd)
+
+    def wake(self) -> None:
+        """End a wait, or the next one."""
+        self._waker.send_bytes(b"")
+
+    def get(self, size: int, timeout: float) -> list[TimerRequest]:
+        """Wait for something to happen, and take the requests that are there by then.
+
+        However many there are said to be: those that a worker did not send before it died count,
+        and never come.
+        """
+        for fd, _ in self._poll.poll(timeout if self._wakes else 0):
+            if fd == self._woken.fileno():
+                self._woken.recv_bytes()
+            elif fd in self._pids:
+                self._bury(fd)
+        patience = 0.0 if self._wakes else timeout
+        requests: list[TimerRequest] = []
+        for _ in range(AT_ONCE):
+            try:
+                item = self._mp_queue.get(timeout=patience)
+            except Empty:
+                break
+            except (OSError, EOFError, ValueError):  # the queue is closed
+                raise
+            except Exception as error:  # noqa: BLE001  # to unpickle is to run anything
+                self._report(f"something that cannot be read: {error!r}")
+                continue
+            patience = 0.0
+            if self._takes(item):
+                requests.append(item)
+        return requests
+
+    def pidfd(self, pid: int) -> int | None:
+        """The descriptor of a process; None: it had ended when its request came, or has since."""
+        return self._pidfds.get(pid)
+
+    def ended(self) -> list[int]:
+        """The processes that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _takes(self, item: object) -> bool:
+        """Whether this is a request that can be followed; the end of its process is watched."""
+        pid = getattr(item, "worker_id", None)
+        scope, at = getattr(item, "scope_id", None), getattr(item, "expiration_time", None)
+        if not isinstance(pid, int) or not isinstance(scope, str):
+            self._report(f"{item!r}, which is no TimerRequest with a pid and the name of a scope")
+        elif not isinstance(at, (int, float)) or math.isnan(at):
+            self._report(f"the expiration time {at!r} of process {pid}, which is no time")
+        else:
+            if pid not in self._pidfds and at >= 0:
+                self._watch(pid)
+            return True
+        return False
+
+    def _watch(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, OverflowError):  # it has ended, or never was: nobody will be killed
+            return
+        self._pidfds[pid], self._pids[pidfd] = pidfd, pid
+        self._poll.register(pidfd, select.EPOLLIN)
+
+    def _bury(self, pidfd: int) -> None:
+        pid = self._pids.pop(pidfd)
+        del self._pidfds[pid]
+        self._ended.append(pid)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+
+    def _report(self, what: str) -> None:
+        if len(self._reported) < 100 and what not in self._reported:
+            self._reported.add(what)
+            logger.warning("the timers' queue holds %s: it is left out", what)
+
+
+@contextmanager
+def _nobody_writing(lock: Any) -> Iterator[None]:
+    """Hold the lock of those who write to the queue, if it has one and can be had soon."""
+    held = lock is not None and lock.acquire(timeout=KILL_PATIENCE)
+    if lock is not None and not held:
+        logger.warning(
+            "some process has been writing to the timers' queue for %s s; if it is the one that is "
+            "killed now, the queue cannot be used any more: start the job anew",
+            KILL_PATIENCE,
+        )
+    try:
+        yield
+    finally:
+        if held:
+            lock.release()
+
+
+def _wait_for_end(pidfd: int) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(KILL_PATIENCE * 1000)
