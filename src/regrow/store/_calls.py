@@ -70,7 +70,7 @@ class Call:
 
 
 class Calls:
-    """The unanswered calls of one session; guarded by the lock of its `Line`."""
+    """The unanswered calls of one session; guarded by the lock of its `Carrier`."""
 
     def __init__(self) -> None:
         self.failure: StoreError | None = None

@@ -1,7 +1,7 @@
 """A client's session with a store server: calls from any thread, over one connection.
 
 A call enters the table of calls (`_calls`), which is how it takes effect at most once; is sent;
-and then either its thread reads the connection, or it waits for the thread that does (`_line`).
+and then either its thread reads the connection, or it waits for the thread that does (`_carrier`).
 While the connection is gone, calls wait for the next one. The background thread makes it, as
 patiently as `_redial` says, and tells of every change of state.
 """
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from regrow.store import _wire as wire
 from regrow.store._calls import Call, Calls, ConnectionState
+from regrow.store._carrier import Carrier
 from regrow.store._errors import StoreClosedError, StoreError, StoreSessionLost, StoreTimeout
 from regrow.store._fork import disown_in_children
-from regrow.store._line import Line
 from regrow.store._redial import dial_again, dial_first
 
 if TYPE_CHECKING:
@@ -53,19 +53,19 @@ class Connection:
         stop: int | None = None,
     ) -> None:
         self._calls = Calls()
-        self._line = Line(self._calls, dialer.endpoint)
+        self._carrier = Carrier(self._calls, dialer.endpoint)
         self._dialer = dialer
         self._on_state = on_state
         self._told = ConnectionState.CONNECTED
         self._closing = False
         try:
-            dialer.wakes = {self._line.wake} if stop is None else {self._line.wake, stop}
+            dialer.wakes = {self._carrier.wake} if stop is None else {self._carrier.wake, stop}
             greeted = dial_first(dialer, grace, timeout, refusal_is_final=refusal_is_final)
-            dialer.wakes = {self._line.wake}
+            dialer.wakes = {self._carrier.wake}
             self._welcome = greeted.welcome
-            self._line.install(greeted)
+            self._carrier.install(greeted)
         except BaseException:
-            self._line.release()
+            self._carrier.release()
             raise
         disown_in_children(self)
         self._thread = threading.Thread(target=self._run, name="regrow-store", daemon=True)
@@ -74,7 +74,7 @@ class Connection:
     @property
     def state(self) -> ConnectionState:
         """What may be believed about the session."""
-        return self._line.state
+        return self._carrier.state
 
     @property
     def server(self) -> str:
@@ -112,14 +112,14 @@ class Connection:
         call = self._begin(request, args, changes, at_once)
         try:
             if lasting:
-                self._line.hand_over()
+                self._carrier.hand_over()
             else:
-                self._line.read_for(call, min(deadline, time.monotonic() + nudge))
+                self._carrier.read_for(call, min(deadline, time.monotonic() + nudge))
             if not call.over:
                 self._await(call, deadline, nudge)
         except BaseException:
             self._give_up(call)
-            self._line.hand_over()
+            self._carrier.hand_over()
             raise
         if not call.over:
             self._give_up(call)
@@ -141,7 +141,7 @@ class Connection:
         changes: bool,
         at_once: bool,
     ) -> Call:
-        with self._line.lock:
+        with self._carrier.lock:
             call = self._calls.make(
                 request,
                 args,
@@ -151,7 +151,7 @@ class Connection:
             )
             try:
                 self._calls.enter(call)
-                self._line.post(call)
+                self._carrier.post(call)
             except BaseException:
                 self._calls.remove(call)
                 raise
@@ -168,17 +168,17 @@ class Connection:
             left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
             if call.gate.acquire(timeout=min(left, nudge)) or left <= nudge:
                 return
-            with self._line.lock:
-                self._line.send(self._calls.nudge())
+            with self._carrier.lock:
+                self._carrier.send(self._calls.nudge())
 
     def _give_up(self, call: Call) -> None:
-        with self._line.lock:
+        with self._carrier.lock:
             if self._calls.remove(call) and not call.changes:
-                self._line.send(wire.frame(wire.Cancel(call.id)))
+                self._carrier.send(wire.frame(wire.Cancel(call.id)))
 
     def close(self, timeout: float) -> None:
         """End the session, for the server too if it answers in time; calls under way raise."""
-        with self._line.lock:
+        with self._carrier.lock:
             if self._closing:
                 return
             self._closing = True
@@ -195,15 +195,15 @@ class Connection:
                 self._thread.join(_LAST_SECONDS)
 
     def _fail(self, failure: StoreError, state: ConnectionState) -> None:
-        with self._line.lock:
-            self._line.fail(failure, state)
+        with self._carrier.lock:
+            self._carrier.fail(failure, state)
 
     # ------------------------------------------------- in the background thread
 
     def _run(self) -> None:
         try:
             while self._calls.failure is None:
-                if not self._line.work() and self._calls.failure is None:
+                if not self._carrier.work() and self._calls.failure is None:
                     self._reconnect()
                 self._tell()
         except BaseException as error:
@@ -211,21 +211,21 @@ class Connection:
             self._fail(StoreSessionLost(message), ConnectionState.LOST)
             raise
         finally:
-            self._line.release()
+            self._carrier.release()
         self._tell()
 
     def _reconnect(self) -> None:
         self._tell()
-        self._line.bury()
+        self._carrier.bury()
         session, grace = self._welcome.session, self._welcome.grace
         try:
-            greeted = dial_again(self._dialer, session, grace, self._line.lost_at)
+            greeted = dial_again(self._dialer, session, grace, self._carrier.lost_at)
         except StoreClosedError:
             return
         except StoreSessionLost as error:
             self._fail(error, ConnectionState.LOST)
         else:
-            self._line.install(greeted)
+            self._carrier.install(greeted)
 
     def _tell(self) -> None:
         state = self.state
@@ -239,4 +239,4 @@ class Connection:
     def disown(self) -> None:
         """Leave the session to the parent, and refuse every call."""
         self._closing = True
-        self._line.disown()
+        self._carrier.disown()

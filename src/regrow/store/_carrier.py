@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from regrow.store._dial import Greeted
 
 
-class Line:
+class Carrier:
     """A connection that may be lost and replaced; at first there is none.
 
     Args:
