@@ -50,6 +50,8 @@ MAY_PICKLE = {
 WALL_TIME = {
     "agent/_health.py": "torch's callback returns seconds since the epoch",
     "agent/_probed.py": "the same callback",
+    "agent/_timed.py": "that callback's answer of the timer server, and the stamp of an error file",
+    "agent/_timers.py": "the stamp of an error file",
     "events/_log.py": "the stamp of an event",
     "metrics/_api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
     "timer/_expires.py": "a client takes seconds since the epoch, as torch's",

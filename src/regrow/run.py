@@ -193,6 +193,8 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         duplicate_stderr_filters=args.duplicate_stderr_filters,
         virtual_local_rank=args.virtual_local_rank,
         shutdown_timeout=args.shutdown_timeout,
+        timers=getattr(args, "timers", False),
+        native_stacks=getattr(args, "native_stacks", False),
     )
     if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         logger.warning(

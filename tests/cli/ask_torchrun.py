@@ -17,6 +17,10 @@ from argparse import ArgumentParser
 from typing import Any
 
 
+# Fields of the configuration that torch's has not.
+OWN = ("event_sinks", "timers", "native_stacks")
+
+
 def table(parser: ArgumentParser) -> dict[str, Any]:
     """Every flag's spelling with what it does."""
     return {
@@ -73,7 +77,7 @@ def answer(run: Any, question: dict[str, Any]) -> dict[str, Any]:
         "config": {
             name: shown(getattr(config, name))
             for name in config.__dataclass_fields__
-            if name not in ("logs_specs", "event_sinks", "numa_options")
+            if name not in ("logs_specs", "numa_options", *OWN)
         },
         "numa": config.numa_options and config.numa_options.affinity_mode.value,
     }

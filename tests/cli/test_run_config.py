@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from regrow.cli._flags import FLAGS
+
 ASK = Path(__file__).with_name("ask_torchrun.py")
 
 # Flags that torchrun has not.
-OWN = {"rdzv_token_file", "rdzv_tls_cert", "rdzv_tls_key", "rdzv_tls_ca", "insecure"}
+OWN = {flag.attribute for flag in FLAGS if flag.added}
 
 # Words of a command line; {tmp} is a folder, {file} a file.
 COMMAND_LINES = """
@@ -149,6 +151,7 @@ def test_flags_and_command_lines_mean_what_they_mean_to_torchrun(tmp_path: Path)
         ask("regrow.run", questions, tmp_path),
     )
 
+    assert not OWN & {row["dest"] for row in theirs["table"].values()}
     table = {spelling: row for spelling, row in ours["table"].items() if row["dest"] not in OWN}
     assert table == theirs["table"]
     for abbreviation, flags in theirs["abbreviations"].items():

@@ -3,6 +3,7 @@
 The public names are those of `torch.distributed.elastic.agent.server`.
 """
 
+from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from regrow.agent._local import LocalElasticAgent
 from regrow.agent._simple import SimpleElasticAgent
 from regrow.agent._types import (
@@ -14,9 +15,6 @@ from regrow.agent._types import (
     WorkerSpec,
     WorkerState,
 )
-
-TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
-TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 __all__ = [
     "DEFAULT_ROLE",

@@ -8,6 +8,8 @@ from regrow.agent._types import Worker, WorkerGroup
 
 ATTEMPT_ENV = "REGROW_ATTEMPT"
 FENCING_TOKEN_ENV = "REGROW_FENCING_TOKEN"
+TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
+TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -21,6 +23,7 @@ def worker_environment(
     use_agent_store: bool,
     outer: Mapping[str, str],
     fencing_token: int | None = None,
+    timer_file: str | None = None,
 ) -> dict[str, str]:
     """The variables a worker gets on top of the agent's own.
 
@@ -35,6 +38,8 @@ def worker_environment(
         fencing_token: the round's number, which only grows and which all workers of the round
             have; `REGROW_FENCING_TOKEN`. A place that checkpoints are written to can refuse a
             lower one than it has seen. None where the rendezvous has no such number.
+        timer_file: the pipe of the timer server that the worker speaks to;
+            `TORCHELASTIC_TIMER_FILE`.
 
     Raises:
         ValueError: `virtual_local_rank` and fewer visible devices than workers.
@@ -60,6 +65,8 @@ def worker_environment(
     }
     if fencing_token is not None:
         env[FENCING_TOKEN_ENV] = str(fencing_token)
+    if timer_file is not None:
+        env[TORCHELASTIC_TIMER_FILE] = timer_file
     for name in ASYNC_ERROR_HANDLING:
         env[name] = outer.get(name, "1")
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):

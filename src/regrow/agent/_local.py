@@ -17,10 +17,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.agent import _words as words
-from regrow.agent._environment import worker_environment
-from regrow.agent._probed import ProbedAgent
+from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, worker_environment
 from regrow.agent._progress import ProgressBoard, Steps
 from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
+from regrow.agent._timed import TimedAgent
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
 from regrow.utils import get_logger, macros
@@ -61,7 +61,7 @@ class _LeaseOver(NamedTuple):
     lapsed: Lapsed
 
 
-class LocalElasticAgent(ProbedAgent):
+class LocalElasticAgent(TimedAgent):
     """Runs `spec.local_world_size` workers on this host.
 
     Args:
@@ -81,6 +81,10 @@ class LocalElasticAgent(ProbedAgent):
         log_dir: of the older form.
         event_sinks: called with each of the job's events.
         job: what the launcher knows of the job beyond the spec, for `regrow.job.started`.
+        timers: whether to serve the workers' countdown timers; `TORCHELASTIC_ENABLE_FILE_TIMER=1`
+            turns them on as well. The server's pipe is at `TORCHELASTIC_TIMER_FILE`, or at a path
+            of its own.
+        native_stacks: whether py-spy is asked for native frames of workers whose timers ran out.
     """
 
     def __init__(
@@ -97,6 +101,8 @@ class LocalElasticAgent(ProbedAgent):
         log_dir: str | None = None,
         event_sinks: tuple[Callable[[Event], None], ...] = (),
         job: Mapping[str, Any] | None = None,
+        timers: bool = False,
+        native_stacks: bool = False,
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -120,8 +126,11 @@ class LocalElasticAgent(ProbedAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         self._sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
         self._event_sinks = event_sinks
+        self._timers = timers or os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
+        self._native_stacks = native_stacks
+        ours = bounds(self._shutdown_timeout, self._reaping_bound())
         more = getattr(spec.rdzv_handler, "bounds", {})
-        self._job = {"bounds": bounds(self._shutdown_timeout) | dict(more)} | dict(job or {})
+        self._job = {"bounds": ours | dict(more)} | dict(job or {})
         self._pcontext: PContext | None = None
         self._guardian: Guardian | None = None
         self._board: ProgressBoard | None = None
@@ -135,6 +144,7 @@ class LocalElasticAgent(ProbedAgent):
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
         self._guardian = Guardian(on_lapse=self._take_lapse)
         try:
+            self._start_watchdog()
             # Started first: its interpreter starts while the round forms.
             self._guardian.start()
             self._setup_healthcheck()
@@ -214,7 +224,7 @@ class LocalElasticAgent(ProbedAgent):
         failure = context.first_failure() if context is not None else None
         if failure is None or self._last_result.failures:
             return super()._first_failure()
-        return self._worker_group.workers[failure.local_rank].global_rank, failure
+        return self._worker_group.workers[failure.local_rank].global_rank, self._explained(failure)
 
     # --- the hooks
 
@@ -245,6 +255,7 @@ class LocalElasticAgent(ProbedAgent):
                 fencing_token=self._round if self._numbered else None,
                 use_agent_store=spec.rdzv_handler.use_agent_store,
                 outer=os.environ,
+                timer_file=self._timer_file(),
             ) | board.environment(rank)
             args[rank] = tuple(macros.substitute(list(spec.args), str(rank)))
             if prefixes is not None and self._log_line_prefix_template:
@@ -265,6 +276,7 @@ class LocalElasticAgent(ProbedAgent):
             guardian=self._guardian,
             on_change=self._inbox.put,
             signals_to_handle="",
+            before_start=self._watch,
         )
         return dict(self._pcontext.pids())
 
@@ -285,6 +297,7 @@ class LocalElasticAgent(ProbedAgent):
             self._release()
 
     def _release(self) -> None:
+        self._stop_watchdog()
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
@@ -313,7 +326,7 @@ class LocalElasticAgent(ProbedAgent):
             return self._watch_sleepers(context.pids())
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if result.is_failed():
-            failures = {ranks[local]: failure for local, failure in result.failures.items()}
+            failures = {ranks[r]: self._explained(failed) for r, failed in result.failures.items()}
             return RunResult(state=WorkerState.FAILED, failures=failures)
         values = {ranks[local]: value for local, value in result.return_values.items()}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
@@ -365,16 +378,18 @@ class LocalElasticAgent(ProbedAgent):
                 )
 
 
-def bounds(shutdown_timeout: float) -> dict[str, float]:
+def bounds(shutdown_timeout: float, reaping: float | None = None) -> dict[str, float]:
     """What the agent promises, in seconds, on a host that is not starved of processor time.
 
     Args:
         shutdown_timeout: the grace that stopped workers get.
+        reaping: from the deadline of a timer to the end of its worker; None without timers.
     """
-    return {
+    promised = {
         "a dead worker is acted on": ACTED_ON_S,
         "workers that are stopped are gone": shutdown_timeout + ACTED_ON_S,
     }
+    return promised if reaping is None else promised | {"a hung worker is killed": reaping}
 
 
 def _prefix(template: str, role: str, worker: Any) -> str:

@@ -7,12 +7,15 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrow import events
 from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from regrow.events import Event, EventSource
 from regrow.metrics import put_metric
+
+if TYPE_CHECKING:
+    from regrow.timer._file_request import FileTimerRequest
 
 
 class StatusRecords:
@@ -66,6 +69,18 @@ class StatusRecords:
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED}:
             return "TERMINATED"
         raise ValueError(f"rank {rank} is in neither the failures nor the return values")
+
+    def _record_watchdog_event(self, name: str, request: FileTimerRequest | None) -> None:
+        """Record what the timer server did, by torch's names ("kill worker process")."""
+        about = {"watchdog_event": name}
+        if request is not None:
+            about["worker_pid"] = str(request.worker_pid)
+            about["scope_id"] = request.scope_id
+            about["expiration_time"] = str(request.expiration_time)
+            about["signal"] = str(request.signal)
+        event = self._construct_event("RUNNING", EventSource.AGENT)
+        event.name, event.metadata["metadata"] = name, json.dumps(about)
+        self._record(event)
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:

@@ -109,7 +109,7 @@ def is_eventful(name: str, data: Mapping[str, Any]) -> bool:
     """Whether a job in which this happened has a story to tell."""
     if name == "regrow.job.finished":
         return bool(data.get("state") != "SUCCEEDED")
-    return name in ("regrow.worker.failed", "regrow.job.restarting")
+    return name in ("regrow.worker.failed", "regrow.job.restarting", "regrow.timer.expired")
 
 
 def greeting(data: Mapping[str, Any]) -> str:

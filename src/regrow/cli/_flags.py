@@ -93,6 +93,8 @@ class Flag:
     """Whether a `PET_` variable gives the default."""
     choices: Sequence[str] | None = None
     """The only values allowed."""
+    added: bool = False
+    """torchrun has it not, so that an abbreviation that torchrun knows never stands for it."""
 
     @property
     def attribute(self) -> str:
@@ -286,19 +288,51 @@ FLAGS: tuple[Flag, ...] = (
         MEETING,
         "file with the secret that the nodes share, instead of REGROW_TOKEN or REGROW_TOKEN_FILE",
         metavar="FILE",
+        added=True,
     ),
-    Flag("rdzv-tls-cert", MEETING, "this node's TLS certificate (PEM)", metavar="FILE"),
-    Flag("rdzv-tls-key", MEETING, "its private key, if not in that file", metavar="FILE"),
+    Flag(
+        "rdzv-tls-cert",
+        MEETING,
+        "this node's TLS certificate (PEM)",
+        metavar="FILE",
+        added=True,
+    ),
+    Flag(
+        "rdzv-tls-key",
+        MEETING,
+        "its private key, if not in that file",
+        metavar="FILE",
+        added=True,
+    ),
     Flag(
         "rdzv-tls-ca",
         MEETING,
         "who may sign the certificates of those that this node talks to",
         metavar="FILE",
+        added=True,
     ),
     Flag(
         "insecure",
         MEETING,
         "let several nodes meet without a token: whoever reaches the port can take part",
         switch=True,
+        added=True,
+    ),
+    Flag(
+        "timers",
+        RECOVERY,
+        "serve countdown timers: a worker that stays in `with regrow.expires(after=SECONDS):` "
+        "beyond its time is killed, with its stacks in the report; the same as "
+        "TORCHELASTIC_ENABLE_FILE_TIMER=1",
+        switch=True,
+        added=True,
+    ),
+    Flag(
+        "native-stacks",
+        RECOVERY,
+        "ask py-spy, where it is installed, for the native frames of a worker whose timer ran out; "
+        "kills it up to 2 s later",
+        switch=True,
+        added=True,
     ),
 )

@@ -2,8 +2,8 @@
 
 Three things differ from a plain `argparse` parser, all of them for the one who mistypes:
 `error` prints one line instead of the whole usage, a bad default names the variable that it came
-from, and an abbreviation is ambiguous only if it could mean two different flags (before Python
-3.12.8 `--nproc` was ambiguous between the two spellings of one).
+from, and an abbreviation is ambiguous only if it could mean two different flags of torchrun's, or
+two of regrow's own (before Python 3.12.8 `--nproc` was ambiguous between the two spellings of one).
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def _columns() -> int:
 class RunParser(ArgumentParser):
     """The parser of `regrow run`; mistakes are one line and exit code 2."""
 
+    _added = frozenset(flag.attribute for flag in FLAGS if flag.added)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {_clear(message, self)} (see {self.prog} --help)\n")
 
@@ -112,7 +114,8 @@ class RunParser(ArgumentParser):
         by_flag: dict[int, Any] = {}
         for match in super()._get_option_tuples(option_string):
             by_flag.setdefault(id(match[0]), match)
-        return list(by_flag.values())
+        matches = list(by_flag.values())
+        return [match for match in matches if match[0].dest not in self._added] or matches
 
 
 def _clear(message: str, parser: ArgumentParser) -> str:

@@ -77,6 +77,9 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
         case "regrow.worker.resumed":
             rank = int(metadata["rank"])
             return replace(status, halted=status.halted - {rank}, news=f"rank {rank} goes on")
+        case "regrow.timer.expired":
+            who = f"rank {metadata['rank']}" if metadata["rank"] is not None else "a process"
+            return replace(status, news=f"{who} hangs: timer {metadata['scope']}")
         case "regrow.round.ended" | "regrow.rendezvous.lost":
             if status.gone:  # by a failure here, which is what matters
                 return status

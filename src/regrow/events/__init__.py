@@ -22,7 +22,7 @@ from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from ._story import Failure, Move, OtherFailure, Step, Story, Suspension, story
+    from ._story import Expiry, Failure, Move, OtherFailure, Step, Story, Suspension, story
     from ._tell import print_story
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "EventLog",
     "EventMetadataValue",
     "EventSource",
+    "Expiry",
     "Failure",
     "Move",
     "NodeState",
@@ -54,6 +55,7 @@ __all__ = [
 
 # The story is told when a job is over; a launcher that starts one does not wait for it.
 _LAZY = {
+    "Expiry": "_story",
     "Failure": "_story",
     "Move": "_story",
     "OtherFailure": "_story",

@@ -12,8 +12,9 @@ def describe(event: Record) -> str:
     signal = signal_name(event)
     code = integer(event, "exit_code")
     if signal is not None:
-        return f"was killed by {signal}"
-    how = "failed" if code is None else f"exited with code {code}"
+        how = f"was killed by {signal}"
+    else:
+        how = "failed" if code is None else f"exited with code {code}"
     traceback = text(event, "traceback")
     detail = _last_line(traceback) if traceback else _detail(text(event, "message") or "")
     return f"{how}: {detail}" if detail else how

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ._describe import describe, one_line, signal_name
+from ._expiries import of_failure, unexplained
 from ._fields import Record, integer, real, since, text
 from ._steps import Steps, last_steps, seconds_of, work_lost
 from ._story import Failure, Move, OtherFailure, Step, Story, Suspension
@@ -49,6 +50,7 @@ class _Reader:
             number = integer(event, "attempt")
             current = current if number is None else number
             self._sort(name, event, current)
+        self.expired = sorted(self.by_name.get("regrow.timer.expired", []), key=_at)
         self.numbers = sorted(self.attempts)
         self.reports_steps = any(attempt.steps for attempt in self.attempts.values())
 
@@ -101,6 +103,7 @@ class _Reader:
             failures=failures,
             moves=tuple(self._move(n) for n in starts[:-1] if n not in failed),
             suspensions=self._suspensions(),
+            expiries=unexplained(self.expired, self.by_name.get("regrow.worker.failed", [])),
             reports_steps=self.reports_steps,
             events_lost=sum(
                 integer(e, "lost") or 0 for e in self.by_name.get("regrow.log.gap", [])
@@ -191,6 +194,7 @@ class _Reader:
             work_lost_s=seconds_of(lost, attempt.steps),
             others=_others(attempt.failures, root),
             elsewhere=elsewhere,
+            timer=of_failure(self.expired, root),
         )
 
     def _first_step(

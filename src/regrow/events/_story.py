@@ -28,7 +28,7 @@ from typing import Any
 
 from ._fields import Record
 
-__all__ = ["Failure", "Move", "OtherFailure", "Step", "Story", "Suspension", "story"]
+__all__ = ["Expiry", "Failure", "Move", "OtherFailure", "Step", "Story", "Suspension", "story"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,36 @@ class OtherFailure:
     """What happened, in one line: "was killed by SIGABRT"."""
     after_s: float | None
     """Seconds after the first failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """A countdown timer that ran out, and what its worker was doing."""
+
+    attempt: int
+    """The attempt that the worker belongs to."""
+    rank: int | None
+    """Its rank."""
+    host: str | None
+    """Its host."""
+    pid: int | None
+    """The process that the timer was set for: the worker's, or one that it had started."""
+    helper: bool
+    """Whether it is one that the worker had started."""
+    scope: str
+    """What the timer was set for."""
+    after_s: float | None
+    """Seconds that it was set to."""
+    over_s: float | None
+    """Seconds by which it was over when the process was signalled."""
+    stood: str
+    """Where the process stood, in one line."""
+    stacks: str | None
+    """The file with the stacks of all its threads."""
+    compared: tuple[str, ...]
+    """Which of the host's workers stood in the same place, a line for each place."""
+    signal: str | None
+    """What the process was sent; None: the timer was to be reported only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +135,8 @@ class Failure:
     """What failed after it in the same attempt, in order."""
     elsewhere: bool = False
     """It happened on another host, so the seconds count from when this one was told."""
+    timer: Expiry | None = None
+    """The timer for which the worker was killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +207,8 @@ class Story:
     """The restarts that no failure caused, in order."""
     suspensions: tuple[Suspension, ...] = ()
     """The workers that were held, in order."""
+    expiries: tuple[Expiry, ...] = ()
+    """The timers that ran out and are no failure's `timer`, in order."""
     reports_steps: bool = False
     """Whether any worker ever reported a training step."""
     events_lost: int = 0

@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._story import Failure, OtherFailure, Story, Suspension
+    from ._story import Expiry, Failure, OtherFailure, Story, Suspension
 
 __all__ = ["duration", "render"]
 
 _MOST_OTHERS = 4
 _MOST_SUSPENSIONS = 8
 _MOST_FAILURES = 20
+_MOST_EXPIRIES = 8
+_MOST_PLACES = 8  # in which a host's workers stood
 _LONGEST = 300  # characters of a text from the job
 
 
@@ -41,6 +43,10 @@ def render(story: Story, width: int) -> str:
         lines.append(_suspension(suspension))
     if len(story.suspensions) > _MOST_SUSPENSIONS:
         lines.append(f"  ... {len(story.suspensions) - _MOST_SUSPENSIONS} more suspensions")
+    for expiry in story.expiries[:_MOST_EXPIRIES]:
+        lines += _expiry(expiry)
+    if len(story.expiries) > _MOST_EXPIRIES:
+        lines.append(f"  ... {len(story.expiries) - _MOST_EXPIRIES} more timers that ran out")
     if story.events_lost:
         lines.append(f"  {_count(story.events_lost, 'event')} could not be written to the log")
     return "\n".join(wrapped for line in lines for wrapped in _wrap(line, width))
@@ -98,8 +104,13 @@ def _failure(story: Story, number: int, failure: Failure) -> list[str]:
     who = _who(failure.rank, failure.host, failure.pid)
     if failure.rank is None and failure.pid is None:
         who = f"on host {_clean(failure.host)}:" if failure.host else ""
-    heading = f"  failure {number} (attempt {failure.attempt}): {who} {_clean(failure.what)}"
+    what = _clean(failure.what)
+    if failure.timer is not None:
+        fate = f"killed by {failure.signal}" if failure.signal else f"sent {failure.timer.signal}"
+        what = f"hung: {_ran_out(failure.timer)}, so it was {_clean(fate)}"
+    heading = f"  failure {number} (attempt {failure.attempt}): {who} {what}"
     rows = [
+        *(_hang_rows(failure.timer) if failure.timer is not None else []),
         ("error file", _clean(failure.error_file or ""), ""),
         ("detected after", _seconds(failure.detected_after_s), ""),
         _restart_row(story, failure),
@@ -187,6 +198,32 @@ def _others(failure: Failure) -> list[str]:
 def _other(other: OtherFailure) -> str:
     after = f", {duration(other.after_s)} later" if other.after_s is not None else ""
     return f"{_who(other.rank, other.host, other.pid)} {_clean(other.what)}{after}"
+
+
+def _expiry(expiry: Expiry) -> list[str]:
+    who = _who(expiry.rank, expiry.host, expiry.pid)
+    if expiry.helper:
+        who = f"a process that {_who(expiry.rank, expiry.host, None)} had started"
+        who += f" (pid {expiry.pid})"
+    fate = f"so it was sent {_clean(expiry.signal)}" if expiry.signal else "which is only reported"
+    lines = [f"  {who}: {_ran_out(expiry)}, {fate} (attempt {expiry.attempt})"]
+    return lines + [f"    {label:<17}{value}" for label, value, _ in _hang_rows(expiry)]
+
+
+def _ran_out(expiry: Expiry) -> str:
+    of = f" of {expiry.after_s:g} s" if expiry.after_s is not None else ""
+    by = f" by {duration(expiry.over_s)}" if expiry.over_s is not None else ""
+    return f"timer {_clean(expiry.scope)}{of} was over{by}"
+
+
+def _hang_rows(expiry: Expiry) -> list[tuple[str, str, str]]:
+    places = [("", _clean(line), "") for line in expiry.compared[:_MOST_PLACES]]
+    if places:
+        places[0] = ("compared", *places[0][1:])
+    if (more := len(expiry.compared) - len(places)) > 0:
+        places.append(("", f"... {more} more places", ""))
+    stacks = [("stacks", _clean(expiry.stacks), "")] if expiry.stacks else []
+    return [("stood", _clean(expiry.stood), ""), *places, *stacks]
 
 
 def _suspension(suspension: Suspension) -> str:

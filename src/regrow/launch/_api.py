@@ -138,6 +138,8 @@ def launch_agent(
             else f"{config.min_nodes}:{config.max_nodes}",
             "log_dir": directory,
         },
+        timers=config.timers,
+        native_stacks=config.native_stacks,
     )
     shut_down_rendezvous = True
     try:

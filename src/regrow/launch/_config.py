@@ -60,6 +60,10 @@ class LaunchConfig:
             stopped; None takes `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, else 30.
         event_sinks: called with every event of the job as it happens, from the agent's threads;
             regrow's own addition.
+        timers: serve the workers' countdown timers (`regrow.expires`), as
+            `TORCHELASTIC_ENABLE_FILE_TIMER=1` does; regrow's own addition.
+        native_stacks: ask py-spy for the native frames of a worker whose timer ran out, which may
+            take 2 s; regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative, or the environment variable is no integer.
@@ -89,6 +93,8 @@ class LaunchConfig:
     virtual_local_rank: bool = False
     shutdown_timeout: int | None = None
     event_sinks: tuple[Callable[[Event], None], ...] = ()
+    timers: bool = False
+    native_stacks: bool = False
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:

@@ -71,7 +71,7 @@ def capture(
         there = [pid for pid, dump in dumps.items() if dump.outcome != "gone"]
         shown = native_stacks(there, native)
         dumps = {pid: dump._replace(native=shown.get(pid, "")) for pid, dump in dumps.items()}
-    return {pid: _save(dumps[pid], path) for pid, _, path in targets}
+    return {pid: save(dumps[pid], path) for pid, _, path in targets}
 
 
 class _Asked:
@@ -237,8 +237,16 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def _save(dump: Dump, path: str) -> Dump:
-    """Append an answer to its file; where that fails the log says so, and it has no path."""
+def save(dump: Dump, path: str) -> Dump:
+    """Append an answer to a file; where that fails the log says so, and it has no path.
+
+    Args:
+        dump: what `capture` returned.
+        path: where to; empty: nowhere.
+
+    Returns:
+        the answer with its path.
+    """
     if not path or not (dump.text or dump.native):
         return dump
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())

@@ -158,7 +158,9 @@ class DefaultLogsSpecs(LogsSpecs):
         local_ranks_filter: set[int] | None = None,
     ) -> None:
         if not log_dir:
-            log_dir = _or_say(lambda: _new_directory(_temporary(), "torchelastic"), _temporary())
+            log_dir = _or_say(
+                lambda: _new_directory(temporary_directory(), "torchelastic"), temporary_directory()
+            )
         elif log_dir != os.devnull:
             if os.path.exists(log_dir) and not os.path.isdir(log_dir):
                 raise NotADirectoryError(f"log_dir: {log_dir} is a file")
@@ -228,7 +230,7 @@ class DefaultLogsSpecs(LogsSpecs):
         except OSError as error:
             trouble = f"the log directory of {name} cannot be made: {error}"
         try:
-            run = _new_directory(_temporary(), f"torchelastic_{run_id}")
+            run = _new_directory(temporary_directory(), f"torchelastic_{run_id}")
             directory = _attempt_directory(run, name, nprocs)
         except OSError as error:
             _warn(f"{trouble}; nor can one in its stead: {error}; output goes to the console only")
@@ -304,7 +306,7 @@ def _new_directory(parent: str, name: str) -> str:
         return path
 
 
-def _temporary() -> str:
+def temporary_directory() -> str:
     """The system's directory for temporary files (importing `tempfile` takes 14 ms)."""
     for name in ("TMPDIR", "TEMP", "TMP"):
         path = os.environ.get(name)

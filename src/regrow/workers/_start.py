@@ -34,6 +34,7 @@ def start_processes(
     guardian: Guardian | None = None,
     on_change: Callable[[WorkerChange], None] | None = None,
     signals_to_handle: str | None = None,
+    before_start: Callable[[PContext], None] | None = None,
 ) -> PContext:
     """Start one worker process per local rank.
 
@@ -59,6 +60,7 @@ def start_processes(
         on_change: called on another thread for each change; must not block.
         signals_to_handle: names of the signals that raise `SignalException` in the main thread;
             empty for none; None takes them from `TORCHELASTIC_SIGNALS_TO_HANDLE`.
+        before_start: called with the workers before the first of them is started.
 
     Returns:
         The running workers.
@@ -93,6 +95,8 @@ def start_processes(
             name, entrypoint, args, envs, start_method, logs_specs, **more
         )
     try:
+        if before_start is not None:
+            before_start(context)
         context.start()
     except BaseException:
         context.close(signal.SIGKILL, 0)

@@ -1,0 +1,240 @@
+"""The timer server of an agent: whose timers it keeps, and what is known of a worker it reaps.
+
+It is a thread of the agent's process, and not a part of the agent's loop: the loop may be slow to
+turn, and whoever hangs should not gain by that. It knows the workers of the running attempt
+(`Crew`) and keeps timers of their processes only.
+
+Before a worker is reaped, all workers of the node are asked for their stacks, at the same time: in
+most hangs one rank stands where it should not and all the others wait for it, often with shorter
+timers, so that the one to be reaped is not the one to be looked at. After that there is nothing to
+compare: the others are stopped, and reaped only if their timers ran out as well.
+
+What is known goes to files beside the worker's logs, in a thread of its own that is waited for
+`FILES_S` and no longer: a file system that hangs is a common reason for a training to hang, and
+then the worker is reaped without. What is known goes to the agent's loop as well, so the failure is
+explained whether there is an error file or not.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from time import monotonic, time
+from typing import TYPE_CHECKING, NamedTuple
+
+from regrow.agent import _hang
+from regrow.agent._environment import TORCHELASTIC_TIMER_FILE
+from regrow.agent._hang import Hang
+from regrow.timer._capture import capture, dump_path, save
+from regrow.timer._file_server import FileTimerServer, Reaping
+from regrow.timer._frames import Dump, compare
+from regrow.timer._stacks import Signals
+from regrow.workers import _procfs
+from regrow.workers.errors import ErrorHandler
+
+if TYPE_CHECKING:
+    from regrow.timer._file_request import FileTimerRequest
+    from regrow.workers import Guardian, PContext
+
+#: Seconds that the stacks of Python may take.
+STACKS_S = 0.05
+#: Seconds that a reaping waits for the files about it to be written.
+FILES_S = 0.03
+
+_MOST_ANCESTORS = 64
+
+
+def timer_file(environ: Mapping[str, str]) -> str:
+    """Where an agent's pipe is to be.
+
+    Args:
+        environ: of the agent. What `TORCHELASTIC_TIMER_FILE` says is taken, unless the agent runs
+            in a worker of another one: then it is that one's, and in use.
+    """
+    given = environ.get(TORCHELASTIC_TIMER_FILE)
+    if given and _procfs.MARK not in environ:
+        return given
+    from regrow.workers._logs import temporary_directory
+
+    return os.path.join(temporary_directory(), f"watchdog_timer_{os.urandom(16).hex()}")
+
+
+class Crew(NamedTuple):
+    """The workers of one attempt."""
+
+    attempt: int
+    ranks: Sequence[int]
+    """The global rank of each local rank."""
+    context: PContext
+    guardian: Guardian
+
+    def owner(self, pid: int) -> int | None:
+        """The local rank whose worker `pid` is, or was started by; None if that is not to be seen.
+
+        It is not for a process of no worker, nor for one that has left its worker's session and
+        whose parent has ended.
+        """
+        workers = {worker: rank for rank, worker in self.context.pids().items()}
+        for ancestor in _lineage(pid):
+            for candidate in ancestor:
+                if candidate in workers:
+                    return workers[candidate]
+        return None
+
+    def includes(self, pid: int) -> bool:
+        """Whether `pid` is a process of some worker."""
+        guardian = self.guardian.pid
+        if pid in (guardian, os.getpid()):
+            return False
+        if self.owner(pid) is not None:
+            return True
+        # All that is below the guardian is of a worker, also one that is just being started.
+        return any(guardian == ancestor for ancestor, _ in _lineage(pid))
+
+    def pids(self) -> dict[int, int]:
+        """The process of each worker, by global rank."""
+        return {self.ranks[local_rank]: pid for local_rank, pid in self.context.pids().items()}
+
+    def error_file(self, hang: Hang) -> str | None:
+        """Where a worker's error file is; None for a process that is no worker's own."""
+        if hang.local_rank is None or not hang.is_worker:
+            return None
+        path = self.context.error_files.get(hang.local_rank, "")
+        return path if path and path != os.devnull else None
+
+    def stacks_file(self, pid: int) -> str:
+        """Where the stacks of a process go; empty: nowhere, as there are no logs."""
+        owner = self.owner(pid)
+        beside = self.context.error_files.get(owner, "") if owner is not None else ""
+        if not beside or beside == os.devnull:
+            return ""
+        return dump_path(os.path.join(os.path.dirname(beside), "stacks"), pid)
+
+
+def _lineage(pid: int) -> list[tuple[int, int]]:
+    """A process and its ancestors, each with its session."""
+    found: list[tuple[int, int]] = []
+    while pid > 1 and len(found) < _MOST_ANCESTORS and (entry := _procfs.stat(pid)) is not None:
+        found.append((pid, entry.session))
+        pid = entry.parent
+    return found
+
+
+class Watchdog(FileTimerServer):
+    """The timer server of one agent, for all its attempts.
+
+    Args:
+        file_path: of the pipe, which is made now.
+        run_id: the job's.
+        native_s: seconds that py-spy may take for native stacks; 0: it is not asked.
+        on_hang: called from the server's thread with every `Hang`, before the process is signalled;
+            it must not block.
+        log_event: as in `FileTimerServer`; it must not block either.
+    """
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str,
+        *,
+        native_s: float,
+        on_hang: Callable[[Hang], None],
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+    ) -> None:
+        super().__init__(file_path, run_id, log_event=log_event)
+        self._native_s = native_s
+        self._on_hang = on_hang
+        self._crew: Crew | None = None
+        self._compared = -1  # the attempt whose workers have been compared
+
+    def watch(self, crew: Crew) -> None:
+        """Keep the timers of these workers from now on."""
+        self._crew = crew
+
+    def _refusal(self, pid: int) -> str | None:
+        crew = self._crew
+        if crew is None or not crew.includes(pid):
+            return "is of a process that is none of this agent's workers, nor started by one"
+        return super()._refusal(pid)
+
+    def _before_reaping(self, reapings: list[Reaping]) -> None:
+        crew = self._crew
+        if crew is None:
+            return
+        fatal = any(each.signal > 0 for each in reapings)
+        first, self._compared = self._compared != crew.attempt, crew.attempt if fatal else -1
+        dumps, compared = self._ask(crew, reapings, all_workers=fatal and first)
+        hangs = [_hang_of(crew, each, dumps[each.pid], compared) for each in reapings]
+        done: list[list[Hang]] = []
+        files = threading.Thread(
+            target=lambda: done.append(_written(crew, hangs, dumps)),
+            name="regrow-hang",
+            daemon=True,
+        )
+        files.start()
+        files.join(FILES_S)
+        for hang in done[0] if done else hangs:
+            self._on_hang(hang)
+
+    def _ask(
+        self, crew: Crew, reapings: list[Reaping], *, all_workers: bool
+    ) -> tuple[dict[int, Dump], list[str]]:
+        """The stacks of those to be reaped, and of all workers if they are to be compared."""
+        ranks = {pid: rank for rank, pid in crew.pids().items()} if all_workers else {}
+        fds: dict[int, int] = {}
+        try:
+            for pid in {*ranks, *(each.pid for each in reapings)}:
+                with suppress(ProcessLookupError):
+                    fds[pid] = os.pidfd_open(pid)
+            targets = [(pid, fd, "") for pid, fd in fds.items()]
+            dumps = capture(targets, STACKS_S, self._native_s)
+        finally:
+            for fd in fds.values():
+                os.close(fd)
+        for each in reapings:
+            dumps.setdefault(each.pid, Dump(each.pid, "gone"))
+        standing = {ranks[pid]: dump for pid, dump in dumps.items() if pid in ranks}
+        return dumps, compare(standing) if len(standing) > 1 else []
+
+
+def _hang_of(crew: Crew, reaping: Reaping, dump: Dump, compared: Sequence[str]) -> Hang:
+    local_rank = crew.owner(reaping.pid)
+    return Hang(
+        attempt=crew.attempt,
+        local_rank=local_rank,
+        rank=None if local_rank is None else crew.ranks[local_rank],
+        pid=reaping.pid,
+        worker_pid=None if local_rank is None else crew.context.pids().get(local_rank),
+        request=reaping.expired[0],
+        deadline=reaping.deadline,
+        noticed=reaping.noticed,
+        signum=reaping.signal,
+        dump=dump,
+        compared=compared,
+        over=monotonic() - reaping.deadline,
+    )
+
+
+def _written(crew: Crew, hangs: Sequence[Hang], dumps: Mapping[int, Dump]) -> list[Hang]:
+    """Write what is known beside the workers' logs; returns the hangs with the paths of stacks."""
+    saved = {pid: save(dump, crew.stacks_file(pid)) for pid, dump in dumps.items()}
+    found = [hang._replace(dump=saved[hang.pid]) for hang in hangs]
+    for hang in found:
+        path = crew.error_file(hang)
+        if path and not os.path.exists(path) and not _survives(hang):
+            ErrorHandler()._write_json(path, _hang.error(hang, time()))
+    return found
+
+
+def _survives(hang: Hang) -> bool:
+    """Whether the process may go on after its signal, or end in a way of its own."""
+    if hang.signum <= 0:
+        return True
+    try:
+        with open(f"/proc/{hang.pid}/status", "rb") as status:
+            signals = Signals.of(status.read())
+    except OSError:  # it has ended
+        return False
+    return bool((signals.caught | signals.ignored) >> (hang.signum - 1) & 1)
