@@ -46,6 +46,10 @@ class SteadyClock:
         jump = self._measured() - self._distance
         return jump if abs(jump) > NOISE else 0.0
 
+    def monotonic(self, wall: float) -> float:
+        """When a time that is read off the wall clock as it is set now is on the monotonic one."""
+        return wall - self.jumped() - self._distance
+
     def _measured(self) -> float:
         """How far the wall clock is ahead of the monotonic one."""
         # An interruption in the middle of a measurement makes it wrong by as long as it took. So

@@ -52,6 +52,10 @@ class Timers(Generic[W, R]):
         """How many timers are armed."""
         return self._count
 
+    def count(self, worker: W) -> int:
+        """How many timers of a worker are armed."""
+        return len(self._armed.get(worker, ()))
+
     def arm(self, worker: W, scope: str, at: float, request: R) -> None:
         """Arm the worker's timer of this scope, or arm it anew.
 

@@ -1,0 +1,529 @@
+"""The server of file timers: reads a named pipe, and reaps whoever let a timer expire.
+
+One thread waits for everything at once: requests, the ends of the workers, `stop`, and the earliest
+deadline. Nothing is looked at by interval. What the thread does not control is what comes through
+the pipe, so a piece of it is read at a time, and deadlines are looked at between pieces.
+
+Three things keep a healthy worker from being reaped. What is in the pipe when a deadline has passed
+is read first: the release may be there. Deadlines are kept on the monotonic clock, and what comes
+in seconds since the epoch is converted on arrival (`_steady`). And a worker is what its pidfd says:
+a process that got the pid of one that has ended has none of its timers and is never signalled.
+
+A worker with expired timers is reaped once, for all of them, and those that are due at the same
+time are reaped together, so that a report about them can compare their stacks. What it sent before
+that counts no more, whenever it arrives. A reaping that fails is tried again, at growing pauses.
+
+torch's server is the one whose interface this has. It signals its own process after a worker; here
+the agent is told of the worker's death by the kernel as of any other, and lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import signal as signals
+import struct
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from regrow.timer._file_request import FileTimerRequest
+from regrow.timer._file_workers import Worker, Workers, foreign, send
+from regrow.timer._lines import Lines, Refusal
+from regrow.timer._pipe import Pipe
+from regrow.timer._steady import SteadyClock
+from regrow.timer._timers import Timers
+from regrow.timer.debug_info_logging import log_debug_info_for_expired_timers
+from regrow.utils import get_logger
+
+__all__ = ["FileTimerServer", "Reaping"]
+
+logger = get_logger(__name__)
+
+PIECE = 32 * 1024
+"""Bytes read at once: some two hundred requests, between which no deadline is looked at."""
+NAP = 0.002
+"""Seconds without a look at the pipe after it was read empty, so that under load one wake-up serves
+many requests. A timer that is shorter than that is noticed this much late."""
+MANY = 16384
+"""Timers of one worker that are kept: memory is bounded, whatever a worker does."""
+REPORTS = 256
+"""Kinds and sources of bad input that are reported, one by one."""
+FIRST_PAUSE = 0.1
+"""Seconds from a reaping, or a turn of the loop, that failed to the next; doubled after each."""
+
+
+class Reaping(NamedTuple):
+    """A worker that is about to be reaped."""
+
+    pid: int
+    expired: list[FileTimerRequest]
+    """Its timers that have expired, the earliest first; `monotonic` and `armed` are set."""
+    signal: int
+    """What it will be sent; zero or less: nothing, this is only reported."""
+    deadline: float
+    """When the earliest of the timers expired, in seconds on the monotonic clock."""
+    noticed: float
+    """When that was noticed."""
+    pidfd: int
+    """Names the process for ever; -1: the descriptors are used up."""
+
+
+class FileTimerServer:
+    """Keeps the timers of the workers of this host.
+
+    A subclass may override `_reap_worker`, `_refusal`, `_before_reaping` and `_refused`, which are
+    called in the server's thread.
+
+    Args:
+        file_path: where to make the named pipe, for this user alone.
+        run_id: the job, for the log.
+        max_interval: seconds: the longest pause between two attempts to reap a worker, and how long
+            `stop` waits at most. Nothing waits for it to pass (torch: the interval of its loop).
+        daemon: whether the thread ends with the program.
+        log_event: told what happens: "watchdog started", "timer expired", "kill worker process",
+            "bad request", "watchdog stopped", and the request that it is about, if there is one.
+
+    Raises:
+        FileExistsError: there is something at `file_path` that is not a pipe left behind.
+        OSError: the pipe cannot be made there.
+    """
+
+    _wall: Callable[[], float] = staticmethod(time.time)
+    _monotonic: Callable[[], float] = staticmethod(time.monotonic)
+
+    def __init__(
+        self,
+        file_path: str,
+        run_id: str,
+        max_interval: float = 10,
+        daemon: bool = True,
+        log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
+    ) -> None:
+        self._file_path = file_path
+        self._run_id = run_id
+        self._max_interval = max_interval
+        self._daemon = daemon
+        self._log_event = log_event
+        self._clock = SteadyClock(self._wall, self._monotonic)
+        self._lock = threading.RLock()  # of the timers
+        self._timers: Timers[int, FileTimerRequest] = Timers()
+        self._lines = Lines()
+        self._reported: set[tuple[str, int]] = set()
+        self._pipe = Pipe(file_path)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._pipe.fd, select.EPOLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._workers = Workers(self._epoll)
+        self._emptied = False  # whether the last read left nothing in the pipe
+        self._stopping = threading.Event()
+        self._last_turn = False
+        self._working_since: float | None = None
+        self._ended: float | None = None
+        self._watchdog_thread: threading.Thread | None = None
+
+    # --- what others call
+
+    def start(self) -> None:
+        """Start the server's thread."""
+        if self._ended is not None:
+            raise RuntimeError(f"the timer server of {self._file_path} was stopped; make a new one")
+        if self._watchdog_thread is not None:
+            logger.warning("%s runs already; it is not started again", type(self).__name__)
+            return
+        self._watchdog_thread = threading.Thread(
+            target=self._watchdog_loop, name=f"regrow-{type(self).__name__}", daemon=self._daemon
+        )
+        self._watchdog_thread.start()
+        logger.info("%s reads %s", type(self).__name__, self._file_path)
+        self._tell("watchdog started", None)
+
+    def stop(self) -> None:
+        """Stop the server's thread, wait for its end, and remove the pipe."""
+        self._stopping.set()
+        if self._finish():
+            self._tell("watchdog stopped", None)
+
+    def run_once(self) -> None:
+        """Act on what is in the pipe and on what is due, then stop as `stop` does."""
+        self._last_turn = True
+        self._finish()
+
+    def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
+        """Arm and release timers as asked for, in this order.
+
+        What comes through the pipe arrives here once its pids are checked; what is given directly
+        is believed.
+        """
+        with self._lock:
+            now = self._monotonic()
+            for request in timer_requests:
+                pid, scope = request.worker_pid, request.scope_id
+                if request.expiration_time < 0:
+                    self._timers.release(pid, scope)
+                    continue
+                if request.monotonic is None:
+                    request.monotonic = self._clock.monotonic(request.expiration_time)
+                if request.armed is None:
+                    request.armed = now
+                self._timers.arm(pid, scope, request.monotonic, request)
+        self._wake_up()
+
+    def clear_timers(self, worker_pids: set[int]) -> None:
+        """Forget all timers of these workers, and of those that have ended."""
+        with self._lock:
+            for pid in list(self._timers.workers()):
+                if pid in worker_pids or not self.is_process_running(pid):
+                    self._timers.clear(pid)
+
+    def get_expired_timers(self, deadline: float) -> dict[int, list[FileTimerRequest]]:
+        """For each worker that has any: its timers that expire no later than `deadline`.
+
+        Args:
+            deadline: the time, in seconds since the epoch.
+        """
+        with self._lock:
+            return self._timers.due(self._clock.monotonic(deadline))
+
+    @staticmethod
+    def is_process_running(pid: int) -> bool:
+        """Whether there is such a process, and we may signal it."""
+        if pid <= 0:
+            return False
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        return True
+
+    def get_last_progress_time(self) -> int:
+        """When this server was last seen to do what it should, in seconds since the epoch.
+
+        That is now, while it waits and no timer is overdue. While it acts on something, it is when
+        it began to; if its thread has ended, when it did.
+        """
+        now = self._monotonic()
+        with self._lock:
+            since, due = self._working_since, self._timers.next()
+        thread = self._watchdog_thread
+        if self._ended is not None:
+            since = self._ended
+        elif thread is None:
+            since = now
+        elif since is None:
+            since = now if due is None else due
+        return int(self._wall() - max(0.0, now - since))
+
+    # --- what a subclass may override
+
+    def _refusal(self, pid: int) -> str | None:
+        """Why a process may have no timers, None if it may. Asked when it first arms one."""
+        return foreign(pid)
+
+    def _refused(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
+        """Something came through the pipe that does not count; once for each kind and source.
+
+        Args:
+            request: what it was, if it was a request.
+        """
+        source = f"process {refusal.pid}" if refusal.pid else "somebody"
+        logger.warning(
+            "what %s wrote into %s %s; it does not count, and the next of this kind will not be"
+            " reported: %r",
+            source,
+            self._file_path,
+            refusal.why,
+            refusal.sample,
+        )
+        self._tell("bad request", request)
+
+    def _before_reaping(self, reapings: list[Reaping]) -> None:
+        """Look at workers that are about to be reaped, all of those that are at the same time.
+
+        It delays their reaping, and once for each. Here their stacks are logged.
+        """
+        from regrow.timer._capture import capture
+        from regrow.timer._frames import where
+
+        targets = [(each.pid, each.pidfd, "") for each in reapings if each.pidfd >= 0]
+        for pid, dump in capture(targets).items():
+            logger.warning("worker %d stands %s\n%s", pid, where(dump), dump.text)
+
+    def _reap_worker(self, worker_pid: int, signal: int) -> bool:
+        """Send a worker the signal that its timer asks for.
+
+        Returns:
+            whether it is reaped; if not, this is called again, at growing pauses. An exception
+            counts as reaped.
+        """
+        if worker_pid == os.getpid():
+            logger.error("a timer of the server's own process has expired; it is not signalled")
+            return True
+        worker = self._workers.get(worker_pid)
+        try:
+            send(worker_pid, worker.pidfd if worker else -1, signal)
+        except ProcessLookupError:
+            logger.info("worker %d has ended by itself", worker_pid)
+        except OSError as error:
+            logger.error("worker %d cannot be sent signal %d: %s", worker_pid, signal, error)
+            return False
+        return True
+
+    # --- the thread
+
+    def _watchdog_loop(self) -> None:
+        pause = 0.0
+        try:
+            while not self._stopping.is_set():
+                last = self._last_turn  # before it looks, so that it sees what came before
+                try:
+                    self._run_watchdog(wait=not last)
+                    pause = 0.0
+                except Exception:
+                    pause = min(2 * pause or FIRST_PAUSE, self._max_interval)
+                    logger.exception("the timer server goes on in %s s", pause)
+                    self._stopping.wait(pause)
+                if last:
+                    break
+        finally:
+            self._close()
+
+    def _run_watchdog(self, *, wait: bool = True) -> None:
+        """Wait until there is something to do, and do it."""
+        events = self._wait() if wait else []
+        if not wait:
+            self._drain()
+        for fd, _ in events:
+            if fd == self._pipe.fd:
+                self._read()
+            elif fd == self._wake:
+                os.eventfd_read(self._wake)
+        # After the pipe: what a worker sent before it ended is not news of it.
+        for fd, _ in events:
+            worker = self._workers.of(fd)
+            if worker is not None:
+                self._end(worker)
+        self._expire()
+
+    def _wait(self) -> list[tuple[int, int]]:
+        with self._lock:
+            deadline = self._timers.next()
+        self._working_since = None
+        left = math.inf if deadline is None else max(0.0, deadline - self._monotonic())
+        if self._emptied:
+            time.sleep(min(NAP, left))
+            left -= NAP
+        if left < 0.001:
+            # An epoll counts whole milliseconds.
+            time.sleep(max(0.0, left))
+            left = 0.0
+        # Half a one less, as it rounds up: it wakes before the deadline and sleeps the rest.
+        timeout = (int(min(left, 86400.0) * 1000) - 0.5) / 1000 if left else 0.0
+        events = self._epoll.poll(timeout)
+        self._working_since = self._monotonic()
+        return events
+
+    def _read(self) -> int:
+        """Act on a piece of what is in the pipe; how many bytes that were."""
+        try:
+            data = os.read(self._pipe.fd, PIECE)
+        except BlockingIOError:
+            data = b""
+        self._emptied = len(data) < PIECE
+        batch = self._lines.feed(data)
+        for refusal in batch.refusals:
+            self._report(refusal, None)
+        if batch.requests:
+            self.register_timers(list(self._acceptable(batch.requests)))
+        return len(data)
+
+    def _acceptable(self, requests: list[FileTimerRequest]) -> Iterable[FileTimerRequest]:
+        """The requests that count."""
+        now = self._monotonic()
+        refused: dict[int, str] = {}  # as of now: to ask for each request would be slow
+        for request in requests:
+            pid = request.worker_pid
+            worker = self._workers.get(pid)
+            if request.armed is not None and request.armed > now:
+                # Its clock is not ours: it is in another time namespace.
+                request.monotonic = request.armed = None
+            if worker is not None:
+                if (request.armed or now) > worker.reaped and self._has_room(request):
+                    yield request
+            elif request.expiration_time >= 0:  # else there is nothing to release
+                if pid not in refused:
+                    refused[pid] = self._admit(pid) or ""
+                if not refused[pid]:
+                    yield request
+                else:
+                    self._report(Refusal(refused[pid], pid, request.to_json()), request)
+
+    def _admit(self, pid: int) -> str | None:
+        """Look up a process that arms its first timer; why it may not."""
+        try:
+            worker = self._workers.add(pid)
+        except ProcessLookupError:
+            return "is of a process that is gone"
+        # Held by now, so what is said of it is said of this process.
+        refusal = self._refusal(pid)
+        if refusal is not None:
+            self._workers.forget(worker)
+        return refusal
+
+    def _has_room(self, request: FileTimerRequest) -> bool:
+        pid = request.worker_pid
+        if len(self._timers) < MANY or request.expiration_time < 0:
+            return True
+        if self._timers.count(pid) < MANY:
+            return True
+        refusal = Refusal(f"is its timer number {MANY + 1}", pid, request.to_json())
+        self._report(refusal, request)
+        return False
+
+    def _report(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
+        key = refusal.why, refusal.pid
+        if key in self._reported or len(self._reported) > REPORTS:
+            return
+        self._reported.add(key)
+        if len(self._reported) > REPORTS:
+            logger.warning("bad requests in %s are not reported any more", self._file_path)
+            return
+        self._safely(self._refused, refusal, request)
+
+    def _end(self, worker: Worker) -> None:
+        """A worker has ended, and its timers with it."""
+        with self._lock:
+            self._timers.clear(worker.pid)
+        self._workers.forget(worker)
+
+    def _drain(self) -> None:
+        """Act on all that is in the pipe now, and not on what comes meanwhile."""
+        left = struct.unpack("i", fcntl.ioctl(self._pipe.fd, termios.FIONREAD, b"\0" * 4))[0]
+        while left > 0:
+            read = self._read()
+            left = left - read if read else 0
+
+    # --- reaping
+
+    def _expire(self) -> None:
+        """Reap the workers with timers that are due."""
+        with self._lock:
+            due = self._timers.due(self._monotonic())
+        if not due:
+            return
+        self._drain()
+        noticed = self._monotonic()
+        with self._lock:
+            due = self._timers.due(noticed)
+        reapings = [self._reaping(pid, expired, noticed) for pid, expired in due.items()]
+        failures = {worker.pid: worker.failures for worker in self._workers}
+        self._announce([each for each in reapings if not failures.get(each.pid)])
+        reaped = {each.pid for each in reapings if self._reaped(each)}
+        if reaped:
+            self.clear_timers(reaped)
+
+    def _reaping(self, pid: int, expired: list[FileTimerRequest], noticed: float) -> Reaping:
+        signal = next((request.signal for request in expired if request.signal > 0), 0)
+        worker = self._workers.get(pid)
+        deadline = expired[0].monotonic
+        return Reaping(
+            pid,
+            expired,
+            signal,
+            noticed if deadline is None else deadline,
+            noticed,
+            worker.pidfd if worker else -1,
+        )
+
+    def _announce(self, reapings: list[Reaping]) -> None:
+        if not reapings:
+            return
+        log_debug_info_for_expired_timers(
+            self._run_id,
+            {each.pid: [request.to_json() for request in each.expired] for each in reapings},
+        )
+        for each in reapings:
+            for request in each.expired:
+                self._tell("timer expired", request)
+        self._safely(self._before_reaping, reapings)
+
+    def _reaped(self, reaping: Reaping) -> bool:
+        """Whether a worker need not be seen to any more."""
+        pid, signal = reaping.pid, reaping.signal
+        if signal <= 0:
+            logger.warning(
+                "timers of worker %d have expired, %s; they ask for no signal, so it goes on",
+                pid,
+                [request.scope_id for request in reaping.expired],
+            )
+            return True
+        try:
+            done = self._reap_worker(pid, signal)
+        except Exception:
+            logger.exception("worker %d counts as reaped, and its timers are cleared", pid)
+            done = True
+        worker = self._workers.get(pid)
+        if done:
+            if worker is not None:
+                killed = signal == signals.SIGKILL
+                worker.reaped = math.inf if killed else self._monotonic()
+                worker.failures = 0
+            self._tell("kill worker process", self._cause(reaping))
+            return True
+        failures = 0
+        if worker is not None:
+            failures = worker.failures = worker.failures + 1
+        pause = min(FIRST_PAUSE * 2 ** min(failures, 20), self._max_interval)
+        logger.error("worker %d could not be reaped; next try in %s s", pid, pause)
+        with self._lock:
+            self._timers.postpone(pid, self._monotonic() + pause)
+        return False
+
+    def _cause(self, reaping: Reaping) -> FileTimerRequest:
+        return next(request for request in reaping.expired if request.signal > 0)
+
+    # --- the rest
+
+    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
+        if self._log_event is not None:
+            self._safely(self._log_event, name, request)
+
+    def _safely(self, hook: Callable[..., None], *args: object) -> None:
+        """Call what others have written: no error in it may end the thread."""
+        try:
+            hook(*args)
+        except Exception:
+            logger.exception("the timer server goes on without its %r", hook)
+
+    def _wake_up(self) -> None:
+        with self._lock:
+            if threading.current_thread() is not self._watchdog_thread and self._ended is None:
+                os.eventfd_write(self._wake, 1)
+
+    def _finish(self) -> bool:
+        """Wait for the thread's end; whether there was something to stop."""
+        if self._ended is not None and self._watchdog_thread is None:
+            return False
+        self._wake_up()
+        thread, self._watchdog_thread = self._watchdog_thread, None
+        self._pipe.remove()
+        if thread is None:
+            self._close()
+        elif thread is not threading.current_thread():
+            thread.join(self._max_interval)
+            if thread.is_alive():
+                logger.warning("the timer server's thread ends after what it does now")
+        return True
+
+    def _close(self) -> None:
+        with self._lock:
+            self._ended = self._monotonic()
+            self._pipe.close()
+            self._workers.close()
+            self._epoll.close()
+            os.close(self._wake)

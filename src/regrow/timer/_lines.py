@@ -1,0 +1,141 @@
+"""Requests out of a stream of bytes that anybody may write to: pure.
+
+Everything that a process can write into a pipe arrives here, in pieces of any size. What is a
+request comes out as one, whatever came before it; what is none is refused with a reason, and with
+as much of its source as can be made out. Nothing that arrives raises, and what is kept between two
+pieces is no longer than a line may be.
+
+Two things let a request survive what is written around it. Our clients put a newline before it as
+well as after, which ends a half line that somebody else has left. Torch's do not, so a line that
+cannot be read is searched for the beginning of another one: within a JSON string its quotes would
+be escaped, so what looks like a beginning is one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import NamedTuple
+
+from regrow.timer._file_request import MAX_LINE, FileTimerRequest
+
+SHORTEST = len('{"pid":2,"scope_id":"","expiration_time":0,"signal":0}')
+"""Bytes of the shortest line that can be a request; what is shorter is not parsed."""
+LAST_SIGNAL = 64
+"""The highest signal of Linux."""
+LAST_PID = 2**22
+"""The highest process id that Linux can be configured for."""
+
+_BEGIN = b'{"version"'
+_PID = re.compile(rb'"pid": ?(\d{1,7})[,}]')
+_SAMPLE = 120  # bytes of a refused line that are shown
+
+
+class Refusal(NamedTuple):
+    """Something that came through the pipe and is no request, or none that counts."""
+
+    why: str
+    """What is wrong, in words that are the same for all of the kind."""
+    pid: int
+    """The process that it says it is from; 0: it does not say."""
+    sample: str
+    """The beginning of it."""
+
+
+class Batch(NamedTuple):
+    """What a piece of the stream has completed."""
+
+    requests: list[FileTimerRequest]
+    """In the order in which they came."""
+    refusals: list[Refusal]
+    """The first of each kind and source."""
+
+
+class Lines:
+    """The stream of one pipe."""
+
+    __slots__ = ("_partial", "_too_long")
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._too_long = False  # whether the beginning of the partial line was dropped
+
+    def feed(self, data: bytes) -> Batch:
+        """Take the next bytes of the stream."""
+        requests: list[FileTimerRequest] = []
+        refusals: dict[tuple[str, int], Refusal] = {}
+        lines = (self._partial + data).split(b"\n")
+        self._partial = lines.pop()
+        for line in lines:
+            if not line:
+                continue
+            read = _read(line) if not self._too_long else ""
+            if isinstance(read, FileTimerRequest):
+                requests.append(read)
+                continue
+            begin = line.rfind(_BEGIN)
+            if begin > 0 and isinstance(another := _read(line[begin:]), FileTimerRequest):
+                requests.append(another)
+                line = line[:begin]
+            if read:
+                _refuse(read, line, refusals)
+            self._too_long = False
+        if len(self._partial) > MAX_LINE:
+            if not self._too_long:
+                _refuse(_TOO_LONG, self._partial, refusals)
+            self._too_long = True
+            self._partial = self._partial[-MAX_LINE:]
+        return Batch(requests, list(refusals.values()))
+
+
+def _refuse(why: str, line: bytes, refusals: dict[tuple[str, int], Refusal]) -> None:
+    said = _PID.search(line, 0, MAX_LINE)
+    pid = int(said[1]) if said else 0
+    if (why, pid) not in refusals:
+        refusals[why, pid] = Refusal(why, pid, line[:_SAMPLE].decode(errors="backslashreplace"))
+
+
+_TOO_LONG = f"is longer than {MAX_LINE} bytes"
+_NO_JSON = "is no JSON, or half of it"
+
+
+def _read(line: bytes) -> FileTimerRequest | str:
+    """The request that a line is, or why it is none."""
+    if len(line) > MAX_LINE:
+        return _TOO_LONG
+    if len(line) < SHORTEST:
+        return _NO_JSON
+    try:
+        content = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        return _NO_JSON
+    if not isinstance(content, dict):
+        return "is no JSON object"
+    pid, scope = content.get("pid"), content.get("scope_id")
+    if type(pid) is not int or not 1 < pid <= LAST_PID:
+        return "has a pid that is none of a worker"
+    if type(scope) is not str:
+        return "has a scope_id that is no text"
+    signal = content.get("signal")
+    if type(signal) is not int or signal > LAST_SIGNAL:
+        return "has a signal that is none"
+    expiration = _seconds(content.get("expiration_time"))
+    if expiration is None:
+        return "has an expiration_time that is no finite number"
+    request = FileTimerRequest(pid, scope, expiration, signal)
+    if "monotonic" in content:
+        request.monotonic = _seconds(content["monotonic"])
+        request.armed = _seconds(content.get("armed"))
+        if request.monotonic is None or request.armed is None:
+            return "has a time on the monotonic clock that is no finite number"
+    return request
+
+
+def _seconds(value: object) -> float | None:
+    """A number that JSON may hold, as one that can be calculated with."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if type(value) is int:  # not a bool
+        return float(value) if abs(value) < 2**63 else None
+    return None

@@ -1,0 +1,24 @@
+"""torch's path `timer.debug_info_logging`: a word on timers that have expired."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from regrow.utils import get_logger
+
+__all__ = ["log_debug_info_for_expired_timers"]
+
+logger = get_logger(__name__)
+
+
+def log_debug_info_for_expired_timers(
+    run_id: str, expired_timers: Mapping[int, Sequence[str]]
+) -> None:
+    """Log which timers have expired, if any have.
+
+    Args:
+        run_id: the job.
+        expired_timers: by pid, the requests as JSON.
+    """
+    if expired_timers:
+        logger.info("Timers expired for run:[%s] [%s].", run_id, expired_timers)
