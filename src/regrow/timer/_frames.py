@@ -53,14 +53,14 @@ class Dump(NamedTuple):
     """"dumped": `threads` are its stacks. Without stacks: "stopped" by a signal or a debugger;
     "no handler", so that it was not asked; "silent", it did not answer in time; "gone"."""
     note: str = ""
-    """Why there are no stacks or not all of them; empty where there is nothing to say."""
+    """Why there are no stacks, or not all that were asked for; else empty."""
     text: str = ""
     """As `faulthandler` wrote it."""
     threads: tuple[Thread, ...] = ()
     native: str = ""
     """What py-spy printed, or in a line why it did not; empty where it was not asked for."""
     path: str = ""
-    """The file that has all this; empty where none was asked for, or it could not be written."""
+    """The file that has all this; empty until it is saved."""
 
 
 _HEADING = re.compile(
@@ -78,40 +78,30 @@ def parse(text: str, main: int = 0) -> tuple[Thread, ...]:
     Args:
         text: what `faulthandler` wrote, or anything.
         main: identity of the main thread; 0: unknown, then it is the one that is listed last, as
-            faulthandler begins with the newest.
+            faulthandler begins with the newest. A stack without an identity is taken to be its.
     """
     threads: dict[int, Thread] = {}
-    frames: list[Frame] = []
+    frames: dict[int, list[Frame]] = {}
     ident = 0
-
-    def end() -> None:
-        if ident in threads:
-            threads[ident] = threads[ident]._replace(frames=tuple(frames))
-
     for line in text.split("\n"):
         if heading := _HEADING.fullmatch(line):
-            end()
-            frames = []
-            # A dump of one thread does not name it; it is the one that took the signal.
-            ident = int(heading["ident"] or "0", 16)
-            current = heading["current"] is not None and heading["current"] != "T"
-            threads[ident] = Thread(
-                ident, heading["name"] or "", current or not heading["ident"], False, ()
-            )
-        elif frame := _FRAME.fullmatch(line):
-            number = frame["line"]
-            frames.append(
-                Frame(
-                    frame["file"] or "???", int(number) if number != "???" else 0, frame["function"]
-                )
-            )
-    end()
-    if not threads:
-        return ()
-    chosen = main if main in threads else 0 if 0 in threads else None
-    if chosen is None and not main:
-        chosen = next(reversed(threads))
-    return tuple(thread._replace(main=thread.ident == chosen) for thread in threads.values())
+            ident = int(heading["ident"], 16) if heading["ident"] else main
+            current = not heading["ident"] or heading["current"] != "T"
+            threads[ident] = Thread(ident, heading["name"] or "", current, ident == main, ())
+            frames[ident] = []
+        elif threads and (frame := _FRAME.fullmatch(line)):
+            number = int(frame["line"]) if frame["line"] != "???" else 0
+            frames[ident].append(Frame(frame["file"] or "???", number, frame["function"]))
+    if threads and not main:
+        last = next(reversed(threads))
+        threads[last] = threads[last]._replace(main=True)
+    return tuple(each._replace(frames=tuple(frames[each.ident])) for each in threads.values())
+
+
+def main_thread(threads: Sequence[Thread]) -> Thread | None:
+    """The thread to look at: the main one, else the one that took the signal, if it is listed."""
+    shown = [thread for thread in threads if thread.main or thread.current]
+    return min(shown, key=lambda thread: not thread.main, default=None)
 
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
@@ -151,16 +141,16 @@ def where(dump: Dump) -> str:
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
         return f"unknown: {_printable(dump.note or dump.outcome)}"
-    shown = sorted((t for t in dump.threads if t.main or t.current), key=lambda t: not t.main)
-    if not shown:
+    thread = main_thread(dump.threads)
+    if thread is None:
         return "unknown: its main thread is not in the dump"
-    innermost, own = top(shown[0].frames)
+    innermost, own = top(thread.frames)
     place = "in native code that no Python code called"
     if innermost is not None:
         place = f"in {_show(innermost)}"
         if own is not None and own != innermost:
             place += f", called by {_show(own)}"
-    return place if shown[0].main else f"{place}, in another thread than the main one"
+    return place if thread.main else f"{place}, in another thread than the main one"
 
 
 def compare(dumps: Mapping[int, Dump]) -> list[str]:
