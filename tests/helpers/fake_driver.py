@@ -12,7 +12,7 @@ from storing import PATIENCE
 
 from regrow.rendezvous._driver import View, answer, differs, view
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
-from regrow.rendezvous._news import Event, Join, LastCallOver
+from regrow.rendezvous._news import Event, LastCallOver, subject
 from regrow.rendezvous._round import Round, holds, step
 from regrow.store import MemoryStore, Store
 
@@ -27,7 +27,7 @@ class FakeRounds:
 
     def post(self, event: Event) -> View:
         """Something happens."""
-        id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
+        id = subject(event)
         with self.changed:
             self.events.append(event)
             self.state, effects = step(self.state, event)

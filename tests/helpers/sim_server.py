@@ -20,7 +20,7 @@ from sim_kernel import Resume, Thread
 from regrow.rendezvous import _questions as questions
 from regrow.rendezvous import _service
 from regrow.rendezvous._driver import View
-from regrow.rendezvous._news import Event, Join
+from regrow.rendezvous._news import Event, Join, subject
 from regrow.rendezvous._round import Round
 from regrow.store import Answer
 
@@ -156,7 +156,7 @@ class Line:
     # --- SimDriver
 
     def submit(self, event: Event, timeout: float) -> Thread:
-        id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
+        id = subject(event)
         body = questions.submit("job", self.server.settings(), event)
         said = yield from self._ask(body, timeout)
         return self._view(id, said, isinstance(event, Join))

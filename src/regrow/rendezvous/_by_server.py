@@ -34,7 +34,7 @@ from regrow.rendezvous._errors import (
     RendezvousStateError,
 )
 from regrow.rendezvous._line import Line, OnFirstUse, Where
-from regrow.rendezvous._news import Join
+from regrow.rendezvous._news import Join, subject
 from regrow.store import (
     ConnectionState,
     PrefixStore,
@@ -122,10 +122,8 @@ class ServerDriver:
 
     def submit(self, event: Event, timeout: float) -> View:
         """See `Driver`."""
-        joins = isinstance(event, Join)
-        id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
         said = self._ask(questions.submit(self._run_id, self._settings, event), timeout, NUDGE)
-        return self._view(id, said, joins)
+        return self._view(subject(event), said, isinstance(event, Join))
 
     def follow(self, id: str, seen: View | None, timeout: float) -> View | None:
         """See `Driver`."""

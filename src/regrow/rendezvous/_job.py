@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from regrow.rendezvous._news import Effect, Event, Join, LastCallOver, Placed
+from regrow.rendezvous._news import Effect, Event, Placed, subject
 from regrow.rendezvous._patience import Bounds, Patience
 from regrow.rendezvous._questions import Settings
 from regrow.rendezvous._round import Round
@@ -77,13 +77,6 @@ class Job:
         """Whether the node is somewhere in the state."""
         state = self.state
         return id in state.members or id in state.queue or id in state.awaited
-
-
-def subject(event: Event) -> str:
-    """Return the node that an event is about; "" if it is about none."""
-    if isinstance(event, Join):
-        return event.node.id
-    return "" if isinstance(event, LastCallOver) else event.id
 
 
 def is_empty(state: Round) -> bool:

@@ -107,6 +107,13 @@ class Close(NamedTuple):
 Event = Join | Failed | Heard | Leaving | Leave | Lost | LastCallOver | Close
 
 
+def subject(event: Event) -> str:
+    """Return the node that an event is about; "" if it is about none."""
+    if isinstance(event, Join):
+        return event.node.id
+    return "" if isinstance(event, LastCallOver) else event.id
+
+
 # --- what nodes are told
 
 

@@ -37,7 +37,7 @@ import msgspec
 
 from regrow.rendezvous import _questions as questions
 from regrow.rendezvous._driver import answer, view
-from regrow.rendezvous._job import FORGET, Job, concerned, is_empty, subject
+from regrow.rendezvous._job import FORGET, Job, concerned, is_empty
 from regrow.rendezvous._news import (
     Close,
     Effect,
@@ -47,6 +47,7 @@ from regrow.rendezvous._news import (
     LastCallOver,
     Lost,
     Refused,
+    subject,
 )
 from regrow.rendezvous._patience import look
 from regrow.rendezvous._round import holds, step

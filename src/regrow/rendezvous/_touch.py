@@ -31,7 +31,7 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
-from regrow.rendezvous._news import Close, Heard, Join, RoundEnded, Seated
+from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated, subject
 from regrow.rendezvous._waiting import Told, given_up, tidings
 from regrow.utils import get_logger
 
@@ -123,8 +123,7 @@ class Touch:
         with self.changed:
             self._answer(time.monotonic())  # however long it took: no lease follows from it
         if not isinstance(event, Close):  # which is no news to a node that has its seat
-            id = event.node.id if isinstance(event, Join) else getattr(event, "id", "")
-            self._hear(id, said)
+            self._hear(subject(event), said)
         return said
 
     def seat(self, seated: Seated) -> None:
