@@ -15,7 +15,7 @@ from unittest import mock
 import sim_host
 import sim_nodes
 
-from regrow.rendezvous import _round, _service
+from regrow.rendezvous import _neighbours, _round, _service
 from regrow.rendezvous._news import Effect, Event, Join, Judged, LastCallOver, Lost
 from regrow.rendezvous._patience import Bounds, Patience, look
 from regrow.rendezvous._round import Step
@@ -89,7 +89,7 @@ def _silence_is_measured_by_wall_clock() -> list[Any]:
         return nodes.agent.host.clock + nodes.agent.host.wall
 
     return [
-        mock.patch.object(sim_nodes, "look", by_wall),
+        mock.patch.object(_neighbours, "look", by_wall),
         mock.patch.object(sim_nodes.Nodes, "now", wall),
     ]
 
@@ -129,7 +129,7 @@ def _a_silent_node_is_lost_while_its_lease_lasts() -> list[Any]:
 
     return [
         mock.patch.object(_service, "look", look_hastily),
-        mock.patch.object(sim_nodes, "look", look_hastily),
+        mock.patch.object(_neighbours, "look", look_hastily),
     ]
 
 
@@ -145,7 +145,7 @@ def _whoever_slept_blames_the_others() -> list[Any]:
 
     return [
         mock.patch.object(_service, "look", look_back),
-        mock.patch.object(sim_nodes, "look", look_back),
+        mock.patch.object(_neighbours, "look", look_back),
     ]
 
 

@@ -19,11 +19,10 @@ from sim_agent import Agent, Unreachable
 from sim_host import Job
 from sim_kernel import Resume, Thread, Waits
 
-from regrow.rendezvous._by_nodes import narrow, neighbours
 from regrow.rendezvous._driver import View, answer, differs, view
 from regrow.rendezvous._envelope import Envelope, seal, unseal
-from regrow.rendezvous._news import Effect, Event, Join, LastCallOver, Leave, Seated
-from regrow.rendezvous._patience import Patience, look
+from regrow.rendezvous._neighbours import Ear, listen, whom
+from regrow.rendezvous._news import Effect, Event, Leave, Seated, subject
 from regrow.rendezvous._round import step
 from regrow.rendezvous._state import Round, holds, watched
 
@@ -161,13 +160,13 @@ class Nodes:
         self.token: int | None = None
         self.moved = 0
         """The newest token that the backend told of."""
-        self.patience = Patience()
+        self.ear = Ear()
         self._count = 0
 
     # --- SimDriver
 
     def submit(self, event: Event, timeout: float) -> Thread:
-        id = _subject(event)
+        id = subject(event)
         deadline = self.agent.host.clock + timeout
         while True:
             try:
@@ -304,9 +303,7 @@ class Nodes:
     def _mind(self, id: str) -> Thread:
         while True:
             state = self.envelope.state
-            patient = 1.5 * self.bounds.keep_alive
-            silent = frozenset(o for o, (_, s) in self.patience.silent.items() if s >= patient)
-            others = neighbours(state, id, silent)
+            others = whom(self.ear, state, id, self.bounds)
             if others is None:
                 return None
             beats: Mapping[str, int] = self.envelope.beats
@@ -317,9 +314,7 @@ class Nodes:
                     }  # type: ignore[misc]
                 )
             now = self.now()
-            self.patience, due, again = look(
-                self.patience, narrow(state, {*others, id}), beats, self.bounds, now, id
-            )
+            self.ear, due, again = listen(self.ear, state, id, others, beats, self.bounds, now)
             if not due:
                 return again
             for event in due:
@@ -328,13 +323,3 @@ class Nodes:
 
 def _nothing() -> None:
     pass
-
-
-def _subject(event: Event) -> str:
-    match event:
-        case Join(node=node):
-            return node.id
-        case LastCallOver():
-            return ""
-        case _:
-            return event.id

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.rendezvous._backend import LivenessRendezvousBackend, RendezvousBackend
-from regrow.rendezvous._by_nodes import NodesDriver, narrow, neighbours
+from regrow.rendezvous._by_nodes import NodesDriver
 from regrow.rendezvous._driver import View, differs
 from regrow.rendezvous._envelope import Envelope, seal, unseal
 from regrow.rendezvous._errors import (
@@ -23,6 +23,7 @@ from regrow.rendezvous._errors import (
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
+from regrow.rendezvous._neighbours import narrow, neighbours
 from regrow.rendezvous._news import (
     Close,
     Failed,
