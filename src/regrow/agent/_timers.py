@@ -18,6 +18,7 @@ explained whether there is an error file or not.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from regrow.agent import _hang
 from regrow.agent._environment import TORCHELASTIC_TIMER_FILE
 from regrow.agent._hang import Hang
-from regrow.timer._capture import capture, dump_path, save
+from regrow.timer._capture import Target, capture, dump_path, save
 from regrow.timer._file_server import FileTimerServer, Reaping
 from regrow.timer._frames import Dump, compare
 from regrow.timer._stacks import Signals
@@ -188,7 +189,8 @@ class Watchdog(FileTimerServer):
             for pid in {*ranks, *(each.pid for each in reapings)}:
                 with suppress(ProcessLookupError):
                     fds[pid] = os.pidfd_open(pid)
-            targets = [(pid, fd, "") for pid, fd in fds.items()]
+            doomed = {each.pid for each in reapings if each.signal == signal.SIGKILL}
+            targets = [Target(pid, fd, pid in doomed) for pid, fd in fds.items()]
             dumps = capture(targets, STACKS_S, self._native_s)
         finally:
             for fd in fds.values():

@@ -247,10 +247,14 @@ class FileTimerServer:
 
         It delays their reaping, and once for each. Here their stacks are logged.
         """
-        from regrow.timer._capture import capture
+        from regrow.timer._capture import Target, capture
         from regrow.timer._frames import where
 
-        targets = [(each.pid, each.pidfd, "") for each in reapings if each.pidfd >= 0]
+        targets = [
+            Target(each.pid, each.pidfd, doomed=each.signal == signals.SIGKILL)
+            for each in reapings
+            if each.pidfd >= 0
+        ]
         for pid, dump in capture(targets).items():
             logger.warning("worker %d stands %s\n%s", pid, where(dump), dump.text)
 
