@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from regrow.timer._file_client import FileTimerClient
     from regrow.timer._file_request import FileTimerRequest
     from regrow.timer._file_server import FileTimerServer
-    from regrow.timer._local import (
-        LocalTimerClient,
-        LocalTimerServer,
-        MultiprocessingRequestQueue,
-    )
+    from regrow.timer._local import LocalTimerServer, MultiprocessingRequestQueue
+    from regrow.timer._local_client import LocalTimerClient
 
 __all__ = [
     "FileTimerClient",
@@ -46,7 +43,7 @@ _LAZY = {
     "FileTimerClient": "_file_client",
     "FileTimerRequest": "_file_request",
     "FileTimerServer": "_file_server",
-    "LocalTimerClient": "_local",
+    "LocalTimerClient": "_local_client",
     "LocalTimerServer": "_local",
     "MultiprocessingRequestQueue": "_local",
 }

@@ -34,6 +34,9 @@ FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds from a pass that failed to the next: after the first such pass, doubled after each, and
 at most."""
 
+LOOKS = 10
+"""How often those who are to be reaped are looked at again, if requests come all the time."""
+
 
 class TimerRequest:
     """That a timer be armed, or released.
@@ -119,7 +122,6 @@ class TimerServer(abc.ABC):
         self._max_interval = max_interval
         self._daemon = daemon
         self._watchdog_thread: threading.Thread | None = None
-        self._stop_signaled = False
         # Mangled: a subclass that knows nothing of these may use their names.
         self.__stopping = threading.Event()
         self.__clock = SteadyClock()
@@ -156,6 +158,14 @@ class TimerServer(abc.ABC):
     def _wake(self) -> None:  # noqa: B027  # a queue that cannot be woken is no mistake
         """End a wait in the queue's `get`, as far as it can be ended. For subclasses."""
 
+    def _late_requests(self) -> list[TimerRequest]:
+        """Those that have come by now, taken without waiting. For subclasses.
+
+        Called when a timer has expired, until nothing comes or none has: a worker that released
+        its timer in time is not reaped because the server was late to read that.
+        """
+        return []
+
     def _before_reaping(  # noqa: B027
         self, expired: Mapping[Any, list[TimerRequest]]
     ) -> None:
@@ -170,8 +180,7 @@ class TimerServer(abc.ABC):
         if self._watchdog_thread is not None and self._watchdog_thread.is_alive():
             logger.warning("%s runs already; it is not started again", type(self).__name__)
             return
-        self._stop_signaled = False
-        self.__stopping.clear()
+        self.__stopping = threading.Event()  # its own: an older thread may not have ended yet
         self._watchdog_thread = threading.Thread(
             target=self._watchdog_loop, name=f"regrow-{type(self).__name__}", daemon=self._daemon
         )
@@ -180,7 +189,6 @@ class TimerServer(abc.ABC):
 
     def stop(self) -> None:
         """Stop the server's thread and wait for its end, `max_interval` seconds at most."""
-        self._stop_signaled = True
         self.__stopping.set()
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is None or thread is threading.current_thread():
@@ -195,8 +203,8 @@ class TimerServer(abc.ABC):
             )
 
     def _watchdog_loop(self) -> None:
-        pause = 0.0
-        while not self._stop_signaled:
+        pause, stopping = 0.0, self.__stopping
+        while not stopping.is_set():
             try:
                 self._run_watchdog()
                 pause = 0.0
@@ -207,27 +215,35 @@ class TimerServer(abc.ABC):
                     type(self).__name__,
                     pause,
                 )
-                self.__stopping.wait(pause)
+                stopping.wait(pause)
 
     def _run_watchdog(self) -> None:
         """Wait for requests or the next deadline, and act on them."""
         queue, watch, clock = self._request_queue, self.__watch, self.__clock
         patience = watch.patience(clock.now(), self._max_interval)
-        requests = queue.get(max(1, queue.size()), patience)
-        jump = clock.jumped() if requests else 0.0
-        if jump:
-            requests = [_moved(request, -jump) for request in requests]
-        for request in requests:
-            watch.note(request.worker_id, request.scope_id, request.expiration_time)
-        self.register_timers(requests)
+        self.__register(queue.get(max(1, queue.size()), patience))
         now = clock.now()
         expired = self.get_expired_timers(now)
+        for _ in range(LOOKS):
+            late = self._late_requests() if expired else []
+            if not late:
+                break
+            self.__register(late)
+            expired = self.get_expired_timers(now)
         watch.woken(now, expired)
         ripe = {worker: expired[worker] for worker in watch.ripe(expired, now)}
         if ripe:
             self.__prepare(ripe)
         reaped = {worker for worker, timers in ripe.items() if self.__reaped(worker, timers, now)}
         self.clear_timers(reaped)
+
+    def __register(self, requests: list[TimerRequest]) -> None:
+        jump = self.__clock.jumped() if requests else 0.0
+        if jump:
+            requests = [_moved(request, -jump) for request in requests]
+        for request in requests:
+            self.__watch.note(request.worker_id, request.scope_id, request.expiration_time)
+        self.register_timers(requests)
 
     def __prepare(self, expired: Mapping[Any, list[TimerRequest]]) -> None:
         try:

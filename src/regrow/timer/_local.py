@@ -5,9 +5,9 @@ file timer, which needs no object handed down. The server sleeps in the kernel u
 comes, a deadline passes, a worker ends or `stop` is called. A queue of a `Manager` has nothing to
 sleep on; there a wait is a timeout, and `stop` waits for its end.
 
-A multiprocessing queue is one pipe, with one lock for all who write to it. It survives much, but
-not the death of a process in the middle of a write: the reader waits for the rest of the message,
-and the others for the lock. So a worker is killed while the server holds that lock.
+All who write to the queue share a lock, and what a dead process holds stays locked: nobody could
+arm or release a timer any more. So a worker is killed while the server holds that lock; and if it
+could not have it before, the lock is set free after.
 
 A pid names a process only as long as that lives. So a worker is held on to by a pidfd from its
 first request on, and neither a worker that ended nor a stranger that got its pid is killed for it.
@@ -21,46 +21,21 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from multiprocessing.connection import Pipe
 from queue import Empty
 from typing import Any
 
-from regrow.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
-from regrow.timer._stacks import arm
+from regrow.timer._api import RequestQueue, TimerRequest, TimerServer
 from regrow.timer._timers import Timers
-
-__all__ = ["LocalTimerClient", "LocalTimerServer", "MultiprocessingRequestQueue"]
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 1000
 """Requests that are taken before deadlines are looked at again."""
 KILL_PATIENCE = 0.05
-"""Seconds that a kill waits for a writer to come to the end of its message, and a writer for a
-killed process to be gone."""
-
-
-class LocalTimerClient(TimerClient):
-    """A worker's way to a `LocalTimerServer`.
-
-    Args:
-        mp_queue: the queue that the server reads, a `multiprocessing.Queue` handed to this worker.
-    """
-
-    def __init__(self, mp_queue: Any) -> None:
-        super().__init__()
-        self._mp_queue = mp_queue
-
-    def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Arm this process's timer of a scope; see `TimerClient`."""
-        arm()
-        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, expiration_time))
-
-    def release(self, scope_id: str) -> None:
-        """Disarm this process's timer of a scope."""
-        self._mp_queue.put(TimerRequest(os.getpid(), scope_id, -1))
+"""Seconds that a kill waits for those who write to the queue, and they for the end of who is
+killed."""
 
 
 class MultiprocessingRequestQueue(RequestQueue):
@@ -110,6 +85,9 @@ class LocalTimerServer(TimerServer):
     def _wake(self) -> None:
         self._arrivals.wake()
 
+    def _late_requests(self) -> list[TimerRequest]:
+        return self._arrivals.get(AT_ONCE, 0)
+
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """Arm and release timers as asked for."""
         for pid in self._arrivals.ended():
@@ -131,11 +109,13 @@ class LocalTimerServer(TimerServer):
         return self._timers.due(deadline)
 
     def _before_reaping(self, expired: Mapping[int, list[TimerRequest]]) -> None:
-        from regrow.timer._capture import capture
+        from regrow.timer._capture import Target, capture
         from regrow.timer._frames import where
 
         held = {pid: self._arrivals.pidfd(pid) for pid in expired}
-        dumps = capture([(pid, pidfd, "") for pid, pidfd in held.items() if pidfd is not None])
+        dumps = capture(
+            [Target(pid, pidfd, doomed=True) for pid, pidfd in held.items() if pidfd is not None]
+        )
         for pid, dump in dumps.items():
             logger.error(
                 "the timers %s of process %s have expired; it is %s\n%s",
@@ -154,9 +134,7 @@ class LocalTimerServer(TimerServer):
             logger.error("the expired timers are of the server's own process, which is not killed")
             return True
         try:
-            with _nobody_writing(self._write_lock):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                _wait_for_end(pidfd)
+            _kill(pidfd, self._write_lock)
         except ProcessLookupError:
             logger.info("process %s ended when its timer expired", worker_id)
         except OSError:
@@ -263,24 +241,21 @@ class _Arrivals(MultiprocessingRequestQueue):
             logger.warning("the timers' queue holds %s: it is left out", what)
 
 
-@contextmanager
-def _nobody_writing(lock: Any) -> Iterator[None]:
-    """Hold the lock of those who write to the queue, if it has one and can be had soon."""
+def _kill(pidfd: int, lock: Any) -> None:
+    """Kill a process, in a way that leaves the lock of those who write to the queue free."""
     held = lock is not None and lock.acquire(timeout=KILL_PATIENCE)
-    if lock is not None and not held:
-        logger.warning(
-            "some process has been writing to the timers' queue for %s s; if it is the one that is "
-            "killed now, the queue cannot be used any more: start the job anew",
-            KILL_PATIENCE,
-        )
     try:
-        yield
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        poll.poll(KILL_PATIENCE * 1000)
+        if lock is not None and not held:
+            held = lock.acquire(timeout=KILL_PATIENCE)
+            if not held:
+                # A message is written at once, so nobody else has had it for that long, unless it
+                # is stopped; and then it has either written its message or none of it.
+                held = True
+                logger.warning("the lock of the timers' queue was left by a process: it is freed")
     finally:
         if held:
             lock.release()
-
-
-def _wait_for_end(pidfd: int) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    poll.poll(KILL_PATIENCE * 1000)
