@@ -28,11 +28,14 @@ import struct
 import termios
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 from regrow.timer._file_request import FileTimerRequest
-from regrow.timer._file_workers import Worker, Workers, foreign, send
+from regrow.timer._file_workers import GONE, Worker, Workers, foreign
 from regrow.timer._lines import Lines, Refusal
 from regrow.timer._pipe import Pipe
 from regrow.timer._steady import SteadyClock
@@ -55,6 +58,11 @@ REPORTS = 256
 """Kinds and sources of bad input that are reported, one by one."""
 FIRST_PAUSE = 0.1
 """Seconds from a reaping, or a turn of the loop, that failed to the next; doubled after each."""
+STANDSTILL = 1.0
+"""Seconds that the server woke too late, so that the whole host is taken to have stood still. Then
+its workers get as long before any of them is reaped: they had no chance to release their timers."""
+SHOWN = 16
+"""Expired timers of one worker that are told of one by one."""
 
 
 class Reaping(NamedTuple):
@@ -120,12 +128,16 @@ class FileTimerServer:
         self._epoll.register(self._pipe.fd, select.EPOLLIN)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._workers = Workers(self._epoll)
+        self._failures: dict[int, int] = {}  # how often in a row a worker could not be reaped
         self._emptied = False  # whether the last read left nothing in the pipe
+        self._spare_until = -math.inf  # nobody is reaped before, monotonic seconds
         self._stopping = threading.Event()
         self._last_turn = False
         self._working_since: float | None = None
         self._ended: float | None = None
         self._watchdog_thread: threading.Thread | None = None
+        # A child that had our files would be a reader that reads nothing, for as long as it lives.
+        os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
 
     # --- what others call
 
@@ -164,6 +176,9 @@ class FileTimerServer:
             now = self._monotonic()
             for request in timer_requests:
                 pid, scope = request.worker_pid, request.scope_id
+                if self._workers.get(pid) is None:
+                    with suppress(ProcessLookupError):  # then there is nobody to reap
+                        self._workers.add(pid)
                 if request.expiration_time < 0:
                     self._timers.release(pid, scope)
                     continue
@@ -256,7 +271,7 @@ class FileTimerServer:
             if each.pidfd >= 0
         ]
         for pid, dump in capture(targets).items():
-            logger.warning("worker %d stands %s\n%s", pid, where(dump), dump.text)
+            logger.warning("worker %d is %s\n%s", pid, where(dump), dump.text)
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Send a worker the signal that its timer asks for.
@@ -269,10 +284,13 @@ class FileTimerServer:
             logger.error("a timer of the server's own process has expired; it is not signalled")
             return True
         worker = self._workers.get(worker_pid)
+        if worker is None or (worker.pidfd < 0 and self._refusal(worker_pid)):
+            logger.info("worker %d had ended before its timer expired", worker_pid)
+            return True
         try:
-            send(worker_pid, worker.pidfd if worker else -1, signal)
+            worker.send(signal)
         except ProcessLookupError:
-            logger.info("worker %d has ended by itself", worker_pid)
+            logger.info("worker %d ended when its timer expired", worker_pid)
         except OSError as error:
             logger.error("worker %d cannot be sent signal %d: %s", worker_pid, signal, error)
             return False
@@ -318,18 +336,21 @@ class FileTimerServer:
         with self._lock:
             deadline = self._timers.next()
         self._working_since = None
-        left = math.inf if deadline is None else max(0.0, deadline - self._monotonic())
+        now = self._monotonic()
+        left = math.inf if deadline is None else max(deadline, self._spare_until) - now
         if self._emptied:
-            time.sleep(min(NAP, left))
+            self._emptied = False
+            time.sleep(max(0.0, min(NAP, left)))
             left -= NAP
-        if left < 0.001:
-            # An epoll counts whole milliseconds.
+        # An epoll counts in milliseconds and rounds up: it is to wake before, to sleep the rest.
+        milliseconds = int(min(left, 86400.0) * 1000)
+        if milliseconds <= 0:
             time.sleep(max(0.0, left))
-            left = 0.0
-        # Half a one less, as it rounds up: it wakes before the deadline and sleeps the rest.
-        timeout = (int(min(left, 86400.0) * 1000) - 0.5) / 1000 if left else 0.0
+        timeout = None if left == math.inf else max(0.0, (milliseconds - 0.5) / 1000)
         events = self._epoll.poll(timeout)
         self._working_since = self._monotonic()
+        if self._working_since - now - max(0.0, left) > STANDSTILL:
+            self._spare_until = self._working_since + STANDSTILL
         return events
 
     def _read(self) -> int:
@@ -370,13 +391,15 @@ class FileTimerServer:
     def _admit(self, pid: int) -> str | None:
         """Look up a process that arms its first timer; why it may not."""
         try:
-            worker = self._workers.add(pid)
+            with self._lock:
+                worker = self._workers.add(pid)
         except ProcessLookupError:
-            return "is of a process that is gone"
+            return GONE
         # Held by now, so what is said of it is said of this process.
         refusal = self._refusal(pid)
         if refusal is not None:
-            self._workers.forget(worker)
+            with self._lock:
+                self._workers.forget(worker)
         return refusal
 
     def _has_room(self, request: FileTimerRequest) -> bool:
@@ -403,7 +426,8 @@ class FileTimerServer:
         """A worker has ended, and its timers with it."""
         with self._lock:
             self._timers.clear(worker.pid)
-        self._workers.forget(worker)
+            self._workers.forget(worker)
+        self._failures.pop(worker.pid, None)
 
     def _drain(self) -> None:
         """Act on all that is in the pipe now, and not on what comes meanwhile."""
@@ -418,15 +442,14 @@ class FileTimerServer:
         """Reap the workers with timers that are due."""
         with self._lock:
             due = self._timers.due(self._monotonic())
-        if not due:
+        if not due or self._monotonic() < self._spare_until:
             return
         self._drain()
         noticed = self._monotonic()
         with self._lock:
             due = self._timers.due(noticed)
         reapings = [self._reaping(pid, expired, noticed) for pid, expired in due.items()]
-        failures = {worker.pid: worker.failures for worker in self._workers}
-        self._announce([each for each in reapings if not failures.get(each.pid)])
+        self._announce([each for each in reapings if each.pid not in self._failures])
         reaped = {each.pid for each in reapings if self._reaped(each)}
         if reaped:
             self.clear_timers(reaped)
@@ -449,10 +472,10 @@ class FileTimerServer:
             return
         log_debug_info_for_expired_timers(
             self._run_id,
-            {each.pid: [request.to_json() for request in each.expired] for each in reapings},
+            {each.pid: [r.to_json() for r in each.expired[:SHOWN]] for each in reapings},
         )
         for each in reapings:
-            for request in each.expired:
+            for request in each.expired[:SHOWN]:
                 self._tell("timer expired", request)
         self._safely(self._before_reaping, reapings)
 
@@ -463,7 +486,7 @@ class FileTimerServer:
             logger.warning(
                 "timers of worker %d have expired, %s; they ask for no signal, so it goes on",
                 pid,
-                [request.scope_id for request in reaping.expired],
+                [request.scope_id for request in reaping.expired[:SHOWN]],
             )
             return True
         try:
@@ -471,25 +494,21 @@ class FileTimerServer:
         except Exception:
             logger.exception("worker %d counts as reaped, and its timers are cleared", pid)
             done = True
-        worker = self._workers.get(pid)
         if done:
+            self._failures.pop(pid, None)
+            worker = self._workers.get(pid)
             if worker is not None:
                 killed = signal == signals.SIGKILL
                 worker.reaped = math.inf if killed else self._monotonic()
-                worker.failures = 0
-            self._tell("kill worker process", self._cause(reaping))
+            cause = next(request for request in reaping.expired if request.signal > 0)
+            self._tell("kill worker process", cause)
             return True
-        failures = 0
-        if worker is not None:
-            failures = worker.failures = worker.failures + 1
-        pause = min(FIRST_PAUSE * 2 ** min(failures, 20), self._max_interval)
+        failures = self._failures[pid] = self._failures.get(pid, 0) + 1
+        pause = min(FIRST_PAUSE * 2 ** min(failures - 1, 20), self._max_interval)
         logger.error("worker %d could not be reaped; next try in %s s", pid, pause)
         with self._lock:
             self._timers.postpone(pid, self._monotonic() + pause)
         return False
-
-    def _cause(self, reaping: Reaping) -> FileTimerRequest:
-        return next(request for request in reaping.expired if request.signal > 0)
 
     # --- the rest
 
@@ -531,3 +550,18 @@ class FileTimerServer:
             self._workers.close()
             self._epoll.close()
             os.close(self._wake)
+
+    def _abandon(self) -> None:
+        """In a forked child: this server is the parent's; let go of it without touching it."""
+        self._lock = threading.RLock()  # as the parent's thread may have held it
+        self._watchdog_thread, self._ended = None, self._monotonic()
+        self._pipe.close()
+        self._workers.abandon()
+        self._epoll.close()
+        os.close(self._wake)
+
+
+def _forked(reference: weakref.ref[FileTimerServer]) -> None:
+    server = reference()
+    if server is not None and server._ended is None:
+        server._abandon()

@@ -12,13 +12,14 @@ import errno
 import os
 import select
 import signal as signals
-from collections.abc import Iterator
+
+GONE = "is of a process that is gone"
 
 
 class Worker:
     """A process that has, or had, timers."""
 
-    __slots__ = ("failures", "pid", "pidfd", "reaped")
+    __slots__ = ("pid", "pidfd", "reaped")
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
@@ -27,8 +28,17 @@ class Worker:
         self.reaped = float("-inf")
         """Up to when its requests count no more, in seconds on the monotonic clock: it was reaped
         for its timers then; infinity: it was killed."""
-        self.failures = 0
-        """How often in a row it could not be reaped."""
+
+    def send(self, number: int) -> None:
+        """Signal it, by its pidfd if there is one.
+
+        Raises:
+            OSError: as the kernel says; ProcessLookupError: it is gone.
+        """
+        if self.pidfd >= 0:
+            signals.pidfd_send_signal(self.pidfd, number)
+        else:
+            os.kill(self.pid, number)
 
 
 class Workers:
@@ -44,9 +54,6 @@ class Workers:
         self._epoll = epoll
         self._by_pid: dict[int, Worker] = {}
         self._by_fd: dict[int, Worker] = {}
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(list(self._by_pid.values()))
 
     def get(self, pid: int) -> Worker | None:
         """The worker with this pid, if it is known."""
@@ -64,10 +71,10 @@ class Workers:
         """
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError as error:
-            # The last two: descriptors are used up. It has timers all the same.
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from error
+        except (OSError, OverflowError) as error:
+            # The two: descriptors are used up. The process has timers all the same.
+            if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
             pidfd = -1
         worker = self._by_pid[pid] = Worker(pid, pidfd)
         if pidfd >= 0:
@@ -77,31 +84,23 @@ class Workers:
 
     def forget(self, worker: Worker) -> None:
         """Let go of a worker."""
-        if self._by_pid.get(worker.pid) is worker:
-            del self._by_pid[worker.pid]
+        del self._by_pid[worker.pid]
         if worker.pidfd >= 0:
             del self._by_fd[worker.pidfd]
-            # Not by closing it alone, if a forked child has a copy.
+            # Not by closing it alone, lest a forked child have a copy.
             self._epoll.unregister(worker.pidfd)
             os.close(worker.pidfd)
-            worker.pidfd = -1
 
     def close(self) -> None:
         """Let go of all."""
-        for worker in self:
+        for worker in list(self._by_pid.values()):
             self.forget(worker)
 
-
-def send(pid: int, pidfd: int, number: int) -> None:
-    """Signal a process, by its pidfd if there is one.
-
-    Raises:
-        OSError: as the kernel says; ProcessLookupError: it is gone.
-    """
-    if pidfd >= 0:
-        signals.pidfd_send_signal(pidfd, number)
-    else:
-        os.kill(pid, number)
+    def abandon(self) -> None:
+        """In a forked child: close the copies of what its parent watches."""
+        for fd in self._by_fd:
+            os.close(fd)
+        self._by_fd, self._by_pid = {}, {}
 
 
 def foreign(pid: int) -> str | None:
@@ -111,7 +110,7 @@ def foreign(pid: int) -> str | None:
     try:
         owner = os.lstat(f"/proc/{pid}").st_uid
     except OSError:
-        return "is of a process that is gone"
+        return GONE
     if owner != os.geteuid():
         return f"is of a process of another user ({owner})"
     return None
