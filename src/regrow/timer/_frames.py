@@ -75,6 +75,9 @@ _FRAME = re.compile(
 def parse(text: str, main: int = 0) -> tuple[Thread, ...]:
     """The threads of a dump, in its order; what is no part of one is passed over.
 
+    Of a thread that is there twice the first stack counts: to be asked may have set it going, as a
+    signal ends a `sleep` or `poll` of native code.
+
     Args:
         text: what `faulthandler` wrote, or anything.
         main: identity of the main thread; 0: unknown, then it is the one that is listed last, as
@@ -82,14 +85,16 @@ def parse(text: str, main: int = 0) -> tuple[Thread, ...]:
     """
     threads: dict[int, Thread] = {}
     frames: dict[int, list[Frame]] = {}
-    ident = 0
+    ident, fresh = 0, False
     for line in text.split("\n"):
         if heading := _HEADING.fullmatch(line):
             ident = int(heading["ident"], 16) if heading["ident"] else main
             current = not heading["ident"] or heading["current"] != "T"
-            threads[ident] = Thread(ident, heading["name"] or "", current, ident == main, ())
-            frames[ident] = []
-        elif threads and (frame := _FRAME.fullmatch(line)):
+            fresh = ident not in threads
+            if fresh:
+                threads[ident] = Thread(ident, heading["name"] or "", current, ident == main, ())
+                frames[ident] = []
+        elif fresh and (frame := _FRAME.fullmatch(line)):
             number = int(frame["line"]) if frame["line"] != "???" else 0
             frames[ident].append(Frame(frame["file"] or "???", number, frame["function"]))
     if threads and not main:
