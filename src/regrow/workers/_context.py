@@ -1,9 +1,10 @@
 """`PContext`: a group of worker processes as one thing that is started, waited for and closed.
 
 What a subclass adds is how one worker is started and what its end means; the rest is here. The
-guardian's events come in on its handle's thread; `_group` says what follows; the group's end is
-worked up (logs to their end, error files, return values) on a thread of its own, because it may
-take a while and other groups may share the guardian. `wait` and `close` only wait for that.
+guardian's events come in on its handle's thread, and `_crew` makes of them what happens to the
+group. The group's end is worked up (logs to their end, error files, return values) on a thread of
+its own, because it may take a while and other groups may share the guardian. `wait` and `close`
+only wait for that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from regrow.workers import _group
-from regrow.workers import _guardian_events as guard
+from regrow.workers._crew import Crew
 from regrow.workers._guardian_client import Guardian
 from regrow.workers._pump import LogPump
 from regrow.workers._result import RunProcsResult, WorkerChange
@@ -25,6 +25,8 @@ from regrow.workers._signals import install_signal_handlers
 from regrow.workers.errors import ProcessFailure
 
 if TYPE_CHECKING:
+    from regrow.workers import _group
+    from regrow.workers import _guardian_events as guard
     from regrow.workers._logs import LogsSpecs
 
 #: Seconds after the grace until `close` returns in any case: more than the guardian's patience.
@@ -92,15 +94,17 @@ class PContext(ABC):
         self._pump: LogPump | None = None
         #: Guards everything below; reentrant, because a signal's handler may close the context.
         self._changed = threading.Condition(threading.RLock())
-        self._group = _group.Group((_group.Member(),) * self.nprocs, shutdown_timeout)
-        self._workers: dict[int, int] = {}  # the guardian's numbers
-        self._pids: dict[int, int] = {}
-        self._refusals: dict[int, OSError] = {}
-        self._last_stop: tuple[int, float] | None = None  # signal, deadline
+        self._crew = Crew(
+            name,
+            self.nprocs,
+            shutdown_timeout,
+            self._guardian,
+            self._exit_code,
+            self._ended_well,
+            self._abandon,
+        )
         self._result: RunProcsResult | None = None
         self._error: BaseException | None = None
-        self._guardian_lost = False
-        self._stopping_when_lost = False
         self._launched = False
         self._finishing = False
         self._done = False
@@ -158,12 +162,12 @@ class PContext(ABC):
         )
         try:
             for rank in range(self.nprocs):
-                self._employ(rank, self._launch(rank, pump))
+                worker = self._launch(rank, pump)
+                with self._changed:
+                    self._crew.employ(rank, worker)
         except BaseException:
             with self._changed:
-                for rank in range(self.nprocs):
-                    if rank not in self._workers:
-                        self._feed(_group.Gone(rank))
+                self._crew.dismiss()
             raise
         finally:
             pump.close_writers()
@@ -172,8 +176,8 @@ class PContext(ABC):
                 self._launched = True
                 self._check_over()
         with self._changed:
-            self._changed.wait_for(lambda: self._settled() or self._refusals or self._done)
-            refusals = dict(self._refusals)
+            self._changed.wait_for(lambda: self._crew.settled or self._done)
+            refusals = dict(self._crew.refusals)
         if refusals:
             self.close(signal.SIGKILL, 0)
             raise refusals[min(refusals)]
@@ -197,14 +201,14 @@ class PContext(ABC):
     def first_failure(self) -> ProcessFailure | None:
         """What failed first, as far as is known while others are still being stopped."""
         with self._changed:
-            group = self._group
+            group = self._crew.group
         failures = [self._failure(rank, group.members[rank]) for rank in group.failed]
         return min(failures, key=lambda failure: failure.failed_monotonic, default=None)
 
     def pids(self) -> dict[int, int]:
         """The process of each local rank, also after it ended."""
         with self._changed:
-            return {rank: self._pids[rank] for rank in sorted(self._pids)}
+            return dict(sorted(self._crew.pids.items()))
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop the workers with all that they started, and give back everything. May be repeated.
@@ -216,18 +220,17 @@ class PContext(ABC):
         signum = death_sig if death_sig is not None else signal.SIGTERM
         end = monotonic() + timeout + KILL_MARGIN
         with self._changed:
-            if self._workers and not self._group.over:
-                self._feed(_group.Close(signum, timeout))
+            self._crew.close(signum, timeout)
             self._changed.wait_for(
                 lambda: self._done or not self._launched, max(0.0, end - monotonic())
             )
-            left = [] if self._done else [rank for rank in self._workers if not self._gone(rank)]
+            left = [] if self._done else self._crew.left
         if left:
             _log().error(
                 "workers of local ranks %s (pids %s) are not known to have ended within %s s of"
                 " SIGKILL; is the guardian (pid %s) suspended?",
                 left,
-                [self._pids.get(rank) for rank in left],
+                [self._crew.pids.get(rank) for rank in left],
                 KILL_MARGIN,
                 self._guardian.pid,
             )
@@ -244,97 +247,17 @@ class PContext(ABC):
 
     def _heed(self, rank: int, event: guard.GuardianEvent) -> None:
         with self._changed:
-            if rank not in self._workers:
-                self._employ(rank, event.worker)
-            change = self._note(rank, event)
+            change = self._crew.note(rank, event)
             self._changed.notify_all()
         if change is not None:
             self._on_change(change)
         with self._changed:
             self._check_over()
 
-    def _employ(self, rank: int, worker: int) -> None:
-        with self._changed:
-            if rank not in self._workers:
-                self._workers[rank] = worker
-                if self._last_stop is not None:  # another one failed before this one had begun
-                    signum, deadline = self._last_stop
-                    self._guardian.stop([worker], signum, deadline - monotonic())
-
     def _check_over(self) -> None:
-        if self._launched and self._group.over and not self._finishing:
+        if self._launched and self._crew.group.over and not self._finishing:
             self._finishing = True
             threading.Thread(target=self._finish, name="regrow-result", daemon=True).start()
-
-    def _note(self, rank: int, event: guard.GuardianEvent) -> WorkerChange | None:
-        pid = self._pids.get(rank, 0)
-        match event:
-            case guard.Started(pid=pid):
-                self._pids[rank] = pid
-            case guard.Refused(error=error):
-                self._refusals[rank] = error
-            case guard.Exited(monotonic=at):
-                code = self._exit_code(rank, event)
-                well = self._ended_well(rank, code)
-                self._feed(_group.Ended(rank, code, well, event.stopping, at))
-                return WorkerChange(rank, pid, "exited", code, at)
-            case guard.Suspended(signal=signum, monotonic=at):
-                return WorkerChange(rank, pid, "suspended", signum, at)
-            case guard.Resumed(signal=signum, monotonic=at):
-                return WorkerChange(rank, pid, "resumed", signum, at)
-            case guard.Gone(left_behind=left, stuck=stuck):
-                self._feed(_group.Gone(rank))
-                if stuck:
-                    _log().error(
-                        "%s processes of local rank %s (pid %s) did not end of SIGKILL and are"
-                        " given up: probably in uninterruptible sleep (state D: a device hangs);"
-                        " this host may need a restart",
-                        stuck,
-                        rank,
-                        pid,
-                    )
-                if left and self._group.stopped_at is None:
-                    _log().info(
-                        "worker of local rank %s (pid %s) left %s processes running when it ended;"
-                        " they have been stopped",
-                        rank,
-                        pid,
-                        left,
-                    )
-            case guard.GuardianLost(monotonic=at):
-                first, self._guardian_lost = not self._guardian_lost, True
-                if first:
-                    self._stopping_when_lost = self._group.stopped_at is not None
-                self._abandon(rank)
-                if self._group.members[rank].code is None:
-                    told_to = self._stopping_when_lost
-                    self._feed(_group.Ended(rank, -signal.SIGKILL, False, told_to, at))
-                self._feed(_group.Gone(rank))
-                if first:
-                    _log().error(
-                        "the guardian is gone, and the workers of %s with it; was it killed?"
-                        " (kill -9, a memory limit)",
-                        self.name,
-                    )
-                    return WorkerChange(-1, 0, "guardian_lost", -signal.SIGKILL, at)
-        return None
-
-    def _feed(self, event: _group.Ended | _group.Gone | _group.Close) -> None:
-        now = monotonic()
-        self._group, stop = _group.step(self._group, event, now)
-        if stop is not None:
-            workers = [self._workers[rank] for rank in stop.ranks if rank in self._workers]
-            self._guardian.stop(workers, stop.signum, stop.grace)
-            self._last_stop = stop.signum, now + stop.grace
-
-    def _settled(self) -> bool:
-        return all(
-            rank in self._pids or member.code is not None
-            for rank, member in enumerate(self._group.members)
-        )
-
-    def _gone(self, rank: int) -> bool:
-        return self._group.members[rank].gone
 
     # --- the end, on a thread of its own
 
@@ -357,7 +280,7 @@ class PContext(ABC):
         self._on_change(WorkerChange(-1, 0, "ended", 0, monotonic()))
 
     def _work_up(self) -> RunProcsResult:
-        group, failures = self._group, {}
+        group, failures = self._crew.group, {}
         for rank, member in enumerate(group.members):
             if member.code is None:  # its program never ran
                 continue
@@ -397,7 +320,7 @@ class PContext(ABC):
         assert member.code is not None
         return ProcessFailure(
             local_rank=rank,
-            pid=self._pids.get(rank, 0),
+            pid=self._crew.pids.get(rank, 0),
             exitcode=member.code,
             error_file=self.error_files.get(rank, ""),
             exited_monotonic=member.exited,

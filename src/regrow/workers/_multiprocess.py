@@ -176,7 +176,7 @@ class MultiprocessContext(PContext):
         assert process.pid is not None
         with self._changed:
             self._processes[local_rank] = process
-            self._pids[local_rank] = process.pid
+            self._crew.pids[local_rank] = process.pid
         try:
             return self._guardian.adopt(
                 process.pid,
