@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from regrow.workers._crew import Crew
 from regrow.workers._guardian_client import Guardian
 from regrow.workers._pump import LogPump
-from regrow.workers._result import RunProcsResult, WorkerChange
+from regrow.workers._result import RunProcsResult, WorkerChange, work_up
 from regrow.workers._signals import install_signal_handlers
 from regrow.workers.errors import ProcessFailure
 
@@ -83,9 +83,14 @@ class PContext(ABC):
         self.stdouts = dest.stdouts
         self.stderrs = dest.stderrs
         self.error_files = dest.error_files
-        self._dest = dest
-        self._prefixes = log_line_prefixes
-        self._filters = (duplicate_stdout_filters, duplicate_stderr_filters)
+        self._new_pump = partial(
+            LogPump,
+            name,
+            dest,
+            log_line_prefixes,
+            stdout_filters=duplicate_stdout_filters,
+            stderr_filters=duplicate_stderr_filters,
+        )
         self._shutdown_timeout = shutdown_timeout
         self._own_guardian = guardian is None
         self._guardian = guardian if guardian is not None else Guardian()
@@ -152,14 +157,7 @@ class PContext(ABC):
             )
         install_signal_handlers(self._signals)
         self._guardian.start()  # its interpreter starts while we go on
-        stdout_filters, stderr_filters = self._filters
-        self._pump = pump = LogPump(
-            self.name,
-            self._dest,
-            self._prefixes,
-            stdout_filters=stdout_filters,
-            stderr_filters=stderr_filters,
-        )
+        self._pump = pump = self._new_pump()
         try:
             for rank in range(self.nprocs):
                 worker = self._launch(rank, pump)
@@ -280,27 +278,8 @@ class PContext(ABC):
         self._on_change(WorkerChange(-1, 0, "ended", 0, monotonic()))
 
     def _work_up(self) -> RunProcsResult:
-        group, failures = self._crew.group, {}
-        for rank, member in enumerate(group.members):
-            if member.code is None:  # its program never ran
-                continue
-            failure = self._failure(rank, member)
-            lingered = (
-                failure.has_error_file
-                and not self._succeeded(rank, member)
-                and group.stopped_at is not None
-                and failure.failed_monotonic < group.stopped_at
-            )
-            if member.failed or lingered:
-                failures[rank] = failure
-        values = {}
-        if not failures:
-            fine = [rank for rank, m in enumerate(group.members) if self._succeeded(rank, m)]
-            values = self._return_values(fine)
-            for rank in fine:
-                if rank not in values:
-                    failures[rank] = self._failure(rank, group.members[rank])
-        result = RunProcsResult({} if failures else values, failures, self.stdouts, self.stderrs)
+        values, failures = work_up(self._crew.group, self._failure, self._return_values)
+        result = RunProcsResult(values, failures, self.stdouts, self.stderrs)
         if failures:
             first = result.root_cause()
             _log().error(
@@ -312,9 +291,6 @@ class PContext(ABC):
                 first.summary,
             )
         return result
-
-    def _succeeded(self, rank: int, member: _group.Member) -> bool:
-        return member.code is not None and self._ended_well(rank, member.code)
 
     def _failure(self, rank: int, member: _group.Member) -> ProcessFailure:
         assert member.code is not None

@@ -8,7 +8,7 @@ group is over when every worker is gone, so that no process of one attempt can m
 
 A worker that ends after it was told to stop has not failed, however it ended: what it did then, it
 did because of us. That one of them had failed before, and only lingered, shows in its error file;
-`_context` looks at those.
+`_result` looks at those.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Member:
     """Its exit code, negative for a signal, once it ended."""
     exited: float | None = None
     """When it ended, in seconds of the monotonic clock."""
+    well: bool = False
+    """It did all that it was started for."""
     failed: bool = False
     """It ended by itself, and not well."""
     gone: bool = False
@@ -100,9 +102,8 @@ def step(group: Group, event: Ended | Gone | Close, now: float) -> tuple[Group, 
     match event:
         case Ended(rank, code, well, told_to, at):
             failed = not well and not told_to
-            group = _with(
-                group, rank, replace(group.members[rank], code=code, exited=at, failed=failed)
-            )
+            member = replace(group.members[rank], code=code, exited=at, well=well, failed=failed)
+            group = _with(group, rank, member)
             if failed and group.stopped_at is None:
                 return _stop(group, signal.SIGTERM, group.grace, now)
             return group, None

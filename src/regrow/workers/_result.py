@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from regrow.workers.errors import ProcessFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from regrow.workers._group import Group, Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +57,39 @@ class RunProcsResult:
         if not self.failures:
             raise ValueError("no worker failed, so there is no root cause")
         return min(self.failures.values(), key=lambda failure: failure.failed_monotonic)
+
+
+def work_up(
+    group: Group,
+    failure: Callable[[int, Member], ProcessFailure],
+    return_values: Callable[[list[int]], dict[int, Any]],
+) -> tuple[dict[int, Any], dict[int, ProcessFailure]]:
+    """Find out who failed, and if nobody did, what was returned; both by local rank.
+
+    A worker that ended after it was told to stop has failed all the same if its error file is older
+    than that: it caught its exception before the others' and lingered in its clean-up.
+
+    Args:
+        group: nothing of which is left.
+        failure: the failure of a worker, for better or worse: reads its error file.
+        return_values: what workers returned that ended well; one missing there has failed.
+    """
+    failures = {}
+    for rank, member in enumerate(group.members):
+        if member.code is None:  # its program never ran
+            continue
+        failed = failure(rank, member)
+        lingered = (
+            failed.has_error_file
+            and not member.well
+            and group.stopped_at is not None
+            and failed.failed_monotonic < group.stopped_at
+        )
+        if member.failed or lingered:
+            failures[rank] = failed
+    if failures:
+        return {}, failures
+    fine = [rank for rank, member in enumerate(group.members) if member.well]
+    values = return_values(fine)
+    failures = {rank: failure(rank, group.members[rank]) for rank in fine if rank not in values}
+    return {} if failures else values, failures
