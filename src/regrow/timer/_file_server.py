@@ -1,8 +1,8 @@
 """The server of file timers: reads a named pipe, and reaps whoever let a timer expire.
 
 One thread waits for everything at once: requests, the ends of the workers, `stop`, and the earliest
-deadline. Nothing is looked at by interval. What the thread does not control is what comes through
-the pipe, so a piece of it is read at a time, and deadlines are looked at between pieces.
+deadline. Nothing is looked at by interval. What comes through the pipe is not under its control, so
+a piece of it is read at a time, and deadlines are looked at between pieces.
 
 Three things keep a healthy worker from being reaped. What is in the pipe when a deadline has passed
 is read first: the release may be there. Deadlines are kept on the monotonic clock, and what comes
@@ -19,25 +19,23 @@ the agent is told of the worker's death by the kernel as of any other, and lives
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
-import select
 import signal as signals
-import struct
-import termios
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 from regrow.timer._file_request import FileTimerRequest
-from regrow.timer._file_workers import GONE, Worker, Workers, foreign
-from regrow.timer._lines import Lines, Refusal
+from regrow.timer._file_workers import Workers, foreign
+from regrow.timer._intake import Intake
+from regrow.timer._lines import Refusal
 from regrow.timer._pipe import Pipe
+from regrow.timer._sleeper import Sleeper
 from regrow.timer._steady import SteadyClock
 from regrow.timer._timers import Timers
 from regrow.timer.debug_info_logging import log_debug_info_for_expired_timers
@@ -47,15 +45,9 @@ __all__ = ["FileTimerServer", "Reaping"]
 
 logger = get_logger(__name__)
 
-PIECE = 32 * 1024
-"""Bytes read at once: some two hundred requests, between which no deadline is looked at."""
 NAP = 0.002
 """Seconds without a look at the pipe after it was read empty, so that under load one wake-up serves
 many requests. A timer that is shorter than that is noticed this much late."""
-MANY = 16384
-"""Timers of one worker that are kept: memory is bounded, whatever a worker does."""
-REPORTS = 256
-"""Kinds and sources of bad input that are reported, one by one."""
 FIRST_PAUSE = 0.1
 """Seconds from a reaping, or a turn of the loop, that failed to the next; doubled after each."""
 STANDSTILL = 1.0
@@ -120,17 +112,20 @@ class FileTimerServer:
         self._clock = SteadyClock(self._wall, self._monotonic)
         self._lock = threading.RLock()  # of the timers
         self._timers: Timers[int, FileTimerRequest] = Timers()
-        self._lines = Lines()
-        self._reported: set[tuple[str, int]] = set()
-        self._pipe = Pipe(file_path)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._pipe.fd, select.EPOLLIN)
-        self._epoll.register(self._wake, select.EPOLLIN)
-        self._workers = Workers(self._epoll)
         self._failures: dict[int, int] = {}  # how often in a row a worker could not be reaped
-        self._emptied = False  # whether the last read left nothing in the pipe
         self._spare_until = -math.inf  # nobody is reaped before, monotonic seconds
+        pipe = Pipe(file_path)
+        self._sleeper = Sleeper(self._monotonic)
+        self._workers = Workers(self._sleeper)
+        self._intake = Intake(
+            pipe,
+            self._workers,
+            self._timers,
+            self._monotonic,
+            self._refusal,
+            lambda refusal, request: self._safely(self._refused, refusal, request),
+        )
+        self._sleeper.add(self._intake.fd)
         self._stopping = threading.Event()
         self._last_turn = False
         self._working_since: float | None = None
@@ -316,125 +311,47 @@ class FileTimerServer:
             self._close()
 
     def _run_watchdog(self, *, wait: bool = True) -> None:
-        """Wait until there is something to do, and do it."""
-        events = self._wait() if wait else []
+        """Sleep until there is something to do, and do it."""
+        ready = self._sleep() if wait else []
+        if self._intake.fd in ready:
+            self._read()
         if not wait:
             self._drain()
-        for fd, _ in events:
-            if fd == self._pipe.fd:
-                self._read()
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
         # After the pipe: what a worker sent before it ended is not news of it.
-        for fd, _ in events:
-            worker = self._workers.of(fd)
-            if worker is not None:
-                self._end(worker)
+        for worker in filter(None, map(self._workers.of, ready)):
+            with self._lock:
+                self._timers.clear(worker.pid)
+            self._workers.forget(worker)
+            self._failures.pop(worker.pid, None)
         self._expire()
 
-    def _wait(self) -> list[tuple[int, int]]:
+    def _sleep(self) -> list[int]:
         with self._lock:
-            deadline = self._timers.next()
+            due = self._timers.next()
         self._working_since = None
-        now = self._monotonic()
-        left = math.inf if deadline is None else max(deadline, self._spare_until) - now
-        if self._emptied:
-            self._emptied = False
-            time.sleep(max(0.0, min(NAP, left)))
-            left -= NAP
-        # An epoll counts in milliseconds and rounds up: it is to wake before, to sleep the rest.
-        milliseconds = int(min(left, 86400.0) * 1000)
-        if milliseconds <= 0:
-            time.sleep(max(0.0, left))
-        timeout = None if left == math.inf else max(0.0, (milliseconds - 0.5) / 1000)
-        events = self._epoll.poll(timeout)
+        begin = self._monotonic()
+        until = math.inf if due is None else max(due, self._spare_until, begin)
+        if self._intake.emptied:
+            time.sleep(min(NAP, until - begin))
+            self._intake.emptied = False
+        ready = self._sleeper.sleep(until)
         self._working_since = self._monotonic()
-        if self._working_since - now - max(0.0, left) > STANDSTILL:
+        if self._working_since > until + STANDSTILL:
             self._spare_until = self._working_since + STANDSTILL
-        return events
+        return ready
 
     def _read(self) -> int:
         """Act on a piece of what is in the pipe; how many bytes that were."""
-        try:
-            data = os.read(self._pipe.fd, PIECE)
-        except BlockingIOError:
-            data = b""
-        self._emptied = len(data) < PIECE
-        batch = self._lines.feed(data)
-        for refusal in batch.refusals:
-            self._report(refusal, None)
-        if batch.requests:
-            self.register_timers(list(self._acceptable(batch.requests)))
-        return len(data)
-
-    def _acceptable(self, requests: list[FileTimerRequest]) -> Iterable[FileTimerRequest]:
-        """The requests that count."""
-        now = self._monotonic()
-        refused: dict[int, str] = {}  # as of now: to ask for each request would be slow
-        for request in requests:
-            pid = request.worker_pid
-            worker = self._workers.get(pid)
-            if request.armed is not None and request.armed > now:
-                # Its clock is not ours: it is in another time namespace.
-                request.monotonic = request.armed = None
-            if worker is not None:
-                if (request.armed or now) > worker.reaped and self._has_room(request):
-                    yield request
-            elif request.expiration_time >= 0:  # else there is nothing to release
-                if pid not in refused:
-                    refused[pid] = self._admit(pid) or ""
-                if not refused[pid]:
-                    yield request
-                else:
-                    self._report(Refusal(refused[pid], pid, request.to_json()), request)
-
-    def _admit(self, pid: int) -> str | None:
-        """Look up a process that arms its first timer; why it may not."""
-        try:
-            with self._lock:
-                worker = self._workers.add(pid)
-        except ProcessLookupError:
-            return GONE
-        # Held by now, so what is said of it is said of this process.
-        refusal = self._refusal(pid)
-        if refusal is not None:
-            with self._lock:
-                self._workers.forget(worker)
-        return refusal
-
-    def _has_room(self, request: FileTimerRequest) -> bool:
-        pid = request.worker_pid
-        if len(self._timers) < MANY or request.expiration_time < 0:
-            return True
-        if self._timers.count(pid) < MANY:
-            return True
-        refusal = Refusal(f"is its timer number {MANY + 1}", pid, request.to_json())
-        self._report(refusal, request)
-        return False
-
-    def _report(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
-        key = refusal.why, refusal.pid
-        if key in self._reported or len(self._reported) > REPORTS:
-            return
-        self._reported.add(key)
-        if len(self._reported) > REPORTS:
-            logger.warning("bad requests in %s are not reported any more", self._file_path)
-            return
-        self._safely(self._refused, refusal, request)
-
-    def _end(self, worker: Worker) -> None:
-        """A worker has ended, and its timers with it."""
-        with self._lock:
-            self._timers.clear(worker.pid)
-            self._workers.forget(worker)
-        self._failures.pop(worker.pid, None)
+        requests, size = self._intake.read()
+        if requests:
+            self.register_timers(requests)
+        return size
 
     def _drain(self) -> None:
         """Act on all that is in the pipe now, and not on what comes meanwhile."""
-        left = struct.unpack("i", fcntl.ioctl(self._pipe.fd, termios.FIONREAD, b"\0" * 4))[0]
-        while left > 0:
-            read = self._read()
-            left = left - read if read else 0
+        left = self._intake.waiting()
+        while left > 0 and (size := self._read()):
+            left -= size
 
     # --- reaping
 
@@ -526,7 +443,7 @@ class FileTimerServer:
     def _wake_up(self) -> None:
         with self._lock:
             if threading.current_thread() is not self._watchdog_thread and self._ended is None:
-                os.eventfd_write(self._wake, 1)
+                self._sleeper.wake()
 
     def _finish(self) -> bool:
         """Wait for the thread's end; whether there was something to stop."""
@@ -534,7 +451,7 @@ class FileTimerServer:
             return False
         self._wake_up()
         thread, self._watchdog_thread = self._watchdog_thread, None
-        self._pipe.remove()
+        self._intake.remove()
         if thread is None:
             self._close()
         elif thread is not threading.current_thread():
@@ -546,19 +463,17 @@ class FileTimerServer:
     def _close(self) -> None:
         with self._lock:
             self._ended = self._monotonic()
-            self._pipe.close()
+            self._intake.close()
             self._workers.close()
-            self._epoll.close()
-            os.close(self._wake)
+            self._sleeper.close()
 
     def _abandon(self) -> None:
         """In a forked child: this server is the parent's; let go of it without touching it."""
         self._lock = threading.RLock()  # as the parent's thread may have held it
         self._watchdog_thread, self._ended = None, self._monotonic()
-        self._pipe.close()
+        self._intake.close()
         self._workers.abandon()
-        self._epoll.close()
-        os.close(self._wake)
+        self._sleeper.close()
 
 
 def _forked(reference: weakref.ref[FileTimerServer]) -> None:

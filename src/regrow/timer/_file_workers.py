@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal as signals
+import threading
+
+from regrow.timer._sleeper import Sleeper
 
 GONE = "is of a process that is gone"
 
@@ -42,16 +44,17 @@ class Worker:
 
 
 class Workers:
-    """Workers by pid; their ends wake an epoll.
+    """Workers by pid; the end of one ends the server's sleep.
 
     Args:
-        epoll: told of their pidfds.
+        sleeper: told of their pidfds.
     """
 
-    __slots__ = ("_by_fd", "_by_pid", "_epoll")
+    __slots__ = ("_by_fd", "_by_pid", "_lock", "_sleeper")
 
-    def __init__(self, epoll: select.epoll) -> None:
-        self._epoll = epoll
+    def __init__(self, sleeper: Sleeper) -> None:
+        self._sleeper = sleeper
+        self._lock = threading.Lock()
         self._by_pid: dict[int, Worker] = {}
         self._by_fd: dict[int, Worker] = {}
 
@@ -64,32 +67,30 @@ class Workers:
         return self._by_fd.get(fd)
 
     def add(self, pid: int) -> Worker:
-        """Hold on to a process.
+        """Hold on to a process, unless it is held on to.
 
         Raises:
             ProcessLookupError: there is none with this pid.
         """
-        try:
-            pidfd = os.pidfd_open(pid)
-        except (OSError, OverflowError) as error:
-            # The two: descriptors are used up. The process has timers all the same.
-            if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
-            pidfd = -1
-        worker = self._by_pid[pid] = Worker(pid, pidfd)
-        if pidfd >= 0:
-            self._by_fd[pidfd] = worker
-            self._epoll.register(pidfd, select.EPOLLIN)
-        return worker
+        with self._lock:
+            known = self._by_pid.get(pid)
+            if known is not None:
+                return known
+            worker = Worker(pid, _pidfd(pid))
+            self._by_pid[pid] = worker
+            if worker.pidfd >= 0:
+                self._by_fd[worker.pidfd] = worker
+                self._sleeper.add(worker.pidfd)
+            return worker
 
     def forget(self, worker: Worker) -> None:
         """Let go of a worker."""
-        del self._by_pid[worker.pid]
-        if worker.pidfd >= 0:
-            del self._by_fd[worker.pidfd]
-            # Not by closing it alone, lest a forked child have a copy.
-            self._epoll.unregister(worker.pidfd)
-            os.close(worker.pidfd)
+        with self._lock:
+            del self._by_pid[worker.pid]
+            if worker.pidfd >= 0:
+                del self._by_fd[worker.pidfd]
+                self._sleeper.remove(worker.pidfd)
+                os.close(worker.pidfd)
 
     def close(self) -> None:
         """Let go of all."""
@@ -101,6 +102,15 @@ class Workers:
         for fd in self._by_fd:
             os.close(fd)
         self._by_fd, self._by_pid = {}, {}
+
+
+def _pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return -1  # descriptors are used up; the process has timers all the same
+        raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
 
 
 def foreign(pid: int) -> str | None:

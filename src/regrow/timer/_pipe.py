@@ -34,13 +34,13 @@ class Pipe:
         OSError: it cannot be made there.
     """
 
-    __slots__ = ("_identity", "_path", "fd")
+    __slots__ = ("_identity", "fd", "path")
 
     def __init__(self, path: str) -> None:
         self.fd = -1
         _make_room(path)
         os.mkfifo(path, 0o600)
-        self._path = path
+        self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         status = os.fstat(self.fd)
         self._identity = status.st_dev, status.st_ino
@@ -52,9 +52,9 @@ class Pipe:
     def remove(self) -> None:
         """Remove it from the file system, unless something else has taken its place."""
         with suppress(FileNotFoundError):
-            status = os.lstat(self._path)
+            status = os.lstat(self.path)
             if (status.st_dev, status.st_ino) == self._identity:
-                os.unlink(self._path)
+                os.unlink(self.path)
 
     def close(self) -> None:
         """Read no more: clients are told that nobody does."""
