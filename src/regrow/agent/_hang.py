@@ -54,14 +54,14 @@ class Hang(NamedTuple):
 
     @property
     def after(self) -> float | None:
-        """Seconds that the timer was set to; None where its client does not say when."""
+        """Seconds that the timer was set to, to the millisecond; None where that is not known."""
         armed = self.request.armed
-        return None if armed is None else max(0.0, self.deadline - armed)
+        return None if armed is None else max(0.0, round(self.deadline - armed, 3))
 
 
 def message(hang: Hang) -> str:
     """The failure in one line."""
-    after = f" of {hang.after:.6g} s" if hang.after is not None else ""
+    after = f" of {hang.after:.10g} s" if hang.after is not None else ""
     scope = " ".join(hang.request.scope_id.split())
     return f"timer {scope}{after} was over by {hang.over * 1000:.1f} ms: {where(hang.dump)}"
 

@@ -140,6 +140,7 @@ class AgentRecords(StatusRecords):
             traceback=failure.traceback,
             error_file=failure.error_file,
             failed_monotonic=failure.failed_monotonic,
+            exited_monotonic=failure.exited_monotonic,
             detected_monotonic=self._noticed if self._noticed is not None else monotonic(),
             root_cause=root_cause,
         )

@@ -70,15 +70,22 @@ class TimedAgent(ProbedAgent):
         from regrow.agent._timers import Watchdog, timer_file
 
         self._path = timer_file(os.environ)
-        watchdog = Watchdog(
-            self._path,
-            self._worker_group.spec.rdzv_handler.get_run_id(),
-            native_s=NATIVE_S if self._native_stacks else 0.0,
-            on_hang=lambda hang: self._inbox.put(_Hung(hang)),
-            log_event=lambda name, request: self._inbox.put(_ServerSaid(name, request)),
-        )
-        watchdog.start()
-        self._watchdog = watchdog
+        try:
+            self._watchdog = Watchdog(
+                self._path,
+                self._worker_group.spec.rdzv_handler.get_run_id(),
+                native_s=NATIVE_S if self._native_stacks else 0.0,
+                on_hang=lambda hang: self._inbox.put(_Hung(hang)),
+                log_event=lambda name, request: self._inbox.put(_ServerSaid(name, request)),
+            )
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"the timers' pipe cannot be made ({TORCHELASTIC_TIMER_FILE} says where):"
+                f" {error.strerror}",
+                self._path,
+            ) from error
+        self._watchdog.start()
 
     def _stop_watchdog(self) -> None:
         watchdog, self._watchdog = self._watchdog, None
@@ -95,10 +102,10 @@ class TimedAgent(ProbedAgent):
         """Keep the timers of workers that are about to be started."""
         self._hung = {}
         if self._watchdog is not None and self._guardian is not None:
-            from regrow.agent._timers import Crew
+            from regrow.agent._timers import Watched
 
             ranks = [worker.global_rank for worker in self._worker_group.workers]
-            self._watchdog.watch(Crew(self._attempt, ranks, context, self._guardian))
+            self._watchdog.watch(Watched(self._attempt, ranks, context, self._guardian))
 
     def _heed(self, message: object) -> words.Event | None:
         match message:

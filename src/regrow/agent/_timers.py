@@ -2,7 +2,7 @@
 
 It is a thread of the agent's process, and not a part of the agent's loop: the loop may be slow to
 turn, and whoever hangs should not gain by that. It knows the workers of the running attempt
-(`Crew`) and keeps timers of their processes only.
+(`Watched`) and keeps timers of their processes only.
 
 Before a worker is reaped, all workers of the node are asked for their stacks, at the same time: in
 most hangs one rank stands where it should not and all the others wait for it, often with shorter
@@ -62,7 +62,7 @@ def timer_file(environ: Mapping[str, str]) -> str:
     return os.path.join(temporary_directory(), f"watchdog_timer_{os.urandom(16).hex()}")
 
 
-class Crew(NamedTuple):
+class Watched(NamedTuple):
     """The workers of one attempt."""
 
     attempt: int
@@ -147,30 +147,31 @@ class Watchdog(FileTimerServer):
         super().__init__(file_path, run_id, log_event=log_event)
         self._native_s = native_s
         self._on_hang = on_hang
-        self._crew: Crew | None = None
+        self._watched: Watched | None = None
         self._compared = -1  # the attempt whose workers have been compared
 
-    def watch(self, crew: Crew) -> None:
+    def watch(self, watched: Watched) -> None:
         """Keep the timers of these workers from now on."""
-        self._crew = crew
+        self._watched = watched
 
     def _refusal(self, pid: int) -> str | None:
-        crew = self._crew
-        if crew is None or not crew.includes(pid):
+        watched = self._watched
+        if watched is None or not watched.includes(pid):
             return "is of a process that is none of this agent's workers, nor started by one"
         return super()._refusal(pid)
 
     def _before_reaping(self, reapings: list[Reaping]) -> None:
-        crew = self._crew
-        if crew is None:
+        watched = self._watched
+        if watched is None:
             return
-        fatal = any(each.signal > 0 for each in reapings)
-        first, self._compared = self._compared != crew.attempt, crew.attempt if fatal else -1
-        dumps, compared = self._ask(crew, reapings, all_workers=fatal and first)
-        hangs = [_hang_of(crew, each, dumps[each.pid], compared) for each in reapings]
+        compare_all = self._compared != watched.attempt and any(r.signal > 0 for r in reapings)
+        if compare_all:
+            self._compared = watched.attempt
+        dumps, compared = self._ask(watched, reapings, all_workers=compare_all)
+        hangs = [_hang_of(watched, each, dumps[each.pid], compared) for each in reapings]
         done: list[list[Hang]] = []
         files = threading.Thread(
-            target=lambda: done.append(_written(crew, hangs, dumps)),
+            target=lambda: done.append(_written(watched, hangs, dumps)),
             name="regrow-hang",
             daemon=True,
         )
@@ -180,35 +181,39 @@ class Watchdog(FileTimerServer):
             self._on_hang(hang)
 
     def _ask(
-        self, crew: Crew, reapings: list[Reaping], *, all_workers: bool
+        self, watched: Watched, reapings: list[Reaping], *, all_workers: bool
     ) -> tuple[dict[int, Dump], list[str]]:
         """The stacks of those to be reaped, and of all workers if they are to be compared."""
-        ranks = {pid: rank for rank, pid in crew.pids().items()} if all_workers else {}
-        fds: dict[int, int] = {}
+        ranks = {pid: rank for rank, pid in watched.pids().items()} if all_workers else {}
+        targets = {
+            each.pid: Target(each.pid, each.pidfd, each.signal == signal.SIGKILL)
+            for each in reapings
+            if each.pidfd >= 0
+        }
+        opened = []
         try:
-            for pid in {*ranks, *(each.pid for each in reapings)}:
-                with suppress(ProcessLookupError):
-                    fds[pid] = os.pidfd_open(pid)
-            doomed = {each.pid for each in reapings if each.signal == signal.SIGKILL}
-            targets = [Target(pid, fd, pid in doomed) for pid, fd in fds.items()]
-            dumps = capture(targets, STACKS_S, self._native_s)
+            for pid in ranks.keys() - targets.keys():
+                with suppress(OSError):  # it has ended, or descriptors are used up
+                    opened.append(os.pidfd_open(pid))
+                    targets[pid] = Target(pid, opened[-1])
+            dumps = capture(list(targets.values()), STACKS_S, self._native_s)
         finally:
-            for fd in fds.values():
+            for fd in opened:
                 os.close(fd)
         for each in reapings:
-            dumps.setdefault(each.pid, Dump(each.pid, "gone"))
+            dumps.setdefault(each.pid, Dump(each.pid, "silent", "descriptors are used up"))
         standing = {ranks[pid]: dump for pid, dump in dumps.items() if pid in ranks}
         return dumps, compare(standing) if len(standing) > 1 else []
 
 
-def _hang_of(crew: Crew, reaping: Reaping, dump: Dump, compared: Sequence[str]) -> Hang:
-    local_rank = crew.owner(reaping.pid)
+def _hang_of(watched: Watched, reaping: Reaping, dump: Dump, compared: Sequence[str]) -> Hang:
+    local_rank = watched.owner(reaping.pid)
     return Hang(
-        attempt=crew.attempt,
+        attempt=watched.attempt,
         local_rank=local_rank,
-        rank=None if local_rank is None else crew.ranks[local_rank],
+        rank=None if local_rank is None else watched.ranks[local_rank],
         pid=reaping.pid,
-        worker_pid=None if local_rank is None else crew.context.pids().get(local_rank),
+        worker_pid=None if local_rank is None else watched.context.pids().get(local_rank),
         request=reaping.expired[0],
         deadline=reaping.deadline,
         noticed=reaping.noticed,
@@ -219,12 +224,12 @@ def _hang_of(crew: Crew, reaping: Reaping, dump: Dump, compared: Sequence[str]) 
     )
 
 
-def _written(crew: Crew, hangs: Sequence[Hang], dumps: Mapping[int, Dump]) -> list[Hang]:
+def _written(watched: Watched, hangs: Sequence[Hang], dumps: Mapping[int, Dump]) -> list[Hang]:
     """Write what is known beside the workers' logs; returns the hangs with the paths of stacks."""
-    saved = {pid: save(dump, crew.stacks_file(pid)) for pid, dump in dumps.items()}
+    saved = {pid: save(dump, watched.stacks_file(pid)) for pid, dump in dumps.items()}
     found = [hang._replace(dump=saved[hang.pid]) for hang in hangs]
     for hang in found:
-        path = crew.error_file(hang)
+        path = watched.error_file(hang)
         if path and not os.path.exists(path) and not _survives(hang):
             ErrorHandler()._write_json(path, _hang.error(hang, time()))
     return found

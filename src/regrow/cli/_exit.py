@@ -38,7 +38,7 @@ _DENIED = frozenset(
     {
         *(errno.ENOENT, errno.ENOTDIR, errno.ENOEXEC, errno.EACCES, errno.EPERM, errno.EROFS),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT),
-        errno.E2BIG,
+        *(errno.E2BIG, errno.EEXIST),
     }
 )
 

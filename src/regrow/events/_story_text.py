@@ -211,7 +211,7 @@ def _expiry(expiry: Expiry) -> list[str]:
 
 
 def _ran_out(expiry: Expiry) -> str:
-    of = f" of {expiry.after_s:g} s" if expiry.after_s is not None else ""
+    of = f" of {expiry.after_s:.10g} s" if expiry.after_s is not None else ""
     by = f" by {duration(expiry.over_s)}" if expiry.over_s is not None else ""
     return f"timer {_clean(expiry.scope)}{of} was over{by}"
 
