@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from regrow.rendezvous._news import Judged
+    from regrow.rendezvous._news import Judged, Seated
     from regrow.store import Store
 
 _TRUE = ("1", "true", "t", "yes", "y")
@@ -133,6 +133,20 @@ class RendezvousInfo:
             f"bootstrap_store_info={self._bootstrap_store_info!r}, round={self._round}, "
             f"failures={self._failures})"
         )
+
+
+def info_of(seated: Seated, run_id: str, store: Store) -> RendezvousInfo:
+    """Return what a node got from a round that seated it; `store` holds the keys of all rounds."""
+    from regrow.store import PrefixStore
+
+    return RendezvousInfo(
+        PrefixStore(f"torch.rendezvous.{run_id}.{seated.round}", store),
+        seated.rank,
+        seated.world_size,
+        RendezvousStoreInfo(seated.leader, seated.port),
+        seated.round,
+        seated.failures,
+    )
 
 
 class RendezvousHandler(ABC):

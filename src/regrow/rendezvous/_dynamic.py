@@ -19,12 +19,11 @@ from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
+    info_of,
 )
 from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._member import Member
 from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout, read_settings
-from regrow.store import PrefixStore
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -158,14 +157,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         )
         if seated.rank:
             node.release_port()
-        return RendezvousInfo(
-            PrefixStore(f"torch.rendezvous.{run_id}.{seated.round}", store),
-            seated.rank,
-            seated.world_size,
-            RendezvousStoreInfo(seated.leader, seated.port),
-            seated.round,
-            seated.failures,
-        )
+        return info_of(seated, run_id, store)
 
     def num_nodes_waiting(self) -> int:
         """See base class."""

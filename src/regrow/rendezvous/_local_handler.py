@@ -8,7 +8,7 @@ from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
+    info_of,
 )
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousError
@@ -26,7 +26,6 @@ from regrow.rendezvous._news import (
     RoundClosed,
     RoundEnded,
 )
-from regrow.store import PrefixStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,14 +109,7 @@ class LocalRendezvousHandler(PushingRendezvousHandler):
             self._token = seated.round
             if seated.rank:
                 self._release_port()
-            return RendezvousInfo(
-                PrefixStore(f"torch.rendezvous.{self.get_run_id()}.{seated.round}", store),
-                seated.rank,
-                seated.world_size,
-                RendezvousStoreInfo(seated.leader, seated.port),
-                seated.round,
-                seated.failures,
-            )
+            return info_of(seated, self.get_run_id(), store)
 
     def report_failure(self, report: str) -> Judged | None:
         """See base class."""
