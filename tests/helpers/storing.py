@@ -143,6 +143,14 @@ class CuttingProxy:
             self._cut()
         self._waker.send(b"x")
 
+    def freeze(self) -> None:
+        """Let nothing through from now on, as a process that was stopped."""
+        self._lock.acquire()
+
+    def thaw(self) -> None:
+        """Go on where it was."""
+        self._lock.release()
+
     def stop(self) -> None:
         self._stopped = True
         self._waker.send(b"x")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, etcd, require_etcd
@@ -245,7 +246,13 @@ class Silent(socketserver.BaseRequestHandler):
 
 @pytest.fixture(params=[NoEtcd, Silent])
 def other_server(request: pytest.FixtureRequest) -> Iterator[str]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), request.param) as server:
+    with serving(request.param) as endpoint:
+        yield endpoint
+
+
+@contextmanager
+def serving(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"127.0.0.1:{server.server_address[1]}"
@@ -259,6 +266,30 @@ def test_what_is_no_etcd_is_named_with_what_it_answered(other_server: str) -> No
         backend(other_server, read_timeout="1"),
     ):
         pass
+
+
+def test_a_proxy_behind_which_nobody_is_yet_is_asked_again() -> None:
+    class Proxy(NoEtcd):
+        """Passes on what it is asked, after it has refused twice."""
+
+        refusals = 2
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if Proxy.refusals:
+                Proxy.refusals -= 1
+                self.send_error(503, "no server is available")
+                return
+            with urlopen(f"http://{cluster.endpoint}{self.path}", body) as answer:
+                content = answer.read()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    with etcd() as cluster, serving(Proxy) as endpoint, backend(endpoint) as made:
+        assert made.get_state() is None
+        assert not Proxy.refusals
 
 
 def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:

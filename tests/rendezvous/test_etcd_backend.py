@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from etcd_server import EtcdCluster, etcd
@@ -21,6 +24,7 @@ from regrow.rendezvous import (
 from regrow.rendezvous._etcd import EtcdRendezvousBackend, create_backend
 from regrow.rendezvous._etcd_client import EtcdClient, get
 from regrow.rendezvous._etcd_http import Access, EtcdHttp
+from regrow.rendezvous._etcd_job import lease_id
 from regrow.rendezvous._etcd_store import EtcdStore
 
 Make = Callable[..., EtcdRendezvousBackend]
@@ -265,6 +269,49 @@ def test_an_etcd_that_lost_its_data_is_not_taken_for_one_where_nothing_has_chang
         newer.close()
 
 
+def test_a_watch_does_not_stay_with_a_member_that_fell_silent_when_nobody_answered(
+    server: EtcdCluster, make: Make
+) -> None:
+    writer = make()
+    token = written(writer, b"0")
+    one, other = (CuttingProxy(server.members[0].port) for _ in range(2))
+    watcher = make(f"{one.endpoint},{other.endpoint}", read_timeout="0.35")
+
+    def heard(state: bytes) -> bool:
+        with suppress(RendezvousConnectionError):
+            watcher.beats([])
+            watcher.get_state()
+            return (watcher.heard_state() or (b"",))[0] == state
+        return False
+
+    eventually(lambda: heard(b"0"))
+    http = watcher._job.client.http
+    member = http._members[http._preferred]
+    silent = one if member.name == one.endpoint else other
+    silent.freeze()
+    with pytest.raises(RendezvousConnectionError, match="not answer"):
+        watcher.get_state()
+    http._leave(member)  # where that call did not end with the other one
+    writer.set_state(b"1", token)
+    eventually(lambda: heard(b"1"))
+    silent.thaw()
+    for proxy in (one, other):
+        proxy.stop()
+
+
+def test_whoever_waits_is_told_of_a_key_that_cannot_be_read(
+    make: Make, run_id: str, client: EtcdClient
+) -> None:
+    backend = make()
+    token = written(backend, b"1")
+    backend.beats([])
+    key = f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/nodes/".encode() + b"\xff"
+    client.http.call("kv/put", {"key": b64encode(key).decode(), "value": ""}, timeout=PATIENCE)
+    with pytest.raises(UnicodeDecodeError):
+        backend.wait_state(token, 1.0)
+    client.http.call("kv/deleterange", {"key": b64encode(key).decode()}, timeout=PATIENCE)
+
+
 def test_whoever_waits_without_a_server_is_told_so(server: EtcdCluster, make: Make) -> None:
     proxy = CuttingProxy(server.members[0].port)
     endpoint = proxy.endpoint
@@ -315,6 +362,22 @@ def test_a_node_that_is_silent_has_ended_for_all_and_wakes_them(make: Make) -> N
     assert list(other.beats(["silent", "beating"])) == ["beating"]
     stop.set()
     going_on.result()
+
+
+def test_a_node_whose_lease_was_revoked_while_it_lived_has_not_ended(
+    make: Make, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that stood still may do that when it wakes."""
+    one, other = make(), make()
+    one.beat("node", 1, PATIENCE)
+    eventually(lambda: bool(other.beats(["node"])))
+    monkeypatch.setattr("regrow.rendezvous._etcd_feed._PROOF", PATIENCE)
+    client.revoke(one._leases["node"] or 0, timeout=PATIENCE)
+    eventually(lambda: not other.beats(["node"]))
+    assert not other.ended(["node"])
+    one.beat("node", 2, PATIENCE)
+    eventually(lambda: bool(other.beats(["node"])))
+    assert not other.ended(["node"])
 
 
 def test_a_node_that_beats_again_lives_again(make: Make) -> None:
@@ -377,6 +440,21 @@ def test_whatever_a_job_writes_stands_under_a_lease(
     assert len(mine) == 5
     assert all(int(kv["lease"]) for kv in mine)
     backend.close()
+
+
+def test_a_job_that_follows_another_of_its_id_gets_a_lease_of_full_length(
+    make: Make, run_id: str, client: EtcdClient
+) -> None:
+    lease = lease_id(f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/")
+    client.grant(20, lease, timeout=PATIENCE)
+    eventually(lambda: remaining(client, lease) < 20)
+    written(make(), b"1")
+    assert remaining(client, lease) >= 19
+
+
+def remaining(client: EtcdClient, lease: int) -> int:
+    (answer,) = client.http.call("lease/timetolive", {"ID": str(lease)}, timeout=PATIENCE)
+    return int(answer["TTL"])
 
 
 def client_key(encoded: str) -> str:

@@ -170,6 +170,12 @@ def test_who_waits_returns_as_soon_as_the_keys_are_set(store: EtcdStore, make: M
     assert several.result() == [b"1", b"2", b"0"]
 
 
+def test_a_wait_may_have_no_end(store: EtcdStore, make: Make) -> None:
+    waiting = Background(store.wait, ["endless"], float("inf"))
+    make().set("endless", "v")
+    waiting.result()
+
+
 def test_a_key_that_is_gone_again_is_waited_for_again(store: EtcdStore, make: Make) -> None:
     store.set("a", "old")
     waiting = Background(make().multi_get, ["a", "b"])

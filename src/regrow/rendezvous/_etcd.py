@@ -4,12 +4,13 @@ The nodes run the rounds themselves (`_by_nodes`): the document is one key, its 
 revision of etcd at which it last changed, and it is replaced by a transaction that compares it.
 
 Whether a node lives is said by a lease of etcd. It lasts as long as the silence that is borne
-(`Bounds.lease`) and the time to kill, by the monotonic clock of etcd's leader, from the last beat
-that arrived there; the node counts from when it *sent* the beat, and its guardian has killed its
-workers by then. So a lease that has run out means what it means when another node has waited that
-long by its own clock (`_patience`): nothing may run any more, and the seat is free. It is no proof
-that the node is dead. A new leader of etcd lets all leases begin anew, so the loss of a host that
-had the leader on it is noticed later, by the time since the last beat and that of the election.
+(`Bounds.lease`), by the monotonic clock of etcd's leader, from the last beat that arrived there;
+whoever hears that it has run out waits for the time to kill besides (`_etcd_feed`). The node counts
+from when it *sent* the beat, and its guardian has killed its workers by then. So this means what it
+means when another node has waited that long by its own clock (`_patience`): nothing may run any
+more, and the seat is free. It is no proof that the node is dead. A new leader of etcd lets all
+leases begin anew, so the loss of a host that had the leader on it is noticed later, by the time
+since the last beat and that of the election.
 
 A node that etcd cannot hear for a lease's time has lost its seat, like any node that is silent. Two
 numbers are therefore different here, unless they are given: a beat is sent every half second and
@@ -40,7 +41,6 @@ from regrow.rendezvous._etcd_http import EtcdHttp
 from regrow.rendezvous._etcd_job import LIFE, EtcdJob
 from regrow.rendezvous._etcd_member import EXHAUSTED, INVALID, EtcdError
 from regrow.rendezvous._etcd_store import EtcdStore
-from regrow.rendezvous._patience import Bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             self._feed.wait(0 if token is None else _revision(token), timeout)
 
     def beat(self, id: str, count: int, lease: float) -> None:
-        """See base class; what is kept is dropped after `lease` and the time to kill."""
+        """See base class."""
         with self._lock:
             mine = self._leases.get(id, 0)
         if mine is None:  # it has left
@@ -140,7 +140,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
             if mine and self._renew(mine, lease):
                 return
             mine = secrets.randbits(62) + 1
-            self._job.client.grant(ceil(lease + Bounds().kill), mine, timeout=lease)
+            self._job.client.grant(ceil(lease), mine, timeout=lease)
             key = f"{self._job.root}nodes/{id}"
             self._job.client.txn([], [put(key, b"%d" % count, mine)], timeout=lease)
             with self._lock:

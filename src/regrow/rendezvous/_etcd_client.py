@@ -130,12 +130,17 @@ class EtcdClient:
         )
 
     def grant(self, seconds: int, id: int, *, timeout: float) -> None:
-        """Make a lease of this id; one that exists is left as it is."""
-        try:
-            self.http.call("lease/grant", {"TTL": str(seconds), "ID": str(id)}, timeout=timeout)
-        except EtcdError as error:
-            if error.code != PRECONDITION:
-                raise
+        """Make a lease of this id, or let the one that exists begin anew."""
+        wanted = {"TTL": str(seconds), "ID": str(id)}
+        while True:
+            try:
+                self.http.call("lease/grant", wanted, timeout=timeout)
+                break
+            except EtcdError as error:
+                if error.code != PRECONDITION:
+                    raise
+            if self.renew([id], timeout=timeout)[0]:
+                break
 
     def renew(self, ids: Sequence[int], *, timeout: float) -> list[bool]:
         """Let leases begin anew; say of each whether it still existed."""

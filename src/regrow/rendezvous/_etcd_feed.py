@@ -7,6 +7,11 @@ its history, and etcd does not do so unless it is told to; 64 nodes that wrote a
 would fill its two gigabytes in a few days. What a node hears in a quiet hour is nothing, whatever
 the number of nodes.
 
+That a lease has ended is not believed at once. An etcd may revoke the leases of nodes that beat: a
+leader that stood still does so when it wakes, before it learns of its successor (etcd issue 15247,
+mended in part since). A node that lives finds that out with its next beat, and has another lease;
+so one that has none after the time to kill its workers has ended.
+
 A watch that breaks goes on from the last revision, on another member; if that is compacted, all is
 read anew and compared. A member that is silent is noticed by the calls (`_etcd_http`), which cut
 the watch as well.
@@ -21,12 +26,16 @@ from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_client import Compacted, Pair, Watch, get
 from regrow.rendezvous._etcd_member import EtcdClosed, EtcdError, EtcdUnreachable
+from regrow.rendezvous._patience import Bounds
 
 if TYPE_CHECKING:
     from regrow.rendezvous._etcd_job import EtcdJob
 
 _PAUSE = 0.2
 """Seconds between two tries to begin the watch."""
+
+_PROOF = Bounds().kill
+"""Seconds for which a node's key has to be gone."""
 
 
 class EtcdFeed:
@@ -43,9 +52,8 @@ class EtcdFeed:
         self._news = threading.Condition()
         self._document: Pair | None = None
         self._alive: set[str] = set()
-        self._ended: set[str] = set()
+        self._gone: dict[str, float] = {}
         self._heard = False
-        self._ends = 0
         self._heeded = threading.local()
         self._broken: Exception | None = None
         self._interrupted = False
@@ -67,17 +75,18 @@ class EtcdFeed:
         with self._news:
             while not self._interrupted:
                 # Each thread is woken by each end, also by one that came before this wait.
-                if getattr(self._heeded, "ends", 0) != self._ends:
-                    self._heeded.ends = self._ends
+                now = time.monotonic()
+                ended, again = self._ended(now)
+                if getattr(self._heeded, "ended", frozenset()) != ended:
+                    self._heeded.ended = ended
                     return
                 if self._heard and self._token() != revision:
                     return
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if now >= deadline:
                     if self._broken is not None:
                         raise self._broken
                     return
-                self._news.wait(min(left, threading.TIMEOUT_MAX))
+                self._news.wait(min(deadline - now, again - now, threading.TIMEOUT_MAX))
 
     def lives(self, timeout: float) -> tuple[frozenset[str], frozenset[str]]:
         """Return the ids of the nodes that live, and of those that were seen to end.
@@ -93,7 +102,7 @@ class EtcdFeed:
                 if left <= 0:
                     raise self._broken or EtcdError(f"etcd has told nothing for {timeout:g} s")
                 self._news.wait(min(left, threading.TIMEOUT_MAX))
-            return frozenset(self._alive), frozenset(self._ended)
+            return frozenset(self._alive), self._ended(time.monotonic())[0]
 
     def document(self, current: bool = False) -> Pair | None:
         """Return the document as it was last heard of, which may be an older one; None: never.
@@ -120,6 +129,12 @@ class EtcdFeed:
             watch.close()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _ended(self, now: float) -> tuple[frozenset[str], float]:
+        """Return who has ended, and when the next one may have; with the lock."""
+        due = {id: gone + _PROOF for id, gone in self._gone.items()}
+        ended = frozenset(id for id, at in due.items() if at <= now)
+        return ended, min((at for at in due.values() if at > now), default=float("inf"))
 
     def _token(self) -> int:
         return self._document.revision if self._document is not None else 0
@@ -149,6 +164,9 @@ class EtcdFeed:
                     self._revision = 0  # to read anew says what is wrong, and mends a token
                 # Not all at once: the nodes of a job lose a member at the same moment.
                 self._closed.wait(random.uniform(0, _PAUSE))
+            except Exception as error:  # noqa: BLE001 - raised by whoever waits
+                self._break(error)
+                return
 
     def _read(self) -> None:
         """Take in all that is there, as of one revision."""
@@ -161,8 +179,10 @@ class EtcdFeed:
         alive = {pair.key.removeprefix(self._nodes) for pair in nodes}
         with self._news:
             self._document = document[0] if document else None
-            self._ends += len(self._alive - alive)
-            self._ended = (self._ended | self._alive) - alive
+            for id in self._alive - alive:
+                self._gone[id] = time.monotonic()
+            for id in alive:
+                self._gone.pop(id, None)
             self._alive = alive
             self._revision = outcome.revision
             self._heard = True
@@ -199,11 +219,10 @@ class EtcdFeed:
         id = pair.key.removeprefix(self._nodes)
         if pair.value is None:
             self._alive.discard(id)
-            self._ended.add(id)
-            self._ends += 1
+            self._gone[id] = time.monotonic()
         else:
             self._alive.add(id)
-            self._ended.discard(id)
+            self._gone.pop(id, None)
 
     def _break(self, error: Exception) -> None:
         with self._news:

@@ -157,6 +157,8 @@ class EtcdHttp:
                 time.sleep(min(_PAUSE, max(deadline - time.monotonic(), 0)))
             if time.monotonic() >= deadline:
                 self._unreachable = True
+                for other in useless:  # of these, the next call may know nothing
+                    other.cut()
                 heard = "; ".join(f"{name}: {why}" for name, why in tried.items())
                 raise EtcdUnreachable(f"etcd did not answer within {timeout:g} s ({heard})")
 

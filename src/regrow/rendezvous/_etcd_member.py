@@ -16,6 +16,8 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
+from regrow.store._sockets import keep_alive
+
 Message = dict[str, Any]
 """One JSON object of a request or an answer."""
 
@@ -23,6 +25,8 @@ _CONNECT = 1.0
 """Seconds for a connection to come about; without an answer, the kernel asks once more then."""
 _AVOID = 1.0
 """Seconds for which a member with which there is no connection is asked after all others."""
+_ABSENT = {502, 503, 504}
+"""What a proxy before etcd answers as long as no member is behind it."""
 
 # gRPC's status codes, as the gateway passes them on: those that another try would not change.
 INVALID, NOT_FOUND, EXISTS, DENIED, EXHAUSTED = 3, 5, 6, 7, 8
@@ -67,10 +71,16 @@ class EtcdRefused(EtcdError):
 class Stream:
     """Answers as they come. One thread iterates, and calls `end` when it is through."""
 
-    def __init__(self, member: Member, connection: HTTPConnection, answer: HTTPResponse) -> None:
+    def __init__(
+        self,
+        member: Member,
+        connection: HTTPConnection,
+        sock: socket.socket,
+        answer: HTTPResponse,
+    ) -> None:
         self._member = member
         self._connection = connection
-        self._sock = connection.sock
+        self._sock = sock
         self._answer = answer
 
     def __iter__(self) -> Iterator[Message]:
@@ -101,11 +111,12 @@ class Stream:
 
     def close(self) -> None:
         """Wake whoever iterates; from any thread."""
-        shut(self._connection)
+        shut(self._sock)
 
     def end(self) -> None:
         """Give the connection back."""
         self._member.drop(self._connection)
+        self._answer.close()
 
 
 class Member:
@@ -122,7 +133,9 @@ class Member:
         self._host, self._port, self._tls = host, port, tls
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
-        self._busy: set[HTTPConnection] = set()
+        # The socket is not always the connection's: where the answer is to be the last one, it is
+        # the answer's alone.
+        self._busy: dict[HTTPConnection, socket.socket] = {}
         self._round_trip = 0.0
         self._closed = False
 
@@ -140,10 +153,9 @@ class Member:
             try:
                 found = self._exchange(connection, path, body, token, patience, left)
             except (ConnectionError, HTTPException):
-                if not used:
+                if not (self.drop(connection) and used):
                     raise
                 # It was closed at the other end while nobody used it.
-                self.drop(connection)
                 connection = self._connect(left)
                 found = self._exchange(connection, path, body, token, patience, left)
         except BaseException:
@@ -155,9 +167,10 @@ class Member:
     def listen(self, path: str, body: bytes, token: str, patience: float, left: float) -> Stream:
         """Return the stream of answers to a request, as soon as it has begun."""
         connection = self._connect(left)
+        sock = connection.sock
         try:
             self._send(connection, path, body, token, patience, left)
-            stream = Stream(self, connection, connection.getresponse())
+            stream = Stream(self, connection, sock, connection.getresponse())
             stream.check()
         except BaseException:
             self.drop(connection)
@@ -212,7 +225,7 @@ class Member:
         with self._lock:
             if self._idle:
                 connection = self._idle.pop()
-                self._busy.add(connection)
+                self._busy[connection] = connection.sock
                 return connection, True
         return self._connect(left), False
 
@@ -226,6 +239,7 @@ class Member:
         began = time.monotonic()
         try:
             connection.connect()
+            keep_alive(connection.sock)  # a watch may have nothing to say for days
         except OSError:
             self.avoid_until = time.monotonic() + _AVOID
             connection.close()
@@ -236,28 +250,30 @@ class Member:
             if self._closed:
                 connection.close()
                 raise EtcdClosed("this connection to etcd was closed")
-            self._busy.add(connection)
+            self._busy[connection] = connection.sock
         return connection
 
     def _give_back(self, connection: HTTPConnection) -> None:
         with self._lock:
-            self._busy.discard(connection)
-            if not self._closed and connection.sock is not None:
+            whole = self._busy.pop(connection, None) is not None
+            if whole and not self._closed and connection.sock is not None:
                 self._idle.append(connection)
             else:
                 connection.close()
 
-    def drop(self, connection: HTTPConnection) -> None:
-        """Close a connection; by whoever uses it."""
+    def drop(self, connection: HTTPConnection) -> bool:
+        """Close a connection, by whoever uses it; return whether it was whole until now."""
         with self._lock:
-            self._busy.discard(connection)
+            whole = self._busy.pop(connection, None) is not None
         connection.close()
+        return whole
 
     def cut(self) -> None:
         """End all connections: the member is silent, or gone. Whoever uses one closes it."""
         with self._lock:
-            for connection in self._busy:
-                shut(connection)
+            for sock in self._busy.values():
+                shut(sock)
+            self._busy.clear()
             for connection in self._idle:
                 connection.close()
             self._idle.clear()
@@ -269,13 +285,11 @@ class Member:
         self.cut()
 
 
-def shut(connection: HTTPConnection) -> None:
+def shut(sock: socket.socket) -> None:
     """Wake whoever reads from a connection; from any thread."""
-    sock = connection.sock
-    if sock is not None:
-        with suppress(OSError):  # the other end was first
-            # Not SSLSocket.shutdown: that pulls TLS from under whoever reads.
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+    with suppress(OSError):  # the other end was first
+        # Not SSLSocket.shutdown: that pulls TLS from under whoever reads.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def body_of(messages: Sequence[Message]) -> bytes:
@@ -297,6 +311,8 @@ def read(answer: tuple[int, bytes], member: Member) -> list[Message]:
         found = []
     if status == 200 and found:
         return found
+    if status in _ABSENT:
+        raise EtcdError(f"{member.name} answered with status {status} and {content[:80]!r}")
     raise EtcdRefused(f"{member.name} is no etcd with the v3 API: {_who_is_it(member, answer)}")
 
 

@@ -58,6 +58,8 @@ T = TypeVar("T")
 Applied = Literal["no", "unknown"]
 _PAUSE = 0.2
 """Seconds before a wait that has lost its member goes on with another."""
+_LONGEST_WAIT = 86400.0
+"""Seconds for which one watch is read; the kernel takes no more than some weeks."""
 _INT64 = 1 << 63
 
 
@@ -237,7 +239,7 @@ class EtcdStore:
     ) -> None:
         """Keep values up to date until there is one for each name, or the watch has ended."""
         common = commonprefix([*names])  # noqa: RUF071 - of texts, not of paths
-        left = max(deadline - time.monotonic(), 0.001)
+        left = _left(deadline)
         try:
             watch = self._job.client.watch([(common, True)], revision + 1, timeout=left)
         except EtcdError:
@@ -259,7 +261,7 @@ class EtcdStore:
                         values[pair.key] = pair.value
                 if len(values) == len(names):
                     return
-                left = max(deadline - time.monotonic(), 0.001)
+                left = _left(deadline)
                 watch.wait_at_most(left)
         except (Compacted, EtcdError):
             self._closed.wait(min(_PAUSE, left))
@@ -341,6 +343,10 @@ class _Rubbish:
     def remove(self, names: Iterable[str]) -> None:
         with self._lock:
             self._names.difference_update(names)
+
+
+def _left(deadline: float) -> float:
+    return min(max(deadline - time.monotonic(), 0.001), _LONGEST_WAIT)
 
 
 def _names(keys: Sequence[str]) -> str:
