@@ -22,12 +22,9 @@ from __future__ import annotations
 import math
 import os
 import signal as signals
-import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 from regrow.timer._file_request import FileTimerRequest
@@ -35,7 +32,7 @@ from regrow.timer._file_workers import Workers, foreign
 from regrow.timer._intake import Intake
 from regrow.timer._lines import Refusal
 from regrow.timer._pipe import Pipe
-from regrow.timer._sleeper import Sleeper
+from regrow.timer._server_thread import ServerThread
 from regrow.timer._steady import SteadyClock
 from regrow.timer._timers import Timers
 from regrow.timer.debug_info_logging import log_debug_info_for_expired_timers
@@ -49,7 +46,7 @@ NAP = 0.002
 """Seconds without a look at the pipe after it was read empty, so that under load one wake-up serves
 many requests. A timer that is shorter than that is noticed this much late."""
 FIRST_PAUSE = 0.1
-"""Seconds from a reaping, or a turn of the loop, that failed to the next; doubled after each."""
+"""Seconds from a reaping that failed to the next attempt; doubled after each."""
 STANDSTILL = 1.0
 """Seconds that the server woke too late, so that the whole host is taken to have stood still. Then
 its workers get as long before any of them is reaped: they had no chance to release their timers."""
@@ -73,7 +70,7 @@ class Reaping(NamedTuple):
     """Names the process for ever; -1: the descriptors are used up."""
 
 
-class FileTimerServer:
+class FileTimerServer(ServerThread):
     """Keeps the timers of the workers of this host.
 
     A subclass may override `_reap_worker`, `_refusal`, `_before_reaping` and `_refused`, which are
@@ -82,8 +79,8 @@ class FileTimerServer:
     Args:
         file_path: where to make the named pipe, for this user alone.
         run_id: the job, for the log.
-        max_interval: seconds: the longest pause between two attempts to reap a worker, and how long
-            `stop` waits at most. Nothing waits for it to pass (torch: the interval of its loop).
+        max_interval: seconds between two attempts to reap a worker, at most. torch's loop looks at
+            this interval; here nothing else depends on it.
         daemon: whether the thread ends with the program.
         log_event: told what happens: "watchdog started", "timer expired", "kill worker process",
             "bad request", "watchdog stopped", and the request that it is about, if there is one.
@@ -93,9 +90,6 @@ class FileTimerServer:
         OSError: the pipe cannot be made there.
     """
 
-    _wall: Callable[[], float] = staticmethod(time.time)
-    _monotonic: Callable[[], float] = staticmethod(time.monotonic)
-
     def __init__(
         self,
         file_path: str,
@@ -104,18 +98,15 @@ class FileTimerServer:
         daemon: bool = True,
         log_event: Callable[[str, FileTimerRequest | None], None] | None = None,
     ) -> None:
+        pipe = Pipe(file_path)
+        super().__init__(file_path, daemon, log_event)
         self._file_path = file_path
         self._run_id = run_id
         self._max_interval = max_interval
-        self._daemon = daemon
-        self._log_event = log_event
         self._clock = SteadyClock(self._wall, self._monotonic)
-        self._lock = threading.RLock()  # of the timers
         self._timers: Timers[int, FileTimerRequest] = Timers()
         self._failures: dict[int, int] = {}  # how often in a row a worker could not be reaped
         self._spare_until = -math.inf  # nobody is reaped before, monotonic seconds
-        pipe = Pipe(file_path)
-        self._sleeper = Sleeper(self._monotonic)
         self._workers = Workers(self._sleeper)
         self._intake = Intake(
             pipe,
@@ -126,40 +117,9 @@ class FileTimerServer:
             lambda refusal, request: self._safely(self._refused, refusal, request),
         )
         self._sleeper.add(self._intake.fd)
-        self._stopping = threading.Event()
-        self._last_turn = False
         self._working_since: float | None = None
-        self._ended: float | None = None
-        self._watchdog_thread: threading.Thread | None = None
-        # A child that had our files would be a reader that reads nothing, for as long as it lives.
-        os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
 
     # --- what others call
-
-    def start(self) -> None:
-        """Start the server's thread."""
-        if self._ended is not None:
-            raise RuntimeError(f"the timer server of {self._file_path} was stopped; make a new one")
-        if self._watchdog_thread is not None:
-            logger.warning("%s runs already; it is not started again", type(self).__name__)
-            return
-        self._watchdog_thread = threading.Thread(
-            target=self._watchdog_loop, name=f"regrow-{type(self).__name__}", daemon=self._daemon
-        )
-        self._watchdog_thread.start()
-        logger.info("%s reads %s", type(self).__name__, self._file_path)
-        self._tell("watchdog started", None)
-
-    def stop(self) -> None:
-        """Stop the server's thread, wait for its end, and remove the pipe."""
-        self._stopping.set()
-        if self._finish():
-            self._tell("watchdog stopped", None)
-
-    def run_once(self) -> None:
-        """Act on what is in the pipe and on what is due, then stop as `stop` does."""
-        self._last_turn = True
-        self._finish()
 
     def register_timers(self, timer_requests: list[FileTimerRequest]) -> None:
         """Arm and release timers as asked for, in this order.
@@ -293,25 +253,7 @@ class FileTimerServer:
 
     # --- the thread
 
-    def _watchdog_loop(self) -> None:
-        pause = 0.0
-        try:
-            while not self._stopping.is_set():
-                last = self._last_turn  # before it looks, so that it sees what came before
-                try:
-                    self._run_watchdog(wait=not last)
-                    pause = 0.0
-                except Exception:
-                    pause = min(2 * pause or FIRST_PAUSE, self._max_interval)
-                    logger.exception("the timer server goes on in %s s", pause)
-                    self._stopping.wait(pause)
-                if last:
-                    break
-        finally:
-            self._close()
-
-    def _run_watchdog(self, *, wait: bool = True) -> None:
-        """Sleep until there is something to do, and do it."""
+    def _run_watchdog(self, *, wait: bool) -> None:
         ready = self._sleep() if wait else []
         if self._intake.fd in ready:
             self._read()
@@ -370,6 +312,9 @@ class FileTimerServer:
         reaped = {each.pid for each in reapings if self._reaped(each)}
         if reaped:
             self.clear_timers(reaped)
+        with self._lock:  # whatever a subclass has made of that
+            for pid in reaped:
+                self._timers.clear(pid)
 
     def _reaping(self, pid: int, expired: list[FileTimerRequest], noticed: float) -> Reaping:
         signal = next((request.signal for request in expired if request.signal > 0), 0)
@@ -421,62 +366,20 @@ class FileTimerServer:
             self._tell("kill worker process", cause)
             return True
         failures = self._failures[pid] = self._failures.get(pid, 0) + 1
-        pause = min(FIRST_PAUSE * 2 ** min(failures - 1, 20), self._max_interval)
+        pause = max(FIRST_PAUSE, min(FIRST_PAUSE * 2 ** min(failures - 1, 20), self._max_interval))
         logger.error("worker %d could not be reaped; next try in %s s", pid, pause)
         with self._lock:
             self._timers.postpone(pid, self._monotonic() + pause)
         return False
 
-    # --- the rest
+    # --- the end
 
-    def _tell(self, name: str, request: FileTimerRequest | None) -> None:
-        if self._log_event is not None:
-            self._safely(self._log_event, name, request)
-
-    def _safely(self, hook: Callable[..., None], *args: object) -> None:
-        """Call what others have written: no error in it may end the thread."""
-        try:
-            hook(*args)
-        except Exception:
-            logger.exception("the timer server goes on without its %r", hook)
-
-    def _wake_up(self) -> None:
-        with self._lock:
-            if threading.current_thread() is not self._watchdog_thread and self._ended is None:
-                self._sleeper.wake()
-
-    def _finish(self) -> bool:
-        """Wait for the thread's end; whether there was something to stop."""
-        if self._ended is not None and self._watchdog_thread is None:
-            return False
-        self._wake_up()
-        thread, self._watchdog_thread = self._watchdog_thread, None
+    def _remove(self) -> None:
         self._intake.remove()
-        if thread is None:
-            self._close()
-        elif thread is not threading.current_thread():
-            thread.join(self._max_interval)
-            if thread.is_alive():
-                logger.warning("the timer server's thread ends after what it does now")
-        return True
 
-    def _close(self) -> None:
-        with self._lock:
-            self._ended = self._monotonic()
-            self._intake.close()
-            self._workers.close()
-            self._sleeper.close()
-
-    def _abandon(self) -> None:
-        """In a forked child: this server is the parent's; let go of it without touching it."""
-        self._lock = threading.RLock()  # as the parent's thread may have held it
-        self._watchdog_thread, self._ended = None, self._monotonic()
+    def _close(self, *, forked: bool) -> None:
         self._intake.close()
-        self._workers.abandon()
-        self._sleeper.close()
-
-
-def _forked(reference: weakref.ref[FileTimerServer]) -> None:
-    server = reference()
-    if server is not None and server._ended is None:
-        server._abandon()
+        if forked:
+            self._workers.abandon()
+        else:
+            self._workers.close()
