@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,38 @@ def test_a_job_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(RendezvousError, match=f"this process has {other}"):
         FileRendezvousBackend(str(tmp_path), "job")
+
+
+def test_root_uses_no_job_of_another_user_either(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("to make the directory of another user takes root")
+    (tmp_path / "regrow=job").mkdir()
+    os.chown(tmp_path / "regrow=job", 4242, 4242)
+    with pytest.raises(RendezvousError, match="the user with id 4242"):
+        FileRendezvousBackend(str(tmp_path), "job")
+
+
+def test_a_link_in_the_place_of_a_job_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "keys").mkdir(parents=True)
+    (tmp_path / "regrow=job").symlink_to("mine")
+    with pytest.raises(RendezvousError, match=r"regrow=job is a symbolic link.*another run id"):
+        FileRendezvousBackend(str(tmp_path), "job")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["keys"]
+
+
+def test_a_job_that_was_removed_and_begun_anew_is_another_one(tmp_path: Path) -> None:
+    old, token = FileRendezvousBackend(str(tmp_path), "job"), None
+    for _ in range(5):
+        _, token, _ = old.set_state(b"old", token) or pytest.fail("no state")
+    shutil.rmtree(tmp_path / "regrow=job")
+    new = FileRendezvousBackend(str(tmp_path), "job")
+    assert old.get_state() is None
+    begun = new.set_state(b"new")
+    assert begun == (b"new", 1, True)
+    assert old.get_state() == (b"new", 1)
+    assert old.set_state(b"old", token) == (b"new", 1, False)
+    old.close()
+    new.close()
 
 
 def test_a_job_can_be_entered_by_its_user_only(

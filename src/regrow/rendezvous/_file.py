@@ -30,6 +30,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -232,18 +233,26 @@ def _check_file_system(directory: str) -> bool:
 
 def _make(job: str) -> None:
     """Make the directories of a job, if they are not there, and see whether they can be used."""
-    for path in (job, *(os.path.join(job, part) for part in _PARTS)):
-        with contextlib.suppress(FileExistsError):
-            Path(path).mkdir(0o700)
-    owner, me = Path(job).stat().st_uid, os.geteuid()
-    if me and owner != me:  # root may be another user on a file server
+    with contextlib.suppress(FileExistsError):
+        Path(job).mkdir(0o700)
+    found = Path(job).lstat()
+    if stat.S_ISLNK(found.st_mode):
         raise RendezvousError(
-            f"{job} belongs to the user with id {owner}, and this process has {me}: whoever owns "
-            f"it can control the job. Choose a directory of your own, or another run id"
+            f"{job} is a symbolic link, and whoever made it chose what is written and removed "
+            f"there: remove it, or choose another run id"
         )
+    me = os.geteuid()
+    if me:  # root may be another user on a file server, which says below which
+        _check_owner(job, found.st_uid, me)
+    for part in _PARTS:
+        with contextlib.suppress(FileExistsError):
+            Path(job, part).mkdir(0o700)
     draft = os.path.join(job, "drafts", f"try-{os.urandom(8).hex()}")
-    os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    me = os.fstat(file).st_uid
+    os.close(file)
     try:
+        _check_owner(job, found.st_uid, me)
         os.link(draft, f"{draft}.link")
         os.unlink(f"{draft}.link")
     except OSError as error:
@@ -255,6 +264,14 @@ def _make(job: str) -> None:
         ) from error
     finally:
         os.unlink(draft)
+
+
+def _check_owner(job: str, owner: int, me: int) -> None:
+    if owner != me:
+        raise RendezvousError(
+            f"{job} belongs to the user with id {owner}, and this process has {me}: whoever owns "
+            f"it can control the job. Choose a directory of your own, or another run id"
+        )
 
 
 def create_backend(params: RendezvousParameters) -> tuple[FileRendezvousBackend, DirectoryStore]:

@@ -68,15 +68,17 @@ class Cell:
         """
         version, value = self._latest
         if not self.changed(version):
-            return version, value
-        while True:
-            version = self._last_after(version)
+            if not version or self._exists(version):
+                return version, value
+            version, self._latest = 0, (0, b"")  # the directory was removed and made anew
+        while version := self._last_after(version):
             _, content, wrong = _unpack(_read(self._path(version)))
             if not wrong:
                 self._latest = version, content
                 return version, content
             if not self._exists(version + 1):  # else it was emptied because it is over
                 raise GarbledError(f"{self._path(version)}: {wrong}")
+        return self._latest
 
     def replace(self, version: int, value: bytes) -> bool:
         """Set the value if `version` is still the latest; return whether that was so.
