@@ -110,29 +110,42 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/|^<frozen "
-)
-_PLUMBING = re.compile(
-    r"^<frozen |^<__array_function__|/python3\.\d+t?/(?:threading|contextlib|functools|runpy)\.py$"
-)
-
-
-def _passing(frame: Frame) -> bool:
-    """Whether everything goes through this frame, so that it says nothing."""
-    return frame.file.startswith(_HERE) or _PLUMBING.search(frame.file) is not None
+_PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+)")
+_STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/")
+_PLUMBING = re.compile(r"^<(?!string|stdin)|/(?:threading|contextlib|functools|runpy)\.py$")
 
 
 def top(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
     """The two frames of a stack that are worth a line.
 
+    Args:
+        frames: the most recent call first.
+
     Returns:
-        the innermost call, and the nearest one of the user's own code (which may be the same);
-        None where there is no such.
+        the innermost call, and the nearest one of the user's own code, which may be the same. Where
+        nothing is the user's, as all is installed, it is the nearest one of another package than
+        the innermost call's. None where there is no such.
     """
-    telling = [frame for frame in frames if not _passing(frame)] or list(frames)
-    own = (frame for frame in telling if not _passing(frame) and not _LIBRARY.search(frame.file))
-    return next(iter(telling), None), next(own, None)
+    telling = [frame for frame in frames if not _passing(frame.file)] or list(frames)
+    innermost = telling[0] if telling else None
+    packages = [(frame, _package(frame.file)) for frame in telling]
+    own = [frame for frame, package in packages if package is None]
+    other = [frame for frame, package in packages if package and package != packages[0][1]]
+    return innermost, next(iter(own + other), None)
+
+
+def _passing(file: str) -> bool:
+    """Whether everything goes through this file, so that it says nothing."""
+    return file.startswith(_HERE) or (
+        _PLUMBING.search(file) is not None and (file[0] == "<" or _package(file) == "")
+    )
+
+
+def _package(file: str) -> str | None:
+    """The installed package that a file is of; empty: the standard library; None: neither."""
+    if found := _PACKAGE.search(file):
+        return found[1]
+    return "" if file.startswith(("<frozen ", _HERE)) or _STANDARD.search(file) else None
 
 
 def where(dump: Dump) -> str:

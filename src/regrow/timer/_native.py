@@ -60,7 +60,9 @@ def _end(process: subprocess.Popen[str] | str, deadline: float, budget: float) -
         process.kill()
         process.communicate()
         return f"py-spy did not finish within {budget:g} s"
-    if process.returncode:
-        lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-        return f"py-spy failed: {'; '.join(lines) or f'exit code {process.returncode}'}"
-    return shown
+    if process.returncode == 0:
+        return shown
+    # The first line says what, the others how to use sudo, or a backtrace of py-spy itself.
+    line = next(filter(None, complaint.splitlines()), f"exit code {process.returncode}")
+    advice = "; it needs CAP_SYS_PTRACE" if "ermission" in line else ""
+    return f"py-spy failed: {line.removeprefix('Error: ')}{advice}"

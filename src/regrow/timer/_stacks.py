@@ -60,9 +60,11 @@ class Marker(NamedTuple):
             return None
         try:
             pid, every, one, main = rest.split(".")
-            return cls(int(pid), int(every), int(one), int(main, 16))
+            marker = cls(int(pid), int(every), int(one), int(main, 16))
         except ValueError:
             return None
+        # Others would mean something else to it.
+        return marker if {marker.all_threads, marker.one_thread} <= set(CANDIDATES) else None
 
 
 class Signals(NamedTuple):

@@ -1,0 +1,244 @@
+"""Processes that hang, each in its way, are asked where they stand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hanging import (
+    Hanging,
+    armed_child,
+    ask,
+    child,
+    deaf,
+    executing,
+    exiting,
+    hanging,
+    holding_the_gil,
+    littering,
+    looping,
+    matching,
+    sleeping,
+    spawning,
+    stone_deaf,
+    woken,
+)
+from processes import wait_until
+
+from regrow.timer import _capture
+from regrow.timer._capture import Target, capture, dump_path, save
+from regrow.timer._frames import Dump, where
+from regrow.timer._stacks import CANDIDATES, Signals
+
+QUICK = 0.02
+
+
+def status(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/status").read_bytes()
+
+
+def state(pid: int) -> str:
+    return _capture._state(status(pid))
+
+
+def left_pending(hung: Hanging) -> bool:
+    """Whether a process has a signal waiting that asks for stacks."""
+    return any(Signals.of(status(hung.target.pid)).pending >> n - 1 & 1 for n in CANDIDATES)
+
+
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        (sleeping, "in sleeping (hanging.py:"),
+        (looping, "in looping (hanging.py:"),
+        (holding_the_gil, "in holding_the_gil (hanging.py:"),
+        (matching, "in match (re/__init__.py:"),
+    ],
+)
+def test_whatever_hangs_says_where_it_stands(way: Callable[[], None], place: str) -> None:
+    with hanging(way) as hung:
+        wait_until(lambda: where(ask(hung.target)).startswith(place), "it stands there")
+        assert where(ask(hung.target._replace(doomed=True))).startswith(place)
+
+
+def test_of_a_process_that_is_to_live_only_the_main_thread_is_dumped() -> None:
+    with hanging(sleeping, threads=3) as hung:
+        assert [thread.main for thread in ask(hung.target).threads] == [True]
+        threads = ask(hung.target._replace(doomed=True)).threads
+        assert sorted(thread.main for thread in threads) == [False, False, False, True]
+
+
+def test_a_process_of_more_threads_than_are_listed_still_shows_its_main_one() -> None:
+    with hanging(sleeping, threads=110) as hung:
+        dump = ask(hung.target._replace(doomed=True))
+        assert "\n...\n" in dump.text
+        assert len(dump.threads) == 101
+        assert where(dump).startswith("in sleeping ")
+
+
+def test_where_a_process_stood_is_where_it_was_when_it_was_first_asked() -> None:
+    with hanging(woken) as hung:
+        wait_until(lambda: state(hung.target.pid) == "S", "it pauses")
+        assert where(ask(hung.target._replace(doomed=True))).startswith("in woken ")
+        wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it goes on")
+
+
+def test_a_main_thread_that_takes_no_signal_is_shown_by_another_thread() -> None:
+    with hanging(deaf) as hung:
+        dump = ask(hung.target._replace(doomed=True))
+        assert [(thread.main, thread.current) for thread in dump.threads] == [(True, False)]
+        assert where(dump).startswith("in ")
+        # Which takes a dump of all threads.
+        why = "no answer within 20 ms: its main thread blocks signal 45"
+        assert ask(hung.target, QUICK) == Dump(hung.target.pid, "silent", why)
+
+
+def test_a_process_that_takes_no_signal_is_left_without_one() -> None:
+    with hanging(stone_deaf) as hung:
+        silent = ask(hung.target._replace(doomed=True), QUICK)
+        assert (silent.outcome, silent.threads) == ("silent", ())
+        assert not left_pending(hung)
+
+
+def test_a_stopped_process_is_said_to_be_and_is_left_without_a_signal() -> None:
+    with hanging(sleeping) as hung:
+        os.kill(hung.target.pid, signal.SIGSTOP)
+        wait_until(lambda: state(hung.target.pid) == "T", "it stops")
+        stopped = ask(hung.target)
+        assert where(stopped) == "stopped by a signal (SIGSTOP or a debugger)"
+        assert not left_pending(hung)
+
+
+def test_an_uninterruptible_process_is_asked_when_it_no_longer_is(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with hanging(spawning, str(fifo)) as hung:
+        wait_until(lambda: state(hung.target.pid) == "D", "it waits for its child")
+        silent = ask(hung.target, QUICK)
+        assert silent.outcome == "silent"
+        assert "within 20 ms: it is in an uninterruptible sleep" in silent.note
+        assert not left_pending(hung)
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, hung.target)
+            fifo.write_bytes(b"")
+            assert answer.result().outcome == "dumped"
+
+
+def test_another_program_under_the_same_pid_is_not_signalled() -> None:
+    with hanging(executing) as hung:
+        wait_until(lambda: status(hung.target.pid).startswith(b"Name:\tsleep"), "it executes")
+        assert ask(hung.target)[:3] == (hung.target.pid, "no handler", "it has armed no timer")
+        assert hung.process.poll() is None
+
+
+# Each says that it lives by ending when it is told to.
+STRANGERS = {
+    "it has armed no timer": "signal.signal(44, lambda *_: os._exit(1))",
+    "it does not catch signal 45 any more": (
+        "memory = os.memfd_create(f'regrow-stacks.{os.getpid()}.44.45.1')"
+    ),
+}
+
+
+@pytest.mark.parametrize("why", STRANGERS)
+def test_a_stranger_is_not_signalled(why: str) -> None:
+    program = f"import os, signal\n{STRANGERS[why]}\nprint(flush=True)\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        pidfd = os.pidfd_open(process.pid)
+        dump = ask(Target(process.pid, pidfd, doomed=True))
+        os.close(pidfd)
+        assert (dump.outcome, dump.note) == ("no handler", why)
+        process.stdin.write(b"\n")
+    assert process.returncode == 0
+
+
+def test_a_child_that_did_not_arm_itself_is_not_taken_for_its_parent() -> None:
+    with hanging(child) as hung:
+        pid = int(hung.said)
+        pidfd = os.pidfd_open(pid)
+        try:
+            dumps = capture([hung.target, Target(pid, pidfd)], 20.0)
+            assert dumps[pid].outcome == "no handler"
+            assert dumps[hung.target.pid].outcome == "dumped"
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def test_a_child_that_armed_itself_and_its_parent_answer_for_themselves() -> None:
+    with hanging(armed_child) as hung:
+        pid = int(hung.said)
+        pidfd = os.pidfd_open(pid)
+        try:
+            wait_until(lambda: state(pid) == "S", "the child sleeps")
+            dumps = capture([hung.target, Target(pid, pidfd)], 20.0)
+            lines = {each: where(dump).split(" ", 1)[1] for each, dump in dumps.items()}
+            assert {pid, hung.target.pid} == set(lines)
+            assert lines[pid] != lines[hung.target.pid]
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def test_a_process_that_has_ended_is_gone() -> None:
+    with hanging(exiting) as hung:
+        wait_until(lambda: state(hung.target.pid) == "Z", "it ends")
+        assert ask(hung.target) == Dump(hung.target.pid, "gone")
+    assert ask(hung.target._replace(pidfd=-1)) == Dump(hung.target.pid, "gone")
+
+
+def test_what_a_process_left_in_its_memory_is_not_read_and_not_kept() -> None:
+    with hanging(littering) as hung:
+        wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it sleeps")
+        assert len(ask(hung.target).text) < 2000
+
+
+def test_an_answer_that_does_not_come_in_time_is_said_not_to_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_capture, "STEP_S", 0.0)
+    with hanging(sleeping) as hung:
+        late = ask(hung.target, 0.0)
+        assert (late.outcome, late.note[:21]) == ("silent", "no answer within 0 ms")
+
+
+def test_an_answer_is_appended_to_a_file_for_its_owner_only(tmp_path: Path) -> None:
+    path = dump_path(str(tmp_path / "stacks"), 7)
+    dump = Dump(7, "dumped", "not all", "Thread ...\n", native="main.c")
+    assert save(dump, path).path == path == str(tmp_path / "stacks.7.txt")
+    save(dump, path)
+    text = Path(path).read_text()
+    assert text.count("Process 7, ") == 2
+    assert "UTC: not all\n\nThread ...\n\nWith native frames:\n\nmain.c\n" in text
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_an_answer_that_cannot_be_written_is_still_there(
+    full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    path = "/dev/full" if full else str(link)
+    dump = Dump(7, "dumped", text="Thread ...\n")
+    assert save(dump, path) == dump
+    why = "No space left on device" if full else "Too many levels of symbolic links"
+    assert caplog.messages == [f"the stacks of process 7 are not in {path}: {why}"]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_without_stacks_there_is_no_file(tmp_path: Path) -> None:
+    dump = Dump(7, "stopped")
+    assert save(dump, str(tmp_path / "stacks")) == dump
+    assert list(tmp_path.iterdir()) == []

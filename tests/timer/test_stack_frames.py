@@ -1,0 +1,169 @@
+"""What is read off a dump, and how it is told."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regrow.timer import _stacks
+from regrow.timer._frames import Dump, Frame, Thread, compare, parse, top, where
+
+PYTHON = "/opt/conda/lib/python3.11"
+SITE = f"{PYTHON}/site-packages"
+
+# As Python 3.11 to 3.13 write it, but for the name in brackets, which is of 3.14.
+LISTED = f"""\
+Thread 0x00007f0208000001 [pin memory] (most recent call first):
+  File "{PYTHON}/threading.py", line 327 in wait
+  File "{PYTHON}/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007f0208000002 (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007f0209092b80 (most recent call first):
+  Garbage-collecting
+  File "we\\x0aird"p\\xe4th.py", line 9 in __del__
+  File ???, line ??? in ???
+  File "<stdin>", line 11 in <module>
+  ...
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+"""
+
+
+def dump(*frames: Frame, main: bool = True) -> Dump:
+    return Dump(7, "dumped", threads=(Thread(1, "", True, main, frames),))
+
+
+TRAIN = Frame("/home/me/train.py", 42, "step")
+REDUCE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 2810, "all_reduce")
+WAIT = Frame(f"{PYTHON}/threading.py", 327, "wait")
+
+
+def test_a_listing_is_read_with_all_that_it_may_hold() -> None:
+    pinning, native, main = parse(LISTED, 0x7F0209092B80)
+    assert (pinning.name, pinning.current, pinning.main) == ("pin memory", False, False)
+    assert pinning.frames == (WAIT, Frame(f"{PYTHON}/threading.py", 1002, "_bootstrap"))
+    assert native.frames == ()
+    assert (main.ident, main.current, main.main) == (0x7F0209092B80, True, True)
+    assert main.frames == (
+        Frame('we\\x0aird"p\\xe4th.py', 9, "__del__"),
+        Frame("???", 0, "???"),
+        Frame("<stdin>", 11, "<module>"),
+    )
+
+
+def test_of_an_unknown_main_thread_the_oldest_is_taken() -> None:
+    assert [thread.main for thread in parse(LISTED)] == [False, False, True]
+
+
+def test_a_main_thread_that_is_not_listed_is_not_made_up() -> None:
+    listed = LISTED.replace("Current thread", "Thread")
+    assert not any(thread.main for thread in parse(listed, 1))
+    assert where(Dump(7, "dumped", threads=parse(listed, 1))) == (
+        "unknown: its main thread is not in the dump"
+    )
+
+
+def test_the_first_of_two_stacks_of_the_main_thread_counts() -> None:
+    first = 'Stack (most recent call first):\n  File "train.py", line 1 in step\n'
+    main = parse(first + LISTED, 0x7F0209092B80)[0]
+    assert (main.ident, main.main, main.current) == (0x7F0209092B80, True, True)
+    assert main.frames == (Frame("train.py", 1, "step"),)
+
+
+@settings(max_examples=60)
+@given(
+    st.text()
+    | st.lists(st.sampled_from(LISTED.splitlines()) | st.text(max_size=20), max_size=30).map(
+        "\n".join
+    ),
+    st.integers(0, 2**64),
+)
+def test_any_text_is_survived_and_told_in_one_printable_line(text: str, main: int) -> None:
+    line = where(Dump(1, "dumped", text=text, threads=parse(text, main)))
+    assert line.isprintable()
+
+
+def test_the_innermost_call_is_shown_with_the_users_own() -> None:
+    assert where(dump(REDUCE, TRAIN, Frame("/home/me/train.py", 90, "main"))) == (
+        "in all_reduce (distributed_c10d.py:2810), called by step (train.py:42)"
+    )
+
+
+def test_where_the_users_own_code_hangs_it_is_shown_once() -> None:
+    assert where(dump(TRAIN)) == "in step (train.py:42)"
+
+
+def test_what_everything_passes_through_is_left_out() -> None:
+    ours = Frame(_stacks.__file__, 1, "arm")
+    frozen = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
+    queue = Frame(f"{PYTHON}/queue.py", 171, "get")
+    assert where(dump(WAIT, queue, ours, frozen, TRAIN)) == (
+        "in get (queue.py:171), called by step (train.py:42)"
+    )
+
+
+def test_a_file_of_the_users_that_is_called_as_one_of_the_library_is_shown() -> None:
+    assert where(dump(Frame("/home/me/threading.py", 3, "spin"))) == "in spin (threading.py:3)"
+
+
+def test_a_thread_in_nothing_but_the_library_is_shown_by_its_innermost_call() -> None:
+    assert where(dump(WAIT)) == "in wait (threading.py:327)"
+
+
+def test_a_training_that_is_installed_itself_is_shown_as_the_caller() -> None:
+    step = Frame(f"{SITE}/mytraining/__init__.py", 5, "step")
+    inner = Frame(f"{SITE}/torch/nn/functional.py", 6, "linear")
+    assert top([REDUCE, inner, step]) == (REDUCE, step)
+    assert where(dump(REDUCE, inner, step)).endswith("called by step (mytraining/__init__.py:5)")
+
+
+def test_code_that_is_in_no_file_is_the_users() -> None:
+    assert where(dump(REDUCE, Frame("<string>", 2, "<module>"))).endswith(
+        "called by <module> (<string>:2)"
+    )
+
+
+def test_names_are_printable_and_of_bearable_length() -> None:
+    line = where(dump(Frame("/tmp/a\x1b[31m\n" + "x" * 500, 0, "f\u202e")))
+    assert line == "in f\\u202e (a\\x1b[31m\\n" + "x" * 19 + "…" + "x" * 29 + ")"
+
+
+def test_a_thread_without_python_code_is_in_native_code() -> None:
+    assert where(dump()) == "in native code that no Python code called"
+
+
+def test_a_thread_that_is_not_the_main_one_is_said_not_to_be() -> None:
+    assert where(dump(TRAIN, main=False)) == (
+        "in step (train.py:42), in another thread than the main one"
+    )
+
+
+def test_a_process_without_stacks_is_told_by_why() -> None:
+    assert where(Dump(1, "stopped")) == "stopped by a signal (SIGSTOP or a debugger)"
+    assert where(Dump(1, "gone")) == "unknown: gone"
+    assert where(Dump(1, "silent", "no\nanswer")) == "unknown: no\\nanswer"
+
+
+def test_equal_stacks_are_grouped_and_the_odd_ones_named() -> None:
+    dumps = {rank: dump(REDUCE, TRAIN) for rank in (0, 2, 3, 4, 7)}
+    dumps |= {1: dump(TRAIN), 5: Dump(5, "stopped"), 6: Dump(6, "silent", "no answer")}
+    assert compare(dumps) == [
+        "ranks 0, 2-4, 7 stand in all_reduce (distributed_c10d.py:2810),"
+        " called by step (train.py:42)",
+        "rank 1 alone stands in step (train.py:42)",
+        "rank 5 alone is stopped by a signal (SIGSTOP or a debugger)",
+        "rank 6 alone: unknown: no answer",
+    ]
+
+
+def test_ranks_that_call_the_same_from_different_places_are_different_groups() -> None:
+    other = TRAIN._replace(line=57)
+    assert len(compare({0: dump(REDUCE, TRAIN), 1: dump(REDUCE, other)})) == 2
+
+
+def test_when_all_stand_together_that_is_said() -> None:
+    assert compare({0: dump(TRAIN), 1: dump(TRAIN)}) == ["all 2 ranks stand in step (train.py:42)"]
+    assert compare({3: dump(TRAIN)}) == ["rank 3 stands in step (train.py:42)"]
+    assert compare({}) == []
