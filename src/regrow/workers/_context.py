@@ -17,6 +17,7 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from regrow.utils import get_logger
 from regrow.workers._crew import Crew
 from regrow.workers._guardian_client import Guardian
 from regrow.workers._pump import LogPump
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from regrow.workers import _group
     from regrow.workers import _guardian_events as guard
     from regrow.workers._logs import LogsSpecs
+
+logger = get_logger(__name__)
 
 #: Seconds after the grace until `close` returns in any case: more than the guardian's patience.
 KILL_MARGIN = 10.0
@@ -224,7 +227,7 @@ class PContext(ABC):
             )
             left = [] if self._done else self._crew.left
         if left:
-            _log().error(
+            logger.error(
                 "workers of local ranks %s (pids %s) are not known to have ended within %s s of"
                 " SIGKILL; is the guardian (pid %s) suspended?",
                 left,
@@ -282,7 +285,7 @@ class PContext(ABC):
         result = RunProcsResult(values, failures, self.stdouts, self.stderrs)
         if failures:
             first = result.root_cause()
-            _log().error(
+            logger.error(
                 "failed (exitcode: %s) local_rank: %s (pid: %s) of %s: %s",
                 first.exitcode,
                 first.local_rank,
@@ -326,9 +329,3 @@ def validate_full_rank(mapping: Mapping[int, Any], nprocs: int, what: str) -> No
         raise RuntimeError(
             f"{what}, local rank mapping mismatch, expected: {expected}, actual: {set(mapping)}"
         )
-
-
-def _log() -> Any:
-    from regrow.utils import get_logger
-
-    return get_logger(__name__)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import signal
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from regrow.utils import get_logger
 from regrow.workers import _group
 from regrow.workers import _guardian_events as guard
 from regrow.workers._result import WorkerChange
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from regrow.workers._guardian_client import Guardian
+
+logger = get_logger(__name__)
 
 
 class Crew:
@@ -124,7 +127,7 @@ class Crew:
     def _tell_what_was_left(self, rank: int, left: int, stuck: int) -> None:
         pid = self.pids.get(rank, 0)
         if stuck:
-            _log().error(
+            logger.error(
                 "%s processes of local rank %s (pid %s) did not end of SIGKILL and are"
                 " given up: probably in uninterruptible sleep (state D: a device hangs);"
                 " this host may need a restart",
@@ -133,7 +136,7 @@ class Crew:
                 pid,
             )
         if left and self.group.stopped_at is None:
-            _log().info(
+            logger.info(
                 "worker of local rank %s (pid %s) left %s processes running when it ended;"
                 " they have been stopped",
                 rank,
@@ -151,7 +154,7 @@ class Crew:
         self._feed(_group.Gone(rank))
         if not first:
             return None
-        _log().error(
+        logger.error(
             "the guardian is gone, and the workers of %s with it; was it killed?"
             " (kill -9, a memory limit)",
             self._name,
@@ -165,9 +168,3 @@ class Crew:
             workers = [self._workers[rank] for rank in stop.ranks if rank in self._workers]
             self._guardian.stop(workers, stop.signum, stop.grace)
             self._last_stop = stop.signum, now + stop.grace
-
-
-def _log() -> Any:
-    from regrow.utils import get_logger
-
-    return get_logger(__name__)

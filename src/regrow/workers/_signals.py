@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from types import FrameType
+
+logger = get_logger(__name__)
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -36,7 +40,7 @@ def install_signal_handlers(names: str | None) -> None:
         names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if wanted and threading.current_thread() is not threading.main_thread():
-        _log().warning(
+        logger.warning(
             "no signal handlers are installed, as this is not the main thread: %s will end this"
             " process without notice to the workers (which do not outlive it)",
             ",".join(wanted),
@@ -46,15 +50,9 @@ def install_signal_handlers(names: str | None) -> None:
         try:
             signal.signal(signal.Signals[name], _raise_signal_exception)
         except (KeyError, OSError, ValueError) as error:
-            _log().warning("no signal handler can be installed for %r: %s", name, error)
+            logger.warning("no signal handler can be installed for %r: %s", name, error)
 
 
 def _raise_signal_exception(signum: int, frame: FrameType | None) -> None:
     sigval = signal.Signals(signum)
     raise SignalException(f"Process {os.getpid()} got signal: {signum}", sigval=sigval)
-
-
-def _log() -> Any:
-    from regrow.utils import get_logger
-
-    return get_logger(__name__)
