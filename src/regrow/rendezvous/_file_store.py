@@ -26,9 +26,7 @@ from regrow.store import (
     StoreTimeout,
     StoreValueError,
 )
-
-Value = str | bytes
-Timeout = timedelta | float
+from regrow.store._api import Timeout, Value, to_bytes, to_seconds
 
 _THERE = b"+"
 _DELETED = b"-"
@@ -53,7 +51,7 @@ class DirectoryStore:
         self._keys = keys
         self._drafts = drafts
         self._watch = Watch(shared=shared)
-        self._timeout = timedelta(seconds=_seconds(timeout))
+        self._timeout = timedelta(seconds=to_seconds(timeout))
 
     def session(self) -> DirectoryStore:
         """Return another handle on the same keys, which can be closed by itself."""
@@ -63,7 +61,7 @@ class DirectoryStore:
 
     def set(self, key: str, value: Value, /) -> None:
         """See `Store.set`."""
-        new = _bytes(value)
+        new = to_bytes(value)
         self._change(key, lambda _: new)
 
     def get(self, key: str, /) -> bytes:
@@ -87,7 +85,7 @@ class DirectoryStore:
 
     def compare_set(self, key: str, expected: Value, desired: Value, /) -> bytes:
         """See `Store.compare_set`."""
-        old, new = _bytes(expected), _bytes(desired)
+        old, new = to_bytes(expected), to_bytes(desired)
 
         def swap(now: bytes | None) -> bytes | None:
             return new if (now if now is not None else b"") == old else now
@@ -97,7 +95,7 @@ class DirectoryStore:
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None, /) -> None:
         """See `Store.wait`."""
-        limit = self._timeout.total_seconds() if timeout is None else _seconds(timeout)
+        limit = self._timeout.total_seconds() if timeout is None else to_seconds(timeout)
         deadline = time.monotonic() + limit
         with self._reached("no"):
             while missing := [key for key in keys if self._value(key) is None]:
@@ -129,7 +127,7 @@ class DirectoryStore:
 
     def append(self, key: str, value: Value, /) -> None:
         """See `Store.append`."""
-        more = _bytes(value)
+        more = to_bytes(value)
         self._change(key, lambda old: (old or b"") + more)
 
     def multi_get(self, keys: Sequence[str], /) -> list[bytes]:
@@ -144,7 +142,7 @@ class DirectoryStore:
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value], /) -> None:
         """Set all keys, one after the other."""
-        new = [_bytes(value) for value in values]
+        new = [to_bytes(value) for value in values]
         if len(new) != len(keys):
             raise StoreValueError(f"multi_set got {len(keys)} keys and {len(new)} values")
         for key, value in zip(keys, new, strict=True):
@@ -159,7 +157,7 @@ class DirectoryStore:
 
     def set_timeout(self, timeout: Timeout, /) -> None:
         """See `Store.set_timeout`."""
-        self._timeout = timedelta(seconds=_seconds(timeout))
+        self._timeout = timedelta(seconds=to_seconds(timeout))
 
     @property
     def timeout(self) -> timedelta:
@@ -244,17 +242,3 @@ def _value_in(content: bytes) -> bytes | None:
 def _make(directory: str) -> None:
     with contextlib.suppress(FileExistsError):
         Path(directory).mkdir(0o700)
-
-
-def _bytes(value: Value) -> bytes:
-    if isinstance(value, str):
-        return value.encode()
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    raise StoreValueError(
-        f"a store's value is str or bytes, not {type(value).__name__}: {value!r:.80}"
-    )
-
-
-def _seconds(timeout: Timeout) -> float:
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)

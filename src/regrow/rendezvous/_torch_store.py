@@ -23,6 +23,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from regrow.rendezvous._c10d import DEFAULT_PORT
 from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousError
 from regrow.rendezvous._round import watched
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
     from regrow.store import Store
 
-DEFAULT_PORT = 29400
 READ_TIMEOUT = 60  # seconds
 _STAY = 10.0  # seconds for the other nodes to leave a job that is over
 _LEAST = 0.1  # seconds to reach the store; torch takes less than 1 ms for no limit at all

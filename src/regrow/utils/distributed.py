@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ._torch_store import create_c10d_store
-
 if TYPE_CHECKING:
     import socket
 
+    from ._torch_store import create_c10d_store
+
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "create_c10d_store":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._torch_store import create_c10d_store
+
+    return create_c10d_store
 
 
 def get_socket_with_port() -> socket.socket:
