@@ -89,6 +89,7 @@ def test_a_pod_takes_from_variables_what_its_scheduler_does_not_say(started: Sta
     ("flags", "meeting", "nodes"),
     [
         ("--nnodes 2:4", ("c10d", "n1:20488", 2), (2, 4)),
+        ("--nnodes 3", ("c10d", "n1:20488", 2), (3, 3)),
         ("--node-rank 0", ("c10d", "n1:20488", 0), (4, 4)),
         ("--master-port 999", ("c10d", "n1:999", 2), (4, 4)),
         ("--rdzv-backend static", ("static", "n1:20488", 2), (4, 4)),
@@ -105,6 +106,15 @@ def test_the_command_line_wins(
     started("slurm22-step-of-4", flags)
     assert started.meeting == meeting
     assert (started.config.min_nodes, started.config.max_nodes) == nodes
+
+
+def test_several_agents_on_a_host_are_what_was_asked_for_if_there_is_room_for_all(
+    started: Started,
+) -> None:
+    started("slurm22-crowded", "--nnodes 4:8 --rdzv-endpoint x:1")
+    assert (started.config.min_nodes, started.config.max_nodes) == (4, 8)
+    started("openmpi4-crowded", "--nnodes 2 --rdzv-endpoint x:1")
+    assert started.meeting == ("c10d", "x:1", 0)
 
 
 def test_an_id_that_was_given_is_kept(started: Started) -> None:
@@ -146,6 +156,7 @@ def test_what_says_everything_is_torchruns_own_matter(started: Started) -> None:
     ("environment", "flags", "words"),
     [
         ("slurm22-crowded", "", "has 8 tasks on 4 nodes"),
+        ("slurm22-crowded", "--nnodes 4", "nnodes=4, and Slurm step 2.2 has 8 tasks on 4 nodes"),
         ("slurm22-step-of-4", "--nnodes 6:8", "nnodes=6:8, and Slurm step 1.0 has 4 of them"),
         ("kubernetes-indexed-job", "", "how many pods it has: give --nnodes or PET_NNODES"),
         ("kubernetes-indexed-job", "--nnodes 3", "PET_RDZV_ENDPOINT, example-job-0.SERVICE"),

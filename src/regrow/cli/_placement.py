@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from regrow.cli._parser import give, is_said
 from regrow.launch._hostlist import first_host
-from regrow.launch._where import Placement, Untold, where
+from regrow.launch._where import Crowd, Placement, Untold, where
 
 _T = TypeVar("_T")
 
@@ -44,6 +44,8 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     place = where(environ, first_host)
     if place is None:
         return ""
+    if said["nnodes"]:
+        _check_crowd(args.nnodes, place)
     taken = []
     if not said["nnodes"]:
         nodes = _told(place.nodes)
@@ -64,6 +66,13 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     if place.run_id and not said["rdzv_id"]:
         give(args, "rdzv_id", place.run_id)
     return f"{', '.join(taken)} from {place.source}"
+
+
+def _check_crowd(nnodes: str, place: Placement) -> None:
+    """Of more agents than there is room for, those on one host might take all of it."""
+    most = nnodes.rpartition(":")[2]
+    if isinstance(place.nodes, Crowd) and most.isdecimal() and int(most) < place.nodes.agents:
+        raise ValueError(f"nnodes={nnodes}, and {place.nodes}")
 
 
 def _check_size(nnodes: str, place: Placement) -> None:

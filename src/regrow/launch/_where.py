@@ -35,6 +35,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 from zlib import crc32
 
 FIRST_PORT = 20480
@@ -52,6 +53,27 @@ class Untold(str):
     """What a scheduler does not say; the text says what to do about it."""
 
     __slots__ = ()
+
+
+class Crowd(Untold):
+    """Several agents were started on a host; the text says how to start one.
+
+    Attributes:
+        agents: how many there are on all hosts.
+    """
+
+    __slots__ = ("agents",)
+    agents: int
+
+    def __new__(cls, what: str, command: str, agents: int) -> Self:
+        """Say what was started, and the command by which there is one agent a host."""
+        text = (
+            f"{what}, and regrow is to be started once on each: {command} regrow run ... "
+            "(or --standalone if each is to be a job of its own)"
+        )
+        crowd = super().__new__(cls, text)
+        crowd.agents = agents
+        return crowd
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +134,7 @@ def _of_slurm(
     again = _number(environ, "SLURM_RESTART_COUNT", 0)  # a requeued job keeps its id
     return Placement(
         source,
-        nodes if tasks == nodes else _one_each(crowd, "srun --ntasks-per-node=1"),
+        nodes if tasks == nodes else Crowd(crowd, "srun --ntasks-per-node=1", tasks),
         _number(environ, "SLURM_PROCID"),
         first_host(_text(environ, "SLURM_STEP_NODELIST")),
         _port(job * _STEPS + step),
@@ -122,14 +144,14 @@ def _of_slurm(
 
 def _of_open_mpi(environ: Mapping[str, str]) -> Placement:
     here = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE")
     rank = _number(environ, "OMPI_COMM_WORLD_RANK")
     job = _text(environ, "PMIX_NAMESPACE")
     source = f"Open MPI job {job}"
+    crowd = f"{source} has {here} processes on this host"
     return Placement(
         source,
-        _number(environ, "OMPI_COMM_WORLD_SIZE")
-        if here == 1
-        else _one_each(f"{source} has {here} processes on this host", "mpirun --map-by ppr:1:node"),
+        size if here == 1 else Crowd(crowd, "mpirun --map-by ppr:1:node", size),
         rank,
         _host_of_mpirun(environ, source, rank),
         _port(crc32(job.encode())),
@@ -186,13 +208,6 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
         host,
         _KUBERNETES_PORT,
         run_id or None,
-    )
-
-
-def _one_each(what: str, command: str) -> Untold:
-    return Untold(
-        f"{what}, and regrow is to be started once on each: {command} regrow run ... "
-        "(or --standalone if each is to be a job of its own)"
     )
 
 
