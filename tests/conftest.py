@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import Scheduling
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, nohup does
 # so with SIGHUP, and what is ignored is inherited: every test of these would test that nothing
@@ -11,3 +20,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+
+# torch asks the name service who is at the ends of each connection, and one that loses a question
+# is given 5 s for the answer. glibc reads this once in a process, at its first question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Hand the tests out as `spreading` says, unless the command line says how."""
+    if config.getoption("dist") != "load":
+        return None
+    from spreading import Spread
+
+    config.option.loadscopereorder = False
+    return Spread(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first; see `spreading`."""
+    from spreading import spread
+
+    items[:] = spread(items, [item.nodeid for item in items])
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays: the collector need not look at it again, neither for the tests that
+    # call it nor at the end of each process.
+    gc.freeze()

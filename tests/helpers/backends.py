@@ -7,7 +7,6 @@ To have another backend tested, add a function that makes its place to `PLACES`.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 import threading
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 from etcd_server import shared_etcd
 from storing import PATIENCE, Background, ServerThread, eventually
@@ -135,16 +133,14 @@ def torch_tcp_store(directory: Path) -> Iterator[Place]:
     from torch.distributed import TCPStore
 
     span = timedelta(seconds=PATIENCE)
-    # torch asks the name service who is at the ends of each connection.
-    with mock.patch.dict(os.environ, RES_OPTIONS="timeout:1 attempts:1"):
-        served = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=span)]
-        port = served[0].port
+    served = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=span)]
+    port = served[0].port
 
-        def open(run_id: str) -> Opened:
-            store = TCPStore("127.0.0.1", port, is_master=False, timeout=span)
-            return C10dRendezvousBackend(store, run_id), store
+    def open(run_id: str) -> Opened:
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=span)
+        return C10dRendezvousBackend(store, run_id), store
 
-        yield Place(open, served.clear)
+    yield Place(open, served.clear)
 
 
 @contextlib.contextmanager

@@ -28,12 +28,6 @@ from regrow.utils import PortReservation
 SPAN = timedelta(seconds=PATIENCE)
 
 
-@pytest.fixture(autouse=True)
-def impatient_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks the name service who is at the ends of each connection."""
-    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")
-
-
 @pytest.fixture
 def port() -> Iterator[int]:
     with PortReservation() as reservation:

@@ -1,0 +1,81 @@
+"""Which test process runs what, and in which order: what `-n` means to this suite.
+
+Left alone, xdist hands the tests out in chunks of neighbours, as they were collected. Then every
+process imports torch and starts an etcd of its own, each of them a second and more of computing,
+and one long test that is begun last is waited for by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from xdist.scheduler import LoadScopeScheduling
+
+T = TypeVar("T")
+
+TORCH = (
+    "tests/examples/test_digits.py::test_a_checkpoint",
+    "tests/events/test_ports.py::test_torchs_store",
+    "tests/events/test_store_helpers.py::",
+    "tests/events/test_utils.py::",
+    "tests/rendezvous/test_rendezvous_api.py::test_any_",
+    "tests/rendezvous/test_rendezvous_api.py::test_what_torch_has",
+    "tests/rendezvous/test_torch_backend.py::",
+    "tests/test_public_names.py::",
+)
+"""Where test processes import torch."""
+ETCD = (
+    "tests/rendezvous/test_etcd_access.py::",
+    "tests/rendezvous/test_etcd_backend.py::",
+    "tests/rendezvous/test_etcd_store.py::",
+)
+"""Where tests share an etcd."""
+TOGETHER = (
+    "tests/rendezvous/test_by_server.py::",
+    "tests/store/test_store_abuse.py::",
+    "tests/store/test_store_drops.py::",
+    "tests/store/test_store_tls.py::",
+    "tests/store/test_store_torch.py::",
+    "tests/workers/test_context.py::",
+)
+"""Files with a fixture for all of their tests that is not for nothing."""
+LONGEST = (
+    "torch",
+    "tests/examples/test_digits.py::test_the_demo_s_training",
+    "etcd",
+    "tests/examples/test_digits.py::test_the_training",
+    "tests/cli/test_run_config.py::test_flags_and_command_lines",
+    "tests/store/test_store_torch.py::",
+    "tests/rendezvous/test_by_server.py::",
+    "tests/rendezvous/test_etcd_cluster.py::",
+    "tests/hosts/test_few_hosts.py::",
+)
+"""The units that take many seconds, the longest first."""
+
+
+def unit(nodeid: str) -> str:
+    """Return the name of what is run by one process as a whole: mostly the test alone."""
+    place = nodeid.partition("[")[2]
+    if nodeid.startswith(TORCH) or place.startswith(("TCPStore", "FileStore")):
+        return "torch"
+    if nodeid.startswith(ETCD) or place.startswith("etcd"):
+        return "etcd"
+    return next((file for file in TOGETHER if nodeid.startswith(file)), nodeid)
+
+
+def spread(items: Iterable[T], nodeids: Iterable[str]) -> list[T]:
+    """Return the tests in the order in which they are handed out."""
+
+    def place(numbered: tuple[str, T]) -> int:
+        name = unit(numbered[0])
+        return next((i for i, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
+
+    return [item for _, item in sorted(zip(nodeids, items, strict=True), key=place)]
+
+
+class Spread(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+    """Hands out units, one after the other, to whoever has nothing left."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit(nodeid)
