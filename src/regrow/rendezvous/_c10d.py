@@ -41,6 +41,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     from regrow.rendezvous._host import Tries, settle
     from regrow.rendezvous._line import Where
     from regrow.store import StoreConnectionError, StoreTimeout
+    from regrow.store._sockets import endpoint_of
 
     settings = read_settings(params)
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
@@ -55,7 +56,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     tries = Tries(host, is_host, read_timeout)
     while True:
         place = settle(host, port, token, tls, is_host)
-        reach = _endpoint(place.reach, port)
+        reach = endpoint_of(place.reach, port)
         shown = tls
         if tls is not None and place.reach != host:
             shown = replace(tls, server_hostname=host)
@@ -80,10 +81,6 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         local_addr=params.local_addr,
         node_rank=params.get_as_int("rank"),
     )
-
-
-def _endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _advice(what: str, endpoint: str, here: bool) -> str:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any
 
-from regrow.store._sockets import keep_alive
+from regrow.store._sockets import endpoint_of, keep_alive
 
 Message = dict[str, Any]
 """One JSON object of a request or an answer."""
@@ -128,7 +128,7 @@ class Member:
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
-        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.name = endpoint_of(host, port)
         self.avoid_until = 0.0
         self._host, self._port, self._tls = host, port, tls
         self._lock = threading.Lock()

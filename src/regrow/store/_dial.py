@@ -25,7 +25,7 @@ from regrow.store._errors import (
     StoreProtocolError,
     StoreTimeout,
 )
-from regrow.store._sockets import keep_alive
+from regrow.store._sockets import endpoint_of, keep_alive
 
 if TYPE_CHECKING:
     import ssl
@@ -118,8 +118,7 @@ class Dialer:
             greeted = self._greet(sock, session, grace, deadline)
             self._reached, where = address, address[1]
             if not isinstance(where, str):
-                host, port = where
-                self.server = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                self.server = endpoint_of(*where)
             return greeted
         except StoreError as error:
             raise type(error)(f"the store at {self.endpoint}: {error}") from error

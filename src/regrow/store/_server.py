@@ -26,6 +26,7 @@ from regrow.store._log import Log
 from regrow.store._machine import Machine, Outgoing, Session
 from regrow.store._peer import Peer
 from regrow.store._service import Switchboard
+from regrow.store._sockets import endpoint_of
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ class StoreServer:
         self._listener = await loop.create_server(
             lambda: Peer(self), host, port, backlog=4096, **self._tls
         )
-        number = self._listener.sockets[0].getsockname()[1]
-        return f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+        return endpoint_of(host, self._listener.sockets[0].getsockname()[1])
 
     async def listen_unix(self, path: str) -> str:
         """Listen on a unix socket and return the endpoint, "unix:path"."""

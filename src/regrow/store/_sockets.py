@@ -1,4 +1,4 @@
-"""Socket options that both ends of a store connection set."""
+"""What both ends of a store connection say of an address, and ask of a socket."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ KEEP_COUNT = 3
 """Unanswered questions after which the connection counts as lost."""
 TCP_THIN_LINEAR_TIMEOUTS = 16
 """Linux; Python's socket module has no name for it."""
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """Return an address as "host:port"."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def keep_alive(sock: socket.socket) -> None:
