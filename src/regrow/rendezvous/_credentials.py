@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous._errors import RendezvousError
@@ -121,7 +122,7 @@ def own_secret(environ: Mapping[str, str]) -> bytes:
     Raises:
         RendezvousError: the file cannot be made or read, or others can read it.
     """
-    from regrow.store import StoreAuthError, make_token
+    from regrow.store import StoreAuthError
     from regrow.store._token import check_token
 
     state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
@@ -134,7 +135,7 @@ def own_secret(environ: Mapping[str, str]) -> bytes:
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         if not os.path.exists(path):
-            _make(path, make_token())
+            _make(path)
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -163,15 +164,14 @@ def make_token_file(path: str) -> None:
         file.write(make_token() + b"\n")
 
 
-def _make(path: str, token: bytes) -> None:
-    """Make a file with its content at once: another process may be about to do the same."""
+def _make(path: str) -> None:
+    """Make a token file with its content at once: another process may be about to do the same."""
     draft = f"{path}.{os.urandom(8).hex()}"
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        with open(fd, "wb") as file:
-            file.write(token + b"\n")
+        make_token_file(draft)
         os.link(draft, path)
     except FileExistsError:
         pass  # the other was first
     finally:
-        os.unlink(draft)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
