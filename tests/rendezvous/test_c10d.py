@@ -98,6 +98,8 @@ def test_of_many_that_start_at_once_one_serves(create: Create, port: int) -> Non
 
 def test_an_address_of_another_host_is_not_served(port: int) -> None:
     assert find_own(ELSEWHERE, port) is None
+    with pytest.raises(ValueError, match=r"'a\.\.b' in the endpoint cannot be the name of a host"):
+        find_own("a..b", port)
     place = settle(ELSEWHERE, port, TOKEN, None, None)
     assert (place.server, place.reach, place.here) == (None, ELSEWHERE, False)
 

@@ -66,6 +66,7 @@ def test_an_endpoint_names_the_members(text: str, endpoints: tuple[tuple[str, in
     ("endpoint", "config", "why"),
     [
         ("a:x", {}, "port"),
+        ("a:1,b..c:2", {}, r"'b\.\.c' in the endpoint cannot be the name of a host"),
         ("a:1,,b", {"protocol": "ftp"}, "'http' or 'https'.*ftp"),
         ("http://a,https://b", {}, "http, https"),
         ("http://a", {"protocol": "https"}, "http, https"),
@@ -302,6 +303,20 @@ def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:
             backend(member.endpoint),
         ):
             pass
+    finally:
+        member.remove()
+
+
+def test_an_etcd_without_room_says_how_to_make_some() -> None:
+    require_etcd()
+    member = EtcdMember("full", None, "", None, "--quota-backend-bytes", "1")
+    try:
+        member.wait_until_healthy()
+        with (
+            backend(member.endpoint) as made,
+            pytest.raises(RendezvousConnectionError, match=r"space exceeded; .*alarm disarm"),
+        ):
+            made.set_state(b"1")
     finally:
         member.remove()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from etcd_server import shared_etcd
@@ -140,6 +142,28 @@ def test_changes_over_a_connection_that_is_cut_are_made_once(make: Make) -> None
     assert store.get("text") == b"x" * 20
     assert proxy.cuts
     proxy.stop()
+
+
+def test_a_try_that_comes_late_has_no_effect_when_the_job_was_tidied_up_meanwhile(
+    store: EtcdStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, txn = store._job.client, store._job.client.txn
+    tries: list[Callable[[], object]] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        found = txn(*args, **kwargs)
+        if tries:
+            tries[0]()  # at the worst of all moments, whichever that is
+        tries.append(partial(txn, *args, **kwargs))
+        return found
+
+    store.set("begin", "")
+    monkeypatch.setattr(client, "txn", recorded)
+    store.set("key", "early")
+    store.set("key", "late")
+    store._job.tidy_if_last(PATIENCE)
+    store.set("other", "")
+    assert not store.check(["key"])
 
 
 def test_no_keys_are_always_there(store: EtcdStore) -> None:

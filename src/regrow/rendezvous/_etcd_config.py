@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._etcd_http import Access
-from regrow.rendezvous.utils import parse_rendezvous_endpoint
+from regrow.rendezvous.utils import check_host, parse_rendezvous_endpoint
 
 if TYPE_CHECKING:
     import ssl
@@ -93,7 +93,9 @@ def _endpoints(text: str) -> tuple[set[str], tuple[tuple[str, int], ...]]:
         scheme, separator, rest = part.strip().partition("://")
         if separator:
             schemes.add(scheme)
-        found[parse_rendezvous_endpoint(rest if separator else scheme, PORT)] = None
+        host, port = parse_rendezvous_endpoint(rest if separator else scheme, PORT)
+        check_host(host)
+        found[host, port] = None
     return schemes, tuple(found)
 
 

@@ -253,6 +253,11 @@ class EtcdHttp:
             why = f"the user {self.access.user!r} needs a role that reads and writes these keys"
         elif "user name is empty" in str(error):
             why = "it asks for a user: give it one by the keys user and password_file"
+        elif "database space exceeded" in str(error):
+            why = (
+                "make room in it: etcdctl compact and defrag (or give it more by "
+                "--quota-backend-bytes), and then etcdctl alarm disarm"
+            )
         else:
             return error
         return EtcdError(f"{error}; {why}", error.code)

@@ -106,7 +106,8 @@ class EtcdJob:
         self.client.grant(LIFE, self.lease, timeout=self.timeout)
         self.client.txn(
             [unchanged(self._writer, 0)],
-            [put(self._writer, b"%016d" % 0, self.lease)],
+            # Not less: a try of an earlier write may still come.
+            [put(self._writer, b"%016d" % (self._written - 1), self.lease)],
             timeout=self.timeout,
         )
         self._ready = True

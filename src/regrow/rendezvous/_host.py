@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous._credentials import is_loopback
 from regrow.rendezvous._errors import RendezvousConnectionError
+from regrow.rendezvous.utils import check_host
 from regrow.store import StoreConnectionError, StoreError
 
 if TYPE_CHECKING:
@@ -97,12 +98,16 @@ def find_own(host: str, port: int) -> Own | None:
     Args:
         host: name or address.
         port: the port, from 1.
+
+    Raises:
+        ValueError: it is neither a name nor an address.
     """
     if host == "localhost":
         host = "127.0.0.1"  # which may be its second meaning, and is what everyone takes it for
     literal = _family(host)
     if literal is not None:
         return Own(host, host) if _binds(literal, host, port) else None
+    check_host(host)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror:

@@ -71,3 +71,16 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
             "labels, an IPv4 address, or an IPv6 address."
         )
     return host, port
+
+
+def check_host(host: str) -> None:
+    """Refuse what no name service can be asked for, and `parse_rendezvous_endpoint` lets pass.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        why = f"{host!r} in the endpoint cannot be the name of a host: {error}"
+        raise ValueError(why) from None
