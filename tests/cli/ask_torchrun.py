@@ -16,7 +16,6 @@ import sys
 from argparse import ArgumentParser
 from typing import Any
 
-
 # Fields of the configuration that torch's has not.
 OWN = ("event_sinks", "timers", "native_stacks")
 

@@ -109,6 +109,23 @@ def test_hosts_whose_number_is_fixed_meet_with_a_token_file(hosts: Hosts) -> Non
     ]
 
 
+def test_a_worker_that_hangs_is_the_root_cause_on_every_node(hosts: Hosts) -> None:
+    hangs = f"""\
+import time
+from regrow.timer import expires
+if rank == "1":
+    with expires(after=0.2, scope="step"):
+        time.sleep(1000)
+{WAIT}"""
+    flags = f"--nnodes 2 {C10D} --timers --node-rank"
+    agents = [hosts.start(f"{flags} {rank}", hangs) for rank in (0, 1)]
+    for code, said in map(hosts.ended, agents):
+        assert code == 1, said
+        assert "rank      : 1 (local_rank: 0)" in said
+        assert "traceback : timer step of 0.2 s was over by" in said
+        assert 'train.py", line' in said
+
+
 def test_a_worker_that_fails_for_good_ends_all_agents_with_its_report(hosts: Hosts) -> None:
     fails = f'if rank == "1": sys.exit(3)\n{WAIT}'
     agents = [hosts.start(f"--nnodes 2 {C10D} --node-rank {rank}", fails) for rank in (0, 1)]

@@ -220,8 +220,8 @@ def test_a_file_in_the_place_of_the_pipe_ends_the_job_before_it_begins(
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("somebody's data")
-    job = launch("", "--timers", env={"TORCHELASTIC_TIMER_FILE": str(taken)})
-    assert job.finish() == 1
+    job = launch("", "--timers", nproc=1, env={"TORCHELASTIC_TIMER_FILE": str(taken)})
+    assert job.finish() == 1, job.output
     (line,) = job.stderr.splitlines()
     assert str(taken) in line
     assert "TORCHELASTIC_TIMER_FILE" in line

@@ -1,0 +1,255 @@
+"""An agent's timer server: what it says of a hung worker, and what it costs the agent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from processes import PATIENCE
+
+from regrow.agent import LocalElasticAgent, WorkerSpec, _decide, _hang
+from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from regrow.agent._probed import ProbedAgent
+from regrow.agent._timers import Watched, timer_file
+from regrow.events import Event, register_logging_handler
+from regrow.launch import LaunchConfig, elastic_launch
+from regrow.timer import FileTimerRequest
+from regrow.timer._frames import Dump, Frame, Thread
+from regrow.workers import ChildFailedError, DefaultLogsSpecs
+
+STACK = (Frame("/home/me/train.py", 14, "step"), Frame("/home/me/train.py", 30, "<module>"))
+DUMP = Dump(
+    77, "dumped", threads=(Thread(1, "", True, True, STACK),), path="logs/0/1/stacks.77.txt"
+)
+
+
+def hang(**known: Any) -> _hang.Hang:
+    """Rank 5 had 2 s from 98 to 100 on the monotonic clock, and is killed at 100.0123."""
+    request = FileTimerRequest(77, "step", 1e9, 9, monotonic=100.0, armed=98.0)
+    found = _hang.Hang(
+        attempt=3,
+        local_rank=1,
+        rank=5,
+        pid=77,
+        worker_pid=77,
+        request=request,
+        deadline=100.0,
+        noticed=100.002,
+        signum=9,
+        dump=DUMP,
+        compared=["ranks 4, 6 stand in recv (train.py:9)", "rank 5 alone stands in step"],
+        over=0.0123,
+    )
+    return found._replace(**known)
+
+
+# --- what is said
+
+
+def test_a_hang_is_one_line_that_names_scope_time_and_place() -> None:
+    line = "timer step of 2 s was over by 12.3 ms: in step (train.py:14)"
+    assert _hang.message(hang()) == line
+    told = _hang.announcement(hang())
+    assert told == (
+        f"rank 5 (pid 77) hangs: {line}; it is sent SIGKILL; stacks in logs/0/1/stacks.77.txt"
+    )
+
+
+def test_a_timer_of_torchs_client_does_not_say_how_long_it_was() -> None:
+    request = FileTimerRequest(77, "a\nscope", 1e9, 0, monotonic=100.0)
+    told = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
+    assert told.startswith("a worker (its process 77) hangs: timer a scope was over by 12.3 ms:")
+    assert "it is left alone, as the timer asks for no signal" in told
+
+
+@pytest.mark.parametrize(("signum", "name"), [(9, "SIGKILL"), (0, None), (-1, None)])
+def test_the_event_says_all_there_is_in_plain_values(signum: int, name: str | None) -> None:
+    event = _hang.event(hang(signum=signum))
+    assert json.loads(json.dumps(event)) == event
+    assert (event["rank"], event["pid"], event["scope"], event["signal"]) == (5, 77, "step", name)
+    assert (event["after_s"], event["over_s"]) == (2.0, 0.0123)
+    assert (event["deadline_monotonic"], event["noticed_monotonic"]) == (100.0, 100.002)
+    assert event["stood"] == "in step (train.py:14)"
+    assert event["stacks"] == "logs/0/1/stacks.77.txt"
+
+
+def test_the_error_file_is_of_the_form_that_record_writes_with_the_deadline_as_its_moment() -> None:
+    error = _hang.error(hang(), wall=1000.0)["message"]
+    assert error["message"] == _hang.message(hang())
+    assert error["extraInfo"]["monotonic"] == 100.0
+    assert error["extraInfo"]["timestamp"] == "999"
+    assert error["extraInfo"]["py_callstack"].splitlines() == [
+        _hang.message(hang()),
+        "Main thread (most recent call first):",
+        '  File "/home/me/train.py", line 14, in step',
+        '  File "/home/me/train.py", line 30, in <module>',
+        "Workers of this host:",
+        "  ranks 4, 6 stand in recv (train.py:9)",
+        "  rank 5 alone stands in step",
+        "Stacks of all threads: logs/0/1/stacks.77.txt",
+    ]
+
+
+def test_a_deep_stack_is_cut_in_the_report() -> None:
+    deep = Thread(1, "", True, True, tuple(Frame("f.py", n, "f") for n in range(1, 100)))
+    stack = _hang.callstack(hang(dump=DUMP._replace(threads=(deep,))))
+    assert stack.count("File") == _hang.MOST_FRAMES
+    assert f"... {99 - _hang.MOST_FRAMES} more frames" in stack
+
+
+# --- where the pipe is, and whose processes may write into it
+
+
+def test_the_pipe_is_where_the_variable_says_but_for_an_agent_in_a_worker_of_another() -> None:
+    given = {TORCHELASTIC_TIMER_FILE: "/run/timers"}
+    assert timer_file(given) == "/run/timers"
+    inner = [timer_file(given | {"REGROW_WORKER": "/1/2/"}) for _ in range(2)]
+    for path in (*inner, timer_file({})):
+        assert Path(path).name.startswith("watchdog_timer_")
+    assert len(set(inner)) == 2
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[int, int]]:
+    """A process with a session of its own, as workers have, and its child."""
+    with subprocess.Popen(
+        ["sh", "-c", "(exec sleep 1000) & echo $!; wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as worker:
+        assert worker.stdout is not None
+        yield worker.pid, int(worker.stdout.readline())
+        os.killpg(worker.pid, signal.SIGKILL)
+
+
+def test_a_process_is_known_by_the_worker_that_started_it(family: tuple[int, int]) -> None:
+    worker, child = family
+    context = SimpleNamespace(pids=lambda: {0: 1, 1: worker})
+    watched = Watched(0, [4, 5], cast(Any, context), cast(Any, SimpleNamespace(pid=None)))
+    assert [watched.owner(pid) for pid in (worker, child)] == [1, 1]
+    assert watched.pids() == {4: 1, 5: worker}
+    assert watched.includes(child)
+    assert watched.owner(os.getpid()) is None
+    assert not watched.includes(os.getpid())
+    assert not watched.includes(1 << 30)
+
+
+# --- the agent
+
+
+def config(logs: str, **more: Any) -> LaunchConfig:
+    return LaunchConfig(
+        1,
+        1,
+        1,
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        timers=True,
+        **{"max_restarts": 0, **more},
+    )
+
+
+HANG = """
+import os, time
+from regrow.timer import expires
+{first}
+with expires(after=0.1, scope="step"):
+    time.sleep(1000)
+"""
+
+
+def launch(configured: LaunchConfig, script: str) -> ChildFailedError:
+    with pytest.raises(ChildFailedError) as caught:
+        elastic_launch(configured, sys.executable)("-c", script)
+    return caught.value
+
+
+def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None:
+    error = launch(config(os.devnull), HANG.format(first=""))
+    assert "traceback : timer step of 0.1 s was over by" in str(error)
+    assert ", in <module>\n" in str(error)
+
+
+def test_a_log_directory_that_hangs_spares_no_hung_worker(tmp_path: Path) -> None:
+    # To open a pipe that nobody reads takes for ever.
+    first = """
+folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+os.mkfifo(os.path.join(folder, f"stacks.{os.getpid()}.txt"))
+"""
+    error = launch(config(str(tmp_path)), HANG.format(first=first))
+    assert "traceback : timer step of 0.1 s was over by" in str(error)
+    (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets the agent's thread go on
+    for thread in threading.enumerate():
+        if thread.name == "regrow-hang":
+            thread.join(PATIENCE)
+
+
+def test_five_restarts_leave_no_thread_and_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_decide, "QUICK_S", 0.0)  # no pause between attempts
+    seen: list[tuple[int, int]] = []
+
+    def look(event: Event) -> None:
+        if event.name == "regrow.attempt.started":
+            seen.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+
+    launch(config(str(tmp_path), max_restarts=5, event_sinks=(look,)), HANG.format(first=""))
+    assert len(seen) == 6
+    assert len(set(seen[1:])) == 1, seen
+
+
+def test_an_agent_whose_timer_server_has_ended_is_as_old_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProbedAgent, "_age", lambda agent: 0.5)  # its loop turns
+    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)), timers=True)
+    assert agent._age() == 0.5
+    server = SimpleNamespace(get_last_progress_time=lambda: time.time() - 300)
+    agent._watchdog = cast(Any, server)
+    assert 299 < agent._age() < 300 + PATIENCE
+    assert agent._get_alive_time() <= time.time() - 299
+
+
+def test_what_the_server_does_is_recorded_as_torchs_agent_records_it(tmp_path: Path) -> None:
+    records: list[Event] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.event)  # type: ignore[attr-defined]
+
+    register_logging_handler("kept", Keep())
+    launch(config(str(tmp_path), event_log_handler="kept"), HANG.format(first=""))
+    (killed,) = (event for event in records if event.name == "kill worker process")
+    about = json.loads(killed.metadata["metadata"])
+    assert killed.metadata["state"] == "RUNNING"
+    assert (about["scope_id"], about["signal"]) == ("step", "9")
+    names = {event.name for event in records}
+    assert {"watchdog started", "timer expired", "watchdog stopped"} <= names
+
+
+@pytest.mark.parametrize("value", ["0", "", "yes"])
+def test_only_1_in_torchs_variable_turns_timers_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, value)
+    assert not LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
+    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
+    assert LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
