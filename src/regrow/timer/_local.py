@@ -15,7 +15,6 @@ first request on, and neither a worker that ended nor a stranger that got its pi
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import select
@@ -28,11 +27,15 @@ from typing import Any
 
 from regrow.timer._api import RequestQueue, TimerRequest, TimerServer
 from regrow.timer._timers import Timers
+from regrow.utils import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 AT_ONCE = 1000
 """Requests that are taken before deadlines are looked at again."""
+NAP = 0.002
+"""Seconds without a look at the queue after there was something in it, so that under load one
+wake-up serves many requests. No deadline waits for it."""
 KILL_PATIENCE = 0.05
 """Seconds that a kill waits for those who write to the queue, and they for the end of who is
 killed."""
@@ -151,6 +154,7 @@ class _Arrivals(MultiprocessingRequestQueue):
         self._pidfds: dict[int, int] = {}
         self._pids: dict[int, int] = {}  # by pidfd
         self._ended: list[int] = []
+        self._busy = False  # whether something came at the last look
         self._reported: set[str] = set()
         self._poll = select.epoll()
         # Not an eventfd: connections are closed when nobody has them any more.
@@ -175,6 +179,9 @@ class _Arrivals(MultiprocessingRequestQueue):
         However many there are said to be: those that a worker did not send before it died count,
         and never come.
         """
+        if self._busy:
+            time.sleep(min(NAP, timeout))
+            timeout = max(0.0, timeout - NAP)
         for fd, _ in self._poll.poll(timeout if self._wakes else 0):
             if fd == self._woken.fileno():
                 self._woken.recv_bytes()
@@ -195,6 +202,7 @@ class _Arrivals(MultiprocessingRequestQueue):
             patience = 0.0
             if self._takes(item):
                 requests.append(item)
+        self._busy = bool(requests) and self._wakes
         return requests
 
     def pidfd(self, pid: int) -> int | None:
