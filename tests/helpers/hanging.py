@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from regrow.timer._capture import Target, capture
 from regrow.timer._frames import Dump
-from regrow.timer._stacks import _armed, arm
+from regrow.timer._stacks import CANDIDATES, _armed, arm
 
 
 class Hanging(NamedTuple):
@@ -141,6 +141,13 @@ def armed_child() -> None:
     arm()
     _here(os.getpid())
     time.sleep(1000)
+
+
+def otherwise() -> None:
+    """It has other handlers by now than those that it armed."""
+    for number in CANDIDATES:
+        signal.signal(number, lambda *_: None)
+    sleeping()
 
 
 def littering() -> None:

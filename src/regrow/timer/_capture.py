@@ -15,10 +15,10 @@ may have a checkpoint to write. The main thread comes first in any case, and tha
 signal ends a `sleep` or `poll` of native code, as any signal does, so that a moment later the
 thread may stand elsewhere.
 
-A dump is complete when it has begun and its signal is neither pending nor blocked, as the kernel
-blocks a signal while its handler runs. That is said of the main thread, which takes the signals of
-a process unless it blocks them. Where it does, another thread answers, whose mask is one of
-hundreds to look through; then the dump is complete when it has not grown for `SETTLE_S`.
+A dump is complete when it has begun and its signal is neither pending nor blocked by the thread
+that took it, as the kernel blocks a signal while its handler runs. The main thread takes the
+signals of a process; where it blocks them one of those does that do not, and all of them are looked
+at.
 
 Nothing in Linux wakes anybody at the end of a signal handler, so that is looked for every half
 millisecond, for the 50 that it may take. After them the caller has what there is.
@@ -41,8 +41,6 @@ logger = get_logger(__name__)
 
 #: Between two looks at the processes that were asked, s.
 STEP_S = 0.0005
-#: A dump by another thread than the main one is over when it has not grown for this long, s.
-SETTLE_S = 0.005
 #: Most bytes of a dump that are read: 100 threads of 100 frames are under 2 MB with long paths.
 MOST_BYTES = 4 << 20
 #: Memory with more than this is emptied before its process writes more, bytes.
@@ -80,10 +78,10 @@ def capture(
     """
     asked = [_Asked(target) for target in targets]
     deadline = time.monotonic() + budget
-    listening = [each for each in asked if not each.look(time.monotonic())]
-    while listening and (now := time.monotonic()) < deadline:
+    listening = [each for each in asked if not each.look()]
+    while listening and time.monotonic() < deadline:
         time.sleep(STEP_S)
-        listening = [each for each in listening if not each.look(now)]
+        listening = [each for each in listening if not each.look()]
     dumps = {each.pid: each.answer(budget) for each in asked}
     if native <= 0:
         return dumps
@@ -130,16 +128,14 @@ class _Asked:
         self._doomed = target.doomed
         self._marker: Marker | None = None
         self._memory = -1
-        self._deaf = False  # its main thread blocks the signals
+        self._deaf = False  # its main thread blocks the signals,
+        self._hearing: list[str] = []  # and these threads do not
         self._sent: list[int] = []
-        # Sizes of its memory: before all, before the latest dump, and at the latest look; and when
-        # it was first seen to have that.
-        self._begin = self._asked = self._size = 0
-        self._since = 0.0
+        self._begin = self._asked = 0  # size of its memory before all, and when it was last asked
         self._outcome: Outcome | None = None
         self._note = ""
 
-    def look(self, now: float) -> bool:
+    def look(self) -> bool:
         """Take the step that is possible now; whether there will be no other."""
         status = _read(f"/proc/{self.pid}/status")
         state = _state(status)
@@ -148,7 +144,7 @@ class _Asked:
         if state in "Tt":
             return self._end("stopped")
         signals = Signals.of(status)
-        return self._listen(signals, now) if self._sent else self._ask(state, signals)
+        return self._listen(signals) if self._sent else self._ask(state, signals)
 
     def answer(self, budget: float) -> Dump:
         """What it said; `budget` is what it had, in seconds."""
@@ -169,14 +165,16 @@ class _Asked:
         marker = self._marker
         assert marker is not None
         self._deaf = _has(signals.blocked, marker.one_thread)
-        if state == "D" or (self._deaf and not (self._doomed and self._others_hear())):
+        if self._deaf and self._doomed:
+            self._hearing = [each for each in self._threads() if not self._blocks(each)]
+        if state == "D" or (self._deaf and not self._hearing):
             return False  # which may be otherwise at the next look
         return self._send(marker.all_threads if self._deaf else marker.one_thread, signals)
 
     def _send(self, number: int, signals: Signals) -> bool:
         if not _has(signals.caught, number):
             return self._end("no handler", f"it does not catch signal {number} any more")
-        self._asked = self._size
+        self._asked = os.fstat(self._memory).st_size
         try:
             signal.pidfd_send_signal(self._pidfd, number)
         except ProcessLookupError:
@@ -186,20 +184,17 @@ class _Asked:
         self._sent.append(number)
         return False
 
-    def _listen(self, signals: Signals, now: float) -> bool:
-        marker = self._marker
+    def _listen(self, signals: Signals) -> bool:
+        marker, number = self._marker, self._sent[-1]
         assert marker is not None
-        size = os.fstat(self._memory).st_size
-        if size != self._size:
-            self._size, self._since = size, now
-        number = self._sent[-1]
-        busy = signals.pending if self._deaf else signals.pending | signals.blocked
-        if size == self._asked or _has(busy, number):
+        begun = os.fstat(self._memory).st_size != self._asked
+        if not begun or _has(signals.pending, number):
             return False
-        if number == marker.one_thread:
-            return self._send(marker.all_threads, signals) if self._doomed else self._end("dumped")
-        by_main = f"Current thread 0x{marker.main:016x} " in self._text()
-        return (by_main or now - self._since >= SETTLE_S) and self._end("dumped")
+        if any(map(self._blocks, self._hearing)) if self._deaf else _has(signals.blocked, number):
+            return False
+        if number == marker.one_thread and self._doomed:
+            return self._send(marker.all_threads, signals)
+        return self._end("dumped")
 
     def _end(self, outcome: Outcome, note: str = "") -> bool:
         self._outcome, self._note = outcome, note
@@ -216,7 +211,7 @@ class _Asked:
                     self._marker = marker
                     if os.fstat(self._memory).st_size > KEEP_BYTES:
                         os.ftruncate(self._memory, 0)
-                    self._begin = self._size = os.fstat(self._memory).st_size
+                    self._begin = os.fstat(self._memory).st_size
                     return ""
         except OSError as error:
             return f"its descriptors may not be looked at: {error.strerror}"
@@ -225,16 +220,17 @@ class _Asked:
     def _text(self) -> str:
         return os.pread(self._memory, MOST_BYTES, self._begin).decode("utf-8", "backslashreplace")
 
-    def _others_hear(self) -> bool:
-        """Whether some thread besides the main one would take the signals."""
-        assert self._marker is not None
+    def _threads(self) -> list[str]:
         try:
-            threads = os.listdir(f"/proc/{self.pid}/task")
+            return os.listdir(f"/proc/{self.pid}/task")
         except OSError:  # it has ended, which the next look tells
-            return False
-        statuses = (_read(f"/proc/{self.pid}/task/{thread}/status") for thread in threads)
-        number = self._marker.all_threads
-        return any(status and not _has(Signals.of(status).blocked, number) for status in statuses)
+            return []
+
+    def _blocks(self, thread: str) -> bool:
+        """Whether a thread blocks the signal for all threads; one that has ended does not."""
+        assert self._marker is not None
+        status = _read(f"/proc/{self.pid}/task/{thread}/status")
+        return _has(Signals.of(status).blocked, self._marker.all_threads)
 
     def _why(self) -> str:
         """Why it may not have answered."""
