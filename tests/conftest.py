@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +39,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
     config.option.loadscopereorder = False
     return Spread(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import the tests, each process from another file on; they are found imported then.
+
+    What pytest makes of a file it keeps beside it. In a fresh clone the processes make that of
+    different files; side by side, each would make all of it for itself.
+    """
+    share = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not share.isdecimal():
+        return
+    folders = [Path(argument) for argument in session.config.args]
+    files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
+    first = len(files) * int(share) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for file in files[first:] + files[:first]:
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+        # What cannot be imported is told when it is collected.
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(file.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
