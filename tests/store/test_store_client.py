@@ -234,6 +234,17 @@ def test_connecting_can_be_stopped(token: bytes, listens: bool) -> None:
     os.close(stop)
 
 
+def test_connecting_to_a_path_where_nobody_is_yet_can_be_stopped(
+    token: bytes, tmp_path: Path
+) -> None:
+    stop = os.eventfd(0)
+    connecting = Background(connect, f"unix:{tmp_path}/s", token=token, timeout=1e6, stop=stop)
+    os.eventfd_write(stop, 1)
+    with pytest.raises(StoreClosedError):
+        connecting.result()
+    os.close(stop)
+
+
 def test_a_session_has_more_grace_the_slower_its_link_is(serve: Serve) -> None:
     server = serve()
     with server.connect(session_grace=0.5), server.connect(session_grace=0.5, spare_round_trips=9):
