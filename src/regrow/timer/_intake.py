@@ -111,7 +111,7 @@ class Intake:
                 request.monotonic = request.armed = None
             worker = self._workers.get(pid)
             if worker is not None:
-                why = self._excess(pid) if request.expiration_time >= 0 else ""
+                why = self._excess(request) if request.expiration_time >= 0 else ""
                 if not why and (now if request.armed is None else request.armed) > worker.reaped:
                     yield request
             elif request.expiration_time < 0:
@@ -137,8 +137,10 @@ class Intake:
             self._workers.forget(worker)
         return why or ""
 
-    def _excess(self, pid: int) -> str:
-        if len(self._timers) < MANY or self._timers.count(pid) < MANY:
+    def _excess(self, request: FileTimerRequest) -> str:
+        """Why a worker may arm no timer that it has not armed."""
+        timers, pid = self._timers, request.worker_pid
+        if len(timers) < MANY or timers.count(pid) < MANY or (pid, request.scope_id) in timers:
             return ""
         return f"is of a process with {MANY} timers"
 

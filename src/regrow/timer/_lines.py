@@ -22,6 +22,9 @@ from regrow.timer._file_request import MAX_LINE, FileTimerRequest
 
 SHORTEST = len('{"pid":2,"scope_id":"","expiration_time":0,"signal":0}')
 """Bytes of the shortest line that can be a request; what is shorter is not parsed."""
+EXAMINED = 100
+"""Bad lines of one piece whose source is looked for. Who writes more of them is found out sooner or
+later, and the requests among them are not to wait for that."""
 LAST_SIGNAL = 64
 """The highest signal of Linux."""
 LAST_PID = 2**22
@@ -49,7 +52,7 @@ class Batch(NamedTuple):
     requests: list[FileTimerRequest]
     """In the order in which they came."""
     refusals: list[Refusal]
-    """The first of each kind and source."""
+    """The first of each kind and source, among the first `EXAMINED` that are none."""
 
 
 class Lines:
@@ -64,36 +67,54 @@ class Lines:
     def feed(self, data: bytes) -> Batch:
         """Take the next bytes of the stream."""
         requests: list[FileTimerRequest] = []
-        refusals: dict[tuple[str, int], Refusal] = {}
+        refused = _Refused()
         lines = (self._partial + data).split(b"\n")
         self._partial = lines.pop()
         for line in lines:
-            if not line:
+            if self._too_long:  # of which the end is left, and that it is has been said
+                self._too_long = False
+                why = ""
+            elif len(line) < SHORTEST:
+                if line:
+                    refused.add(_NO_JSON, line)
                 continue
-            read = _read(line) if not self._too_long else ""
-            if isinstance(read, FileTimerRequest):
-                requests.append(read)
-                continue
+            else:
+                read = _read(line)
+                if isinstance(read, FileTimerRequest):
+                    requests.append(read)
+                    continue
+                why = read
             begin = line.rfind(_BEGIN)
             if begin > 0 and isinstance(another := _read(line[begin:]), FileTimerRequest):
                 requests.append(another)
                 line = line[:begin]
-            if read:
-                _refuse(read, line, refusals)
-            self._too_long = False
+            if why:
+                refused.add(why, line)
         if len(self._partial) > MAX_LINE:
             if not self._too_long:
-                _refuse(_TOO_LONG, self._partial, refusals)
+                refused.add(_TOO_LONG, self._partial)
             self._too_long = True
             self._partial = self._partial[-MAX_LINE:]
-        return Batch(requests, list(refusals.values()))
+        return Batch(requests, list(refused.found.values()))
 
 
-def _refuse(why: str, line: bytes, refusals: dict[tuple[str, int], Refusal]) -> None:
-    said = _PID.search(line, 0, MAX_LINE)
-    pid = int(said[1]) if said else 0
-    if (why, pid) not in refusals:
-        refusals[why, pid] = Refusal(why, pid, line[:_SAMPLE].decode(errors="backslashreplace"))
+class _Refused:
+    """The refusals of one piece: of so many lines that they do not hold up the requests."""
+
+    __slots__ = ("_left", "found")
+
+    def __init__(self) -> None:
+        self._left = EXAMINED
+        self.found: dict[tuple[str, int], Refusal] = {}
+
+    def add(self, why: str, line: bytes) -> None:
+        if self._left:
+            self._left -= 1
+            said = _PID.search(line, 0, MAX_LINE)
+            pid = int(said[1]) if said else 0
+            if (why, pid) not in self.found:
+                sample = line[:_SAMPLE].decode(errors="backslashreplace")
+                self.found[why, pid] = Refusal(why, pid, sample)
 
 
 _TOO_LONG = f"is longer than {MAX_LINE} bytes"

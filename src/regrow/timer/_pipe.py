@@ -39,7 +39,12 @@ class Pipe:
     def __init__(self, path: str) -> None:
         self.fd = -1
         _make_room(path)
-        os.mkfifo(path, 0o600)
+        try:
+            os.mkfifo(path, 0o600)
+        except OSError as error:  # which does not say where
+            raise OSError(
+                error.errno, f"no pipe can be made for the timer server: {error.strerror}", path
+            ) from error
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         status = os.fstat(self.fd)

@@ -56,6 +56,11 @@ class Timers(Generic[W, R]):
         """How many timers of a worker are armed."""
         return len(self._armed.get(worker, ()))
 
+    def __contains__(self, timer: tuple[W, str]) -> bool:
+        """Whether the timer of a worker and scope is armed."""
+        worker, scope = timer
+        return scope in self._armed.get(worker, ())
+
     def arm(self, worker: W, scope: str, at: float, request: R) -> None:
         """Arm the worker's timer of this scope, or arm it anew.
 

@@ -1,0 +1,81 @@
+"""What a timer server is still to be told: the newest state, and no more than that."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.timer._backlog import Backlog, Message
+
+SCOPES = st.sampled_from("abc")
+# What happens: a request, room in the pipe for so many of those that wait, or a new server.
+STEPS = st.lists(
+    st.tuples(st.just("arm"), SCOPES)
+    | st.tuples(st.just("release"), SCOPES)
+    | st.tuples(st.just("room"), st.integers(1, 3))
+    | st.tuples(st.just("full"), st.none())
+    | st.tuples(st.just("lost"), st.none()),
+    max_size=40,
+)
+
+
+class Server:
+    """What a server makes of messages."""
+
+    def __init__(self) -> None:
+        self.armed: dict[str, bytes] = {}
+
+    def told(self, message: Message) -> None:
+        if message.arms:
+            self.armed[message.scope] = message.line
+        else:
+            self.armed.pop(message.scope, None)
+
+
+def send(backlog: Backlog, server: Server, most: int) -> None:
+    for _ in range(min(most, len(backlog))):
+        message = backlog.take()
+        server.told(message)
+        backlog.sent(message)
+
+
+@given(STEPS)
+def test_whatever_happens_the_server_gets_to_know_the_newest_state(
+    steps: list[tuple[str, object]],
+) -> None:
+    backlog, server, armed = Backlog(), Server(), dict[str, bytes]()
+    for number, (what, which) in enumerate(steps):
+        if what in ("arm", "release"):
+            message = Message(str(which), b"%d" % number, what == "arm")
+            backlog.add(message)
+            if message.arms:
+                armed[message.scope] = message.line
+            else:
+                armed.pop(message.scope, None)
+        elif what == "room":
+            assert isinstance(which, int)
+            send(backlog, server, which)
+        elif what == "full" and len(backlog):
+            backlog.put_back(backlog.take())
+        elif what == "lost":
+            server = Server()
+            backlog.lost()
+        assert len(backlog) <= len("abc")
+    send(backlog, server, len(backlog))
+    assert server.armed == armed
+
+
+def test_a_timer_that_was_released_before_the_server_heard_of_it_is_not_mentioned() -> None:
+    backlog = Backlog()
+    backlog.add(Message("a", b"1", True))
+    backlog.add(Message("a", b"2", False))
+    assert len(backlog) == 0
+
+
+def test_a_request_that_came_while_an_older_one_was_on_its_way_is_the_one_that_counts() -> None:
+    backlog = Backlog()
+    backlog.add(Message("a", b"old", True))
+    on_its_way = backlog.take()
+    backlog.add(Message("a", b"new", True))
+    backlog.put_back(on_its_way)
+    assert backlog.take().line == b"new"

@@ -1,0 +1,225 @@
+"""The pipe of a file timer is hostile ground: whatever is written into it, healthy workers are
+served, the thread goes on, and what is wrong is reported once with its source."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from file_timers import Rig, WatchedServer, line
+from processes import PATIENCE, wait_until
+
+from regrow.timer import _intake
+from regrow.timer._file_request import MAX_LINE, FileTimerRequest
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.clear()
+
+
+def serves(rig: Rig, server: WatchedServer) -> None:
+    """The server keeps the timers of healthy workers, and reaps one that hangs."""
+    healthy, hung = rig.worker(), rig.worker()
+    rig.arm(healthy.pid, 0.05)
+    rig.release(healthy.pid)
+    rig.arm(hung.pid, 0.05)
+    assert server.reaping().pid == hung.pid
+    assert hung.wait(PATIENCE) == -signal.SIGKILL
+    assert healthy.poll() is None
+
+
+KILLED = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY)
+os.write(fd, b'{"version": 1, "pid": %d, "scope_id": "tra' % os.getpid())
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("newline", [b"\n", b""])
+def test_a_client_that_dies_in_mid_write(rig: Rig, newline: bytes) -> None:
+    server = rig.serve()
+    dead = rig.run(sys.executable, "-c", KILLED, str(rig.path))
+    assert dead.wait(PATIENCE) == -signal.SIGKILL
+    worker = rig.worker()
+    # Ours begin a line, torch's do not.
+    rig.write(newline + line(FileTimerRequest(worker.pid, "healthy", time.time(), 9)))
+    assert server.reaping().pid == worker.pid
+    assert server.refusals.get(timeout=PATIENCE).pid == dead.pid
+    serves(rig, server)
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_a_line_of_hundreds_of_megabytes(rig: Rig, end: bytes) -> None:
+    server = rig.serve()
+    rig.write(*[b"x" * (1 << 20)] * 256, end)
+    refusal = server.refusals.get(timeout=PATIENCE)
+    assert (refusal.why, refusal.pid) == (f"is longer than {MAX_LINE} bytes", 0)
+    serves(rig, server)
+    assert server.refusals.empty()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\n" * 3_000_000,
+        b"{\n" * 1_000_000,
+        b"[]\n" * 1_000_000,
+        b"\0" * 3_000_000,
+        b"[" * 4000 + b"\n" + b'{"a":' * 700 + b"\n",
+        os.urandom(1_000_000),
+        b'{"version": 1, "pid": 12, "scope_id": "aaaaaaaaaaaaaaaaaaaaaaaaaa"}\n' * 10_000,
+    ],
+    ids=["newlines", "braces", "JSON", "zeros", "depth", "noise", "shape"],
+)
+def test_garbage(rig: Rig, garbage: bytes) -> None:
+    server = rig.serve()
+    rig.write(garbage, b"\n")
+    serves(rig, server)
+
+
+def test_a_stream_of_garbage_that_never_ends(rig: Rig) -> None:
+    server = rig.serve()
+    with open(rig.path, "wb") as pipe:
+        rig.processes.append(subprocess.Popen(["yes", '{"pid": 12}'], stdout=pipe))
+    assert server.refusals.get(timeout=PATIENCE).sample == '{"pid": 12}'
+    serves(rig, server)
+    assert server.refusals.empty()
+
+
+def refused(rig: Rig, server: WatchedServer, pid: int) -> str:
+    """Why a process may have no timers."""
+    for _ in range(3):
+        rig.arm(pid, 0, str(pid))
+    refusal = server.refusals.get(timeout=PATIENCE)
+    assert refusal.pid == pid
+    return refusal.why
+
+
+def test_pids_that_are_nobodys_or_somebody_elses(rig: Rig) -> None:
+    server, gone = rig.serve(), rig.worker()
+    gone.kill()
+    gone.wait()
+    assert "process that is gone" in refused(rig, server, gone.pid)
+    assert "process that is gone" in refused(rig, server, 2**22)
+    assert "own process" in refused(rig, server, os.getpid())
+    serves(rig, server)
+    assert server.refusals.empty()
+    assert [name for name, _ in server.events].count("bad request") == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_process_of_another_user(rig: Rig) -> None:
+    server = rig.serve()
+    rig.processes.append(subprocess.Popen(["sleep", "1000"], user=65534))
+    assert "another user (65534)" in refused(rig, server, rig.processes[0].pid)
+    assert rig.processes[0].poll() is None
+
+
+def test_a_subclass_may_say_whose_timers_it_keeps(rig: Rig) -> None:
+    class Choosy(WatchedServer):
+        def _refusal(self, pid: int) -> str | None:
+            return "is of nobody we know" if pid == stranger.pid else super()._refusal(pid)
+
+    stranger = rig.worker()
+    server = rig.serve(Choosy)
+    assert refused(rig, server, stranger.pid) == "is of nobody we know"
+    serves(rig, server)
+    assert stranger.poll() is None
+
+
+def test_a_release_of_a_timer_that_never_was_is_nothing_to_talk_about(rig: Rig) -> None:
+    server, worker = rig.serve(), rig.worker()
+    for pid in (worker.pid, os.getpid(), 2**22):
+        rig.release(pid)
+    serves(rig, server)
+    assert server.refusals.empty()
+
+
+def test_a_deadline_on_a_clock_that_is_not_ours_is_not_believed(rig: Rig) -> None:
+    server, worker = rig.serve(), rig.worker()
+    ahead = time.monotonic() + 10**6  # a clock of another time namespace
+    rig.arm(worker.pid, 0, monotonic=ahead, armed=ahead)
+    assert server.reaping().pid == worker.pid
+
+
+def test_a_deadline_beyond_all_times_is_kept(rig: Rig) -> None:
+    server, worker = rig.serve(), rig.worker()
+    rig.write(line(FileTimerRequest(worker.pid, "far", 1e308, 9)))
+    assert server.next_seen().scope_id == "far"
+    serves(rig, server)
+    assert server.armed() == [(worker.pid, "far")]
+
+
+def test_one_worker_has_only_so_many_timers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_intake, "MANY", 10)
+    server, greedy = rig.serve(), rig.worker()
+    for number in range(10):
+        rig.arm(greedy.pid, 600, str(number))
+    wait_until(lambda: len(server.armed()) == 10, "armed")
+    rig.arm(greedy.pid, 600, "one more")
+    assert server.refusals.get(timeout=PATIENCE).why == "is of a process with 10 timers"
+    serves(rig, server)
+    assert server.armed() == [(greedy.pid, str(number)) for number in range(10)]
+    rig.arm(greedy.pid, 0.05, "3")  # which it has
+    assert server.reaping().pid == greedy.pid
+
+
+def test_reports_have_an_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_intake, "REPORTS", 3)
+    server = rig.serve()
+    for pid in range(2**22 - 9, 2**22):
+        rig.arm(pid, 600)
+    serves(rig, server)
+    assert server.refusals.qsize() == 3
+    assert [record.getMessage() for record in caplog.records][-1] == (
+        f"bad requests in {rig.path} are not reported any more"
+    )
+
+
+def test_a_bad_request_is_reported_in_words(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    server = rig.serve()
+    bad = '{"version": 1, "pid": 4711, "scope_id": "a", "expiration_time": "x", "signal": 9}'
+    rig.write(bad.encode() + b"\n")
+    assert server.refusals.get(timeout=PATIENCE).pid == 4711
+    assert [record.getMessage() for record in caplog.records] == [
+        f"what process 4711 wrote into {rig.path} has an expiration_time that is no finite number;"
+        f" it does not count, and the next of this kind will not be reported: {bad!r}"
+    ]
+
+
+def test_without_descriptors_to_spare_workers_are_served_all_the_same(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", exhausted)
+    server = rig.serve()
+    serves(rig, server)
+    gone = rig.worker()
+    rig.arm(gone.pid, 600)
+    wait_until(lambda: (gone.pid, "scope") in server.armed(), "armed")
+    gone.kill()
+    gone.wait()
+    assert server._reap_worker(gone.pid, signal.SIGKILL)
+
+
+def test_a_pipe_that_is_taken_away_serves_those_who_have_it(rig: Rig) -> None:
+    server, worker = rig.serve(), rig.worker()
+    with open(rig.path, "wb", buffering=0) as pipe:
+        rig.path.unlink()
+        pipe.write(line(FileTimerRequest(worker.pid, "scope", time.time(), 9)))
+    assert server.reaping().pid == worker.pid
