@@ -77,6 +77,7 @@ def test_of_a_process_that_is_to_live_only_the_main_thread_is_dumped() -> None:
 
 def test_a_process_of_more_threads_than_are_listed_still_shows_its_main_one() -> None:
     with hanging(sleeping, threads=110) as hung:
+        wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it sleeps")
         dump = ask(hung.target._replace(doomed=True))
         assert ("\n...\n" in dump.text, dump.note) == (True, "")
         assert len(dump.threads) == 101
