@@ -47,6 +47,16 @@ def test_the_first_failure_is_the_news() -> None:
     assert "rank 1: SIGKILL" in shown
 
 
+def test_a_timer_that_ran_out_is_the_news_and_stays_it_when_its_worker_is_dead() -> None:
+    hung = ("regrow.timer.expired", {"rank": 1, "scope": "step", "signal": "SIGKILL"})
+    told = "rank 1 hangs: timer step"
+    assert f"2/2 alive | world 4 | {told}" in line(STARTED, RUNNING, hung)
+    assert f"1/2 alive | world 4 | {told}" in line(STARTED, RUNNING, hung, KILLED)
+    assert "rank 1: SIGKILL" in line(STARTED, RUNNING, hung, RUNNING, KILLED)
+    unknown = ("regrow.timer.expired", {"rank": None, "scope": "load", "signal": "SIGKILL"})
+    assert "a process of a worker hangs: timer load" in line(STARTED, RUNNING, unknown)
+
+
 def test_a_restart_is_counted_and_its_cause_stays() -> None:
     shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING)
     assert shown.startswith("regrow: restarting | 01:05 | attempt 1")

@@ -419,6 +419,7 @@ _ALL = [
     line("worker.suspended", 1, 113.0, rank=0, pid=7, signal="SIGSTOP"),
     line("worker.resumed", 1, 114.0, rank=0, pid=7, signal="SIGCONT"),
     raised(1, 120.0, "Traceback (most recent call last):\n x\nE: y", rank=0, root_cause=False),
+    line("timer.expired", 1, 119.0, rank=0, pid=8, scope="step", compared=["rank 0: x"]),
     {"name": "regrow.log.gap", "lost": 2},
     {"name": "torchelastic.worker.status.SUCCEEDED", "metadata_x": 1},
     {},

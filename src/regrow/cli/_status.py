@@ -28,6 +28,8 @@ class Status:
     """Ranks among them that are known to have failed."""
     halted: frozenset[int] = frozenset()
     """Ranks among them that are stopped by a signal such as SIGSTOP."""
+    hung: frozenset[int] = frozenset()
+    """Ranks among them that are killed because a timer of theirs ran out."""
     restarts: int = 0
     """Times that the workers were started again."""
     news: str = ""
@@ -58,6 +60,7 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
                 workers=len(ranks),
                 gone=frozenset(),
                 halted=frozenset(),
+                hung=frozenset(),
             )
         case "regrow.worker.failed" if "told_monotonic" in metadata:  # on another host
             rank = metadata.get("rank")
@@ -67,8 +70,8 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
         case "regrow.worker.failed":
             rank = int(metadata["rank"])
             news = f"rank {rank}: {metadata.get('signal') or metadata.get('message')}"
-            if status.gone:  # the first failure is the one that matters
-                news = status.news
+            if status.gone or rank in status.hung:
+                news = status.news  # the first failure is the one that matters, and why
             return replace(status, gone=status.gone | {rank}, news=news)
         case "regrow.worker.suspended":
             rank = int(metadata["rank"])
@@ -78,8 +81,11 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
             rank = int(metadata["rank"])
             return replace(status, halted=status.halted - {rank}, news=f"rank {rank} goes on")
         case "regrow.timer.expired":
-            who = f"rank {metadata['rank']}" if metadata["rank"] is not None else "a process"
-            return replace(status, news=f"{who} hangs: timer {metadata['scope']}")
+            rank = metadata["rank"]
+            who = f"rank {rank}" if rank is not None else "a process of a worker"
+            status = replace(status, news=f"{who} hangs: timer {metadata['scope']}")
+            killed = rank is not None and metadata["signal"] is not None
+            return replace(status, hung=status.hung | {rank}) if killed else status
         case "regrow.round.ended" | "regrow.rendezvous.lost":
             if status.gone:  # by a failure here, which is what matters
                 return status

@@ -1,0 +1,152 @@
+"""The story of timers that ran out: which rank, which timer, how long over, where it stood."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from regrow.events import story
+
+Line = dict[str, Any]
+MESSAGE = "timer step of 2 s was over by 12.3 ms: in load (data.py:7), called by step (train.py:42)"
+
+
+def line(name: str, attempt: int, monotonic: float, **fields: Any) -> Line:
+    common = {"run_id": "7f3a", "host": "foo", "attempt": attempt, "monotonic": monotonic}
+    return {"name": f"regrow.{name}", **common, **fields}
+
+
+def expired(at: float = 110.0123, **fields: Any) -> Line:
+    defaults = {
+        "rank": 1,
+        "local_rank": 1,
+        "pid": 42,
+        "worker_pid": 42,
+        "scope": "step",
+        "after_s": 2.0,
+        "over_s": 0.0123,
+        "deadline_monotonic": 110.0,
+        "noticed_monotonic": 110.002,
+        "signal": "SIGKILL",
+        "outcome": "dumped",
+        "stood": "in load (data.py:7), called by step (train.py:42)",
+        "compared": ["ranks 0, 2 stand in recv (train.py:9)", "rank 1 alone stands in load"],
+        "stacks": "logs/attempt_0/1/stacks.42.txt",
+        "message": MESSAGE,
+    }
+    return line("timer.expired", 0, at, **{**defaults, **fields})
+
+
+def failed(**fields: Any) -> Line:
+    defaults = {
+        "rank": 1,
+        "pid": 42,
+        "exit_code": -9,
+        "signal": "SIGKILL",
+        "message": MESSAGE,
+        "traceback": f"{MESSAGE}\nMain thread (most recent call first):\n  File ...",
+        "error_file": "logs/attempt_0/1/error.json",
+        "failed_monotonic": 110.0,
+        "detected_monotonic": 110.0201,
+        "root_cause": True,
+    }
+    return line("worker.failed", 0, 110.021, **{**defaults, **fields})
+
+
+def job(*events: Line, state: str = "SUCCEEDED") -> list[Line]:
+    return [
+        line("job.started", 0, 100.0, command=["python3", "train.py"], max_restarts=1),
+        line("attempt.started", 0, 101.0, world_size=3),
+        *events,
+        line("attempt.started", 1, 110.05, world_size=3),
+        line("job.finished", 1, 120.0, state=state, duration_s=20.0, restarts=1),
+    ]
+
+
+def told(*events: Line, width: int = 200) -> list[str]:
+    return story(job(*events)).render(width).splitlines()
+
+
+def test_a_hang_is_told_with_its_timer_its_place_and_its_company() -> None:
+    assert told(expired(), failed())[1:] == [
+        "  failure 1 (attempt 0): rank 1 on host foo (pid 42) hung: timer step of 2 s was over by "
+        "12.3 ms, so it was killed by SIGKILL",
+        "    stood            in load (data.py:7), called by step (train.py:42)",
+        "    compared         ranks 0, 2 stand in recv (train.py:9)",
+        "                     rank 1 alone stands in load",
+        "    stacks           logs/attempt_0/1/stacks.42.txt",
+        "    error file       logs/attempt_0/1/error.json",
+        "    detected after   20.1 ms",
+        "    restarted after  50.0 ms    (all 3 workers started again)",
+        "    work lost        unknown: the script does not call regrow.step",
+    ]
+
+
+def test_a_timer_that_is_a_failures_is_not_told_again() -> None:
+    made = story(job(expired(), failed()))
+    assert made.expiries == ()
+    (failure,) = made.failures
+    assert failure.timer is not None
+    assert (failure.timer.scope, failure.timer.over_s) == ("step", 0.0123)
+
+
+def test_ranks_that_were_reaped_together_are_one_failure() -> None:
+    other = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
+    second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
+    lines = told(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
+    assert sum("hung" in each for each in lines) == 1
+    assert lines[-1].startswith(
+        "    then also        rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s"
+    )
+    assert lines[-1].endswith(", 1.0 ms later")
+
+
+def test_a_timer_that_is_only_reported_is_told_without_a_failure() -> None:
+    lines = told(expired(signal=None, compared=[]))
+    assert lines[-3:] == [
+        "  rank 1 on host foo (pid 42): timer step of 2 s was over by 12.3 ms, which is only "
+        "reported (attempt 0)",
+        "    stood            in load (data.py:7), called by step (train.py:42)",
+        "    stacks           logs/attempt_0/1/stacks.42.txt",
+    ]
+
+
+def test_a_helper_of_a_worker_is_told_apart_from_it() -> None:
+    lines = told(expired(pid=50, compared=[]))
+    assert any(
+        each.startswith("  a process that rank 1 on host foo had started (pid 50): timer step")
+        and "so it was sent SIGKILL" in each
+        for each in lines
+    )
+
+
+def test_a_failure_of_something_else_is_not_blamed_on_a_timer() -> None:
+    made = story(job(expired(signal="SIGUSR1"), failed(message="ValueError: x", exit_code=1)))
+    assert made.failures[0].timer is None
+    assert [expiry.signal for expiry in made.expiries] == ["SIGUSR1"]
+
+
+def test_another_nodes_hang_is_told_by_its_message() -> None:
+    away = failed(host="bar", told_monotonic=110.03, told_host="foo", failed_monotonic=None)
+    assert any(
+        each.endswith(f"rank 1 on host bar (pid 42) was killed by SIGKILL: {MESSAGE}")
+        for each in told(away)
+    )
+
+
+def test_a_crowd_of_timers_is_cut_and_counted() -> None:
+    lines = told(*(expired(signal=None, pid=n, message=None) for n in range(20)))
+    assert sum("which is only reported" in each for each in lines) == 8
+    assert "  ... 12 more timers that ran out" in lines
+
+
+@pytest.mark.parametrize(
+    "field", ["rank", "scope", "after_s", "over_s", "stood", "compared", "stacks", "worker_pid"]
+)
+@pytest.mark.parametrize("value", [None, "\x1b[2J", 1 << 70, [1], float("nan")])
+def test_no_field_of_a_timer_makes_the_story_fail(field: str, value: object) -> None:
+    for events in ([expired(**{field: value})], [expired(**{field: value}), failed()]):
+        text = story(job(*events)).render()
+        assert text.isascii()
+        assert "\x1b" not in text
