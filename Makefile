@@ -50,6 +50,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/logs.py
 	$(DEV)/bin/python benchmarks/rendezvous.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/node_loss.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/timers.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/hangs.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
