@@ -14,6 +14,16 @@ from regrow.timer._file_request import FileTimerRequest
 from regrow.timer._file_server import FileTimerServer, Reaping
 from regrow.timer._lines import Refusal
 
+# torch's own timer, without the rest of torch, which takes seconds to import.
+TORCHS_TIMER = """
+import importlib.util, sys, types
+(root,) = importlib.util.find_spec("torch").submodule_search_locations
+for name in ("", ".distributed", ".distributed.elastic", ".distributed.elastic.utils"):
+    package = sys.modules["torch" + name] = types.ModuleType("torch" + name)
+    package.__path__ = [root + name.replace(".", "/")]
+from torch.distributed.elastic import timer
+"""
+
 
 class WatchedServer(FileTimerServer):
     """Keeps what it does until it is asked for."""

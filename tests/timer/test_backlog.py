@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.timer._backlog import Backlog, Message
 
+UNHURRIED = settings(deadline=None)
 SCOPES = st.sampled_from("abc")
 # What happens: a request, room in the pipe for so many of those that wait, or a new server.
 STEPS = st.lists(
@@ -39,6 +40,7 @@ def send(backlog: Backlog, server: Server, most: int) -> None:
         backlog.sent(message)
 
 
+@UNHURRIED
 @given(STEPS)
 def test_whatever_happens_the_server_gets_to_know_the_newest_state(
     steps: list[tuple[str, object]],

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from file_timers import Rig, WatchedServer
+from file_timers import TORCHS_TIMER, Rig, WatchedServer
 from processes import PATIENCE, wait_until
 
 from regrow.timer import _file_client
@@ -440,9 +440,9 @@ def test_a_forked_child_has_timers_of_its_own(rig: Rig) -> None:
     reader.close()
 
 
-TORCHS_SERVER = """
-import sys, time
-from torch.distributed.elastic import timer
+TORCHS_SERVER = f"""
+{TORCHS_TIMER}
+import time
 server = timer.FileTimerServer(sys.argv[1], "run", max_interval=0.05)
 server.start()
 print("serves", flush=True)

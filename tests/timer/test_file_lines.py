@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.timer._file_request import MAX_LINE, FileTimerRequest
 from regrow.timer._lines import EXAMINED, Batch, Lines
 
+UNHURRIED = settings(deadline=None)
 NUMBERS = st.floats(0, 1e12, allow_nan=False)
 REQUESTS = st.builds(
     lambda pid, scope, at, signal, clock: FileTimerRequest(
@@ -42,6 +43,7 @@ def fed(*pieces: bytes) -> Batch:
     )
 
 
+@UNHURRIED
 @given(st.lists(REQUESTS, max_size=5), st.data())
 def test_requests_come_out_as_they_went_in_however_the_stream_is_cut(
     requests: list[FileTimerRequest], data: st.DataObject
@@ -56,6 +58,7 @@ def test_requests_come_out_as_they_went_in_however_the_stream_is_cut(
     ]
 
 
+@UNHURRIED
 @given(st.lists(st.binary(max_size=3 * MAX_LINE), max_size=4), REQUESTS)
 def test_a_request_of_ours_survives_whatever_came_before_it(
     garbage: list[bytes], request: FileTimerRequest
@@ -63,6 +66,7 @@ def test_a_request_of_ours_survives_whatever_came_before_it(
     assert fed(*garbage, ours(request)).requests[-1] == request
 
 
+@UNHURRIED
 @given(st.integers(0, 90), st.sampled_from([1, 2 * MAX_LINE]), st.booleans())
 def test_a_request_of_torchs_survives_the_half_line_before_it(
     length: int, times: int, cut: bool
@@ -153,6 +157,7 @@ def test_a_line_without_end_is_reported_as_soon_as_it_is_too_long_and_once() -> 
     assert lines.feed(ours(ONE)) == Batch([ONE], [])
 
 
+@UNHURRIED
 @given(st.lists(st.binary(max_size=2 * MAX_LINE), max_size=10))
 def test_no_more_is_kept_than_a_line_may_have(pieces: list[bytes]) -> None:
     lines = Lines()

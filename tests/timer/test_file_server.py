@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from file_timers import Rig, WatchedServer, line
+from file_timers import TORCHS_TIMER, Rig, WatchedServer, line
 from processes import PATIENCE, wait_until
 
 from regrow.timer._file_request import FileTimerRequest
@@ -459,9 +459,9 @@ def test_a_forked_child_neither_stops_its_parents_server_nor_poses_as_one(rig: R
         os.close(os.open(rig.path, os.O_WRONLY | os.O_NONBLOCK))
 
 
-TORCHS_CLIENT = """
-import sys, time
-from torch.distributed.elastic import timer
+TORCHS_CLIENT = f"""
+{TORCHS_TIMER}
+import time
 timer.configure(timer.FileTimerClient(sys.argv[1]))
 with timer.expires(after=60):
     pass
