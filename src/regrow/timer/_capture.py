@@ -21,7 +21,9 @@ signals of a process; where it blocks them one of those does that do not, and al
 at.
 
 Nothing in Linux wakes anybody at the end of a signal handler, so that is looked for every half
-millisecond, for the 50 that it may take. After them the caller has what there is.
+millisecond, for the 50 that it may take. After them the caller has what there is. Only where the
+machine is so loaded that a process has not come to answer, it is worth more to know where it stands
+than to have it killed at once.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ logger = get_logger(__name__)
 
 #: Between two looks at the processes that were asked, s.
 STEP_S = 0.0005
+#: Times the budget that a process may be in the queue for a processor.
+QUEUED = 10
 #: Most bytes of a dump that are read: 100 threads of 100 frames are under 2 MB with long paths.
 MOST_BYTES = 4 << 20
 #: Memory with more than this is emptied before its process writes more, bytes.
@@ -70,16 +74,19 @@ def capture(
 
     Args:
         targets: the processes.
-        budget: s, in all, for the Python stacks.
+        budget: s, in all, for the Python stacks; ten times that where a process would answer, but
+            is waiting for a processor.
         native: s, in all, for native stacks by py-spy, where that is installed; 0: without.
 
     Returns:
         an answer for every target, by pid.
     """
     asked = [_Asked(target) for target in targets]
-    deadline = time.monotonic() + budget
+    begin = time.monotonic()
     listening = [each for each in asked if not each.look()]
-    while listening and time.monotonic() < deadline:
+    while listening:
+        if (passed := time.monotonic() - begin) >= budget:
+            listening = [each for each in listening if each.queued and passed < QUEUED * budget]
         time.sleep(STEP_S)
         listening = [each for each in listening if not each.look()]
     dumps = {each.pid: each.answer(budget) for each in asked}
@@ -131,6 +138,7 @@ class _Asked:
         self._deaf = False  # its main thread blocks the signals,
         self._hearing: list[str] = []  # and these threads do not
         self._sent: list[int] = []
+        self.queued = False  # it was asked, and is runnable
         self._begin = self._asked = 0  # size of its memory before all, and when it was last asked
         self._outcome: Outcome | None = None
         self._note = ""
@@ -143,11 +151,12 @@ class _Asked:
             return self._end("gone", "it ended while its stacks were dumped" if self._sent else "")
         if state in "Tt":
             return self._end("stopped")
+        self.queued = state == "R" and bool(self._sent)
         signals = Signals.of(status)
         return self._listen(signals) if self._sent else self._ask(state, signals)
 
     def answer(self, budget: float) -> Dump:
-        """What it said; `budget` is what it had, in seconds."""
+        """What it said; `budget` is as in `capture`."""
         text = ""
         if self._memory >= 0:
             text = self._text()
@@ -155,7 +164,8 @@ class _Asked:
         main = self._marker.main if self._marker else 0
         outcome, note = self._outcome, self._note
         if outcome is None:
-            outcome, within = "silent", f"within {budget * 1000:.0f} ms"
+            had = budget * (QUEUED if self.queued else 1)
+            outcome, within = "silent", f"within {had * 1000:.0f} ms"
             note = f"not all of it came {within}" if text else f"no answer {within}{self._why()}"
         return Dump(self.pid, "dumped" if text else outcome, note, text, parse(text, main))
 
