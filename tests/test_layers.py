@@ -56,7 +56,7 @@ WALL_TIME = {
     "metrics/_api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
     "timer/_expires.py": "a client takes seconds since the epoch, as torch's",
     "timer/_file_client.py": "how long it is until an expiration in seconds since the epoch",
-    "timer/_file_server.py": "the same, of clients other than ours; last progress, as torch has it",
+    "timer/_server_thread.py": "seconds since the epoch of clients; last progress, as torch has it",
     "timer/_steady.py": "how far the wall clock has been set",
     "workers/errors/_failure.py": "the stamp of a failure",
     "workers/errors/error_handler.py": "the stamp of an error file",

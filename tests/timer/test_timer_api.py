@@ -86,9 +86,12 @@ class Scripted(PlainQueue):
         super().__init__()
         self.clocks = clocks
         self.waits: list[float] = []
+        self.stands_still = 0.0
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
         self.waits.append(timeout)
+        self.clocks.passed += self.stands_still
+        self.stands_still = 0.0
         if self.requests.empty():
             self.clocks.passed += timeout
         return super().get(size, 0.0001)
@@ -329,6 +332,21 @@ def test_a_worker_that_released_in_time_is_not_reaped_because_the_server_was_lat
     assert list(server._timers) == [("fine", "next")]
 
 
+def test_a_host_that_stood_still_costs_no_healthy_worker_its_life(
+    scripted: Scripted, clocks: Clocks
+) -> None:
+    server = UsersServer(scripted)
+    scripted.put(*(TimerRequest(who, "step", clocks.wall() + 5.0) for who in ("fine", "hung")))
+    passes(server, 1)
+    scripted.put(TimerRequest("other", "step", -1))
+    scripted.stands_still = 3600.0
+    passes(server, 1)
+    assert server.reaped == []
+    scripted.put(TimerRequest("fine", "step", -1))
+    passes(server, 2)
+    assert server.reaped == ["hung"]
+
+
 def test_a_flood_of_late_requests_does_not_save_a_worker(
     scripted: Scripted, clocks: Clocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +360,7 @@ def test_a_flood_of_late_requests_does_not_save_a_worker(
 def test_what_happens_is_logged_with_the_worker_and_its_scopes(
     scripted: Scripted, clocks: Clocks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, api.__name__)
     server = UsersServer(scripted)
     server.answers[7] = [False]
     scripted.put(TimerRequest(7, "train.py#42", clocks.wall() - 1.5))

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from regrow.timer._steady import NOISE, SteadyClock
-from regrow.timer._watch import LAST_PAUSE, Watch
+from regrow.timer._watch import LAST_PAUSE, STANDSTILL, Watch
 
 
 def test_it_waits_for_the_earliest_deadline_and_no_longer_than_the_limit() -> None:
@@ -64,6 +64,19 @@ def test_of_a_reaped_worker_nothing_remains() -> None:
     watch.survived("a", 100.0)
     watch.reaped("a")
     assert watch.patience(100.0, 60.0) == 60.0
+
+
+def test_after_a_standstill_of_the_host_workers_get_a_moment_to_release_their_timers() -> None:
+    watch = Watch()
+    watch.note("a", "scope", 100.0)
+    watch.survived("b", 90.0)
+    watch.late(40.0, 140.0)
+    watch.woken(140.0, expired=["a", "b"])
+    assert watch.ripe(["a", "b"], 140.0) == []
+    assert watch.patience(140.0, 60.0) == STANDSTILL
+    assert watch.ripe(["a", "b"], 140.0 + STANDSTILL) == ["a", "b"]
+    watch.late(0.5, 150.0)
+    assert watch.ripe(["a"], 150.0) == ["a"]
 
 
 class Clocks:

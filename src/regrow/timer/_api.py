@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import abc
 import copy
-import logging
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 from regrow.timer._steady import SteadyClock
 from regrow.timer._watch import Watch
+from regrow.utils import get_logger
 
 __all__ = ["RequestQueue", "TimerClient", "TimerRequest", "TimerServer"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 """Seconds from a pass that failed to the next: after the first such pass, doubled after each, and
@@ -220,9 +220,11 @@ class TimerServer(abc.ABC):
     def _run_watchdog(self) -> None:
         """Wait for requests or the next deadline, and act on them."""
         queue, watch, clock = self._request_queue, self.__watch, self.__clock
-        patience = watch.patience(clock.now(), self._max_interval)
+        begin = clock.now()
+        patience = watch.patience(begin, self._max_interval)
         self.__register(queue.get(max(1, queue.size()), patience))
         now = clock.now()
+        watch.late(now - begin - patience, now)
         expired = self.get_expired_timers(now)
         for _ in range(LOOKS):
             late = self._late_requests() if expired else []

@@ -16,13 +16,14 @@ for code that never comes back to Python. The names are torch's; what is differe
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["configure", "expires"]
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,7 +15,6 @@ for nothing; the latest request of each scope is kept, and a thread waits to sen
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import threading
@@ -25,8 +24,9 @@ from typing import Any
 
 from regrow.timer._api import TimerClient, TimerRequest
 from regrow.timer._stacks import arm
+from regrow.utils import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PATIENCE = 0.5
 """Seconds that a request waits for room in the queue."""
