@@ -133,7 +133,7 @@ class PContext(ABC):
         return code == 0
 
     def _return_values(self, local_ranks: list[int]) -> dict[int, Any]:
-        """What the workers returned. An exception is noted by `_note_failure` and left out."""
+        """What the workers returned; where that cannot be had, it is left out."""
         return dict.fromkeys(local_ranks)
 
     def _abandon(self, local_rank: int) -> None:
