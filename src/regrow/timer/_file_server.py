@@ -25,13 +25,13 @@ import signal as signals
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from regrow.timer._file_request import FileTimerRequest
 from regrow.timer._file_workers import Workers, foreign
 from regrow.timer._intake import Intake
 from regrow.timer._lines import Refusal
 from regrow.timer._pipe import Pipe
+from regrow.timer._reaping import Reaping, reapings
 from regrow.timer._server_thread import ServerThread
 from regrow.timer._steady import SteadyClock
 from regrow.timer._timers import Timers
@@ -52,22 +52,6 @@ STANDSTILL = 1.0
 its workers get as long before any of them is reaped: they had no chance to release their timers."""
 SHOWN = 16
 """Expired timers of one worker that are told of one by one."""
-
-
-class Reaping(NamedTuple):
-    """A worker that is about to be reaped."""
-
-    pid: int
-    expired: list[FileTimerRequest]
-    """Its timers that have expired, the earliest first; `monotonic` and `armed` are set."""
-    signal: int
-    """What it will be sent; zero or less: nothing, this is only reported."""
-    deadline: float
-    """When the earliest of the timers expired, in seconds on the monotonic clock."""
-    noticed: float
-    """When that was noticed."""
-    pidfd: int
-    """Names the process for ever; -1: the descriptors are used up."""
 
 
 class FileTimerServer(ServerThread):
@@ -307,27 +291,14 @@ class FileTimerServer(ServerThread):
         noticed = self._monotonic()
         with self._lock:
             due = self._timers.due(noticed)
-        reapings = [self._reaping(pid, expired, noticed) for pid, expired in due.items()]
-        self._announce([each for each in reapings if each.pid not in self._failures])
-        reaped = {each.pid for each in reapings if self._reaped(each)}
+        found = reapings(due, noticed, self._workers.pidfd)
+        self._announce([each for each in found if each.pid not in self._failures])
+        reaped = {each.pid for each in found if self._reaped(each)}
         if reaped:
             self.clear_timers(reaped)
         with self._lock:  # whatever a subclass has made of that
             for pid in reaped:
                 self._timers.clear(pid)
-
-    def _reaping(self, pid: int, expired: list[FileTimerRequest], noticed: float) -> Reaping:
-        signal = next((request.signal for request in expired if request.signal > 0), 0)
-        worker = self._workers.get(pid)
-        deadline = expired[0].monotonic
-        return Reaping(
-            pid,
-            expired,
-            signal,
-            noticed if deadline is None else deadline,
-            noticed,
-            worker.pidfd if worker else -1,
-        )
 
     def _announce(self, reapings: list[Reaping]) -> None:
         if not reapings:
@@ -362,8 +333,7 @@ class FileTimerServer(ServerThread):
             if worker is not None:
                 killed = signal == signals.SIGKILL
                 worker.reaped = math.inf if killed else self._monotonic()
-            cause = next(request for request in reaping.expired if request.signal > 0)
-            self._tell("kill worker process", cause)
+            self._tell("kill worker process", reaping.cause)
             return True
         failures = self._failures[pid] = self._failures.get(pid, 0) + 1
         pause = max(FIRST_PAUSE, min(FIRST_PAUSE * 2 ** min(failures - 1, 20), self._max_interval))

@@ -62,6 +62,11 @@ class Workers:
         """The worker with this pid, if it is known."""
         return self._by_pid.get(pid)
 
+    def pidfd(self, pid: int) -> int:
+        """The pidfd of a worker; -1: it has none, or is not known."""
+        worker = self._by_pid.get(pid)
+        return worker.pidfd if worker else -1
+
     def of(self, fd: int) -> Worker | None:
         """The worker with this pidfd."""
         return self._by_fd.get(fd)
