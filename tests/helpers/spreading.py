@@ -37,9 +37,10 @@ TOGETHER = (
     "tests/store/test_store_drops.py::",
     "tests/store/test_store_tls.py::",
     "tests/store/test_store_torch.py::",
+    "tests/test_layers.py::",
     "tests/workers/test_context.py::",
 )
-"""Files with a fixture for all of their tests that is not for nothing."""
+"""Files whose tests share something that costs: a server, a certificate, all sources as trees."""
 LONGEST = (
     "torch",
     "tests/examples/test_digits.py::test_the_demo_s_training",
