@@ -108,6 +108,22 @@ def test_a_deep_stack_is_cut_in_the_report() -> None:
     assert f"... {99 - _hang.MOST_FRAMES} more frames" in stack
 
 
+@pytest.mark.parametrize(
+    ("scope", "shown"),
+    [
+        ("/home/me/train.py#42", "train.py#42"),
+        ("/home/my files/train.py#42@7f", "train.py#42@7f"),
+        ("data/epoch", "data/epoch"),
+        ("a#b/c", "a#b/c"),
+        ("/no/line", "/no/line"),
+        ("", ""),
+    ],
+)
+def test_a_scope_that_is_a_place_is_shown_without_its_folders(scope: str, shown: str) -> None:
+    request = FileTimerRequest(77, scope, 1e9, 9, monotonic=100.0)
+    assert _hang.message(hang(request=request)).startswith(f"timer {shown} was over by")
+
+
 # --- where the pipe is, and whose processes may write into it
 
 

@@ -92,7 +92,7 @@ def test_a_timer_that_is_a_failures_is_not_told_again() -> None:
 
 
 def test_ranks_that_were_reaped_together_are_one_failure() -> None:
-    other = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
+    other: dict[str, Any] = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
     second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
     lines = told(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
     assert sum("hung" in each for each in lines) == 1
@@ -100,6 +100,15 @@ def test_ranks_that_were_reaped_together_are_one_failure() -> None:
         "    then also        rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s"
     )
     assert lines[-1].endswith(", 1.0 ms later")
+
+
+def test_ranks_whose_timers_ran_out_while_all_were_stopped_are_named_in_a_line() -> None:
+    late = [expired(110.02, rank=rank, pid=50 + rank, worker_pid=50 + rank) for rank in (2, 0)]
+    events = [expired(), *late, failed()]
+    assert told(*events)[-1] == "    also hung        ranks 0, 2"
+    made = story(job(*events))
+    assert [each.rank for each in made.failures[0].hung_too] == [2, 0]
+    assert made.expiries == ()
 
 
 def test_a_timer_that_is_only_reported_is_told_without_a_failure() -> None:
@@ -146,7 +155,8 @@ def test_a_crowd_of_timers_is_cut_and_counted() -> None:
 )
 @pytest.mark.parametrize("value", [None, "\x1b[2J", 1 << 70, [1], float("nan")])
 def test_no_field_of_a_timer_makes_the_story_fail(field: str, value: object) -> None:
-    for events in ([expired(**{field: value})], [expired(**{field: value}), failed()]):
+    odd: dict[str, Any] = {field: value}
+    for events in ([expired(**odd)], [expired(**odd), failed()]):
         text = story(job(*events)).render()
         assert text.isascii()
         assert "\x1b" not in text

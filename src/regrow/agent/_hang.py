@@ -11,6 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from regrow.events._describe import short_scope
 from regrow.timer._frames import Dump, where
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Hang(NamedTuple):
 def message(hang: Hang) -> str:
     """The failure in one line."""
     after = f" of {hang.after:.10g} s" if hang.after is not None else ""
-    scope = " ".join(hang.request.scope_id.split())
+    scope = short_scope(hang.request.scope_id)
     return f"timer {scope}{after} was over by {hang.over * 1000:.1f} ms: {where(hang.dump)}"
 
 

@@ -78,11 +78,10 @@ class Watched(NamedTuple):
         whose parent has ended.
         """
         workers = {worker: rank for rank, worker in self.context.pids().items()}
-        for ancestor in _lineage(pid):
-            for candidate in ancestor:
-                if candidate in workers:
-                    return workers[candidate]
-        return None
+        if pid in workers:  # also one that has ended meanwhile
+            return workers[pid]
+        kin = (candidate for ancestor in _lineage(pid) for candidate in ancestor)
+        return next((workers[each] for each in kin if each in workers), None)
 
     def includes(self, pid: int) -> bool:
         """Whether `pid` is a process of some worker."""

@@ -330,8 +330,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag(
         "native-stacks",
         RECOVERY,
-        "ask py-spy, where it is installed, for the native frames of a worker whose timer ran out; "
-        "kills it up to 2 s later",
+        "with --timers: ask py-spy, where it is installed, for native frames as well, which may "
+        "take 2 s",
         switch=True,
         added=True,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ._fields import Record, integer, text
 
-__all__ = ["describe", "one_line", "signal_name"]
+__all__ = ["describe", "one_line", "short_scope", "signal_name"]
 
 
 def describe(event: Record) -> str:
@@ -51,3 +51,10 @@ def _detail(message: str) -> str:
 
 def one_line(message: str) -> str:
     return " ".join(message.split())
+
+
+def short_scope(scope: str) -> str:
+    """What a timer was set for, in a line; a place in a file (`train.py#42`) without folders."""
+    line = one_line(scope)
+    path, hash_, _ = line.rpartition("#")
+    return line[path.rfind("/") + 1 :] if hash_ and line.startswith("/") else line

@@ -13,7 +13,7 @@ from ._describe import one_line
 from ._fields import Record, integer, real, text
 from ._story import Expiry
 
-__all__ = ["of_failure", "unexplained"]
+__all__ = ["hung_too", "of_failure", "unexplained"]
 
 
 def of_failure(expired: Iterable[Record], failure: Record) -> Expiry | None:
@@ -27,6 +27,11 @@ def unexplained(expired: Iterable[Record], failures: Iterable[Record]) -> tuple[
     return tuple(
         _expiry(event) for event in expired if not any(_explains(event, each) for each in told)
     )
+
+
+def hung_too(loose: Iterable[Expiry], attempt: int) -> tuple[Expiry, ...]:
+    """Those of some timers that belong to workers which were about to be killed in an attempt."""
+    return tuple(e for e in loose if e.attempt == attempt and e.signal and not e.helper)
 
 
 def _explains(event: Record, failure: Record) -> bool:

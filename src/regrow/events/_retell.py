@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ._describe import describe, one_line, signal_name
-from ._expiries import of_failure, unexplained
+from ._expiries import hung_too, of_failure, unexplained
 from ._fields import Record, integer, real, since, text
 from ._steps import Steps, last_steps, seconds_of, work_lost
 from ._story import Failure, Move, OtherFailure, Step, Story, Suspension
@@ -51,6 +51,7 @@ class _Reader:
             current = current if number is None else number
             self._sort(name, event, current)
         self.expired = sorted(self.by_name.get("regrow.timer.expired", []), key=_at)
+        self.loose = unexplained(self.expired, self.by_name.get("regrow.worker.failed", []))
         self.numbers = sorted(self.attempts)
         self.reports_steps = any(attempt.steps for attempt in self.attempts.values())
 
@@ -103,7 +104,7 @@ class _Reader:
             failures=failures,
             moves=tuple(self._move(n) for n in starts[:-1] if n not in failed),
             suspensions=self._suspensions(),
-            expiries=unexplained(self.expired, self.by_name.get("regrow.worker.failed", [])),
+            expiries=tuple(e for e in self.loose if all(e not in f.hung_too for f in failures)),
             reports_steps=self.reports_steps,
             events_lost=sum(
                 integer(e, "lost") or 0 for e in self.by_name.get("regrow.log.gap", [])
@@ -157,6 +158,7 @@ class _Reader:
             what = one_line(reason)
         else:
             what = describe(root)
+        timer = of_failure(self.expired, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
         clock = host  # of the host by whose clock the seconds count
         elsewhere = failed is None and real(root, "told_monotonic") is not None
@@ -194,7 +196,8 @@ class _Reader:
             work_lost_s=seconds_of(lost, attempt.steps),
             others=_others(attempt.failures, root),
             elsewhere=elsewhere,
-            timer=of_failure(self.expired, root),
+            timer=timer,
+            hung_too=hung_too(self.loose, number) if timer is not None else (),
         )
 
     def _first_step(

@@ -137,6 +137,8 @@ class Failure:
     """It happened on another host, so the seconds count from when this one was told."""
     timer: Expiry | None = None
     """The timer for which the worker was killed."""
+    hung_too: tuple[Expiry, ...] = ()
+    """Timers of other workers that ran out in the same attempt, when it was about to end anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ class Story:
     suspensions: tuple[Suspension, ...] = ()
     """The workers that were held, in order."""
     expiries: tuple[Expiry, ...] = ()
-    """The timers that ran out and are no failure's `timer`, in order."""
+    """The other timers that ran out, in order: those that no failure tells of."""
     reports_steps: bool = False
     """Whether any worker ever reported a training step."""
     events_lost: int = 0

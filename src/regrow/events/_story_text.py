@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ._describe import short_scope
+
 if TYPE_CHECKING:
     from ._story import Expiry, Failure, OtherFailure, Story, Suspension
 
@@ -19,6 +21,7 @@ _MOST_SUSPENSIONS = 8
 _MOST_FAILURES = 20
 _MOST_EXPIRIES = 8
 _MOST_PLACES = 8  # in which a host's workers stood
+_MOST_RANKS = 32
 _LONGEST = 300  # characters of a text from the job
 
 
@@ -122,7 +125,7 @@ def _failure(story: Story, number: int, failure: Failure) -> list[str]:
         if value:
             shown = f"{value:<10} ({note})" if note else value
             lines.append(f"    {label:<17}{shown}")
-    return lines + _others(failure)
+    return lines + _others(failure) + _hung_too(failure)
 
 
 def _restart_row(story: Story, failure: Failure) -> tuple[str, str, str]:
@@ -195,6 +198,16 @@ def _others(failure: Failure) -> list[str]:
     return [f"    {label:<17}{line}" for label, line in zip(labels, shown, strict=False)]
 
 
+def _hung_too(failure: Failure) -> list[str]:
+    ranks = sorted({each.rank for each in failure.hung_too if each.rank is not None})
+    if not ranks:
+        return []
+    shown = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    label = "also hung"
+    return [f"    {label:<17}rank{'s' if len(ranks) > 1 else ''} {shown}{more}"]
+
+
 def _other(other: OtherFailure) -> str:
     after = f", {duration(other.after_s)} later" if other.after_s is not None else ""
     return f"{_who(other.rank, other.host, other.pid)} {_clean(other.what)}{after}"
@@ -213,7 +226,7 @@ def _expiry(expiry: Expiry) -> list[str]:
 def _ran_out(expiry: Expiry) -> str:
     of = f" of {expiry.after_s:.10g} s" if expiry.after_s is not None else ""
     by = f" by {duration(expiry.over_s)}" if expiry.over_s is not None else ""
-    return f"timer {_clean(expiry.scope)}{of} was over{by}"
+    return f"timer {_clean(short_scope(expiry.scope))}{of} was over{by}"
 
 
 def _hang_rows(expiry: Expiry) -> list[tuple[str, str, str]]:

@@ -1,0 +1,49 @@
+"""A training in which one rank stops without a word, to see what becomes of that.
+
+    regrow run --standalone --nproc-per-node 4 --max-restarts 1 --timers examples/hang.py
+
+In the first attempt the last rank never gets its fourth batch, and all the others wait for it in a
+collective. Nothing has failed, so without the timer nothing would happen. It needs no torch: the
+collective is a folder in which every rank leaves a file.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import regrow
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ATTEMPT = os.environ["REGROW_ATTEMPT"]
+MEETING = Path(tempfile.gettempdir(), f"hang-{os.environ['TORCHELASTIC_RUN_ID']}-{ATTEMPT}")
+
+
+def load_batch(step: int) -> None:
+    """Stands for a read from a file server, which once does not answer."""
+    if step == 4 and RANK == WORLD - 1 and ATTEMPT == "0":
+        time.sleep(3600)
+
+
+def all_reduce(step: int) -> None:
+    """Stands for a collective: it ends when every rank has come."""
+    (MEETING / f"{step}.{RANK}").touch()
+    while len(list(MEETING.glob(f"{step}.*"))) < WORLD:
+        time.sleep(0.01)
+
+
+def main() -> None:
+    """Train for eight steps, each of which may take a second."""
+    MEETING.mkdir(exist_ok=True)
+    for step in range(1, 9):
+        with regrow.expires(after=1):
+            load_batch(step)
+            all_reduce(step)
+        regrow.step(step)
+    print(f"rank {RANK} is done")
+
+
+if __name__ == "__main__":
+    main()
