@@ -215,6 +215,23 @@ def test_a_worker_is_killed_though_it_holds_the_queues_lock_and_others_can_go_on
     assert ended(run(sleeping)) == -signal.SIGKILL
 
 
+def test_a_worker_that_dies_with_the_queues_lock_does_not_take_the_others_along(
+    server: LocalTimerServer,
+    requests: Any,
+    run: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def dying() -> None:
+        expires(1000).__enter__()
+        requests._wlock.acquire()
+        os._exit(7)
+
+    assert ended(run(dying)) == 7
+    wait_until(lambda: "it is freed" in caplog.text, "the lock is freed")
+    assert ended(run(in_time, 10)) == 0
+    wait_until(lambda: requests.qsize() == 0, "all has come")
+
+
 def test_a_burst_into_a_queue_that_nobody_reads_costs_the_training_nothing_and_is_not_lost(
     requests: Any,
     run: Callable[..., Any],

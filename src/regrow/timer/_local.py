@@ -6,8 +6,8 @@ comes, a deadline passes, a worker ends or `stop` is called. A queue of a `Manag
 sleep on; there a wait is a timeout, and `stop` waits for its end.
 
 All who write to the queue share a lock, and what a dead process holds stays locked: nobody could
-arm or release a timer any more. So a worker is killed while the server holds that lock; and if it
-could not have it before, the lock is set free after.
+arm or release a timer any more. So a worker is killed while the server holds that lock; and when
+one has ended in whatever way, the server sees to it that the lock is free.
 
 A pid names a process only as long as that lives. So a worker is held on to by a pidfd from its
 first request on, and neither a worker that ended nor a stranger that got its pid is killed for it.
@@ -95,6 +95,7 @@ class LocalTimerServer(TimerServer):
         """Arm and release timers as asked for."""
         for pid in self._arrivals.ended():
             self._timers.clear(pid)
+            _set_free(self._write_lock)
         for request in timer_requests:
             pid, scope, at = request.worker_id, request.scope_id, request.expiration_time
             if at < 0:
@@ -257,13 +258,19 @@ def _kill(pidfd: int, lock: Any) -> None:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
         poll.poll(KILL_PATIENCE * 1000)
-        if lock is not None and not held:
-            held = lock.acquire(timeout=KILL_PATIENCE)
-            if not held:
-                # A message is written at once, so nobody else has had it for that long, unless it
-                # is stopped; and then it has either written its message or none of it.
-                held = True
-                logger.warning("the lock of the timers' queue was left by a process: it is freed")
     finally:
         if held:
             lock.release()
+        else:
+            _set_free(lock)
+
+
+def _set_free(lock: Any) -> None:
+    """After the death of a process: if it held the lock, somebody has to release it."""
+    if lock is None:
+        return
+    if not lock.acquire(timeout=KILL_PATIENCE):
+        # A message is written at once, so nobody else has held it for that long, unless he is
+        # stopped; and then he has written either his message or none of it.
+        logger.warning("the lock of the timers' queue was left by a process: it is freed")
+    lock.release()
