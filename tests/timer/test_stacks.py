@@ -23,7 +23,7 @@ def unarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stacks, "_armed", _stacks._Armed())
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.builds(Marker, st.integers(1), numbers, numbers, st.integers(0, 2**64 - 1)))
 def test_the_name_of_the_memory_tells_who_asks_what_the_process_knows(marker: Marker) -> None:
     assert Marker.of(f"/memfd:{marker.name} (deleted)") == marker

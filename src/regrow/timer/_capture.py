@@ -166,7 +166,9 @@ class _Asked:
         if outcome is None:
             had = budget * (QUEUED if self.queued else 1)
             outcome, within = "silent", f"within {had * 1000:.0f} ms"
-            note = f"not all of it came {within}" if text else f"no answer {within}{self._why()}"
+            note = f"not all of it came {within}"
+            if not text:
+                note = self._silence(_state(_read(f"/proc/{self.pid}/status")), within)
         return Dump(self.pid, "dumped" if text else outcome, note, text, parse(text, main))
 
     def _ask(self, state: str, signals: Signals) -> bool:
@@ -225,7 +227,7 @@ class _Asked:
                     return ""
         except OSError as error:
             return f"its descriptors may not be looked at: {error.strerror}"
-        return "it has armed no timer"
+        return "no timer of regrow was ever armed in it"
 
     def _text(self) -> str:
         return os.pread(self._memory, MOST_BYTES, self._begin).decode("utf-8", "backslashreplace")
@@ -242,15 +244,14 @@ class _Asked:
         status = _read(f"/proc/{self.pid}/task/{thread}/status")
         return _has(Signals.of(status).blocked, self._marker.all_threads)
 
-    def _why(self) -> str:
+    def _silence(self, state: str, within: str) -> str:
         """Why it may not have answered."""
-        state = _state(_read(f"/proc/{self.pid}/status"))
         if state == "D":
             place = _read(f"/proc/{self.pid}/wchan").decode("ascii", "replace").strip("0 \n")
-            return ": it is in an uninterruptible sleep" + (f" at {place}" if place else "")
+            return "in an uninterruptible sleep in the kernel" + (f", at {place}" if place else "")
         if self._deaf and self._marker:
-            return f": its main thread blocks signal {self._marker.one_thread}"
-        return f" (state {state})"
+            return f"no answer {within}: its main thread blocks signal {self._marker.one_thread}"
+        return f"no answer {within} (state {state})"
 
 
 def _has(mask: int, number: int) -> bool:

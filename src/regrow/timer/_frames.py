@@ -53,7 +53,8 @@ class Dump(NamedTuple):
     """"dumped": `threads` are its stacks. Without stacks: "stopped" by a signal or a debugger;
     "no handler", so that it was not asked; "silent", it did not answer in time; "gone"."""
     note: str = ""
-    """Why there are no stacks, or not all that were asked for; else empty."""
+    """Why there are no stacks, or not all that were asked for; else empty. Where the kernel knows
+    in their place where the process stands, it begins with "in "."""
     text: str = ""
     """As `faulthandler` wrote it."""
     threads: tuple[Thread, ...] = ()
@@ -158,7 +159,8 @@ def where(dump: Dump) -> str:
     if dump.outcome == "stopped":
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
-        return f"unknown: {_printable(dump.note or dump.outcome)}"
+        note = _printable(dump.note or dump.outcome, 120)
+        return note if note.startswith("in ") else f"unknown: {note}"
     thread = main_thread(dump.threads)
     if thread is None:
         return "unknown: its main thread is not in the dump"
@@ -184,15 +186,16 @@ def compare(dumps: Mapping[int, Dump]) -> list[str]:
     for rank in sorted(dumps):
         groups.setdefault(where(dumps[rank]), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
-    return [_line(place, ranks, len(dumps)) for place, ranks in ordered]
+    most = len(ordered[0][1]) if ordered else 0
+    return [_line(place, ranks, len(dumps), most) for place, ranks in ordered]
 
 
-def _line(place: str, ranks: Sequence[int], total: int) -> str:
+def _line(place: str, ranks: Sequence[int], total: int, most: int) -> str:
     one = len(ranks) == 1
     who = f"rank {ranks[0]}" if one else f"ranks {_numbers(ranks)}"
-    if one and total > 1:
+    if one and most > 1:
         who += " alone"
-    elif not one and len(ranks) == total:
+    elif not one and most == total:
         who = f"all {total} ranks"
     if place.startswith("in "):
         return f"{who} {'stands' if one else 'stand'} {place}"

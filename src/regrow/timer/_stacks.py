@@ -15,9 +15,9 @@ memfd. Nor can the handler write into a file that took the number of a descripto
 its back, since then nobody asks.
 
 Which signals: the first two of `CANDIDATES` that the process neither catches nor ignores. They are
-real-time signals, as all others have a meaning. glibc keeps 32 and 33, and a runtime that needs one
-takes those from SIGRTMIN (34) up: .NET does. At the other end valgrind has 64. The middle is left;
-and whoever has taken a candidate first, keeps it.
+real-time signals, as all others have a meaning. glibc keeps 32 and 33 of them, and other runtimes
+that may be in the same process take theirs from the ends of the rest: .NET's has 34, Java's 62. The
+middle is left; and whoever has taken a candidate first, keeps it.
 
 The second signal dumps only the thread that takes it. faulthandler lists at most 100 threads, the
 newest first, so that in a process with more the main thread, the one that matters, is not among
