@@ -160,6 +160,20 @@ def test_the_thread_ends_at_stop_and_a_new_one_can_be_started(
     assert "it is not started again" in caplog.text
 
 
+def test_a_server_may_be_stopped_by_what_it_does_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = PlainQueue()
+    server = UsersServer(requests)
+    monkeypatch.setattr(server, "clear_timers", lambda workers: server.stop() if workers else None)
+    server.start()
+    thread = server._watchdog_thread
+    assert thread is not None
+    requests.put(TimerRequest("hung", "step", 0.0))
+    wait_until(lambda: not thread.is_alive(), "the thread ends")
+    assert server.reaped == ["hung"]
+
+
 def test_it_waits_until_the_next_deadline_and_never_longer_than_max_interval(
     scripted: Scripted, clocks: Clocks
 ) -> None:
@@ -199,17 +213,18 @@ def test_a_clock_that_jumps_by_a_day_reaps_nobody_and_spares_nobody(
     clocks.passed += 1.0
     scripted.put(TimerRequest("after", "b", clocks.wall() + 40.0))
     scripted.put(TimerRequest("late", "c", clocks.wall() - 1.0))
+    scripted.put(TimerRequest("zero", "d", 0.0))  # long ago, and no release
     passes(server, 1)
-    assert server.reaped == ["late"]
+    assert server.reaped == ["late", "zero"]
     clocks.passed += 39.9
     scripted.put(TimerRequest("other", "d", -1))
     passes(server, 1)
-    assert server.reaped == ["late"]
+    assert server.reaped == ["late", "zero"]
     passes(server, 1)  # waits for what is left of the 40 seconds
-    assert server.reaped == ["late", "after"]
+    assert server.reaped == ["late", "zero", "after"]
     assert scripted.waits[-1] == pytest.approx(0.1, abs=1e-3)
     passes(server, 1)
-    assert server.reaped == ["late", "after", "before"]
+    assert server.reaped == ["late", "zero", "after", "before"]
     assert clocks.passed == pytest.approx(1000.0 + 90.0, abs=1e-3)
 
 
