@@ -120,8 +120,8 @@ def test_a_training_that_is_installed_itself_is_shown_as_the_caller() -> None:
 
 
 def test_code_that_is_in_no_file_is_the_users() -> None:
-    assert where(dump(REDUCE, Frame("<string>", 2, "<module>"))).endswith(
-        "called by <module> (<string>:2)"
+    assert where(dump(REDUCE, Frame("<ipython-input-2>", 2, "<module>"))).endswith(
+        "called by <module> (<ipython-input-2>:2)"
     )
 
 

@@ -113,7 +113,7 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/")
-_PLUMBING = re.compile(r"^<(?!string|stdin)|/(?:threading|contextlib|functools|runpy)\.py$")
+_PLUMBING = re.compile(r"/(?:threading|contextlib|functools|runpy)\.py$")
 
 
 def top(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
@@ -137,9 +137,9 @@ def top(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
 
 def _passing(file: str) -> bool:
     """Whether everything goes through this file, so that it says nothing."""
-    return file.startswith(_HERE) or (
-        _PLUMBING.search(file) is not None and (file[0] == "<" or _package(file) == "")
-    )
+    if file.startswith(("<frozen ", _HERE)):
+        return True
+    return _package(file) == "" and _PLUMBING.search(file) is not None
 
 
 def _package(file: str) -> str | None:
