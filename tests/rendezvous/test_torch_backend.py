@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from base64 import b64decode
@@ -89,6 +90,18 @@ def test_nodes_meet_in_a_file_store(tmp_path: Path) -> None:
 def test_who_is_not_to_serve_says_whom_it_could_not_reach(port: int) -> None:
     with pytest.raises(RendezvousConnectionError, match=f"could not reach .* 127.0.0.1:{port}"):
         handler(f"127.0.0.1:{port}", "a", store_type="tcp", is_host="false", read_timeout="1")
+
+
+def test_what_takes_connections_and_is_mute_is_no_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("regrow.rendezvous._torch_store._ANSWER", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(RendezvousConnectionError, match=f"{port}: .*not answer") as caught:
+            handler(f"127.0.0.1:{port}", "a", store_type="tcp", read_timeout="1")
+    assert "could not serve one there" in str(caught.value)
+    assert "EADDRINUSE" in str(caught.value)
 
 
 def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

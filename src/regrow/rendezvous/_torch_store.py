@@ -19,8 +19,11 @@ twice (5 s). Names of the hosts in /etc/hosts avoid it; so does regrow's own sto
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._c10d import DEFAULT_PORT
@@ -31,12 +34,15 @@ from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regrow.rendezvous._api import RendezvousParameters
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
     from regrow.store import Store
 
 READ_TIMEOUT = 60  # seconds
 _STAY = 10.0  # seconds for the other nodes to leave a job that is over
+_ANSWER = 2.0  # seconds more for the server to say that it is one, of which torch takes no note
 _LEAST = 0.1  # seconds to reach the store; torch takes less than 1 ms for no limit at all
 _PAUSE = 0.05  # between two looks whether they have
 
@@ -122,23 +128,27 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
             f"The read timeout must be a positive integer. Got {params.get('read_timeout')!r}."
         )
     asked = params.get_as_bool("is_host")
-    tries, taken = Tries(host, asked, timeout), False
+    tries, taken = Tries(host, asked, timeout), ""
     while True:
         here = find_own(host, port) is not None if asked is None else asked
         hosts, limit = here and not taken, max(tries.next(here=here), _LEAST)
         began = time.monotonic()
         try:
-            store: Store = TCPStore(
-                host,
-                port,
-                is_master=hosts,
-                multi_tenant=bool(asked),  # several nodes of one process are all told to serve
-                wait_for_workers=False,
-                timeout=timedelta(seconds=limit),
+            store = _within(
+                limit + _ANSWER,
+                partial(
+                    TCPStore,
+                    host,
+                    port,
+                    is_master=hosts,
+                    multi_tenant=bool(asked),  # several nodes of one process are all told to serve
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=limit),
+                ),
             )
         except (OSError, RuntimeError, ValueError) as error:
             if hosts and asked is None:  # another node on this host was faster
-                taken = True
+                taken = f", and could not serve one there: {error}".rstrip(".")
                 continue
             if not tries.last:
                 time.sleep(max(began + limit - time.monotonic(), 0.0))
@@ -146,7 +156,7 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
             raise RendezvousConnectionError(
                 f"the connection to the C10d store has failed: this node could not "
                 f"{'serve' if hosts else 'reach'} a TCPStore at {host}:{port}: "
-                f"{str(error).rstrip('.')}{tries.before}"
+                f"{str(error).rstrip('.')}{tries.before}{taken}"
             ) from error
         store.set_timeout(timedelta(seconds=timeout))
         if hosts:
@@ -158,6 +168,26 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
                 port,
             )
         return store, hosts
+
+
+def _within(seconds: float, make: Callable[[], Store]) -> Store:
+    """Make a store in a thread: torch waits for ever for whoever takes a connection and is mute."""
+    made: SimpleQueue[Store | Exception] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            made.put(make())
+        except Exception as error:  # noqa: BLE001 - raised below
+            made.put(error)
+
+    threading.Thread(target=run, name="regrow-tcp-store", daemon=True).start()
+    try:
+        found = made.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError("what listens there takes connections and does not answer") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _file_store(params: RendezvousParameters) -> Store:
