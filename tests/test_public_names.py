@@ -101,6 +101,8 @@ TORCH_PATHS = {
     f"{ELASTIC}.rendezvous.static_tcp_rendezvous": "regrow.rendezvous.static_tcp_rendezvous",
     f"{ELASTIC}.timer": "regrow.timer",
     f"{ELASTIC}.timer.api": "regrow.timer.api",
+    f"{ELASTIC}.timer.debug_info_logging": "regrow.timer.debug_info_logging",
+    f"{ELASTIC}.timer.file_based_local_timer": "regrow.timer.file_based_local_timer",
     f"{ELASTIC}.timer.local_timer": "regrow.timer.local_timer",
     f"{ELASTIC}.utils": "regrow.utils",
     f"{ELASTIC}.utils.data": "regrow.utils.data",

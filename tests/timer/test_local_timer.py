@@ -28,6 +28,8 @@ from regrow.timer import _local as local
 from regrow.timer import _local_client as local_client
 
 FORK = multiprocessing.get_context("fork")  # of what a spawned process would import, nothing counts
+# Python 3.12 and newer warn; the children use none of what a thread of the parent may have locked.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @pytest.fixture
