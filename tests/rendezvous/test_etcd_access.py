@@ -55,6 +55,7 @@ def backend(endpoint: str, **config: Any) -> Iterator[EtcdRendezvousBackend]:
         ("a:1, b:2,c", (("a", 1), ("b", 2), ("c", 2379))),
         ("[::1]:7,10.0.0.1", (("::1", 7), ("10.0.0.1", 2379))),
         ("http://a:1,http://b", (("a", 1), ("b", 2379))),
+        ("http://a:1/,http://b/", (("a", 1), ("b", 2379))),
         ("a:1,a:1", (("a", 1),)),
     ],
 )
@@ -67,6 +68,7 @@ def test_an_endpoint_names_the_members(text: str, endpoints: tuple[tuple[str, in
     [
         ("a:x", {}, "port"),
         ("a:1,b..c:2", {}, r"'b\.\.c' in the endpoint cannot be the name of a host"),
+        (f"https://root:{SECRET.replace(' ', '')}@a:1", {}, "names a user.*'password_file'"),
         ("a:1,,b", {"protocol": "ftp"}, "'http' or 'https'.*ftp"),
         ("http://a,https://b", {}, "http, https"),
         ("http://a", {"protocol": "https"}, "http, https"),
@@ -84,6 +86,7 @@ def test_what_makes_no_sense_is_refused_with_what_was_written(
     with pytest.raises(ValueError, match=why) as caught:
         access(endpoint, **config)
     assert SECRET not in str(caught.value)
+    assert SECRET.replace(" ", "") not in str(caught.value)
 
 
 def test_the_prefix_is_torchs_unless_it_is_given() -> None:

@@ -387,6 +387,11 @@ def test_a_configuration_without_a_key_is_refused(text: str) -> None:
         _parse_rendezvous_config(text)
 
 
+def test_a_configuration_that_makes_no_sense_is_shown_without_its_password() -> None:
+    with pytest.raises(ValueError, match=r"Got 'user=u,password=\.\.\.,=1'"):
+        _parse_rendezvous_config("user=u,password=secret,=1")
+
+
 @pytest.mark.parametrize("text", ["a", "a=", "b=1,a= "])
 def test_a_configuration_without_a_value_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="'a' must have a value specified"):

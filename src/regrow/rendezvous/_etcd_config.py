@@ -89,11 +89,16 @@ def read_access(params: RendezvousParameters, environment: Mapping[str, str]) ->
 def _endpoints(text: str) -> tuple[set[str], tuple[tuple[str, int], ...]]:
     schemes: set[str] = set()
     found: dict[tuple[str, int], None] = {}
+    if "@" in (text or ""):  # it is not shown: there may be a password in it
+        raise ValueError(
+            "The endpoint of etcd names a user: give the rendezvous configuration options 'user' "
+            f"and 'password_file', or {USER} and {PASSWORD} or {PASSWORD_FILE}."
+        )
     for part in (text or "").split(","):
         scheme, separator, rest = part.strip().partition("://")
         if separator:
             schemes.add(scheme)
-        host, port = parse_rendezvous_endpoint(rest if separator else scheme, PORT)
+        host, port = parse_rendezvous_endpoint(rest.rstrip("/") if separator else scheme, PORT)
         check_host(host)
         found[host, port] = None
     return schemes, tuple(found)

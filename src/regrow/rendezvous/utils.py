@@ -10,6 +10,7 @@ __all__ = ["parse_rendezvous_endpoint", "unknown_config_keys"]
 
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile("[0-9]{1,5}")
+_PASSWORD = re.compile(r"(password\s*=)[^,]*")
 
 
 def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
@@ -24,9 +25,10 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
     for item in config_str.split(","):
         key, _, value = (part.strip() for part in item.partition("="))
         if not key:
+            shown = _PASSWORD.sub(r"\1...", config_str)
             raise ValueError(
                 "The rendezvous configuration string must be in format "
-                f"<key1>=<value1>,...,<keyN>=<valueN>. Got {config_str!r}."
+                f"<key1>=<value1>,...,<keyN>=<valueN>. Got {shown!r}."
             )
         if not value:
             raise ValueError(
