@@ -107,11 +107,11 @@ NO_TIMES: list[object] = [None, True, "1", float("nan"), float("inf"), -float("i
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (b"x\n", "no JSON"),
-        (b"\x00\xff" * 100 + b"\n", "no JSON"),
-        (b"[" * 4000 + b"\n", "no JSON"),
+        (b"x\n", "no JSON object"),
+        (b"\x00\xff" * 100 + b"\n", "no JSON object"),
+        (b"[" * 4000 + b"\n", "no JSON object"),
         (b'{"pid": ' + b"9" * 4080 + b"}\n", "pid"),
-        (b" " * 99 + b"\n", "no JSON"),
+        (b" " * 99 + b"\n", "no JSON object"),
         (b"[" + b"1, " * 30 + b"1]\n", "no JSON object"),
         (b'"' + b"a" * 80 + b'"\n', "no JSON object"),
         (b"null" + b" " * 80 + b"\n", "no JSON object"),

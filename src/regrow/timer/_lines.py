@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from itertools import islice
 from typing import NamedTuple
 
 from regrow.timer._file_request import MAX_LINE, FileTimerRequest
@@ -30,6 +31,8 @@ LAST_SIGNAL = 64
 LAST_PID = 2**22
 """The highest process id that Linux can be configured for."""
 
+_LONG = re.compile(rb"[^\n]{%d,}" % SHORTEST)
+_SHORT = re.compile(rb"(?<![^\n])[^\n]{1,%d}(?![^\n])" % (SHORTEST - 1))
 _BEGIN = b'{"version"'
 _PID = re.compile(rb'"pid": ?(\d{1,7})[,}]')
 _SAMPLE = 120  # bytes of a refused line that are shown
@@ -68,16 +71,14 @@ class Lines:
         """Take the next bytes of the stream."""
         requests: list[FileTimerRequest] = []
         refused = _Refused()
-        lines = (self._partial + data).split(b"\n")
-        self._partial = lines.pop()
+        data = self._partial + data
+        end = data.rfind(b"\n") + 1
+        data, self._partial = data[:end], data[end:]
+        lines = _LONG.findall(data)
         for line in lines:
-            if self._too_long:  # of which the end is left, and that it is has been said
+            if self._too_long:  # of which this is the end, and that it is has been said
                 self._too_long = False
                 why = ""
-            elif len(line) < SHORTEST:
-                if line:
-                    refused.add(_NO_JSON, line)
-                continue
             else:
                 read = _read(line)
                 if isinstance(read, FileTimerRequest):
@@ -90,6 +91,9 @@ class Lines:
                 line = line[:begin]
             if why:
                 refused.add(why, line)
+        if data.count(b"\n") + sum(map(len, lines)) < len(data):
+            for short in islice(_SHORT.finditer(data), EXAMINED):
+                refused.add(_NO_OBJECT, short[0])
         if len(self._partial) > MAX_LINE:
             if not self._too_long:
                 refused.add(_TOO_LONG, self._partial)
@@ -118,21 +122,21 @@ class _Refused:
 
 
 _TOO_LONG = f"is longer than {MAX_LINE} bytes"
-_NO_JSON = "is no JSON, or half of it"
+_NO_OBJECT = "is no JSON object, or half of one"
 
 
 def _read(line: bytes) -> FileTimerRequest | str:
     """The request that a line is, or why it is none."""
     if len(line) > MAX_LINE:
         return _TOO_LONG
-    if len(line) < SHORTEST:
-        return _NO_JSON
+    if not line.endswith(b"}"):  # as of what is cut off; many of them are not to take long
+        return _NO_OBJECT
     try:
         content = json.loads(line.decode())
     except (ValueError, RecursionError):
-        return _NO_JSON
+        return _NO_OBJECT
     if not isinstance(content, dict):
-        return "is no JSON object"
+        return _NO_OBJECT
     pid, scope = content.get("pid"), content.get("scope_id")
     if type(pid) is not int or not 1 < pid <= LAST_PID:
         return "has a pid that is none of a worker"
