@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import multiprocessing
@@ -166,6 +167,28 @@ def test_what_is_no_pid_of_a_process_kills_nobody(pid: int, requests: Any) -> No
     server = LocalTimerServer(requests)
     server._arrivals._watch(pid)
     assert server._reap_worker(pid)
+
+
+def test_a_worker_is_killed_though_the_servers_descriptors_are_used_up(
+    server: LocalTimerServer, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    assert ended(run(sleeping)) == -signal.SIGKILL
+
+
+def test_the_last_words_of_a_worker_that_is_gone_arm_nothing(
+    server: LocalTimerServer, requests: Any
+) -> None:
+    gone = FORK.Process(target=os._exit, args=(0,))
+    gone.start()
+    gone.join(30)
+    requests.put(TimerRequest(gone.pid, "step", time.time() + 1000))
+    requests.put(TimerRequest(os.getpid(), "step", time.time() + 1000))
+    wait_until(lambda: len(server._timers) == 1, "both have come")
+    assert list(server._timers.workers()) == [os.getpid()]
 
 
 def test_what_is_no_request_is_left_out_and_reported_once(

@@ -15,6 +15,7 @@ first request on, and neither a worker that ended nor a stranger that got its pi
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import select
@@ -93,8 +94,9 @@ class LocalTimerServer(TimerServer):
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """Arm and release timers as asked for."""
-        for pid in self._arrivals.ended():
-            self._timers.clear(pid)
+        ended = self._arrivals.ended()
+        self.clear_timers(ended)
+        if ended:
             _set_free(self._write_lock)
         for request in timer_requests:
             pid, scope, at = request.worker_id, request.scope_id, request.expiration_time
@@ -117,10 +119,8 @@ class LocalTimerServer(TimerServer):
         from regrow.timer._frames import where
 
         held = {pid: self._arrivals.pidfd(pid) for pid in expired}
-        dumps = capture(
-            [Target(pid, pidfd, doomed=True) for pid, pidfd in held.items() if pidfd is not None]
-        )
-        for pid, dump in dumps.items():
+        targets = [Target(pid, fd, doomed=True) for pid, fd in held.items() if fd not in (None, -1)]
+        for pid, dump in capture(targets).items():
             logger.error(
                 "the timers %s of process %s have expired; it is %s\n%s",
                 self._get_scopes(expired[pid]),
@@ -138,7 +138,7 @@ class LocalTimerServer(TimerServer):
             logger.error("the expired timers are of the server's own process, which is not killed")
             return True
         try:
-            _kill(pidfd, self._write_lock)
+            _kill(worker_id, pidfd, self._write_lock)
         except ProcessLookupError:
             logger.info("process %s ended when its timer expired", worker_id)
         except OSError:
@@ -152,9 +152,9 @@ class _Arrivals(MultiprocessingRequestQueue):
 
     def __init__(self, mp_queue: Any) -> None:
         super().__init__(mp_queue)
-        self._pidfds: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}  # -1: the descriptors were used up
         self._pids: dict[int, int] = {}  # by pidfd
-        self._ended: list[int] = []
+        self._ended: set[int] = set()
         self._busy = False  # whether something came at the last look
         self._reported: set[str] = set()
         self._poll = select.epoll()
@@ -207,12 +207,12 @@ class _Arrivals(MultiprocessingRequestQueue):
         return requests
 
     def pidfd(self, pid: int) -> int | None:
-        """The descriptor of a process; None: it had ended when its request came, or has since."""
+        """The descriptor of a process, -1 if there was none left; None: it has ended."""
         return self._pidfds.get(pid)
 
-    def ended(self) -> list[int]:
+    def ended(self) -> set[int]:
         """The processes that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended, self._ended = self._ended, set()
         return ended
 
     def _takes(self, item: object) -> bool:
@@ -224,23 +224,27 @@ class _Arrivals(MultiprocessingRequestQueue):
         elif not isinstance(at, (int, float)) or math.isnan(at):
             self._report(f"the expiration time {at!r} of process {pid}, which is no time")
         else:
-            if pid not in self._pidfds and at >= 0:
-                self._watch(pid)
-            return True
+            return at < 0 or self._pidfds.get(pid, -1) >= 0 or self._watch(pid)
         return False
 
-    def _watch(self, pid: int) -> None:
+    def _watch(self, pid: int) -> bool:
+        """Watch for the end of a process; whether it may have timers."""
         try:
             pidfd = os.pidfd_open(pid)
-        except (OSError, OverflowError):  # it has ended, or never was: nobody will be killed
-            return
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                self._pidfds[pid] = -1
+            return True  # what can be no process will be found to have ended
         self._pidfds[pid], self._pids[pidfd] = pidfd, pid
         self._poll.register(pidfd, select.EPOLLIN)
+        return True
 
     def _bury(self, pidfd: int) -> None:
         pid = self._pids.pop(pidfd)
         del self._pidfds[pid]
-        self._ended.append(pid)
+        self._ended.add(pid)
         self._poll.unregister(pidfd)
         os.close(pidfd)
 
@@ -250,10 +254,13 @@ class _Arrivals(MultiprocessingRequestQueue):
             logger.warning("the timers' queue holds %s: it is left out", what)
 
 
-def _kill(pidfd: int, lock: Any) -> None:
+def _kill(pid: int, pidfd: int, lock: Any) -> None:
     """Kill a process, in a way that leaves the lock of those who write to the queue free."""
     held = lock is not None and lock.acquire(timeout=KILL_PATIENCE)
     try:
+        if pidfd < 0:
+            os.kill(pid, signal.SIGKILL)
+            return
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
