@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,16 @@ def test_a_request_has_the_fields_that_torchs_server_reads(path: Path, reader: R
         "expiration_time": 2e9,
         "signal": 9,
     }
+
+
+def test_a_time_may_be_any_number_and_a_scope_anything_with_a_name(
+    path: Path, reader: Reader
+) -> None:
+    client = FileTimerClient(str(path))
+    client.acquire(7, Fraction(2 * 10**9))  # type: ignore[arg-type]
+    client.acquire("seven", 2 * 10**9)
+    reader.read()
+    assert reader.armed == {(os.getpid(), "7"): 2e9, (os.getpid(), "seven"): 2e9}
 
 
 @pytest.mark.parametrize("at", [math.inf, -1.0, -math.inf])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,31 @@ def test_a_subclass_may_say_whose_timers_it_keeps(rig: Rig) -> None:
     assert refused(rig, server, stranger.pid) == "is of nobody we know"
     serves(rig, server)
     assert stranger.poll() is None
+
+
+def test_a_process_that_cannot_be_looked_at_costs_the_others_nothing(rig: Rig) -> None:
+    class Failing(WatchedServer):
+        def _refusal(self, pid: int) -> str | None:
+            return str(1 // 0) if pid == odd.pid else None
+
+    odd, worker = rig.worker(), rig.worker()
+    server = rig.serve(Failing)
+    requests = [FileTimerRequest(pid, "scope", time.time(), 9) for pid in (odd.pid, worker.pid)]
+    rig.write(b"".join(map(line, requests)))
+    assert server.reaping().pid == worker.pid
+    assert "cannot be looked at" in server.refusals.get(timeout=PATIENCE).why
+
+
+def test_a_thread_is_no_process(rig: Rig) -> None:
+    server, stop = rig.serve(), threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    assert thread.native_id is not None
+    try:
+        assert "process that is gone" in refused(rig, server, thread.native_id)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_a_release_of_a_timer_that_never_was_is_nothing_to_talk_about(rig: Rig) -> None:

@@ -75,6 +75,7 @@ class FileTimerClient(TimerClient):
             ValueError: `expiration_time` is not a number.
         """
         pid = os.getpid()
+        expiration_time = float(expiration_time)  # whatever the caller calculates with
         # Read before the other clock: should this be interrupted in between, the timer gets longer.
         left = expiration_time - time.time()
         now = time.monotonic()
@@ -88,7 +89,7 @@ class FileTimerClient(TimerClient):
             return
         line = (
             f'\n{{"version": {VERSION}, "pid": {pid}, "scope_id": {_written(scope_id)}, '
-            f'"expiration_time": {float(expiration_time)!r}, "signal": {int(self.signal)}, '
+            f'"expiration_time": {expiration_time!r}, "signal": {int(self.signal)}, '
             f'"monotonic": {now + left!r}, "armed": {now!r}}}\n'
         )
         self._link(pid).send(Message(scope_id, line.encode(), True), now)
@@ -116,7 +117,7 @@ class FileTimerClient(TimerClient):
 @lru_cache(maxsize=1024)
 def _written(scope: str) -> str:
     """A scope as JSON, short enough for a line."""
-    text = json.dumps(scope)
+    text = json.dumps(str(scope))
     if len(text) <= LONGEST_SCOPE:
         return text
     import hashlib

@@ -16,6 +16,7 @@ import threading
 from regrow.timer._sleeper import Sleeper
 
 GONE = "is of a process that is gone"
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two: a thread
 
 
 class Worker:
@@ -81,12 +82,24 @@ class Workers:
             known = self._by_pid.get(pid)
             if known is not None:
                 return known
-            worker = Worker(pid, _pidfd(pid))
-            self._by_pid[pid] = worker
+            worker = self._by_pid[pid] = Worker(pid, self._watched(pid))
             if worker.pidfd >= 0:
                 self._by_fd[worker.pidfd] = worker
-                self._sleeper.add(worker.pidfd)
             return worker
+
+    def _watched(self, pid: int) -> int:
+        pidfd = -1
+        try:
+            pidfd = os.pidfd_open(pid)
+            self._sleeper.add(pidfd)
+        except OSError as error:
+            if error.errno in _NO_PROCESS:
+                raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
+            # There are no descriptors left, or no memory. The process has timers all the same.
+            if pidfd >= 0:
+                os.close(pidfd)
+            return -1
+        return pidfd
 
     def forget(self, worker: Worker) -> None:
         """Let go of a worker."""
@@ -109,23 +122,16 @@ class Workers:
         self._by_fd, self._by_pid = {}, {}
 
 
-def _pidfd(pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, OverflowError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return -1  # descriptors are used up; the process has timers all the same
-        raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
-
-
 def foreign(pid: int) -> str | None:
     """Why a process is none that a server of its own accord may signal; None: it may."""
     if pid == os.getpid():
         return "is of the timer server's own process, which would end with it"
     try:
-        owner = os.lstat(f"/proc/{pid}").st_uid
+        # The owner of the folder would be root if the process may not be traced.
+        with open(f"/proc/{pid}/status", "rb") as status:
+            (owner,) = (int(line.split()[1]) for line in status if line.startswith(b"Uid:"))
     except OSError:
         return GONE
-    if owner != os.geteuid():
+    if owner != os.getuid():
         return f"is of a process of another user ({owner})"
     return None

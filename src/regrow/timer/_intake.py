@@ -132,10 +132,14 @@ class Intake:
         except ProcessLookupError:
             return GONE
         # It is held by now, so what is found out about the pid is true of the process.
-        why = self._refusal(pid)
+        try:
+            why = self._refusal(pid) or ""
+        except Exception:
+            logger.exception("process %d cannot be looked at, and gets no timers for now", pid)
+            why = "is of a process that cannot be looked at"
         if why:
             self._workers.forget(worker)
-        return why or ""
+        return why
 
     def _excess(self, request: FileTimerRequest) -> str:
         """Why a worker may arm no timer that it has not armed."""
