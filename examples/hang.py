@@ -4,13 +4,12 @@
 
 In the first attempt the last rank never gets its fourth batch, and all the others wait for it in a
 collective. Nothing has failed, so without the timer nothing would happen. It needs no torch: the
-collective is a folder in which every rank leaves a file.
+collective is a folder, that of the attempt's logs, in which every rank leaves a file.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import regrow
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ATTEMPT = os.environ["REGROW_ATTEMPT"]
-MEETING = Path(tempfile.gettempdir(), f"hang-{os.environ['TORCHELASTIC_RUN_ID']}-{ATTEMPT}")
+MEETING = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
 
 
 def load_batch(step: int) -> None:
@@ -29,14 +28,13 @@ def load_batch(step: int) -> None:
 
 def all_reduce(step: int) -> None:
     """Stands for a collective: it ends when every rank has come."""
-    (MEETING / f"{step}.{RANK}").touch()
-    while len(list(MEETING.glob(f"{step}.*"))) < WORLD:
+    (MEETING / f"step-{step}.{RANK}").touch()
+    while len(list(MEETING.glob(f"step-{step}.*"))) < WORLD:
         time.sleep(0.01)
 
 
 def main() -> None:
     """Train for eight steps, each of which may take a second."""
-    MEETING.mkdir(exist_ok=True)
     for step in range(1, 9):
         with regrow.expires(after=1):
             load_batch(step)

@@ -200,7 +200,8 @@ class Watchdog(FileTimerServer):
             for fd in opened:
                 os.close(fd)
         for each in reapings:
-            dumps.setdefault(each.pid, Dump(each.pid, "silent", "descriptors are used up"))
+            gone = Dump(each.pid, "gone", "it has ended, or the agent has no descriptors left")
+            dumps.setdefault(each.pid, gone)
         standing = {ranks[pid]: dump for pid, dump in dumps.items() if pid in ranks}
         return dumps, compare(standing) if len(standing) > 1 else []
 
