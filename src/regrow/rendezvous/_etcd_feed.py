@@ -158,6 +158,7 @@ class EtcdFeed:
                 return
             except Compacted:
                 self._revision = 0
+                self._closed.wait(random.uniform(0, _PAUSE))  # a member may lag behind for a while
             except EtcdError as error:
                 self._break(error)
                 if not isinstance(error, EtcdUnreachable):
