@@ -35,7 +35,9 @@ tell("done")
 
 ENDLESS_LOOP = "while True: pass"
 SLEEP = "time.sleep(1000)"
-NATIVE_WITH_THE_GIL = "import ctypes; ctypes.PyDLL(None).sleep(1000)"
+NATIVE_WITH_THE_GIL = (
+    "import ctypes as c; c.PyDLL(None).read(os.pipe()[0], c.create_string_buffer(1), 1)"
+)
 SUSPENDED = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -297,3 +299,23 @@ def test_functions_have_timers_too(tmp_path: Path, method: str) -> None:
     assert ended.code == 0, ended.output
     assert "rank 1" in ended.output
     assert "in train (functions.py:9)" in ended.output
+
+
+def test_what_a_worker_says_when_being_asked_has_woken_it_is_no_explanation(launch: Launch) -> None:
+    job = launch(
+        """
+from regrow.timer import expires
+from regrow.workers.errors import record
+@record
+def main():
+    with expires(after=0.2, scope="step"):
+        signal.pause()  # returns when the process is asked for its stacks
+        raise RuntimeError("interrupted")
+main()
+""",
+        "--timers",
+        nproc=1,
+    )
+    assert job.finish() == 1, job.output
+    assert "traceback : timer step of 0.2 s was over by" in job.stderr
+    assert "stood            in main (train.py:" in job.stderr

@@ -128,6 +128,7 @@ class LocalElasticAgent(TimedAgent):
         self._event_sinks = event_sinks
         self._timers = timers or os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
         self._native_stacks = native_stacks
+        self._hung = {}
         ours = bounds(self._shutdown_timeout, self._reaping_bound())
         more = getattr(spec.rdzv_handler, "bounds", {})
         self._job = {"bounds": ours | dict(more)} | dict(job or {})
@@ -144,9 +145,9 @@ class LocalElasticAgent(TimedAgent):
         """Run the workers to their end; see `SimpleElasticAgent.run`."""
         self._guardian = Guardian(on_lapse=self._take_lapse)
         try:
-            self._start_watchdog()
             # Started first: its interpreter starts while the round forms.
             self._guardian.start()
+            self._start_watchdog()
             self._setup_healthcheck()
             return super().run(role)
         finally:

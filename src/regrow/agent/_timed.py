@@ -128,17 +128,18 @@ class TimedAgent(ProbedAgent):
             logger.warning("%s", _hang.announcement(hang))
 
     def _explained(self, failure: ProcessFailure) -> ProcessFailure:
-        """A failure of this node, with what is known of it if it was for a timer.
+        """A failure of this node; if it was for a timer, with what is known of that.
 
-        Where there is an error file, it says that already.
+        The error file says it already, unless there is none, or the worker wrote one after its time
+        was over: to be asked for its stacks may have interrupted what it was hanging in.
         """
         hang = self._hung.get(failure.pid)
-        if hang is not None and not failure.has_error_file:
+        if hang is not None and failure.failed_monotonic >= hang.deadline:
             from regrow.agent import _hang
 
             failure.error_file_data = dict(_hang.error(hang, time()))
             failure.message = failure.error_file_data["message"]
-            failure.failed_monotonic = min(failure.failed_monotonic, hang.deadline)
+            failure.failed_monotonic = hang.deadline
         return failure
 
     def _age(self) -> float:
