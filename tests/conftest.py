@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from xdist.remote import Producer
@@ -28,6 +29,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # torch asks the name service who is at the ends of each connection, and one that loses a question
 # is given 5 s for the answer. glibc reads this once in a process, at its first question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+# How long an example takes, and in a fresh clone hypothesis's first look at its tables, says how
+# busy the machine is.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(optionalhook=True)

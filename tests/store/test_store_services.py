@@ -322,10 +322,16 @@ def test_a_question_in_a_hurry_is_followed_by_more_until_it_is_answered(
     with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as hurried:
         waiting = Background(hurried.ask, "book", b"park:a", PATIENCE, nudge=0.001)
         proxy.cut_after(500, "down")  # far more than the answer has
-        eventually(lambda: proxy.cuts == 1)
+        eventually(lambda: proxy.cuts >= 1)
         proxy.cut_nothing()
         assert waiting.running()
-        eventually(lambda: client.ask("book", b"answer:a", PATIENCE) == b"1")
+
+        def answered() -> bool:
+            # The first answer may go to a line that was cut, of which the server has not heard.
+            client.ask("book", b"answer:a", PATIENCE)
+            return not waiting.running()
+
+        eventually(answered)
         assert waiting.result() == b"woken:a"
     proxy.stop()
 
