@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -90,6 +91,25 @@ def test_where_a_process_stood_is_where_it_was_when_it_was_first_asked() -> None
         wait_until(lambda: state(hung.target.pid) == "S", "it pauses")
         assert where(ask(hung.target._replace(doomed=True))).startswith("in woken ")
         wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it goes on")
+
+
+def test_before_linux_6_9_there_is_another_way_to_signal_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send = signal.pidfd_send_signal
+
+    def older(pidfd: int, number: int, info: None = None, flags: int = 0) -> None:
+        if flags:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        send(pidfd, number, info, flags)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", older)
+    with hanging(sleeping) as hung:
+        assert ask(hung.target).outcome == "dumped"
+        hung.process.kill()
+        hung.process.wait()
+        with pytest.raises(ProcessLookupError):
+            _capture._signal_main_thread(hung.target.pid, hung.target.pidfd, CANDIDATES[0])
 
 
 def test_a_main_thread_that_takes_no_signal_is_shown_by_another_thread() -> None:

@@ -21,7 +21,7 @@ middle is left; and whoever has taken a candidate first, keeps it.
 
 The second signal dumps only the thread that takes it. faulthandler lists at most 100 threads, the
 newest first, so that in a process with more the main thread, the one that matters, is not among
-them; the kernel gives a process's signal to its main thread unless that blocks it.
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Signals(NamedTuple):
     """Masks of a process as `/proc/<pid>/status` has them; bit n - 1 is signal n."""
 
     pending: int
-    """Sent to the process, taken by no thread yet."""
+    """Sent to the main thread or to the process, and not taken yet."""
     blocked: int
     """Blocked by the main thread; within a handler, the handler's own signal too."""
     ignored: int
@@ -83,10 +83,10 @@ class Signals(NamedTuple):
         found = {
             line[:6]: int(line[7:], 16)
             for line in status.splitlines()
-            if line[:7] in (b"ShdPnd:", b"SigBlk:", b"SigIgn:", b"SigCgt:")
+            if line[:7] in (b"SigPnd:", b"ShdPnd:", b"SigBlk:", b"SigIgn:", b"SigCgt:")
         }
-        masks = (found.get(name, 0) for name in (b"ShdPnd", b"SigBlk", b"SigIgn", b"SigCgt"))
-        return cls(*masks)
+        pending = found.get(b"SigPnd", 0) | found.get(b"ShdPnd", 0)
+        return cls(pending, *(found.get(name, 0) for name in (b"SigBlk", b"SigIgn", b"SigCgt")))
 
 
 class _Armed:
