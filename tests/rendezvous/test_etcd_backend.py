@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -275,7 +275,8 @@ def test_a_watch_does_not_stay_with_a_member_that_fell_silent_when_nobody_answer
     writer = make()
     token = written(writer, b"0")
     one, other = (CuttingProxy(server.members[0].port) for _ in range(2))
-    watcher = make(f"{one.endpoint},{other.endpoint}", read_timeout="0.35")
+    watcher = make(f"{one.endpoint},{other.endpoint}")
+    watcher._job.timeout = 0.35
 
     def heard(state: bytes) -> bool:
         with suppress(RendezvousConnectionError):
@@ -307,8 +308,13 @@ def test_whoever_waits_is_told_of_a_key_that_cannot_be_read(
     backend.beats([])
     key = f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/nodes/".encode() + b"\xff"
     client.http.call("kv/put", {"key": b64encode(key).decode(), "value": ""}, timeout=PATIENCE)
+
+    def waited() -> bool:
+        backend.wait_state(token, 0.01)
+        return False
+
     with pytest.raises(UnicodeDecodeError):
-        backend.wait_state(token, 1.0)
+        eventually(waited)
     client.http.call("kv/deleterange", {"key": b64encode(key).decode()}, timeout=PATIENCE)
 
 
@@ -443,18 +449,21 @@ def test_whatever_a_job_writes_stands_under_a_lease(
 
 
 def test_a_job_that_follows_another_of_its_id_gets_a_lease_of_full_length(
-    make: Make, run_id: str, client: EtcdClient
+    make: Make, run_id: str, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = lease_id(f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/")
-    client.grant(20, lease, timeout=PATIENCE)
-    eventually(lambda: remaining(client, lease) < 20)
-    written(make(), b"1")
-    assert remaining(client, lease) >= 19
+    client.grant(60, lease, timeout=PATIENCE)
+    backend = make()
+    renewed: list[int] = []
+    renew = backend._job.client.renew
 
+    def recorded(ids: Sequence[int], *, timeout: float) -> list[bool]:
+        renewed.extend(ids)
+        return renew(ids, timeout=timeout)
 
-def remaining(client: EtcdClient, lease: int) -> int:
-    (answer,) = client.http.call("lease/timetolive", {"ID": str(lease)}, timeout=PATIENCE)
-    return int(answer["TTL"])
+    monkeypatch.setattr(backend._job.client, "renew", recorded)
+    written(backend, b"1")
+    assert renewed == [lease]
 
 
 def client_key(encoded: str) -> str:
