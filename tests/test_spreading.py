@@ -1,0 +1,30 @@
+"""How the tests are handed out: nothing that `spreading` names has been renamed since."""
+
+from __future__ import annotations
+
+import pytest
+from commands import ROOT
+from spreading import ETCD, LONGEST, TOGETHER, TORCH, spread, unit
+
+
+@pytest.mark.parametrize(
+    "start", sorted({start for start in (*TORCH, *ETCD, *TOGETHER, *LONGEST) if "::" in start})
+)
+def test_what_is_named_is_there(start: str) -> None:
+    file, _, name = start.partition("::")
+    assert f"\ndef {name}" in (ROOT / file).read_text()
+
+
+def test_a_test_is_run_with_those_that_it_shares_something_with() -> None:
+    backends = "tests/rendezvous/test_backends.py::test_jobs[{}]".format
+    assert unit(backends("TCPStore")) == unit(backends("FileStore-1")) == "torch"
+    assert unit(backends("etcd-18")) == unit("tests/rendezvous/test_etcd_store.py::test_x")
+    assert unit(backends("file")) == backends("file")
+    tls = "tests/store/test_store_tls.py::test_{}".format
+    assert unit(tls("a")) == unit(tls("b")) != tls("a")
+
+
+def test_the_longest_come_first_and_all_others_as_they_were() -> None:
+    names = ["a::test", "b::test", LONGEST[1], TORCH[0], "a::other"]
+    order = [names[3], names[2], names[0], names[1], names[4]]
+    assert spread(range(5), names) == [names.index(name) for name in order]
