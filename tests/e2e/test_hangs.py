@@ -217,16 +217,18 @@ def test_torchs_variables_turn_the_timers_on_and_say_where_the_pipe_is(
     assert not pipe.exists()
 
 
-def test_a_file_in_the_place_of_the_pipe_ends_the_job_before_it_begins(
-    launch: Launch, tmp_path: Path
+@pytest.mark.parametrize("place", ["taken", "no/such/folder"])
+def test_a_pipe_that_cannot_be_made_ends_the_job_before_it_begins(
+    launch: Launch, tmp_path: Path, place: str
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("somebody's data")
-    job = launch("", "--timers", nproc=1, env={"TORCHELASTIC_TIMER_FILE": str(taken)})
+    path = str(tmp_path / place)
+    job = launch("", "--timers", nproc=1, env={"TORCHELASTIC_TIMER_FILE": path})
     assert job.finish() == 1, job.output
     (line,) = job.stderr.splitlines()
-    assert str(taken) in line
-    assert "TORCHELASTIC_TIMER_FILE" in line
+    assert path in line
+    assert "give the timer server another path (TORCHELASTIC_TIMER_FILE)" in line
     assert taken.read_text() == "somebody's data"
 
 

@@ -70,21 +70,13 @@ class TimedAgent(ProbedAgent):
         from regrow.agent._timers import Watchdog, timer_file
 
         self._path = timer_file(os.environ)
-        try:
-            self._watchdog = Watchdog(
-                self._path,
-                self._worker_group.spec.rdzv_handler.get_run_id(),
-                native_s=NATIVE_S if self._native_stacks else 0.0,
-                on_hang=lambda hang: self._inbox.put(_Hung(hang)),
-                log_event=lambda name, request: self._inbox.put(_ServerSaid(name, request)),
-            )
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"the timers' pipe cannot be made ({TORCHELASTIC_TIMER_FILE} says where):"
-                f" {error.strerror}",
-                self._path,
-            ) from error
+        self._watchdog = Watchdog(
+            self._path,
+            self._worker_group.spec.rdzv_handler.get_run_id(),
+            native_s=NATIVE_S if self._native_stacks else 0.0,
+            on_hang=lambda hang: self._inbox.put(_Hung(hang)),
+            log_event=lambda name, request: self._inbox.put(_ServerSaid(name, request)),
+        )
         self._watchdog.start()
 
     def _stop_watchdog(self) -> None:
@@ -144,6 +136,8 @@ class TimedAgent(ProbedAgent):
 
     def _age(self) -> float:
         """Seconds since the loop last turned, or the timer server last did if that is longer."""
-        watchdog = self._watchdog
-        age = super()._age()
-        return age if watchdog is None else max(age, time() - watchdog.get_last_progress_time())
+        watchdog, age = self._watchdog, super()._age()
+        if watchdog is None:
+            return age
+        # Whole seconds, as the server's answer is.
+        return max(age, int(time()) - watchdog.get_last_progress_time())

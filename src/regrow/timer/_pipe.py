@@ -21,6 +21,7 @@ KEPT_OPEN = stat.S_ISVTX
 """Mode bit of a pipe that clients may keep open; without a meaning for anything but directories."""
 SIZE = 1024 * 1024
 """Bytes the pipe holds, so that a burst does not wait. 1 MiB is what any user may have."""
+ADVICE = "give the timer server another path (TORCHELASTIC_TIMER_FILE)"
 
 
 class Pipe:
@@ -43,7 +44,9 @@ class Pipe:
             os.mkfifo(path, 0o600)
         except OSError as error:  # which does not say where
             raise OSError(
-                error.errno, f"no pipe can be made for the timer server: {error.strerror}", path
+                error.errno,
+                f"no pipe can be made for the timer server: {error.strerror}; {ADVICE}",
+                path,
             ) from error
         self.path = path
         self.fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -77,10 +80,9 @@ def _make_room(path: str) -> None:
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    advice = "give the timer server another path (TORCHELASTIC_TIMER_FILE)"
     if not stat.S_ISFIFO(status.st_mode) or status.st_uid != os.geteuid():
         raise FileExistsError(
-            errno.EEXIST, f"there is something that is no pipe of this user; {advice}", path
+            errno.EEXIST, f"there is something that is no pipe of this user; {ADVICE}", path
         )
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW))
@@ -90,5 +92,5 @@ def _make_room(path: str) -> None:
             return
         raise
     raise FileExistsError(
-        errno.EEXIST, f"there is a pipe that another process reads; stop that one or {advice}", path
+        errno.EEXIST, f"there is a pipe that another process reads; stop that one or {ADVICE}", path
     )
