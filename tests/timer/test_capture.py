@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -75,6 +76,16 @@ def test_of_a_process_that_is_to_live_only_the_main_thread_is_dumped() -> None:
         assert [thread.main for thread in ask(hung.target).threads] == [True]
         threads = ask(hung.target._replace(doomed=True)).threads
         assert sorted(thread.main for thread in threads) == [False, False, False, True]
+
+
+def test_a_process_that_is_to_be_killed_leaves_no_core_if_that_crashes_it() -> None:
+    with hanging(sleeping) as hung:
+        pid = hung.target.pid
+        before, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+        ask(hung.target)
+        assert resource.prlimit(pid, resource.RLIMIT_CORE) == (before, most)
+        ask(hung.target._replace(doomed=True))
+        assert resource.prlimit(pid, resource.RLIMIT_CORE) == (1 if most else 0, most)
 
 
 def test_a_process_of_more_threads_than_are_listed_still_shows_its_main_one() -> None:

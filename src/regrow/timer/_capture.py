@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -198,6 +199,8 @@ class _Asked:
             return self._end("no handler", f"it does not catch signal {number} any more")
         self._asked = os.fstat(self._memory).st_size
         try:
+            if self._doomed:
+                _spare_core(self.pid)
             if self._hearing:
                 signal.pidfd_send_signal(self._pidfd, number)
             else:
@@ -265,6 +268,17 @@ class _Asked:
         if self._deaf and self._marker:
             return f"no answer {within}: its main thread blocks signal {self._marker.one_thread}"
         return f"no answer {within} (state {state})"
+
+
+def _spare_core(pid: int) -> None:
+    """Should a process crash from now on, leave no core: of a training it takes minutes to write.
+
+    Raises:
+        OSError: it is gone, or another user's.
+    """
+    _, most = resource.prlimit(pid, resource.RLIMIT_CORE)
+    # One byte is too little for a file, and a program that is piped cores is not started.
+    resource.prlimit(pid, resource.RLIMIT_CORE, (1 if most else 0, most))
 
 
 def _signal_main_thread(pid: int, pidfd: int, number: int) -> None:
