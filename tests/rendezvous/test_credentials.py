@@ -48,7 +48,7 @@ def test_a_token_comes_from_a_flag_or_a_variable_and_the_flag_wins(tmp_path: Pat
     assert found(environ={"REGROW_TOKEN_FILE": other}, token_file=path).token == TOKEN.encode()
 
 
-@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fe80::1"])
+@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fe80::1", "127.example.com"])
 def test_several_hosts_without_a_token_are_told_what_to_type(host: str) -> None:
     with pytest.raises(RendezvousError, match=r"regrow token ~/job.token .* --rdzv-token-file "):
         found(host)

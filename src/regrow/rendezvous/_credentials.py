@@ -113,7 +113,8 @@ def _read(path: str) -> bytes:
 
 def is_loopback(host: str) -> bool:
     """Whether a name or address means this host, as its own processes alone can reach it."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    number = host.startswith("127.") and host.replace(".", "").isdecimal()
+    return host in ("localhost", "::1") or number
 
 
 def own_secret(environ: Mapping[str, str]) -> bytes:
