@@ -23,6 +23,8 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 FORK = multiprocessing.get_context("fork")
+STUCK_S = 15.0
+"""Seconds that a worker may take to end after its work."""
 TORCH_INTERVAL_S = 0.1
 """Torch's servers look at their timers this often: what its agent sets, for both."""
 
@@ -185,32 +187,38 @@ def load(pair: Pair, workers: int, per_second: float, seconds: float) -> None:
     used_s, begin = time.process_time(), time.monotonic()
     scene.open()
     for worker in scene.workers:
-        worker.join()
+        worker.join(max(0.0, begin + seconds + STUCK_S - time.monotonic()))
     took_s, used_s = time.monotonic() - begin, time.process_time() - used_s
     time.sleep(1.0)  # what is under way may arrive
+    stuck = [worker for worker in scene.workers if worker.is_alive()]
     say(
-        killed=sum(worker.exitcode != 0 for worker in scene.workers),
+        killed=sum(worker.exitcode != 0 for worker in scene.workers if worker not in stuck),
+        stuck=len(stuck),
         armed=scene.server.armed,
         released=scene.server.released,
         cpu_s=used_s,
         took_s=took_s,
     )
+    for worker in stuck:
+        worker.kill()
     scene.server.stop()
 
 
 def _arm_and_release(expires: Any, period: float, seconds: float) -> None:
     begin = time.monotonic()
-    due, blocks, failed = begin + random.uniform(0, period), 0, 0
+    due, blocks, sent, failed = begin + random.uniform(0, period), 0, 0, 0
     while due < begin + seconds:
         time.sleep(max(0.0, due - time.monotonic()))
         try:
             with expires(after=2.0):
+                sent += 1
                 time.sleep(0.005)
+            sent += 1
             blocks += 1
         except OSError:
             failed += 1
         due += period
-    say(blocks=blocks, failed=failed)
+    say(blocks=blocks, sent=sent, failed=failed)
 
 
 def main() -> None:

@@ -187,12 +187,13 @@ def load(table: Table, seconds: float) -> None:
             start(pair, "load", WORKERS, TIMERS_PER_SECOND, seconds), seconds + DEADLINE_S
         ) or [{}]
         ended = "armed" in server
-        blocks = sum(worker["blocks"] for worker in workers if "blocks" in worker)
+        blocks, sent = (sum(worker[what] for worker in workers) for what in ("blocks", "sent"))
         figures = {
             "timers a second": blocks / seconds if ended else None,
             "blocks that failed": sum(w["failed"] for w in workers) if ended else None,
-            "requests lost": 2 * blocks - server["armed"] - server["released"] if ended else None,
+            "requests lost": sent - server["armed"] - server["released"] if ended else None,
             "workers reaped for nothing": server["killed"] if ended else None,
+            "workers that could not end": server["stuck"] if ended else None,
             "server, % of one core": 100 * server["cpu_s"] / server["took_s"] if ended else None,
         }
         for what, value in figures.items():

@@ -94,16 +94,16 @@ class LocalTimerServer(TimerServer):
 
     def register_timers(self, timer_requests: list[TimerRequest]) -> None:
         """Arm and release timers as asked for."""
-        ended = self._arrivals.ended()
-        self.clear_timers(ended)
-        if ended:
-            _set_free(self._write_lock)
         for request in timer_requests:
             pid, scope, at = request.worker_id, request.scope_id, request.expiration_time
             if at < 0:
                 self._timers.release(pid, scope)
             else:
                 self._timers.arm(pid, scope, at, request)
+        ended = self._arrivals.ended()
+        if ended:
+            self.clear_timers(ended)
+            _set_free(self._write_lock)
 
     def clear_timers(self, worker_ids: set[int]) -> None:
         """Forget all timers of these processes."""
@@ -183,11 +183,9 @@ class _Arrivals(MultiprocessingRequestQueue):
         if self._busy:
             time.sleep(min(NAP, timeout))
             timeout = max(0.0, timeout - NAP)
-        for fd, _ in self._poll.poll(timeout if self._wakes else 0):
-            if fd == self._woken.fileno():
-                self._woken.recv_bytes()
-            elif fd in self._pids:
-                self._bury(fd)
+        ready = [fd for fd, _ in self._poll.poll(timeout if self._wakes else 0)]
+        if self._woken.fileno() in ready:
+            self._woken.recv_bytes()
         patience = 0.0 if self._wakes else timeout
         requests: list[TimerRequest] = []
         for _ in range(AT_ONCE):
@@ -204,6 +202,9 @@ class _Arrivals(MultiprocessingRequestQueue):
             if self._takes(item):
                 requests.append(item)
         self._busy = bool(requests) and self._wakes
+        for fd in ready:  # at last: what a process sent before it ended is no news of it
+            if fd in self._pids:
+                self._bury(fd)
         return requests
 
     def pidfd(self, pid: int) -> int | None:
