@@ -162,6 +162,17 @@ def test_a_process_is_known_by_the_worker_that_started_it(family: tuple[int, int
     assert not watched.includes(1 << 30)
 
 
+def test_all_that_is_below_the_guardian_is_of_a_worker_but_not_the_guardian(
+    family: tuple[int, int],
+) -> None:
+    guardian, worker = family  # one that is just being started
+    context = SimpleNamespace(pids=dict)
+    watched = Watched(0, [0], cast(Any, context), cast(Any, SimpleNamespace(pid=guardian)))
+    assert watched.includes(worker)
+    assert watched.owner(worker) is None
+    assert not watched.includes(guardian)
+
+
 # --- the agent
 
 
