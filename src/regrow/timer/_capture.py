@@ -104,7 +104,8 @@ def capture(
         return dumps
     from ._native import native_stacks
 
-    there = [pid for pid, dump in dumps.items() if dump.outcome != "gone"]
+    # It can read none that is stopped.
+    there = [pid for pid, dump in dumps.items() if dump.outcome not in ("gone", "stopped")]
     shown = native_stacks(there, native)
     return {pid: dump._replace(native=shown.get(pid, "")) for pid, dump in dumps.items()}
 
@@ -155,6 +156,8 @@ class _Asked:
 
     def look(self) -> bool:
         """Take the step that is possible now; whether there will be no other."""
+        # In this order: if it has begun, the masks show whether it goes on.
+        begun = bool(self._sent) and os.fstat(self._memory).st_size != self._asked
         status = _read(f"/proc/{self.pid}/status")
         state = _state(status)
         if state in "ZX":
@@ -163,7 +166,7 @@ class _Asked:
             return self._end("stopped")
         self.queued = state == "R" and bool(self._sent)
         signals = Signals.of(status)
-        return self._listen(signals) if self._sent else self._ask(state, signals)
+        return self._listen(begun, signals) if self._sent else self._ask(state, signals)
 
     def answer(self, budget: float) -> Dump:
         """What it said; `budget` is as in `capture`."""
@@ -212,13 +215,16 @@ class _Asked:
         self._sent.append(number)
         return False
 
-    def _listen(self, signals: Signals) -> bool:
+    def _listen(self, begun: bool, signals: Signals) -> bool:
         marker, number = self._marker, self._sent[-1]
         assert marker is not None
-        begun = os.fstat(self._memory).st_size != self._asked
         if not begun or _has(signals.pending, number):
             return False
-        if any(map(self._blocks, self._hearing or [str(self.pid)])):
+        if (
+            any(map(self._blocks, self._hearing))
+            if self._hearing
+            else _has(signals.blocked, number)
+        ):
             return False
         if number == marker.one_thread and self._doomed:
             return self._send(marker.all_threads, signals)
@@ -255,10 +261,10 @@ class _Asked:
             return []
 
     def _blocks(self, thread: str) -> bool:
-        """Whether a thread blocks the latest signal; one that has ended does not."""
+        """Whether a thread blocks the signal for all threads; one that has ended does not."""
         assert self._marker is not None
-        number = self._sent[-1] if self._sent else self._marker.all_threads
-        return _has(Signals.of(_read(f"/proc/{self.pid}/task/{thread}/status")).blocked, number)
+        status = _read(f"/proc/{self.pid}/task/{thread}/status")
+        return _has(Signals.of(status).blocked, self._marker.all_threads)
 
     def _silence(self, state: str, within: str) -> str:
         """Why it may not have answered."""
