@@ -6,8 +6,8 @@ comes, a deadline passes, a worker ends or `stop` is called. A queue of a `Manag
 sleep on; there a wait is a timeout, and `stop` waits for its end.
 
 All who write to the queue share a lock, and what a dead process holds stays locked: nobody could
-arm or release a timer any more. So a worker is killed while the server holds that lock; and when
-one has ended in whatever way, the server sees to it that the lock is free.
+arm or release a timer any more, and one after the other would be killed for nothing. So when a
+worker has ended, in whatever way, the server sees to it that the lock is free.
 
 A pid names a process only as long as that lives. So a worker is held on to by a pidfd from its
 first request on, and neither a worker that ended nor a stranger that got its pid is killed for it.
@@ -22,6 +22,7 @@ import select
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Pipe
 from queue import Empty
 from typing import Any
@@ -37,9 +38,8 @@ AT_ONCE = 1000
 NAP = 0.002
 """Seconds without a look at the queue after there was something in it, so that under load one
 wake-up serves many requests. No deadline waits for it."""
-KILL_PATIENCE = 0.05
-"""Seconds that a kill waits for those who write to the queue, and they for the end of who is
-killed."""
+LOCK_PATIENCE = 0.05
+"""Seconds that a lock may be held before it counts as left by a process that has ended."""
 
 
 class MultiprocessingRequestQueue(RequestQueue):
@@ -138,7 +138,10 @@ class LocalTimerServer(TimerServer):
             logger.error("the expired timers are of the server's own process, which is not killed")
             return True
         try:
-            _kill(worker_id, pidfd, self._write_lock)
+            if pidfd < 0:
+                os.kill(worker_id, signal.SIGKILL)
+            else:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         except ProcessLookupError:
             logger.info("process %s ended when its timer expired", worker_id)
         except OSError:
@@ -255,30 +258,13 @@ class _Arrivals(MultiprocessingRequestQueue):
             logger.warning("the timers' queue holds %s: it is left out", what)
 
 
-def _kill(pid: int, pidfd: int, lock: Any) -> None:
-    """Kill a process, in a way that leaves the lock of those who write to the queue free."""
-    held = lock is not None and lock.acquire(timeout=KILL_PATIENCE)
-    try:
-        if pidfd < 0:
-            os.kill(pid, signal.SIGKILL)
-            return
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        poll.poll(KILL_PATIENCE * 1000)
-    finally:
-        if held:
-            lock.release()
-        else:
-            _set_free(lock)
-
-
 def _set_free(lock: Any) -> None:
-    """After the death of a process: if it held the lock, somebody has to release it."""
+    """After the end of a process: if it held the lock, somebody has to release it."""
     if lock is None:
         return
-    if not lock.acquire(timeout=KILL_PATIENCE):
-        # A message is written at once, so nobody else has held it for that long, unless he is
-        # stopped; and then he has written either his message or none of it.
+    if not lock.acquire(timeout=LOCK_PATIENCE):
+        # Should it be held by somebody alive after all, who is stopped or starved: a message is
+        # written at once, so that two who write at a time do no harm.
         logger.warning("the lock of the timers' queue was left by a process: it is freed")
-    lock.release()
+    with suppress(ValueError):  # it has been released this very moment
+        lock.release()

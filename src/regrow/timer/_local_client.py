@@ -114,7 +114,7 @@ class LocalTimerClient(TimerClient):
         poll = select.poll()
         poll.register(self._writer.fileno(), select.POLLOUT)
         # The lock of all writers also keeps the threads of this process in order. Nobody waits for
-        # room while he holds it: see the server's `_kill`.
+        # room while he holds it: see the server's `_set_free`.
         while self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
             try:
                 if self._unsent.get(request.scope_id) is not request:
@@ -135,7 +135,7 @@ class LocalTimerClient(TimerClient):
     def _unlock(self) -> None:
         try:
             self._lock.release()
-        except ValueError:  # the server has, when it killed someone and found it held for long
+        except ValueError:  # the server has, after the end of a process: see there
             logger.info("the lock of the timers' queue had been released")
 
 
