@@ -35,7 +35,7 @@ from hanging import (
 from processes import wait_until
 
 from regrow.timer import _capture
-from regrow.timer._capture import Target, capture, dump_path, save
+from regrow.timer._capture import Target, capture
 from regrow.timer._frames import Dump, where
 from regrow.timer._stacks import CANDIDATES, Signals
 
@@ -256,34 +256,3 @@ def test_a_process_that_waits_for_a_processor_has_more_time() -> None:
         wait_until(lambda: state(hung.target.pid) == "R", "it loops")
         silent = ask(hung.target, QUICK)
         assert (silent.outcome, silent.note) == ("silent", "no answer within 200 ms (state R)")
-
-
-def test_an_answer_is_appended_to_a_file_for_its_owner_only(tmp_path: Path) -> None:
-    path = dump_path(str(tmp_path / "stacks"), 7)
-    dump = Dump(7, "dumped", "not all", "Thread ...\n", native="main.c")
-    assert save(dump, path).path == path == str(tmp_path / "stacks.7.txt")
-    save(dump, path)
-    text = Path(path).read_text()
-    assert text.count("Process 7, ") == 2
-    assert "UTC: not all\n\nThread ...\n\nWith native frames:\n\nmain.c\n" in text
-    assert Path(path).stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_an_answer_that_cannot_be_written_is_still_there(
-    full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    link = tmp_path / "link"
-    link.symlink_to(tmp_path / "elsewhere")
-    path = "/dev/full" if full else str(link)
-    dump = Dump(7, "dumped", text="Thread ...\n")
-    assert save(dump, path) == dump
-    why = "No space left on device" if full else "Too many levels of symbolic links"
-    assert caplog.messages == [f"the stacks of process 7 are not in {path}: {why}"]
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_without_stacks_there_is_no_file(tmp_path: Path) -> None:
-    dump = Dump(7, "stopped")
-    assert save(dump, str(tmp_path / "stacks")) == dump
-    assert list(tmp_path.iterdir()) == []

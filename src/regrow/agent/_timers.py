@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from regrow.agent import _hang
 from regrow.agent._environment import TORCHELASTIC_TIMER_FILE
 from regrow.agent._hang import Hang
-from regrow.timer._capture import Target, capture, dump_path, save
+from regrow.timer._capture import Target, capture
+from regrow.timer._dump_file import dump_path, save
 from regrow.timer._file_server import FileTimerServer, Reaping
 from regrow.timer._frames import Dump, compare
 from regrow.timer._stacks import Signals

@@ -39,12 +39,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from regrow.utils import get_logger
-
 from ._frames import Dump, Outcome, parse
 from ._stacks import Marker, Signals
-
-logger = get_logger(__name__)
 
 #: Between two looks at the processes that were asked, s.
 STEP_S = 0.0005
@@ -70,11 +66,6 @@ class Target(NamedTuple):
     doomed: bool = False
     """Whether it is about to be killed. Then all its threads are dumped, which may end it sooner;
     else only the main thread."""
-
-
-def dump_path(prefix: str, pid: int) -> str:
-    """The file for the dump of a process whose launcher keeps its dumps at `prefix`."""
-    return f"{prefix}.{pid}.txt"
 
 
 def capture(
@@ -108,33 +99,6 @@ def capture(
     there = [pid for pid, dump in dumps.items() if dump.outcome not in ("gone", "stopped")]
     shown = native_stacks(there, native)
     return {pid: dump._replace(native=shown.get(pid, "")) for pid, dump in dumps.items()}
-
-
-def save(dump: Dump, path: str) -> Dump:
-    """Append an answer to a file, mode 0600 where it is new.
-
-    Args:
-        dump: what `capture` returned; without any stacks, nothing is written.
-        path: the file; empty: nowhere.
-
-    Returns:
-        the dump with its path; without one if it was not written, for which the log has the reason.
-    """
-    if not path or not (dump.text or dump.native):
-        return dump
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    note = f": {dump.note}" if dump.note else ""
-    whole = f"Process {dump.pid}, {when}{note}\n\n{dump.text}\n"
-    if dump.native:
-        whole += f"With native frames:\n\n{dump.native}\n"
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(os.open(path, flags, 0o600), "w", encoding="utf-8", errors="replace") as file:
-            file.write(whole)
-    except OSError as error:
-        logger.warning("the stacks of process %d are not in %s: %s", dump.pid, path, error.strerror)
-        return dump
-    return dump._replace(path=path)
 
 
 class _Asked:
