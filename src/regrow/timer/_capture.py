@@ -39,8 +39,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ._frames import Dump, Outcome, parse
-from ._stacks import Marker, Signals
+from regrow.timer._frames import Dump, Outcome, parse
+from regrow.timer._stacks import Marker, Signals
 
 #: Between two looks at the processes that were asked, s.
 STEP_S = 0.0005
@@ -93,7 +93,7 @@ def capture(
     dumps = {each.pid: each.answer(budget) for each in asked}
     if native <= 0:
         return dumps
-    from ._native import native_stacks
+    from regrow.timer._native import native_stacks
 
     # It can read none that is stopped.
     there = [pid for pid, dump in dumps.items() if dump.outcome not in ("gone", "stopped")]
@@ -155,8 +155,8 @@ class _Asked:
         assert marker is not None
         blocked = _has(signals.blocked, marker.one_thread)
         self._deaf = self._deaf + 1 if blocked else 0
-        if self._deaf >= DEAF and self._doomed:
-            self._hearing = [each for each in self._threads() if not self._blocks(each)]
+        threads = self._threads() if self._deaf >= DEAF and self._doomed else []
+        self._hearing = [each for each in threads if not self._blocks(each)]
         if state == "D" or (blocked and not self._hearing):
             return False  # which may be otherwise at the next look
         return self._send(marker.all_threads if blocked else marker.one_thread, signals)
@@ -182,13 +182,10 @@ class _Asked:
     def _listen(self, begun: bool, signals: Signals) -> bool:
         marker, number = self._marker, self._sent[-1]
         assert marker is not None
-        if not begun or _has(signals.pending, number):
-            return False
-        if (
-            any(map(self._blocks, self._hearing))
-            if self._hearing
-            else _has(signals.blocked, number)
-        ):
+        goes_on = _has(signals.blocked, number)
+        if self._hearing:
+            goes_on = any(map(self._blocks, self._hearing))
+        if not begun or goes_on or _has(signals.pending, number):
             return False
         if number == marker.one_thread and self._doomed:
             return self._send(marker.all_threads, signals)

@@ -27,12 +27,16 @@ them.
 from __future__ import annotations
 
 import os
+import re
 from typing import IO, NamedTuple
 
 #: Real-time signals of Linux that a process may be asked by.
 CANDIDATES = range(44, 56)
 
 _PREFIX = "regrow-stacks"
+_LINK = re.compile(
+    rf"/memfd:{_PREFIX}\.(\d{{1,9}})\.(\d\d)\.(\d\d)\.([0-9a-f]{{1,16}}) \(deleted\)", re.A
+)
 
 
 class Marker(NamedTuple):
@@ -54,16 +58,11 @@ class Marker(NamedTuple):
     @classmethod
     def of(cls, link: str) -> Marker | None:
         """What a link in `/proc/<pid>/fd` says; None: it is of something else."""
-        name, _, _ = link.removeprefix("/memfd:").partition(" ")
-        prefix, _, rest = name.partition(".")
-        if prefix != _PREFIX:
+        if (match := _LINK.fullmatch(link)) is None:
             return None
-        try:
-            pid, every, one, main = rest.split(".")
-            marker = cls(int(pid), int(every), int(one), int(main, 16))
-        except ValueError:
-            return None
-        # Others would mean something else to it.
+        pid, every, one, main = match.groups()
+        marker = cls(int(pid), int(every), int(one), int(main, 16))
+        # To any other signal it would do something else.
         return marker if {marker.all_threads, marker.one_thread} <= set(CANDIDATES) else None
 
 
