@@ -101,11 +101,9 @@ def test_without_a_signal_an_expiration_is_reported_and_nobody_killed(
     assert server.armed() == []
 
 
-def test_what_a_worker_sent_before_it_was_killed_does_not_get_it_reaped_again(rig: Rig) -> None:
+def test_what_a_worker_sent_before_it_was_reaped_does_not_get_it_reaped_again(rig: Rig) -> None:
     server, worker, other = rig.serve(), rig.worker(), rig.worker()
-    # A debugger, or a disk that hangs: it is killed and does not end.
-    os.kill(worker.pid, signal.SIGSTOP)
-    rig.arm(worker.pid, 0, signal=signal.SIGTERM)
+    rig.arm(worker.pid, 0, signal=signal.SIGURG)  # which it survives
     assert server.reaping().pid == worker.pid
     wait_until(lambda: server.armed() == [], "cleared")
     now = time.monotonic()
@@ -114,6 +112,38 @@ def test_what_a_worker_sent_before_it_was_killed_does_not_get_it_reaped_again(ri
     assert server.reaping().pid == other.pid
     rig.arm(worker.pid, 0, "sent after", monotonic=time.monotonic(), armed=time.monotonic())
     assert server.reaping().pid == worker.pid
+
+
+def test_a_worker_that_was_killed_and_that_nobody_has_waited_for_has_no_timers(rig: Rig) -> None:
+    server, worker, other = rig.serve(), rig.worker(), rig.worker()
+    rig.arm(worker.pid, 0)
+    assert server.reaping().pid == worker.pid
+    wait_until(lambda: server._workers.get(worker.pid) is None, "its end is seen")
+    rig.arm(worker.pid, 0, "sent before")
+    rig.arm(other.pid, 0)
+    assert server.reaping().pid == other.pid
+    assert server.refusals.get(timeout=PATIENCE).why == "is of a process that is gone"
+
+
+def test_a_worker_that_ends_by_itself_when_its_timer_expires_is_not_reaped(rig: Rig) -> None:
+    ending, other = rig.worker(), rig.worker()
+
+    class Late(WatchedServer):
+        def _sleep(self) -> list[int]:
+            ready = super()._sleep()
+            if self.armed() and ending.poll() is None:
+                ending.kill()
+                ending.wait()
+                return []  # as if it had ended just after the look at it
+            return ready
+
+    server = Late(rig.path)
+    rig.servers.append(server)
+    server.register_timers([FileTimerRequest(ending.pid, "scope", time.time() + 0.05, 9)])
+    server.start()
+    wait_until(lambda: server.armed() == [], "cleared")
+    rig.arm(other.pid, 0)
+    assert server.reaping().pid == other.pid
 
 
 def test_a_release_that_is_in_the_pipe_when_the_deadline_passes_counts(rig: Rig) -> None:
@@ -436,24 +466,25 @@ def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
 
 
 FORKING = """
-import os, sys
+import os, sys, time
 from regrow.timer._file_server import FileTimerServer
 server = FileTimerServer(sys.argv[1], "run")
 server.start()
 child = os.fork()
 if child == 0:
     server.stop()
+    print("child", os.path.exists(sys.argv[1]), flush=True)
     sys.stdin.read()
     os._exit(0)
-print("forked", os.path.exists(sys.argv[1]), flush=True)
-os.kill(os.getpid(), 9)
+time.sleep(1000)
 """
 
 
 def test_a_forked_child_neither_stops_its_parents_server_nor_poses_as_one(rig: Rig) -> None:
     parent = rig.run(sys.executable, "-c", FORKING, str(rig.path))
     assert parent.stdout is not None
-    assert parent.stdout.readline() == b"forked True\n"
+    assert parent.stdout.readline() == b"child True\n"
+    parent.kill()
     parent.wait()
     with pytest.raises(OSError, match="No such device"):  # though the child still runs
         os.close(os.open(rig.path, os.O_WRONLY | os.O_NONBLOCK))

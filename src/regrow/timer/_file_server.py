@@ -291,6 +291,10 @@ class FileTimerServer(ServerThread):
         noticed = self._monotonic()
         with self._lock:
             due = self._timers.due(noticed)
+            for worker in filter(None, map(self._workers.get, list(due))):
+                if worker.ended():  # just now, by itself
+                    self._timers.clear(worker.pid)
+                    del due[worker.pid]
         found = reapings(due, noticed, self._workers.pidfd)
         self._announce([each for each in found if each.pid not in self._failures])
         reaped = {each.pid for each in found if self._reaped(each)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal as signals
 import threading
 
@@ -31,6 +32,10 @@ class Worker:
         self.reaped = float("-inf")
         """Up to when its requests count no more, in seconds on the monotonic clock: it was reaped
         for its timers then; infinity: it was killed."""
+
+    def ended(self) -> bool:
+        """Whether the process has ended, as far as is known without a pidfd."""
+        return self.pidfd >= 0 and _ended(self.pidfd)
 
     def send(self, number: int) -> None:
         """Signal it, by its pidfd if there is one.
@@ -91,13 +96,15 @@ class Workers:
         pidfd = -1
         try:
             pidfd = os.pidfd_open(pid)
+            if _ended(pidfd):  # and nobody has waited for it yet
+                raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended")
             self._sleeper.add(pidfd)
         except OSError as error:
+            if pidfd >= 0:
+                os.close(pidfd)
             if error.errno in _NO_PROCESS:
                 raise ProcessLookupError(errno.ESRCH, f"there is no process {pid}") from error
             # There are no descriptors left, or no memory. The process has timers all the same.
-            if pidfd >= 0:
-                os.close(pidfd)
             return -1
         return pidfd
 
@@ -120,6 +127,12 @@ class Workers:
         for fd in self._by_fd:
             os.close(fd)
         self._by_fd, self._by_pid = {}, {}
+
+
+def _ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def foreign(pid: int) -> str | None:
