@@ -238,7 +238,8 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
 
     launch(config(str(tmp_path), max_restarts=5, event_sinks=(look,)), HANG.format(first=""))
     assert len(seen) == 6
-    assert len(set(seen[1:])) == 1, seen
+    # What one attempt leaves for a moment may be there; what each leaves for good would add up.
+    assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen
 
 
 def test_an_agent_whose_timer_server_has_ended_is_as_old_as_that(

@@ -6,13 +6,16 @@ import os
 import re
 import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from commands import run
-from e2e_job import Job
+from e2e_job import Job, wait_gone
+from processes import wait_until
 
 Launch = Callable[..., Job]
 Record = Callable[[str, object], None]
@@ -131,17 +134,24 @@ def test_without_restarts_left_the_stack_is_the_traceback_of_the_root_cause(
 TOGETHER = """
 from regrow.timer import expires
 def all_reduce():
+    tell("waits")
     time.sleep(1000)
 def load():
     time.sleep(1000)
 if ATTEMPT == 0:
-    with expires(after=0.5 - RANK * 0.001, scope="step"):
+    if RANK == 1:
+        open(os.environ["GATE"]).read()  # until the others wait
+    with expires(after=0.3 if RANK == 1 else 60, scope="step"):
         load() if RANK == 1 else all_reduce()
 """
 
 
-def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch) -> None:
-    job = launch(TOGETHER, "--timers", "--max-restarts=1", nproc=3)
+def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    job = launch(TOGETHER, "--timers", "--max-restarts=1", nproc=3, env={"GATE": str(gate)})
+    job.news(2)
+    gate.open("w").close()
     assert job.finish() == 0, job.output
     compared = job.events("timer.expired")[0]["compared"]
     assert [re.sub(r" \(.*", "", line) for line in compared] == [
@@ -321,3 +331,85 @@ main()
     assert job.finish() == 1, job.output
     assert "traceback : timer step of 0.2 s was over by" in job.stderr
     assert "stood            in main (train.py:" in job.stderr
+
+
+HANDLES = """
+from regrow.timer import FileTimerClient, configure, expires
+configure(FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=signal.SIGTERM))
+{handler}
+with expires(after=0.1, scope="step"):
+    forever()
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "signum"),
+    [("", "SIGTERM"), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", None)],
+    ids=["not handled", "handled"],
+)
+def test_a_worker_that_ends_of_its_timers_signal_is_explained(
+    launch: Launch, handler: str, signum: str | None
+) -> None:
+    job = launch(HANDLES.format(handler=handler), "--timers", nproc=1)
+    assert job.finish() == 1, job.output
+    (failed,) = job.events("worker.failed")
+    assert (failed["signal"], failed["exit_code"]) == (signum, -signal.SIGTERM if signum else 3)
+    assert failed["message"].startswith("timer step of 0.1 s was over by")
+    fate = "killed by SIGTERM" if signum else "sent SIGTERM"
+    assert f"so it was {fate}" in " ".join(job.stderr.split())
+
+
+def test_a_worker_that_handles_its_timers_signal_may_fail_of_something_else(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+from regrow.timer import FileTimerClient, configure, expires
+from regrow.workers.errors import record
+configure(FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=signal.SIGUSR1))
+signal.signal(signal.SIGUSR1, lambda *_: told.append("go on"))
+told = []
+@record
+def main():
+    with expires(after=0.1, scope="step"):
+        while not told:
+            time.sleep(0.01)
+    raise ValueError("of something else")
+main()
+""",
+        "--timers",
+        nproc=1,
+    )
+    assert job.finish() == 1, job.output
+    (failed,) = job.events("worker.failed")
+    assert failed["message"] == "ValueError: of something else"
+    assert "so it was sent SIGUSR1" in " ".join(job.stderr.split())
+
+
+def test_an_agent_whose_terminal_takes_nothing_reaps_on_time(tmp_path: Path) -> None:
+    script, pid_file = tmp_path / "train.py", tmp_path / "pid"
+    script.write_text(
+        "import os, sys, time, regrow\n"
+        "with regrow.expires(after=0.3):\n"
+        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+    )
+    command = [sys.executable, "-m", "regrow.run", "--standalone", "--timers", "--max-restarts=9"]
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(65536))
+    os.set_blocking(writing, True)
+    agent = subprocess.Popen(
+        [*command, f"--log-dir={tmp_path}", script, pid_file], stderr=writing, stdout=writing
+    )
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", "the worker starts")
+        wait_gone(int(pid_file.read_text()))
+        assert agent.poll() is None
+    finally:
+        agent.kill()
+        agent.wait()
+        os.close(reading)
+        os.close(writing)

@@ -8,6 +8,7 @@ listens to events may be slow, and a worker is reaped on time all the same.
 from __future__ import annotations
 
 import os
+import signal
 from time import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -122,15 +123,20 @@ class TimedAgent(ProbedAgent):
     def _explained(self, failure: ProcessFailure) -> ProcessFailure:
         """A failure of this node; if it was for a timer, with what is known of that.
 
-        The error file says it already, unless there is none, or the worker wrote one after its time
-        was over: to be asked for its stacks may have interrupted what it was hanging in.
+        The error file says it already, unless there is none, or a worker that was to be killed
+        wrote one after its time was over: to be asked for its stacks may have interrupted what it
+        was hanging in. What a worker writes that handles its signal is its own account.
         """
         hang = self._hung.get(failure.pid)
-        if hang is not None and failure.failed_monotonic >= hang.deadline:
+        if hang is None:
+            return failure
+        doomed = hang.signum == signal.SIGKILL and failure.failed_monotonic >= hang.deadline
+        if doomed or not failure.has_error_file:
             from regrow.agent import _hang
 
             failure.error_file_data = dict(_hang.error(hang, time()))
             failure.message = failure.error_file_data["message"]
+        if doomed:
             failure.failed_monotonic = hang.deadline
         return failure
 
