@@ -159,6 +159,8 @@ def main() -> int:
         verdict = "MISSED" if any(name in miss for miss in missed) else "ok"
         print(f"{name:30}{''.join(f'{cell:>20}' for cell in cells)}  {verdict}")
     print(f"bound: dead within {BOUND_S * 1000:g} ms of the deadline, every run")
+    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
+        print(f"others kept this machine busy (load {load:.1f}): on a quiet one it is less")
     if args.json:
         figures = {
             name: [(each.noticed_s, each.dead_s, each.again_s) for each in found]
