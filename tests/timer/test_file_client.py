@@ -491,5 +491,8 @@ def test_our_server_shows_where_our_clients_process_stood(
         worker = rig.run(sys.executable, "-c", HANGS, str(rig.path))
         assert worker.wait(PATIENCE) == -signal.SIGKILL
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"worker {worker.pid} is in <module> (<string>:9)")
+    said, _, stacks = record.getMessage().partition("\n")
+    assert said.startswith(f"timers of worker {worker.pid} have expired, ['<string>#8'], the first")
+    assert said.endswith("; it is in <module> (<string>:9), and gets signal 9")
+    assert 'File "<string>", line 9 in <module>' in stacks
     assert time.time() - server.get_last_progress_time() < PATIENCE

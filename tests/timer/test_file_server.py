@@ -101,6 +101,15 @@ def test_without_a_signal_an_expiration_is_reported_and_nobody_killed(
     assert server.armed() == []
 
 
+def test_a_timer_that_reports_leaves_the_one_around_it_that_kills(rig: Rig) -> None:
+    server, worker = rig.serve(), rig.worker()
+    rig.arm(worker.pid, 600, "kills")
+    rig.arm(worker.pid, 0, "reports", signal=0)
+    assert [request.scope_id for request in server.reaping().expired] == ["reports"]
+    wait_until(lambda: server.armed() == [(worker.pid, "kills")], "that one is left")
+    assert worker.poll() is None
+
+
 def test_what_a_worker_sent_before_it_was_reaped_does_not_get_it_reaped_again(rig: Rig) -> None:
     server, worker, other = rig.serve(), rig.worker(), rig.worker()
     rig.arm(worker.pid, 0, signal=signal.SIGURG)  # which it survives

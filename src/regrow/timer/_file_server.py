@@ -209,8 +209,19 @@ class FileTimerServer(ServerThread):
             for each in reapings
             if each.pidfd >= 0
         ]
-        for pid, dump in capture(targets).items():
-            logger.warning("worker %d is %s\n%s", pid, where(dump), dump.text)
+        dumps = capture(targets)
+        for each in reapings:
+            dump = dumps.get(each.pid)
+            logger.warning(
+                "timers of worker %d have expired, %s, the first of them %.3f s ago; it is %s, and"
+                " %s\n%s",
+                each.pid,
+                _scopes(each),
+                self._monotonic() - each.deadline,
+                where(dump) if dump else "not to be asked where",
+                f"gets signal {each.signal}" if each.signal > 0 else "goes on, as they ask",
+                dump.text if dump else "",
+            )
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Send a worker the signal that its timer asks for.
@@ -317,21 +328,22 @@ class FileTimerServer(ServerThread):
         self._safely(self._before_reaping, reapings)
 
     def _reaped(self, reaping: Reaping) -> bool:
-        """Whether a worker need not be seen to any more."""
+        """Do what expired timers ask for; whether the worker is reaped."""
         pid, signal = reaping.pid, reaping.signal
         if signal <= 0:
-            logger.warning(
-                "timers of worker %d have expired, %s; they ask for no signal, so it goes on",
-                pid,
-                [request.scope_id for request in reaping.expired[:SHOWN]],
-            )
-            return True
+            # Its other timers are still there: one that reports may lie within one that kills.
+            logger.info("worker %d goes on without its timers %s", pid, _scopes(reaping))
+            with self._lock:
+                for request in reaping.expired:
+                    self._timers.release(pid, request.scope_id)
+            return False
         try:
             done = self._reap_worker(pid, signal)
         except Exception:
             logger.exception("worker %d counts as reaped, and its timers are cleared", pid)
             done = True
         if done:
+            logger.info("worker %d is reaped by signal %d for %s", pid, signal, _scopes(reaping))
             self._failures.pop(pid, None)
             worker = self._workers.get(pid)
             if worker is not None:
@@ -357,3 +369,7 @@ class FileTimerServer(ServerThread):
             self._workers.abandon()
         else:
             self._workers.close()
+
+
+def _scopes(reaping: Reaping) -> list[str]:
+    return [request.scope_id for request in reaping.expired[:SHOWN]]
