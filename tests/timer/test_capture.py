@@ -17,6 +17,7 @@ from hanging import (
     Hanging,
     armed_child,
     ask,
+    asking_itself,
     child,
     deaf,
     executing,
@@ -256,3 +257,8 @@ def test_a_process_that_waits_for_a_processor_has_more_time() -> None:
         wait_until(lambda: state(hung.target.pid) == "R", "it loops")
         silent = ask(hung.target, QUICK)
         assert (silent.outcome, silent.note) == ("silent", "no answer within 200 ms (state R)")
+
+
+def test_whoever_asks_itself_is_not_endangered() -> None:
+    with hanging(asking_itself, threads=2) as hung:
+        assert hung.said == "dumped, 1 thread"

@@ -107,7 +107,7 @@ class _Asked:
     def __init__(self, target: Target) -> None:
         self.pid = target.pid
         self._pidfd = target.pidfd
-        self._doomed = target.doomed
+        self._doomed = target.doomed and target.pid != os.getpid()  # who asks goes on to live
         self._marker: Marker | None = None
         self._memory = -1
         self._deaf = 0  # looks in a row at which its main thread blocked the signals
