@@ -487,7 +487,7 @@ def test_our_server_shows_where_our_clients_process_stood(
     server = FileTimerServer(str(rig.path), "run")
     rig.servers.append(server)
     server.start()
-    with caplog.at_level(logging.WARNING, "regrow.timer._file_server"):
+    with caplog.at_level(logging.WARNING, "regrow.timer._reaping_report"):
         worker = rig.run(sys.executable, "-c", HANGS, str(rig.path))
         assert worker.wait(PATIENCE) == -signal.SIGKILL
     (record,) = caplog.records

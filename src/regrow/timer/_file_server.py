@@ -50,8 +50,6 @@ FIRST_PAUSE = 0.1
 STANDSTILL = 1.0
 """Seconds that the server woke too late, so that the whole host is taken to have stood still. Then
 its workers get as long before any of them is reaped: they had no chance to release their timers."""
-SHOWN = 16
-"""Expired timers of one worker that are told of one by one."""
 
 
 class FileTimerServer(ServerThread):
@@ -201,27 +199,9 @@ class FileTimerServer(ServerThread):
 
         It delays their reaping, and once for each. Here their stacks are logged.
         """
-        from regrow.timer._capture import Target, capture
-        from regrow.timer._frames import where
+        from regrow.timer._reaping_report import report
 
-        targets = [
-            Target(each.pid, each.pidfd, doomed=each.signal == signals.SIGKILL)
-            for each in reapings
-            if each.pidfd >= 0
-        ]
-        dumps = capture(targets)
-        for each in reapings:
-            dump = dumps.get(each.pid)
-            logger.warning(
-                "timers of worker %d have expired, %s, the first of them %.3f s ago; it is %s, and"
-                " %s\n%s",
-                each.pid,
-                _scopes(each),
-                self._monotonic() - each.deadline,
-                where(dump) if dump else "not to be asked where",
-                f"gets signal {each.signal}" if each.signal > 0 else "goes on, as they ask",
-                dump.text if dump else "",
-            )
+        report(reapings, self._monotonic())
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
         """Send a worker the signal that its timer asks for.
@@ -320,10 +300,10 @@ class FileTimerServer(ServerThread):
             return
         log_debug_info_for_expired_timers(
             self._run_id,
-            {each.pid: [r.to_json() for r in each.expired[:SHOWN]] for each in reapings},
+            {each.pid: [r.to_json() for r in each.shown] for each in reapings},
         )
         for each in reapings:
-            for request in each.expired[:SHOWN]:
+            for request in each.shown:
                 self._tell("timer expired", request)
         self._safely(self._before_reaping, reapings)
 
@@ -332,7 +312,7 @@ class FileTimerServer(ServerThread):
         pid, signal = reaping.pid, reaping.signal
         if signal <= 0:
             # Its other timers are still there: one that reports may lie within one that kills.
-            logger.info("worker %d goes on without its timers %s", pid, _scopes(reaping))
+            logger.info("worker %d goes on without its timers %s", pid, reaping.scopes)
             with self._lock:
                 for request in reaping.expired:
                     self._timers.release(pid, request.scope_id)
@@ -343,7 +323,7 @@ class FileTimerServer(ServerThread):
             logger.exception("worker %d counts as reaped, and its timers are cleared", pid)
             done = True
         if done:
-            logger.info("worker %d is reaped by signal %d for %s", pid, signal, _scopes(reaping))
+            logger.info("worker %d is reaped by signal %d for %s", pid, signal, reaping.scopes)
             self._failures.pop(pid, None)
             worker = self._workers.get(pid)
             if worker is not None:
@@ -369,7 +349,3 @@ class FileTimerServer(ServerThread):
             self._workers.abandon()
         else:
             self._workers.close()
-
-
-def _scopes(reaping: Reaping) -> list[str]:
-    return [request.scope_id for request in reaping.expired[:SHOWN]]

@@ -98,7 +98,8 @@ class Intake:
         self.emptied = len(data) < PIECE
         batch = self._lines.feed(data)
         for refusal in batch.refusals:
-            self._report(refusal, None)
+            if self._is_news(refusal.why, refusal.pid):
+                self._report(refusal, None)
         return list(self._acceptable(batch.requests)), len(data)
 
     def _acceptable(self, requests: Iterable[FileTimerRequest]) -> Iterable[FileTimerRequest]:
@@ -122,7 +123,7 @@ class Intake:
                 why = refused[pid] = self._admit(pid)
                 if not why:
                     yield request
-            if why:
+            if why and self._is_news(why, pid):
                 self._report(Refusal(why, pid, request.to_json()), request)
 
     def _admit(self, pid: int) -> str:
@@ -148,11 +149,11 @@ class Intake:
             return ""
         return f"is of a process with {MANY} timers"
 
+    def _is_news(self, why: str, pid: int) -> bool:
+        return len(self._reported) <= REPORTS and (why, pid) not in self._reported
+
     def _report(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
-        key = refusal.why, refusal.pid
-        if key in self._reported or len(self._reported) > REPORTS:
-            return
-        self._reported.add(key)
+        self._reported.add((refusal.why, refusal.pid))
         if len(self._reported) > REPORTS:
             logger.warning("bad requests in %s are not reported any more", self._pipe.path)
         else:

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from regrow.timer._file_request import FileTimerRequest
 
+SHOWN = 16
+"""Expired timers of one worker that are told of one by one."""
+
 
 class Reaping(NamedTuple):
     """A worker that is about to be reaped."""
@@ -23,6 +26,16 @@ class Reaping(NamedTuple):
     """When that was noticed."""
     pidfd: int
     """Names the process for ever; -1: the descriptors are used up, or it has ended."""
+
+    @property
+    def shown(self) -> list[FileTimerRequest]:
+        """Those of the expired timers that are told of."""
+        return self.expired[:SHOWN]
+
+    @property
+    def scopes(self) -> list[str]:
+        """What these are about."""
+        return [request.scope_id for request in self.shown]
 
     @property
     def cause(self) -> FileTimerRequest:
