@@ -127,13 +127,25 @@ def test_a_scope_that_is_a_place_is_shown_without_its_folders(scope: str, shown:
 # --- where the pipe is, and whose processes may write into it
 
 
-def test_the_pipe_is_where_the_variable_says_but_for_an_agent_in_a_worker_of_another() -> None:
+def test_the_pipe_is_where_the_variable_says() -> None:
     given = {TORCHELASTIC_TIMER_FILE: "/run/timers"}
     assert timer_file(given) == "/run/timers"
-    inner = [timer_file(given | {"REGROW_WORKER": "/1/2/"}) for _ in range(2)]
-    for path in (*inner, timer_file({})):
-        assert Path(path).name.startswith("watchdog_timer_")
-    assert len(set(inner)) == 2
+    assert timer_file(given | {"REGROW_WORKER": "/1/2/"}) == "/run/timers"
+    paths = {timer_file({}) for _ in range(2)}
+    assert len(paths) == 2
+    assert all(Path(path).name.startswith("watchdog_timer_") for path in paths)
+
+
+def test_an_agent_in_a_worker_of_another_leaves_that_one_its_pipe(tmp_path: Path) -> None:
+    pipe = str(tmp_path / "timers")
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    environ = {TORCHELASTIC_TIMER_FILE: pipe}
+    assert timer_file(environ) == pipe  # an error, when the pipe is made
+    inner = environ | {"REGROW_WORKER": "/1/2/"}
+    assert timer_file(inner) != pipe
+    os.close(reader)
+    assert timer_file(inner) == pipe
 
 
 @pytest.fixture
@@ -214,16 +226,22 @@ def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None
 def test_a_log_directory_that_hangs_spares_no_hung_worker(tmp_path: Path) -> None:
     # To open a pipe that nobody reads takes for ever.
     first = """
+from regrow.timer import FileTimerClient
 folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
 os.mkfifo(os.path.join(folder, f"stacks.{os.getpid()}.txt"))
+reported = FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=0)
+for n in range(3):
+    with expires(after=0.01, client=reported):
+        time.sleep(0.1)
 """
     error = launch(config(str(tmp_path)), HANG.format(first=first))
     assert "traceback : timer step of 0.1 s was over by" in str(error)
+    waiting = [thread for thread in threading.enumerate() if thread.name == "regrow-hang"]
+    assert len(waiting) == 1
     (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")
-    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets the agent's thread go on
-    for thread in threading.enumerate():
-        if thread.name == "regrow-hang":
-            thread.join(PATIENCE)
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets it go on
+    for thread in waiting:
+        thread.join(PATIENCE)
 
 
 def test_five_restarts_leave_no_thread_and_no_descriptor(

@@ -17,6 +17,8 @@ from commands import run
 from e2e_job import Job, wait_gone
 from processes import wait_until
 
+from regrow.events import read_events, story
+
 Launch = Callable[..., Job]
 Record = Callable[[str, object], None]
 
@@ -83,6 +85,7 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     assert deadline <= noticed <= dead
     assert failed["failed_monotonic"] == deadline
     record_property("from deadline to death, s", dead - deadline)
+    assert story(read_events(job.log_dir)).render() in job.stderr
     told = " ".join(job.stderr.split())
     assert re.search(r"rank 0 .* hung: timer step of 0\.2 s was over by .* killed by SIGKILL", told)
     assert f"stood {stood}" in told

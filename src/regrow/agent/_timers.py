@@ -53,14 +53,23 @@ def timer_file(environ: Mapping[str, str]) -> str:
 
     Args:
         environ: of the agent. What `TORCHELASTIC_TIMER_FILE` says is taken, unless the agent runs
-            in a worker of another one: then it is that one's, and in use.
+            in a worker of another one, which has inherited the variable and reads that pipe.
     """
     given = environ.get(TORCHELASTIC_TIMER_FILE)
-    if given and _procfs.MARK not in environ:
+    if given and not (_procfs.MARK in environ and _is_read(given)):
         return given
     from regrow.workers._logs import temporary_directory
 
     return os.path.join(temporary_directory(), f"watchdog_timer_{os.urandom(16).hex()}")
+
+
+def _is_read(path: str) -> bool:
+    """Whether some process has this pipe open for reading."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 class Watched(NamedTuple):
@@ -149,6 +158,7 @@ class Watchdog(FileTimerServer):
         self._on_hang = on_hang
         self._watched: Watched | None = None
         self._compared = -1  # the attempt whose workers have been compared
+        self._files: threading.Thread | None = None  # writes about the latest hang
 
     def watch(self, watched: Watched) -> None:
         """Keep the timers of these workers from now on."""
@@ -169,16 +179,24 @@ class Watchdog(FileTimerServer):
             self._compared = watched.attempt
         dumps, compared = self._ask(watched, reapings, all_workers=compare_all)
         hangs = [_hang_of(watched, each, dumps[each.pid], compared) for each in reapings]
+        for hang in self._with_files(watched, hangs, dumps):
+            self._on_hang(hang)
+
+    def _with_files(
+        self, watched: Watched, hangs: list[Hang], dumps: Mapping[int, Dump]
+    ) -> list[Hang]:
+        """Write what is known, if that takes no longer than it may."""
+        if self._files is not None and self._files.is_alive():
+            return hangs  # the file system hangs still
         done: list[list[Hang]] = []
-        files = threading.Thread(
+        self._files = threading.Thread(
             target=lambda: done.append(_written(watched, hangs, dumps)),
             name="regrow-hang",
             daemon=True,
         )
-        files.start()
-        files.join(FILES_S)
-        for hang in done[0] if done else hangs:
-            self._on_hang(hang)
+        self._files.start()
+        self._files.join(FILES_S)
+        return done[0] if done else hangs
 
     def _ask(
         self, watched: Watched, reapings: list[Reaping], *, all_workers: bool
