@@ -326,18 +326,20 @@ def test_timers_of_processes_that_have_ended_are_cleared_with_the_others(rig: Ri
     ]
 
 
-def test_workers_get_time_after_the_whole_host_stood_still(
+def test_the_time_in_which_the_whole_host_stood_still_does_not_count(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passed, thawed, sleep = [0.0], threading.Event(), Sleeper.sleep
+    passed, thawed, released, sleep = [0.0], threading.Event(), threading.Event(), Sleeper.sleep
 
     class Host(WatchedServer):
         _monotonic = staticmethod(lambda: time.monotonic() + passed[0])
 
     def stand_still(sleeper: Sleeper, until: float) -> list[int]:
+        if thawed.is_set():
+            released.wait(PATIENCE)
         ready = sleep(sleeper, until)
         if until < math.inf and not ready and not thawed.is_set():
-            passed[0] = 2.0
+            passed[0] = 1000.0
             thawed.set()
         return ready
 
@@ -347,7 +349,10 @@ def test_workers_get_time_after_the_whole_host_stood_still(
     rig.arm(hung.pid, 0.1)
     assert thawed.wait(PATIENCE)
     rig.release(healthy.pid)
-    assert server.reaping().pid == hung.pid
+    released.set()
+    reaping = server.reaping()
+    assert reaping.pid == hung.pid
+    assert reaping.deadline > time.monotonic() + 1000 - PATIENCE
     assert healthy.poll() is None
 
 

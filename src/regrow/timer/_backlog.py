@@ -40,22 +40,18 @@ class Backlog:
             return
         self._unsent[message.scope] = message
 
-    def take(self) -> Message:
-        """The request to send next: it is `sent` then, or `put_back`.
+    def next(self) -> Message:
+        """A request to send; it stays until it is `sent`, whatever interrupts that.
 
         Raises:
-            KeyError: there is none.
+            StopIteration: there is none.
         """
-        for scope in self._unsent:
-            return self._unsent.pop(scope)
-        raise KeyError("no request is to be sent")
-
-    def put_back(self, message: Message) -> None:
-        """A request could not be sent; it counts, unless there is a newer one."""
-        self._unsent.setdefault(message.scope, message)
+        return next(iter(self._unsent.values()))
 
     def sent(self, message: Message) -> None:
-        """The server has been told."""
+        """The server has been told. A newer request of the same scope is still to be sent."""
+        if self._unsent.get(message.scope) is message:
+            del self._unsent[message.scope]
         if message.arms:
             self._told[message.scope] = message
         else:

@@ -117,7 +117,8 @@ class FileTimerClient(TimerClient):
 @lru_cache(maxsize=1024)
 def _written(scope: str) -> str:
     """A scope as JSON, short enough for a line."""
-    text = json.dumps(str(scope))
+    scope = str(scope)
+    text = json.dumps(scope)
     if len(text) <= LONGEST_SCOPE:
         return text
     import hashlib
@@ -206,15 +207,13 @@ class _Link:
         """Send what is to be sent; False: there was no room, for `patience` seconds."""
         until = time.monotonic() + patience
         while self._backlog:
-            message = self._backlog.take()
+            message = self._backlog.next()
             try:
                 _write(self._fd, message.line)
             except BlockingIOError:
-                self._backlog.put_back(message)
                 if not _room(self._fd, until - time.monotonic()):
                     return False
             except OSError as error:
-                self._backlog.put_back(message)
                 self._close()
                 self._gone(time.monotonic(), error.strerror or str(error))
                 return True

@@ -48,8 +48,8 @@ many requests. A timer that is shorter than that is noticed this much late."""
 FIRST_PAUSE = 0.1
 """Seconds from a reaping that failed to the next attempt; doubled after each."""
 STANDSTILL = 1.0
-"""Seconds that the server woke too late, so that the whole host is taken to have stood still. Then
-its workers get as long before any of them is reaped: they had no chance to release their timers."""
+"""Seconds that the server wakes too late, so that the whole host is taken to have stood still, and
+nobody had a chance to release a timer. Then the time in which it slept does not count."""
 
 
 class FileTimerServer(ServerThread):
@@ -88,7 +88,6 @@ class FileTimerServer(ServerThread):
         self._clock = SteadyClock(self._wall, self._monotonic)
         self._timers: Timers[int, FileTimerRequest] = Timers()
         self._failures: dict[int, int] = {}  # how often in a row a worker could not be reaped
-        self._spare_until = -math.inf  # nobody is reaped before, monotonic seconds
         self._workers = Workers(self._sleeper)
         self._intake = Intake(
             pipe,
@@ -247,15 +246,24 @@ class FileTimerServer(ServerThread):
             due = self._timers.next()
         self._working_since = None
         begin = self._monotonic()
-        until = math.inf if due is None else max(due, self._spare_until, begin)
+        until = math.inf if due is None else max(due, begin)
         if self._intake.emptied:
             time.sleep(min(NAP, until - begin))
             self._intake.emptied = False
         ready = self._sleeper.sleep(until)
         self._working_since = self._monotonic()
         if self._working_since > until + STANDSTILL:
-            self._spare_until = self._working_since + STANDSTILL
+            self._postpone(self._working_since - begin)
         return ready
+
+    def _postpone(self, seconds: float) -> None:
+        """Give all timers more time."""
+        logger.warning("the timer server slept for %.3f s: that does not count", seconds)
+        with self._lock:
+            for pid, requests in self._timers.due(math.inf).items():
+                for request in requests:
+                    at = request.monotonic = (request.monotonic or 0.0) + seconds
+                    self._timers.arm(pid, request.scope_id, at, request)
 
     def _read(self) -> int:
         """Act on a piece of what is in the pipe; how many bytes that were."""
@@ -276,7 +284,7 @@ class FileTimerServer(ServerThread):
         """Reap the workers with timers that are due."""
         with self._lock:
             due = self._timers.due(self._monotonic())
-        if not due or self._monotonic() < self._spare_until:
+        if not due:
             return
         self._drain()
         noticed = self._monotonic()
