@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -379,6 +380,17 @@ def test_a_server_that_was_never_started_is_stopped_as_well(rig: Rig) -> None:
     WatchedServer(rig.path).stop()
     assert sorted(os.listdir("/proc/self/fd")) == before
     assert not rig.path.exists()
+
+
+def test_a_server_that_is_forgotten_leaves_no_descriptor_and_its_pipe_to_the_next(
+    rig: Rig,
+) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    server = WatchedServer(rig.path)
+    del server
+    gc.collect()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    WatchedServer(rig.path).stop()
 
 
 def test_stopping_from_within_does_not_wait_for_itself(rig: Rig) -> None:

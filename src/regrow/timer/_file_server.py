@@ -99,6 +99,7 @@ class FileTimerServer(ServerThread):
         )
         self._sleeper.add(self._intake.fd)
         self._working_since: float | None = None
+        self._let_go_in_children()
 
     # --- what others call
 

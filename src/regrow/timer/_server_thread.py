@@ -63,6 +63,9 @@ class ServerThread(abc.ABC):
         self._ended: float | None = None
         """When the server ended, monotonic seconds."""
         self._watchdog_thread: threading.Thread | None = None
+
+    def _let_go_in_children(self) -> None:
+        """Once all that is to be closed is there: have forked children close it."""
         os.register_at_fork(after_in_child=partial(_forked, weakref.ref(self)))
 
     def start(self) -> None:

@@ -28,8 +28,9 @@ class Sleeper:
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = -1  # as long as there is nothing to close
         self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.add(self._wake)
 
     def add(self, fd: int) -> None:
@@ -69,5 +70,10 @@ class Sleeper:
 
     def close(self) -> None:
         """Give back the descriptors."""
-        self._epoll.close()
-        os.close(self._wake)
+        if self._wake >= 0:
+            wake, self._wake = self._wake, -1
+            self._epoll.close()
+            os.close(wake)
+
+    def __del__(self) -> None:
+        self.close()
