@@ -299,3 +299,13 @@ def test_only_1_in_torchs_variable_turns_timers_on(
     assert not LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
     assert LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
+
+
+def test_a_pipe_that_somebody_else_serves_is_handed_on_to_the_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
+    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
+    assert agent._timer_file() is None
+    monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, "/run/timers")
+    assert agent._timer_file() == "/run/timers"

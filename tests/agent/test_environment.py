@@ -24,7 +24,9 @@ def group(**spec: Any) -> WorkerGroup:
 WORKER = Worker(local_rank=1, global_rank=3, role_rank=3, world_size=6, role_world_size=6)
 
 
-def environment(outer: dict[str, str] | None = None, **spec: Any) -> dict[str, str]:
+def environment(
+    outer: dict[str, str] | None = None, timer_file: str | None = None, **spec: Any
+) -> dict[str, str]:
     return worker_environment(
         group(**spec),
         WORKER,
@@ -33,6 +35,7 @@ def environment(outer: dict[str, str] | None = None, **spec: Any) -> dict[str, s
         attempt=2,
         use_agent_store=False,
         outer=outer or {},
+        timer_file=timer_file,
     )
 
 
@@ -62,6 +65,11 @@ def test_a_worker_gets_every_variable_of_the_contract() -> None:
 def test_the_users_own_settings_win() -> None:
     outer = {"OMP_NUM_THREADS": "4", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert outer.items() <= environment(outer).items()
+
+
+def test_a_worker_is_told_of_the_timer_servers_pipe_if_there_is_one() -> None:
+    assert environment(timer_file="/run/timers")["TORCHELASTIC_TIMER_FILE"] == "/run/timers"
+    assert "TORCHELASTIC_TIMER_FILE" not in environment()
 
 
 def test_virtual_local_rank_narrows_to_the_workers_own_device() -> None:

@@ -393,8 +393,8 @@ def test_an_agent_whose_terminal_takes_nothing_reaps_on_time(tmp_path: Path) -> 
     script, pid_file = tmp_path / "train.py", tmp_path / "pid"
     script.write_text(
         "import os, sys, time, regrow\n"
-        "with regrow.expires(after=0.3):\n"
-        "    open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
+        "with regrow.expires(after=0.2):\n"
         "    time.sleep(1000)\n"
     )
     command = [sys.executable, "-m", "regrow.run", "--standalone", "--timers", "--max-restarts=9"]
