@@ -117,9 +117,13 @@ def test_a_deep_stack_is_cut_in_the_report() -> None:
         ("a#b/c", "a#b/c"),
         ("/no/line", "/no/line"),
         ("", ""),
+        ("two\nlines \x1b[2J", r"two lines \x1b[2J"),
+        ("x" * 4000, "x" * 120 + "..."),
     ],
 )
-def test_a_scope_that_is_a_place_is_shown_without_its_folders(scope: str, shown: str) -> None:
+def test_a_scope_is_shown_in_a_short_line_and_a_place_without_its_folders(
+    scope: str, shown: str
+) -> None:
     request = FileTimerRequest(77, scope, 1e9, 9, monotonic=100.0)
     assert _hang.message(hang(request=request)).startswith(f"timer {shown} was over by")
 

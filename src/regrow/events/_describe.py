@@ -7,6 +7,9 @@ from ._fields import Record, integer, text
 __all__ = ["describe", "one_line", "short_scope", "signal_name"]
 
 
+MOST_OF_SCOPE = 120  # characters
+
+
 def describe(event: Record) -> str:
     """How a worker failed, in one line without a subject."""
     signal = signal_name(event)
@@ -54,7 +57,13 @@ def one_line(message: str) -> str:
 
 
 def short_scope(scope: str) -> str:
-    """What a timer was set for, in a line; a place in a file (`train.py#42`) without folders."""
+    """What a timer was set for, in a short line; a place in a file is shown without its folders.
+
+    Args:
+        scope: as somebody wrote it into a pipe: of any length, and with any characters.
+    """
     line = one_line(scope)
     path, hash_, _ = line.rpartition("#")
-    return line[path.rfind("/") + 1 :] if hash_ and line.startswith("/") else line
+    line = line[path.rfind("/") + 1 :] if hash_ and line.startswith("/") else line
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line[:MOST_OF_SCOPE])
+    return shown if len(line) <= MOST_OF_SCOPE else f"{shown}..."
