@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,48 @@ def test_the_time_in_which_the_whole_host_stood_still_does_not_count(
     assert reaping.pid == hung.pid
     assert reaping.deadline > time.monotonic() + 1000 - PATIENCE
     assert healthy.poll() is None
+
+
+def test_who_found_the_pipe_full_while_another_was_reaped_is_not_late(rig: Rig) -> None:
+    passed, released = [0.0], threading.Event()
+
+    class Busy(WatchedServer):
+        _monotonic = staticmethod(lambda: time.monotonic() + passed[0])
+
+        def _before_reaping(self, reapings: list[Reaping]) -> None:
+            super()._before_reaping(reapings)
+            released.wait(PATIENCE)
+            passed[0] = 1000.0
+
+    server, other = rig.serve(Busy), rig.worker()
+    program = """
+import sys
+from regrow.timer import FileTimerClient, _file_client, expires
+_file_client.PATIENCE = 0.01
+with expires(600, client=FileTimerClient(sys.argv[1])):
+    print(flush=True)
+    sys.stdin.readline()
+print(flush=True)
+sys.stdin.readline()
+"""
+    worker = rig.run(sys.executable, "-c", program, str(rig.path))
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    worker.stdout.readline()
+    rig.arm(other.pid, 0, "reported", signal=0)
+    assert server.reaping().pid == other.pid
+    pipe = os.open(rig.path, os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"\n" * 4096)
+    os.close(pipe)
+    worker.stdin.write(b"\n")
+    worker.stdin.flush()
+    worker.stdout.readline()
+    released.set()
+    wait_until(lambda: server.armed() == [], "its release has arrived, or it is reaped")
+    assert server.reapings.empty()
+    assert worker.poll() is None
 
 
 def test_stopping_leaves_no_thread_no_descriptor_and_no_pipe(rig: Rig) -> None:

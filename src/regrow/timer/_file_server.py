@@ -254,12 +254,12 @@ class FileTimerServer(ServerThread):
         ready = self._sleeper.sleep(until)
         self._working_since = self._monotonic()
         if self._working_since > until + STANDSTILL:
-            self._postpone(self._working_since - begin)
+            self._postpone(self._working_since - begin, "slept")
         return ready
 
-    def _postpone(self, seconds: float) -> None:
+    def _postpone(self, seconds: float, did: str) -> None:
         """Give all timers more time."""
-        logger.warning("the timer server slept for %.3f s: that does not count", seconds)
+        logger.warning("the timer server %s for %.3f s: that does not count", did, seconds)
         with self._lock:
             for pid, requests in self._timers.due(math.inf).items():
                 for request in requests:
@@ -303,6 +303,8 @@ class FileTimerServer(ServerThread):
         with self._lock:  # whatever a subclass has made of that
             for pid in reaped:
                 self._timers.clear(pid)
+        if found and self._intake.full():  # who has released a timer meanwhile could not say so
+            self._postpone(self._monotonic() - noticed, "let its pipe run full while it reaped")
 
     def _announce(self, reapings: list[Reaping]) -> None:
         if not reapings:

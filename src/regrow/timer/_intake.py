@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import struct
 import termios
 from collections.abc import Callable, Iterable
@@ -84,6 +85,12 @@ class Intake:
         """How many bytes are in the pipe."""
         size: int = struct.unpack("i", fcntl.ioctl(self._pipe.fd, termios.FIONREAD, bytes(4)))[0]
         return size
+
+    def full(self) -> bool:
+        """Whether nothing can be written into the pipe."""
+        poll = select.poll()
+        poll.register(self._pipe.fd, select.POLLOUT)
+        return not poll.poll(0)
 
     def read(self) -> tuple[list[FileTimerRequest], int]:
         """Take a piece of what is in the pipe.
