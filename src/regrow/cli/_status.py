@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from regrow.events._describe import short_scope
-
 
 @dataclass(frozen=True, slots=True)
 class Status:
@@ -83,6 +81,8 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
             rank = int(metadata["rank"])
             return replace(status, halted=status.halted - {rank}, news=f"rank {rank} goes on")
         case "regrow.timer.expired":
+            from regrow.events._describe import short_scope
+
             rank, scope = metadata["rank"], short_scope(str(metadata["scope"]))
             who = f"rank {rank}" if rank is not None else "a process of a worker"
             status = replace(status, news=f"{who} hangs: timer {scope}")
