@@ -405,7 +405,10 @@ def test_an_agent_whose_terminal_takes_nothing_reaps_on_time(tmp_path: Path) -> 
             os.write(writing, bytes(65536))
     os.set_blocking(writing, True)
     agent = subprocess.Popen(
-        [*command, f"--log-dir={tmp_path}", script, pid_file], stderr=writing, stdout=writing
+        [*command, f"--log-dir={tmp_path}", script, pid_file],
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # where it leaves its pipe when it is killed
+        stdout=writing,
+        stderr=writing,
     )
     try:
         wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", "the worker starts")
