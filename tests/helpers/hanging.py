@@ -159,9 +159,7 @@ def asking_itself() -> None:
 
 def littering() -> None:
     """Its memory for dumps holds half a GB of something else."""
-    file = _armed.file
-    assert file is not None
-    os.ftruncate(file.fileno(), 1 << 29)
+    os.ftruncate(_armed.memory, 1 << 29)
     sleeping()
 
 

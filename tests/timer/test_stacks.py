@@ -83,6 +83,25 @@ print(sum("regrow-stacks" in os.readlink(f"/proc/self/fd/{fd}") for fd in range(
     assert run(program) == ["True 44 45", "1"]
 
 
+def test_a_child_does_not_close_what_took_the_place_of_its_parents_memory() -> None:
+    program = """
+arm()
+held = _armed.marker.name
+(fd,) = [fd for fd in range(3, 20) if os.path.islink(f"/proc/self/fd/{fd}")
+         and held in os.readlink(f"/proc/self/fd/{fd}")]
+if child := os.fork():
+    os.waitpid(child, 0)
+else:
+    os.closerange(3, 20)  # as whoever daemonizes does
+    while os.open("/dev/null", os.O_RDONLY) != fd:
+        pass
+    arm()
+    print(_armed.marker.pid == os.getpid(), os.readlink(f"/proc/self/fd/{fd}"), flush=True)
+    os._exit(0)
+"""
+    assert run(program) == ["True /dev/null"]
+
+
 def test_signals_that_the_process_uses_itself_are_left_to_it() -> None:
     program = """
 import sys

@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import IO, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
 #: Real-time signals of Linux that a process may be asked by.
 CANDIDATES = range(44, 56)
@@ -91,11 +92,11 @@ class Signals(NamedTuple):
 class _Armed:
     """What the handler of this process writes into: as there is one handler, there is one."""
 
-    __slots__ = ("file", "marker", "pid")
+    __slots__ = ("marker", "memory", "pid")
 
     def __init__(self) -> None:
         self.pid = 0
-        self.file: IO[bytes] | None = None
+        self.memory = -1
         self.marker: Marker | None = None
 
 
@@ -140,11 +141,13 @@ def _register() -> None:
             " are needed"
         )
     marker = Marker(os.getpid(), free[0], free[1], threading.main_thread().ident or 0)
-    file = os.fdopen(os.memfd_create(marker.name, os.MFD_CLOEXEC), "wb", buffering=0)
+    memory = os.memfd_create(marker.name, os.MFD_CLOEXEC)
     # Whoever asks may empty it between two dumps.
-    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
-    faulthandler.register(marker.one_thread, file, all_threads=False, chain=False)
-    faulthandler.register(marker.all_threads, file, all_threads=True, chain=False)
-    before, _armed.file, _armed.marker = _armed.file, file, marker
-    if before:
-        before.close()
+    fcntl.fcntl(memory, fcntl.F_SETFL, os.O_APPEND)
+    faulthandler.register(marker.one_thread, memory, all_threads=False, chain=False)
+    faulthandler.register(marker.all_threads, memory, all_threads=True, chain=False)
+    before, _armed.memory, _armed.marker = _armed.memory, memory, marker
+    with suppress(OSError):  # whoever daemonizes may have closed it, and given its number away
+        link = os.readlink(f"/proc/self/fd/{before}")  # noqa: PTH115 - is no path
+        if inherited and Marker.of(link) == inherited:
+            os.close(before)
