@@ -394,7 +394,10 @@ sys.stdin.readline()
     worker.stdin.write(b"\n")
     worker.stdin.flush()
     worker.stdout.readline()
+    worker.send_signal(signal.SIGSTOP)  # it gets no processor just now
     released.set()
+    wait_until(lambda: server._intake.waiting() == 0, "the pipe is empty")
+    worker.send_signal(signal.SIGCONT)
     wait_until(lambda: server.armed() == [], "its release has arrived, or it is reaped")
     assert server.reapings.empty()
     assert worker.poll() is None
