@@ -163,6 +163,14 @@ def littering() -> None:
     sleeping()
 
 
+def lying() -> None:
+    """Its answer is its own, and made for a terminal."""
+    text = b'Stack (most recent call first):\n  File "a\x1b[31mb\xc2\x9bc", line 1 in f\x07\n'
+    for number in CANDIDATES:
+        signal.signal(number, lambda *_: os.write(_armed.memory, text))
+    looping()
+
+
 if __name__ == "__main__":
     arm()
     for _ in range(int(sys.argv[1])):

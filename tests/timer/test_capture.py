@@ -26,6 +26,7 @@ from hanging import (
     holding_the_gil,
     littering,
     looping,
+    lying,
     matching,
     otherwise,
     sleeping,
@@ -243,6 +244,12 @@ def test_what_a_process_left_in_its_memory_is_not_read_and_not_kept() -> None:
             if "stacks" in str(fd.readlink())
         ]
         assert [fd.stat().st_size < _capture.KEEP_BYTES for fd in memory] == [True]
+
+
+def test_what_a_terminal_would_obey_in_an_answer_is_escaped() -> None:
+    with hanging(lying) as hung:
+        wait_until(lambda: "31m" in ask(hung.target).text, "it answers in its own way")
+        assert r'File "a\x1b[31mb\x9bc", line 1 in f\x07' in ask(hung.target).text
 
 
 def test_a_process_that_has_its_own_use_for_the_signal_is_silent() -> None:

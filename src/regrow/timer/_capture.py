@@ -53,6 +53,8 @@ DEAF = 4
 PIDFD_SIGNAL_THREAD = 1
 #: Most bytes of a dump that are read: 100 threads of 100 frames are under 2 MB with long paths.
 MOST_BYTES = 4 << 20
+#: What a terminal would obey; faulthandler writes none of it, but the memory is its process's.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(10), *range(11, 32), *range(127, 160))}
 #: Memory with more than this is emptied before its process writes more, bytes.
 KEEP_BYTES = 1 << 20
 
@@ -213,7 +215,8 @@ class _Asked:
         return "no timer of regrow was ever armed in it"
 
     def _text(self) -> str:
-        return os.pread(self._memory, MOST_BYTES, self._begin).decode("utf-8", "backslashreplace")
+        text = os.pread(self._memory, MOST_BYTES, self._begin).decode("utf-8", "backslashreplace")
+        return text.translate(CONTROLS)
 
     def _threads(self) -> list[str]:
         try:
