@@ -48,7 +48,7 @@ def test_the_training_runs_under_torchrun_where_regrow_cannot_be_imported(tmp_pa
     missing = tmp_path / "path" / "regrow"
     missing.mkdir(parents=True)
     (missing / "__init__.py").write_text("raise ImportError('there is no regrow here')\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += [str(EXAMPLES / "train_digits.py"), "--epochs=1", f"--checkpoint-dir={tmp_path}"]
     ended = run(command, env={"PYTHONPATH": str(missing.parent)})
     assert ended.code == 0, ended.output
