@@ -36,6 +36,7 @@ class Server:
 def send(backlog: Backlog, server: Server, most: int) -> None:
     for _ in range(min(most, len(backlog))):
         message = backlog.next()
+        assert message is not None
         server.told(message)
         backlog.sent(message)
 
@@ -76,8 +77,19 @@ def test_a_timer_that_was_released_before_the_server_heard_of_it_is_not_mentione
 
 def test_a_request_that_came_while_an_older_one_was_on_its_way_is_the_one_that_counts() -> None:
     backlog = Backlog()
-    backlog.add(Message("a", b"old", True))
-    on_its_way = backlog.next()
-    backlog.add(Message("a", b"new", True))
+    on_its_way, new = Message("a", b"old", True), Message("a", b"new", True)
+    backlog.add(on_its_way)
+    assert backlog.next() is on_its_way
+    backlog.add(new)
     backlog.sent(on_its_way)
-    assert backlog.next().line == b"new"
+    assert backlog.next() is new
+    backlog.sent(new)
+    assert backlog.next() is None
+
+
+def test_a_timer_that_the_server_may_have_heard_of_is_released() -> None:
+    backlog, release = Backlog(), Message("a", b"2", False)
+    backlog.add(Message("a", b"1", True))
+    backlog.next()  # it is written, and then an exception is raised
+    backlog.add(release)
+    assert backlog.next() is release

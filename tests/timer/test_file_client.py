@@ -239,6 +239,41 @@ def test_a_signal_handler_may_arm_a_timer_while_one_is_armed(
     assert {scope for _, scope in reader.armed} == {"before", "interrupted", "of the handler"}
 
 
+def test_a_signal_handler_that_finds_a_full_pipe_starts_the_only_thread(
+    path: Path, reader: Reader, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, room, handled = FileTimerClient(str(path)), _file_client._room, list[int]()
+
+    def interrupted(fd: int, patience: float) -> bool:
+        if threading.current_thread() is threading.main_thread() and not handled:
+            signal.raise_signal(signal.SIGUSR1)
+        return room(fd, patience)
+
+    def handler(number: int, frame: object) -> None:
+        handled.append(number)
+        client.acquire("of the handler", 2e9)
+
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    client.acquire("before", 2e9)
+    fill(reader)
+    monkeypatch.setattr(_file_client, "_room", interrupted)
+    was = signal.signal(signal.SIGUSR1, handler)
+    try:
+        client.acquire("interrupted", 2e9)
+    finally:
+        signal.signal(signal.SIGUSR1, was)
+    assert names().count("regrow-FileTimerClient") == 1
+
+    def arrived() -> bool:
+        reader.read()
+        return len(reader.armed) == 3
+
+    wait_until(arrived, "all of it has arrived")
+    wait_until(lambda: "regrow-FileTimerClient" not in names(), "the thread has ended")
+
+
 def test_a_client_may_be_there_before_the_server(
     path: Path, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,13 +40,12 @@ class Backlog:
             return
         self._unsent[message.scope] = message
 
-    def next(self) -> Message:
-        """A request to send; it stays until it is `sent`, whatever interrupts that.
-
-        Raises:
-            StopIteration: there is none.
-        """
-        return next(iter(self._unsent.values()))
+    def next(self) -> Message | None:
+        """A request to send, if there is one; it stays until it is `sent`, whatever interrupts."""
+        message = next(iter(self._unsent.values()), None)
+        if message is not None and message.arms:
+            self._told.setdefault(message.scope, message)  # soon, perhaps, and nobody says so
+        return message
 
     def sent(self, message: Message) -> None:
         """The server has been told. A newer request of the same scope is still to be sent."""

@@ -206,12 +206,12 @@ class _Link:
     def _flush(self, patience: float) -> bool:
         """Send what is to be sent; False: there was no room, for `patience` seconds."""
         until = time.monotonic() + patience
-        while self._backlog:
-            message = self._backlog.next()
+        while (message := self._backlog.next()) is not None:
             try:
                 _write(self._fd, message.line)
             except BlockingIOError:
-                if not _room(self._fd, until - time.monotonic()):
+                room = _room(self._fd, until - time.monotonic())
+                if not room or (patience and self._flusher):  # of a signal handler that came by
                     return False
             except OSError as error:
                 self._close()
@@ -224,6 +224,8 @@ class _Link:
         return True
 
     def _leave_to_thread(self) -> None:
+        if self._flusher is not None:
+            return
         self._warn(
             "the timers of process %d are behind: the timer server at %s %s. The training goes on,"
             " and waits for it no more",
