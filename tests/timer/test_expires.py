@@ -222,6 +222,32 @@ def test_without_a_client_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPa
         pass
 
 
+def test_an_exception_of_a_signal_handler_leaves_no_timer_armed() -> None:
+    class Interrupted(Recorder):
+        interrupts = 1
+
+        def interrupt(self) -> None:
+            self.interrupts -= 1
+            if not self.interrupts:
+                raise KeyboardInterrupt
+
+        def acquire(self, scope_id: str, expiration_time: float) -> None:
+            super().acquire(scope_id, expiration_time)
+            self.interrupt()
+
+        def release(self, scope_id: str) -> None:
+            self.interrupt()
+            super().release(scope_id)
+
+    for place in ("begin", "end"):
+        client = Interrupted()
+        client.interrupts += place == "end"
+        with pytest.raises(KeyboardInterrupt), expires(60, client=client):
+            assert place == "end"
+        assert client.interrupts <= 0
+        assert client.armed == set()
+
+
 def test_a_time_that_is_none_is_refused_before_anything_is_armed(client: Recorder) -> None:
     with pytest.raises(ValueError, match=r"expires\(after=nan\)"):
         expires(after=math.nan)

@@ -361,7 +361,8 @@ def test_a_full_pipe_holds_the_training_up_once_and_the_newest_state_arrives(
         return {scope for _, scope in reader.armed}
 
     wait_until(lambda: state() == {"last"}, "a thread sends the newest state")
-    assert [request.scope_id for request in reader.requests[1:]] == ["before", "last"]
+    # That there was no room for the first may as well have been an error after it was written.
+    assert [request.scope_id for request in reader.requests[1:]] == ["step 0", "before", "last"]
     wait_until(
         lambda: "regrow-FileTimerClient" not in {t.name for t in threading.enumerate()},
         "the thread ends when it has nothing to do",

@@ -1,8 +1,8 @@
 """What a timer server has been told by a process, and what it is still to be told: pure.
 
 A server that is slow or gone for a while is to learn the newest state, and nothing else: of each
-scope the latest request. What would only undo what it never heard of is dropped. So there are never
-more requests to send than the process has timers, and the server takes for armed, together.
+scope the latest request. What would only undo what it cannot have heard of is dropped. So there are
+never more requests to send than the process has timers, and the server takes for armed, together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Backlog:
         """A request to send, if there is one; it stays until it is `sent`, whatever interrupts."""
         message = next(iter(self._unsent.values()), None)
         if message is not None and message.arms:
-            self._told.setdefault(message.scope, message)  # soon, perhaps, and nobody says so
+            self._told.setdefault(message.scope, message)  # which nobody may come to say
         return message
 
     def sent(self, message: Message) -> None:

@@ -100,7 +100,11 @@ class expires:  # in lower case: it is called like torch's function
 
     def __enter__(self) -> None:
         self._told = _configured() if self._client is None else self._client
-        self._told.acquire(self._scope, time.time() + self._after)
+        try:
+            self._told.acquire(self._scope, time.time() + self._after)
+        except BaseException:  # of a signal handler, for instance, when it had been sent
+            self._told.release(self._scope)
+            raise
 
     def __exit__(
         self,
@@ -108,7 +112,11 @@ class expires:  # in lower case: it is called like torch's function
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._told.release(self._scope)
+        try:
+            self._told.release(self._scope)
+        except BaseException:  # of a signal handler, for instance, before it was sent
+            self._told.release(self._scope)
+            raise
 
     async def __aenter__(self) -> None:
         if self._own:  # no other block that is armed now has the same id
