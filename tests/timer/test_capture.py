@@ -39,7 +39,7 @@ from processes import wait_until
 from regrow.timer import _capture
 from regrow.timer._capture import Target, capture
 from regrow.timer._frames import Dump, where
-from regrow.timer._stacks import CANDIDATES, Signals
+from regrow.timer._stacks import CANDIDATES, Marker, Signals
 
 QUICK = 0.02
 NEVER_ARMED = "no timer of regrow was ever armed in it"
@@ -244,6 +244,25 @@ def test_what_a_process_left_in_its_memory_is_not_read_and_not_kept() -> None:
             if "stacks" in str(fd.readlink())
         ]
         assert [fd.stat().st_size < _capture.KEEP_BYTES for fd in memory] == [True]
+
+
+def test_a_file_that_took_the_number_of_the_memory_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid, target, size = os.getpid(), _capture._target, 2 * _capture.KEEP_BYTES
+    marker = Marker(pid, CANDIDATES[0], CANDIDATES[1], 1)
+    with open(tmp_path / "checkpoint", "wb") as file:
+        file.truncate(size)
+        number = f"/proc/{pid}/fd/{file.fileno()}"
+        before = f"/memfd:{marker.name} (deleted)"
+        monkeypatch.setattr(
+            _capture, "_target", lambda link: before if link == number else target(link)
+        )
+        pidfd = os.pidfd_open(pid)
+        dump = capture([Target(pid, pidfd)], QUICK)[pid]
+        os.close(pidfd)
+    assert (dump.outcome, dump.note) == ("no handler", NEVER_ARMED)
+    assert (tmp_path / "checkpoint").stat().st_size == size
 
 
 def test_what_a_terminal_would_obey_in_an_answer_is_escaped() -> None:

@@ -204,8 +204,11 @@ class _Asked:
                 path = f"/proc/{self.pid}/fd/{name}"
                 marker = Marker.of(_target(path))
                 if marker and marker.pid == self.pid:
-                    self._memory = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-                    self._marker = marker
+                    memory = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                    if Marker.of(_target(f"/proc/self/fd/{memory}")) != marker:  # any more
+                        os.close(memory)
+                        continue
+                    self._memory, self._marker = memory, marker
                     if os.fstat(self._memory).st_size > KEEP_BYTES:
                         os.ftruncate(self._memory, 0)
                     self._begin = os.fstat(self._memory).st_size
