@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -246,6 +247,27 @@ for n in range(3):
     os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets it go on
     for thread in waiting:
         thread.join(PATIENCE)
+
+
+def test_workers_are_compared_when_one_of_them_is_to_be_killed_and_not_for_a_helper(
+    tmp_path: Path,
+) -> None:
+    first = """
+if os.environ["LOCAL_RANK"] == "1":
+    time.sleep(1000)
+if (helper := os.fork()) == 0:
+    with expires(after=0.05, scope="helper"):
+        time.sleep(1000)
+os.waitpid(helper, 0)
+"""
+    seen: list[Event] = []
+    several = replace(config(str(tmp_path), event_sinks=(seen.append,)), nproc_per_node=2)
+    launch(several, HANG.format(first=first))
+    hangs = [event.metadata for event in seen if event.name == "regrow.timer.expired"]
+    assert [(each["scope"], len(cast(Any, each["compared"]))) for each in hangs] == [
+        ("helper", 0),
+        ("step", 2),
+    ]
 
 
 def test_five_restarts_leave_no_thread_and_no_descriptor(

@@ -174,7 +174,9 @@ class Watchdog(FileTimerServer):
         watched = self._watched
         if watched is None:
             return
-        compare_all = self._compared != watched.attempt and any(r.signal > 0 for r in reapings)
+        workers = watched.context.pids().values()  # whose end is that of the attempt
+        ends = any(each.signal > 0 and each.pid in workers for each in reapings)
+        compare_all = ends and self._compared != watched.attempt
         if compare_all:
             self._compared = watched.attempt
         dumps, compared = self._ask(watched, reapings, all_workers=compare_all)
