@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -251,8 +252,9 @@ def test_an_exception_of_a_signal_handler_leaves_no_timer_armed() -> None:
 def test_a_time_that_is_none_is_refused_before_anything_is_armed(client: Recorder) -> None:
     with pytest.raises(ValueError, match=r"expires\(after=nan\)"):
         expires(after=math.nan)
-    with pytest.raises(TypeError):
-        expires(after="60")  # type: ignore[arg-type]
+    for wrong in ("60", None, timedelta(seconds=60), len):
+        with pytest.raises(TypeError, match=re.escape(f"expires(after={wrong!r}): give a number")):
+            expires(wrong)  # type: ignore[arg-type]
     assert client.asked == []
 
 

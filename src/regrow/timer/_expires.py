@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from regrow.utils import get_logger
@@ -77,7 +78,7 @@ class expires:  # in lower case: it is called like torch's function
             has a timer server (`regrow run --timers`), a client of that server.
 
     Raises:
-        ValueError: `after` is not a number.
+        TypeError, ValueError: `after` is not a number.
         RuntimeError: when the block begins: there is no client.
     """
 
@@ -88,8 +89,11 @@ class expires:  # in lower case: it is called like torch's function
     def __init__(
         self, after: float, scope: str | None = None, client: TimerClient | None = None
     ) -> None:
-        if math.isnan(after):
-            raise ValueError(f"expires(after={after}): give a number of seconds")
+        try:
+            if math.isnan(after):
+                raise ValueError(f"expires(after={after}): give a number of seconds")
+        except TypeError as error:
+            raise TypeError(f"expires(after={after!r}): give a number of seconds") from error
         self._after = after
         self._client = client
         self._own = scope is None  # whether an asynchronous block gets a scope of its own
@@ -103,7 +107,8 @@ class expires:  # in lower case: it is called like torch's function
         try:
             self._told.acquire(self._scope, time.time() + self._after)
         except BaseException:  # of a signal handler, for instance, when it had been sent
-            self._told.release(self._scope)
+            with suppress(Exception):
+                self._told.release(self._scope)
             raise
 
     def __exit__(
@@ -115,7 +120,8 @@ class expires:  # in lower case: it is called like torch's function
         try:
             self._told.release(self._scope)
         except BaseException:  # of a signal handler, for instance, before it was sent
-            self._told.release(self._scope)
+            with suppress(Exception):
+                self._told.release(self._scope)
             raise
 
     async def __aenter__(self) -> None:
