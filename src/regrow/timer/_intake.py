@@ -157,10 +157,15 @@ class Intake:
         return f"is of a process with {MANY} timers"
 
     def _is_news(self, why: str, pid: int) -> bool:
-        return len(self._reported) <= REPORTS and (why, pid) not in self._reported
+        """Whether to report this; asked once, as then it is no news any more."""
+        # Helpers may end before they are looked up: that is no misuse, so one speaks for all.
+        source = why, 0 if why == GONE else pid
+        if len(self._reported) > REPORTS or source in self._reported:
+            return False
+        self._reported.add(source)
+        return True
 
     def _report(self, refusal: Refusal, request: FileTimerRequest | None) -> None:
-        self._reported.add((refusal.why, refusal.pid))
         if len(self._reported) > REPORTS:
             logger.warning("bad requests in %s are not reported any more", self._pipe.path)
         else:
