@@ -285,6 +285,44 @@ def test_a_program_whose_server_reads_nothing_can_exit(
     assert ended(run(in_time, 1000)) == 0
 
 
+def test_a_request_that_finds_no_room_when_the_thread_is_done_is_not_lost(
+    requests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_client, "PATIENCE", 0.01)
+    client = LocalTimerClient(requests)
+    sent, late = client._sent, list[TimerRequest]()
+
+    def interrupted(patience: float) -> bool:
+        done = sent(patience)
+        if done and threading.current_thread() is client._sender and not late:
+            late.append(TimerRequest(os.getpid(), "late", 1e12))
+            client._unsent["late"] = late[0]
+        return done
+
+    monkeypatch.setattr(client, "_sent", interrupted)
+    with requests._wlock:
+        client.acquire("first", 1e12)
+    wait_until(lambda: len(late) == 1 and not client._unsent, "all is sent")
+    found = MultiprocessingRequestQueue(requests).get(2, 1)
+    assert [request.scope_id for request in found] == ["first", "late"]
+
+
+def test_without_a_thread_to_be_had_the_training_goes_on(
+    requests: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(local_client, "PATIENCE", 0.01)
+    client = LocalTimerClient(requests)
+    with requests._wlock, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        client.acquire("first", 1e12)
+    client.acquire("second", 1e12)
+    found = MultiprocessingRequestQueue(requests).get(2, 1)
+    assert [request.scope_id for request in found] == ["first", "second"]
+
+
 def test_what_a_parent_could_not_send_is_not_sent_by_its_child(
     requests: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,12 +85,17 @@ class LocalTimerClient(TimerClient):
             self._sender = threading.Thread(
                 target=self._send_later, name="regrow-timer-client", daemon=True
             )
-            self._sender.start()
+            try:
+                self._sender.start()
+            except RuntimeError:  # there are too many, or the program ends: the next request tries
+                self._sender = None
 
     def _send_later(self) -> None:
-        while not self._sent(PATIENCE):
-            pass
-        self._sender = None
+        done = False
+        while not done:
+            if self._sent(PATIENCE):
+                self._sender = None
+                done = not self._unsent  # or somebody has relied on this thread until now
 
     def _sent(self, patience: float) -> bool:
         """Send what is kept, waiting so many seconds for each; whether nothing is left."""
