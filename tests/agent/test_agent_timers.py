@@ -22,7 +22,7 @@ from processes import PATIENCE
 from regrow.agent import LocalElasticAgent, WorkerSpec, _decide, _hang
 from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from regrow.agent._probed import ProbedAgent
-from regrow.agent._timers import Watched, timer_file
+from regrow.agent._timers import Watchdog, Watched, timer_file
 from regrow.events import Event, register_logging_handler
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.timer import FileTimerRequest
@@ -188,6 +188,18 @@ def test_all_that_is_below_the_guardian_is_of_a_worker_but_not_the_guardian(
     assert watched.includes(worker)
     assert watched.owner(worker) is None
     assert not watched.includes(guardian)
+
+
+def test_a_helper_that_has_ended_meanwhile_is_not_taken_for_a_stranger(tmp_path: Path) -> None:
+    watchdog = Watchdog(str(tmp_path / "pipe"), "job", native_s=0.0, on_hang=print)
+    context, guardian = SimpleNamespace(pids=dict), SimpleNamespace(pid=None)
+    watchdog.watch(Watched(0, [0], cast(Any, context), cast(Any, guardian)))
+    with subprocess.Popen(["true"]) as helper:
+        helper.wait()
+    refusals = [watchdog._refusal(pid) or "" for pid in (helper.pid, os.getppid())]
+    watchdog.stop()
+    assert refusals[0] == "is of a process that is gone"
+    assert "none of this agent's workers" in refusals[1]
 
 
 # --- the agent

@@ -31,6 +31,7 @@ from regrow.agent._hang import Hang
 from regrow.timer._capture import Target, capture
 from regrow.timer._dump_file import dump_path, save
 from regrow.timer._file_server import FileTimerServer, Reaping
+from regrow.timer._file_workers import GONE
 from regrow.timer._frames import Dump, compare
 from regrow.timer._stacks import Signals
 from regrow.workers import _procfs
@@ -167,6 +168,8 @@ class Watchdog(FileTimerServer):
     def _refusal(self, pid: int) -> str | None:
         watched = self._watched
         if watched is None or not watched.includes(pid):
+            if _procfs.stat(pid) is None:  # so that nobody can tell whose it was
+                return GONE
             return "is of a process that is none of this agent's workers, nor started by one"
         return super()._refusal(pid)
 
