@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from processes import alive, wait_until
+from processes import PATIENCE, alive, wait_until
 
 from regrow.timer import (
     LocalTimerClient,
@@ -255,6 +255,24 @@ def test_a_worker_that_dies_with_the_queues_lock_does_not_take_the_others_along(
     wait_until(lambda: "it is freed" in caplog.text, "the lock is freed")
     assert ended(run(in_time, 10)) == 0
     wait_until(lambda: requests.qsize() == 0, "all has come")
+
+
+def test_a_worker_that_died_with_the_queues_lock_before_it_was_known_leaves_it_free(
+    requests: Any, run: Callable[..., Any]
+) -> None:
+    def dying() -> None:
+        expires(1000).__enter__()
+        requests._wlock.acquire()
+        os._exit(7)
+
+    assert ended(run(dying)) == 7
+    server = LocalTimerServer(requests)
+    server.start()
+    try:
+        assert requests._wlock.acquire(timeout=PATIENCE)
+        requests._wlock.release()
+    finally:
+        server.stop()
 
 
 def test_a_burst_into_a_queue_that_nobody_reads_costs_the_training_nothing_and_is_not_lost(

@@ -236,6 +236,7 @@ class _Arrivals(MultiprocessingRequestQueue):
         try:
             pidfd = os.pidfd_open(pid)
         except ProcessLookupError:
+            self._ended.add(pid)  # with the queue's lock, perhaps
             return False
         except (OSError, OverflowError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
