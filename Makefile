@@ -6,6 +6,7 @@
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
 #   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs on several hosts through every loss, as root (network namespaces)
+#   make training  the demo and the example's training, as tests
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test hosts demo lint bench simulate repeat soak clean check-python
+.PHONY: help test hosts training demo lint bench simulate repeat soak clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -35,6 +36,9 @@ test: $(DEV)/.installed
 
 hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
+
+training: $(DEV)/.installed
+	$(DEV)/bin/python -m pytest -m training tests/examples $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py
@@ -62,6 +66,7 @@ repeat: $(DEV)/.installed
 	  $(DEV)/bin/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS) || exit 1; \
 	done
 
+soak: PYTEST_ARGS += --hypothesis-profile=soak
 soak: repeat $(DEMO)/.installed
 	@for run in $$(seq $(N)); do \
 	  echo "== demo $$run of $(N)"; \
@@ -81,6 +86,7 @@ $(DEV)/.installed $(DEMO)/.installed: pyproject.toml
 	@echo "make: installing into $(@D); torch is large, so this may take minutes"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
+	$(@D)/bin/python -m compileall -q src # pip does it for what it copies
 	@touch $@
 
 check-python:

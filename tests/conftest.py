@@ -31,8 +31,11 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 # How long an example takes, and in a fresh clone hypothesis's first look at its tables, says how
-# busy the machine is.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# busy the machine is. `make soak` looks further, with --hypothesis-profile=soak.
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40
+)
+settings.register_profile("soak", settings.get_profile("unhurried"), max_examples=400)
 settings.load_profile("unhurried")
 
 

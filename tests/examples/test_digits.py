@@ -33,6 +33,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("demo")
 
 
+@pytest.mark.training
 @pytest.mark.timeout(200)
 def test_the_demo_s_training_survives_sigkill_of_a_worker(tmp_path: Path) -> None:
     ended = run([sys.executable, EXAMPLES / "demo.py", "--dir", tmp_path])
@@ -43,6 +44,7 @@ def test_the_demo_s_training_survives_sigkill_of_a_worker(tmp_path: Path) -> Non
     assert (first["rank"], first["exit_code"]) == (1, -signal.SIGKILL)
 
 
+@pytest.mark.training
 @pytest.mark.timeout(200)
 def test_the_training_runs_under_torchrun_where_regrow_cannot_be_imported(tmp_path: Path) -> None:
     missing = tmp_path / "path" / "regrow"

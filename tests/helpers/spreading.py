@@ -43,9 +43,7 @@ TOGETHER = (
 """Files whose tests share something that costs: a server, a certificate, all sources as trees."""
 LONGEST = (
     "torch",
-    "tests/examples/test_digits.py::test_the_demo_s_training",
     "etcd",
-    "tests/examples/test_digits.py::test_the_training",
     "tests/cli/test_run_config.py::test_flags_and_command_lines",
     "tests/store/test_store_torch.py::",
     "tests/rendezvous/test_by_server.py::",

@@ -523,7 +523,7 @@ def event_of(state: Round, word: str, name: str, age: int) -> Event:
     return Close(name)
 
 
-@settings_of_hypothesis(max_examples=300)
+@settings_of_hypothesis(max_examples=100)
 @given(st.integers(1, 3), st.integers(0, 2), st.lists(STEPS, min_size=10, max_size=40))
 def test_nobody_is_forgotten_when_something_changes(
     min_nodes: int, more: int, steps: list[tuple[str, str, int]]
