@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from processes import PATIENCE
+from processes import PATIENCE, wait_until
 
 from regrow.timer._file_request import FileTimerRequest
 from regrow.timer._file_server import FileTimerServer, Reaping
@@ -63,6 +63,10 @@ class WatchedServer(FileTimerServer):
         with self._lock:
             due = self._timers.due(float("inf"))
         return sorted((pid, request.scope_id) for pid, found in due.items() for request in found)
+
+    def wait_armed(self, timers: list[tuple[int, str]]) -> None:
+        """Wait until these are all: who is reaped is told of before its timers are cleared."""
+        wait_until(lambda: self.armed() == timers, f"{timers} and no more are armed")
 
 
 class Rig:

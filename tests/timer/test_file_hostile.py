@@ -184,7 +184,7 @@ def test_a_deadline_beyond_all_times_is_kept(rig: Rig) -> None:
     rig.write(line(FileTimerRequest(worker.pid, "far", 1e308, 9)))
     assert server.next_seen().scope_id == "far"
     serves(rig, server)
-    assert server.armed() == [(worker.pid, "far")]
+    server.wait_armed([(worker.pid, "far")])
 
 
 def test_one_worker_has_only_so_many_timers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_one_worker_has_only_so_many_timers(rig: Rig, monkeypatch: pytest.Monkey
     rig.arm(greedy.pid, 600, "one more")
     assert server.refusals.get(timeout=PATIENCE).why == "is of a process with 10 timers"
     serves(rig, server)
-    assert server.armed() == [(greedy.pid, str(number)) for number in range(10)]
+    server.wait_armed([(greedy.pid, str(number)) for number in range(10)])
     rig.arm(greedy.pid, 0.05, "3")  # which it has
     assert server.reaping().pid == greedy.pid
 

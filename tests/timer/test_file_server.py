@@ -60,7 +60,7 @@ def test_a_timer_that_is_armed_again_counts_from_then(rig: Rig) -> None:
     rig.arm(worker.pid, 600)
     rig.arm(other.pid, 0.1)
     assert server.reaping().pid == other.pid
-    assert server.armed() == [(worker.pid, "scope")]
+    server.wait_armed([(worker.pid, "scope")])
 
 
 def test_the_earliest_timer_with_a_signal_says_which(rig: Rig) -> None:
@@ -100,7 +100,7 @@ def test_without_a_signal_an_expiration_is_reported_and_nobody_killed(
     assert server.reaping().pid == other.pid  # and not the first one again
     assert worker.poll() is None
     assert ("timer expired", request) in server.events
-    assert server.armed() == []
+    server.wait_armed([])
 
 
 def test_a_timer_that_reports_leaves_the_one_around_it_that_kills(rig: Rig) -> None:
@@ -296,7 +296,7 @@ def test_a_clock_that_is_set_by_a_day_reaps_nobody_and_spares_nobody(rig: Rig, j
     clock.set_forward = jump
     rig.write(line(FileTimerRequest(hung.pid, "scope", clock() + 0.05, 9)))
     assert server.reaping().pid == hung.pid
-    assert server.armed() == sorted([(healthy.pid, "scope"), (torchs.pid, "scope")])
+    server.wait_armed(sorted([(healthy.pid, "scope"), (torchs.pid, "scope")]))
     assert abs(server.get_last_progress_time() - clock()) < PATIENCE
 
 
