@@ -338,16 +338,14 @@ class LocalElasticAgent(TimedAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._remaining_restarts = 0
         self._hopeless = True
-        failures = {}
-        for local_rank, pid in pids.items():
-            if pid in stuck:
-                failure = ProcessFailure(local_rank, pid, -signal.SIGKILL, "<N/A>")
-                failure.message = (
-                    f"in uninterruptible sleep (state D) for {self._sleepers.timeout} s or more:"
-                    " it holds a device that no new worker could use, so there is no restart here"
-                )
-                logger.error("worker with pid %s is %s", pid, failure.message)
-                failures[self._worker_group.workers[local_rank].global_rank] = failure
+        workers = self._worker_group.workers
+        failures = {
+            workers[local_rank].global_rank: self._sleepers.failure(local_rank, pid)
+            for local_rank, pid in pids.items()
+            if pid in stuck
+        }
+        for failure in failures.values():
+            logger.error("worker with pid %s is %s", failure.pid, failure.message)
         return RunResult(state=WorkerState.UNHEALTHY, failures=failures)
 
     # --- an attempt's belongings

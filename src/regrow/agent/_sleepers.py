@@ -7,9 +7,10 @@ unless asked for, and looks at /proc when the agent's loop turns.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Mapping
 
-from regrow.workers import process_states
+from regrow.workers import ProcessFailure, process_states
 
 TIMEOUT_ENV = "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"
 
@@ -38,6 +39,15 @@ class UninterruptibleSleepers:
         sleeping = {pid for pid, state in self._states(pids).items() if state == "D"}
         self._since = {pid: self._since.get(pid, now) for pid in sleeping}
         return {pid for pid, since in self._since.items() if now - since >= self.timeout}
+
+    def failure(self, local_rank: int, pid: int) -> ProcessFailure:
+        """What is reported of a worker that is stuck."""
+        failure = ProcessFailure(local_rank, pid, -signal.SIGKILL, "<N/A>")
+        failure.message = (
+            f"in uninterruptible sleep (state D) for {self.timeout} s or more:"
+            " it holds a device that no new worker could use, so there is no restart here"
+        )
+        return failure
 
 
 def timeout_from_environment(environ: Mapping[str, str]) -> float:
