@@ -177,7 +177,7 @@ def test_of_an_exception_that_replaced_another_the_last_one_is_told() -> None:
         ({"exit_code": 3, "signal": None, "message": "exit code 3"}, "exited with code 3"),
         ({"exit_code": 1, "signal": None, "message": "boom\nx"}, "exited with code 1: boom x"),
         ({"exit_code": -11, "signal": None}, "was killed by SIGSEGV"),
-        ({"exit_code": -63, "signal": None}, "was killed by signal 63"),
+        ({"exit_code": -63, "signal": None}, "was killed by SIGRTMIN+29"),
         ({"exit_code": None, "signal": None}, "failed"),
     ],
 )

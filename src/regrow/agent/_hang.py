@@ -7,12 +7,12 @@ other; and a line in the agent's log at once. Pure: what is known goes in, plain
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.events._describe import short_scope
 from regrow.timer._frames import Dump, where
+from regrow.utils import _signals
 
 if TYPE_CHECKING:
     from regrow.timer._file_request import FileTimerRequest
@@ -79,12 +79,7 @@ def announcement(hang: Hang) -> str:
 
 def signal_name(signum: int) -> str | None:
     """The name of a signal; None for zero and less, which are none."""
-    if signum <= 0:
-        return None
-    try:
-        return signal.Signals(signum).name
-    except ValueError:
-        return f"signal {signum}"
+    return _signals.signal_name(signum) or f"signal {signum}" if signum > 0 else None
 
 
 def event(hang: Hang) -> dict[str, Any]:

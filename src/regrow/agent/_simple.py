@@ -33,13 +33,11 @@ from regrow.agent._types import (
 from regrow.metrics import prof
 from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger
+from regrow.utils._signals import DEFAULT_SIGNALS, SIGNALS_ENV
 from regrow.workers import SignalException
 
 if TYPE_CHECKING:
     from regrow.store import Store
-
-SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 logger = get_logger(__name__)
 

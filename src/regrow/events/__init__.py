@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow._lazy import lazily
+
 from ._log import (
     EVENTS_FILE,
     EventFile,
@@ -54,25 +56,17 @@ __all__ = [
 ]
 
 # The story is told when a job is over; a launcher that starts one does not wait for it.
-_LAZY = {
-    "Expiry": "_story",
-    "Failure": "_story",
-    "Move": "_story",
-    "OtherFailure": "_story",
-    "Step": "_story",
-    "Story": "_story",
-    "Suspension": "_story",
-    "print_story": "_tell",
-    "story": "_story",
-}
-
-
-def __getattr__(name: str) -> object:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value: object = getattr(import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    globals(),
+    {
+        "Expiry": "_story",
+        "Failure": "_story",
+        "Move": "_story",
+        "OtherFailure": "_story",
+        "Step": "_story",
+        "Story": "_story",
+        "Suspension": "_story",
+        "print_story": "_tell",
+        "story": "_story",
+    },
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from regrow.utils import _signals
+
 from ._fields import Record, integer, text
 
 __all__ = ["describe", "one_line", "short_scope", "signal_name"]
@@ -28,12 +30,7 @@ def signal_name(event: Record) -> str | None:
     code = integer(event, "exit_code")
     if name is not None or code is None or code >= 0:
         return name
-    import signal
-
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    return _signals.signal_name(-code) or f"signal {-code}"
 
 
 def _last_line(traceback: str) -> str:

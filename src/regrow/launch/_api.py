@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from regrow import events, metrics
 from regrow.agent import LocalElasticAgent, WorkerSpec
 from regrow.events import EventLog
+from regrow.events._log import EVENTS_FILE
 from regrow.launch._config import LaunchConfig
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
@@ -23,8 +24,6 @@ from regrow.workers import ChildFailedError, SignalException
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
-
-EVENTS_FILE = "events.jsonl"
 
 logger = get_logger(__name__)
 

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from regrow.utils._signals import DEFAULT_SIGNALS
+
 if TYPE_CHECKING:
     from regrow.events import Event
     from regrow.workers import LogsSpecs
 
 DEFAULT_RDZV_TIMEOUT_S = 900
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 

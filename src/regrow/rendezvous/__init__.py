@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow._lazy import lazily
 from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousHandler,
@@ -69,27 +70,21 @@ __all__ = [
     "rendezvous_handler_registry",
 ]
 
-_LAZY = {
-    "DynamicRendezvousHandler": "_dynamic",
-    "Judged": "_news",
-    "LivenessRendezvousBackend": "_backend",
-    "LocalRendezvousHandler": "_local_handler",
-    "LocalRounds": "_local",
-    "NodesWaiting": "_news",
-    "RendezvousBackend": "_backend",
-    "RendezvousSettings": "_settings",
-    "RendezvousTimeout": "_settings",
-    "RoundClosed": "_news",
-    "RoundEnded": "_news",
-    "WatchedRendezvousBackend": "_backend",
-    "create_handler": "_dynamic",
-}
-
-
-def __getattr__(name: str) -> object:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f"{__name__}.{module}"), name)
+__getattr__ = lazily(
+    globals(),
+    {
+        "DynamicRendezvousHandler": "_dynamic",
+        "Judged": "_news",
+        "LivenessRendezvousBackend": "_backend",
+        "LocalRendezvousHandler": "_local_handler",
+        "LocalRounds": "_local",
+        "NodesWaiting": "_news",
+        "RendezvousBackend": "_backend",
+        "RendezvousSettings": "_settings",
+        "RendezvousTimeout": "_settings",
+        "RoundClosed": "_news",
+        "RoundEnded": "_news",
+        "WatchedRendezvousBackend": "_backend",
+        "create_handler": "_dynamic",
+    },
+)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow._lazy import lazily
 from regrow.store._api import (
     Change,
     Changes,
@@ -82,25 +83,17 @@ __all__ = [
     "start_server",
 ]
 
-_LAZY = {
-    "Answer": "_service",
-    "Service": "_service",
-    "ConnectionState": "_calls",
-    "StoreClient": "_client",
-    "connect": "_client",
-    "ServerProcess": "_process",
-    "start_server": "_process",
-    "StoreServer": "_server",
-    "Tls": "_tls",
-}
-
-
-def __getattr__(name: str) -> object:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value: object = getattr(import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    globals(),
+    {
+        "Answer": "_service",
+        "Service": "_service",
+        "ConnectionState": "_calls",
+        "StoreClient": "_client",
+        "connect": "_client",
+        "ServerProcess": "_process",
+        "start_server": "_process",
+        "StoreServer": "_server",
+        "Tls": "_tls",
+    },
+)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow._lazy import lazily
 from regrow.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
 from regrow.timer._expires import configure, expires
 
@@ -39,22 +40,14 @@ __all__ = [
     "expires",
 ]
 
-_LAZY = {
-    "FileTimerClient": "_file_client",
-    "FileTimerRequest": "_file_request",
-    "FileTimerServer": "_file_server",
-    "LocalTimerClient": "_local_client",
-    "LocalTimerServer": "_local",
-    "MultiprocessingRequestQueue": "_local",
-}
-
-
-def __getattr__(name: str) -> object:
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(f"{__name__}.{module}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazily(
+    globals(),
+    {
+        "FileTimerClient": "_file_client",
+        "FileTimerRequest": "_file_request",
+        "FileTimerServer": "_file_server",
+        "LocalTimerClient": "_local_client",
+        "LocalTimerServer": "_local",
+        "MultiprocessingRequestQueue": "_local",
+    },
+)

@@ -8,14 +8,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from regrow.utils import get_logger
+from regrow.utils._signals import DEFAULT_SIGNALS, SIGNALS_ENV
 
 if TYPE_CHECKING:
     from types import FrameType
 
 logger = get_logger(__name__)
-
-SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 class SignalException(Exception):

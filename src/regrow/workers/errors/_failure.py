@@ -17,7 +17,6 @@ A process cannot fail after it ended, so the exit also bounds the first two from
 from __future__ import annotations
 
 import os
-import signal
 import time
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
@@ -151,13 +150,9 @@ class ProcessFailure:
         """The name of the signal that ended the process, such as SIGKILL; else `<N/A>`."""
         if self.exitcode >= 0:
             return NOT_AVAILABLE
-        number = -self.exitcode
-        try:
-            return signal.Signals(number).name
-        except ValueError:
-            if signal.SIGRTMIN < number < signal.SIGRTMAX:
-                return f"SIGRTMIN+{number - signal.SIGRTMIN}"
-            return NOT_AVAILABLE
+        from regrow.utils import _signals
+
+        return _signals.signal_name(-self.exitcode) or NOT_AVAILABLE
 
     def timestamp_isoformat(self) -> str:
         """When it failed, in local time, as YYYY-MM-DD_HH:MM:SS."""
