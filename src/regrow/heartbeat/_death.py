@@ -1,0 +1,216 @@
+"""Certain death: a worker whose heartbeat says so ends, whatever it is doing.
+
+`sys.exit` in a thread ends the thread. `os._exit` needs the interpreter's lock, as any code in
+Python does, and native code may hold that for good. A process that is stopped does nothing at all.
+So death is in three steps, each of which needs less of the process than the one before:
+
+1. `die`, in the thread that beats: the log, what is buffered, and the error file by which the
+   agent learns the reason, each in a thread of its own that is waited for `LAST_WORDS_S` and no
+   longer, as any of them may hang just like the training does (a full pipe, a dead file system, a
+   lock that the main thread holds). Then C's `abort`, which neither a handler nor a mask prevents.
+2. Where Python does not run, SIGABRT from a timer of the kernel's: `faulthandler`, where it is
+   enabled (as `record` does), still says where every thread stands.
+3. SIGKILL from another, which ends a process that is stopped, or blocks or ignores the first.
+
+The timers of 2 and 3 are armed anew by every beat that comes to pass (`Deadline`), so that they are
+there before they are needed. Under an agent with a timer server the same beat arms a timer there,
+for the end of the bound itself: the agent then is first, takes the stacks, writes the error file
+and kills. A forked child has none of the three, so a data loader's worker is not meant by them.
+
+A job that is suspended as a whole, by `scontrol suspend` or the like, is over its bound when it
+goes on, and ends. A process with the PID 1 of a container is protected by the kernel from steps 2
+and 3; it is warned of that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from signal import SIGABRT, SIGKILL
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from regrow.heartbeat._kernel_timer import KernelTimer, is_shielded
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.timer import TimerClient
+
+logger = get_logger(__name__)
+
+ABORT_S = 1.0
+"""Seconds after its deadline at which a process gets SIGABRT."""
+KILL_S = 2.0
+"""Seconds after its deadline at which a process gets SIGKILL."""
+LAST_WORDS_S = 0.5
+"""Seconds that a dying process may take to say why."""
+SCOPE = "heartbeat"
+"""What the timer is called that the agent keeps."""
+TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+
+_MOST_FRAMES = 40
+
+
+class Deadline:
+    """The end of this process, put off by every beat that comes to pass.
+
+    Args:
+        bound: seconds within which a beat must come to pass, for `arm` without an argument.
+    """
+
+    __slots__ = ("_bound", "_client", "_pid", "_timers")
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self._pid = os.getpid()
+        self._timers = _kernel_timers()
+        self._client = _client()
+
+    def arm(self, seconds_from_now: float | None = None) -> None:
+        """Put the end off.
+
+        In a forked child nothing happens: its life is not this process's.
+
+        Args:
+            seconds_from_now: to the deadline; None: the bound. The agent, if it has a timer server,
+                kills then; SIGABRT comes `ABORT_S` and SIGKILL `KILL_S` later.
+        """
+        if os.getpid() != self._pid:
+            return
+        left = self._bound if seconds_from_now is None else seconds_from_now
+        for timer, more in self._timers:
+            timer.set(left + more)
+        if self._client is not None:
+            self._client.acquire(SCOPE, time.time() + left)
+
+    def disarm(self) -> None:
+        """Call the end off, until `arm` is called again."""
+        if os.getpid() != self._pid:
+            return
+        for timer, _ in self._timers:
+            timer.set(math.inf)
+        if self._client is not None:
+            self._client.release(SCOPE)
+
+
+def die(failure: BaseException) -> NoReturn:
+    """End this process, from any thread, with the reason told as far as that is possible.
+
+    The exit is by SIGABRT after `LAST_WORDS_S` at most, and by SIGKILL within `KILL_S` seconds if
+    that does not come through.
+
+    Args:
+        failure: the reason. Its text is logged, and goes into the error file that the agent reads
+            (`TORCHELASTIC_ERROR_FILE`), with where the main thread stood.
+    """
+    failed = time.monotonic()
+    for timer, more in _kernel_timers():
+        with suppress(OSError):
+            timer.set(more)
+    _all_within(
+        LAST_WORDS_S,
+        lambda: _write_error_file(failure, failed),
+        lambda: _log(failure),
+        lambda: sys.stdout.flush(),
+        lambda: sys.stderr.flush(),
+    )
+    os.abort()
+
+
+def _kernel_timers() -> list[tuple[KernelTimer, float]]:
+    """The timers, each with its seconds after the deadline; those that there are."""
+    timers = []
+    try:
+        timers = [(KernelTimer(SIGABRT), ABORT_S), (KernelTimer(SIGKILL), KILL_S)]
+    except (OSError, ImportError) as error:
+        logger.warning(
+            "heartbeat: should native code hold the interpreter's lock, or should this process (%d)"
+            " be stopped, it will not end by itself, as the kernel gives it no timer: %s",
+            os.getpid(),
+            error,
+        )
+    if timers and is_shielded():
+        logger.warning(
+            "heartbeat: this process is PID 1 of its container, which the kernel protects from its"
+            " own signals: should native code hold the interpreter's lock, or should this process"
+            " be stopped, it will not end by itself. Start the container with an init (docker run"
+            " --init; shareProcessNamespace in Kubernetes)"
+        )
+    return timers
+
+
+def _client() -> TimerClient | None:
+    """A client of the agent's timer server, if there is one."""
+    path = os.environ.get(TIMER_FILE)
+    if not path:
+        return None
+    from regrow.timer import FileTimerClient
+
+    return FileTimerClient(path)
+
+
+def _all_within(seconds: float, *calls: Callable[[], object]) -> None:
+    """Run all calls side by side, and wait for them no longer than that."""
+    deadline = time.monotonic() + seconds
+    threads = []
+    for call in calls:
+        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter is about to end
+            _quietly(call)  # the kernel's timers see to it that this ends as well
+        else:
+            threads.append(thread)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with suppress(Exception):  # there is nobody left whom it could concern
+        call()
+
+
+def _log(failure: BaseException) -> None:
+    logger.critical("heartbeat: %s; this process (%d) ends", failure, os.getpid())
+    logging.shutdown()  # flushes every handler
+
+
+def _write_error_file(failure: BaseException, failed: float) -> None:
+    from regrow.workers.errors import get_error_handler
+
+    handler = get_error_handler()
+    path = handler._get_error_file_path()
+    if path:
+        handler._write_json(path, _error(failure, failed))
+
+
+def _error(failure: BaseException, failed: float) -> Mapping[str, Any]:
+    """The content of an error file, in the form that `record` gives it.
+
+    Args:
+        failure: the reason.
+        failed: when that was known, in seconds of the monotonic clock.
+    """
+    text = f"{type(failure).__name__}: {failure}"
+    extra = {
+        "py_callstack": "\n".join([text, *_main_thread()]),
+        "timestamp": str(int(time.time() - (time.monotonic() - failed))),
+        "monotonic": failed,
+    }
+    return {"message": {"message": text, "extraInfo": extra}}
+
+
+def _main_thread() -> list[str]:
+    """Where the main thread stands; of no source file a line is read, as that may hang."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    lines: list[str] = []
+    while frame is not None and len(lines) < _MOST_FRAMES:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
+        frame = frame.f_back
+    return ["Main thread (most recent call first):", *lines] if lines else []
