@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": _TOOLS | {"store"},
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers"},
+    "inprocess": _TOOLS | {"store", "timer", "workers"},
     "agent": _AGENT,
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},
