@@ -44,11 +44,12 @@ PUBLIC = {
     """,
     "regrow.store": """
         Answer Change Changes Characteristics ConnectionState Limits MemoryStore
-        PrefixStore ServerProcess Service Store StoreAuthError StoreClient
-        StoreClosedError StoreConnectionError StoreError StoreLimitError
-        StoreProtocolError StoreServer StoreServiceError StoreSessionLost StoreTimeout
-        StoreTooWeakError StoreValueError Tls WatchStore characteristics_of connect
-        load_token make_token require start_server
+        PrefixStore STORE_ENV STORE_PORT_ENV STORE_TOKEN_ENV ServerProcess
+        Service Store StoreAuthError StoreClient StoreClosedError
+        StoreConnectionError StoreError StoreLimitError StoreProtocolError
+        StoreServer StoreServiceError StoreSessionLost StoreTimeout
+        StoreTooWeakError StoreValueError Tls WatchStore characteristics_of
+        connect load_token make_token require start_server worker_store
     """,
     "regrow.timer": """
         FileTimerClient FileTimerRequest FileTimerServer LocalTimerClient

@@ -17,10 +17,10 @@ from regrow.rendezvous._credentials import (
     INSECURE_TOKEN,
     Credentials,
     credentials,
-    make_token_file,
     own_secret,
 )
 from regrow.store import Tls
+from regrow.store._own_secret import make_token_file
 
 TOKEN = "a secret of this test, and of nobody else"
 

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("file", metavar="FILE", help="the file to make; one that exists is kept")
     path = parser.parse_args(arguments).file
     from regrow.cli._console import say
-    from regrow.rendezvous._credentials import make_token_file
+    from regrow.store._own_secret import make_token_file
 
     try:
         make_token_file(path)

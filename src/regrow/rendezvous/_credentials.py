@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous._errors import RendezvousError
+from regrow.store._own_secret import is_loopback
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -111,68 +111,15 @@ def _read(path: str) -> bytes:
         return check_token(file.read().strip())
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a name or address means this host, as its own processes alone can reach it."""
-    number = host.startswith("127.") and host.replace(".", "").isdecimal()
-    return host in ("localhost", "::1") or number
-
-
 def own_secret(environ: Mapping[str, str]) -> bytes:
-    """The secret of this user on this host, in `~/.local/state/regrow/token`; made if missing.
+    """See `regrow.store._own_secret`.
 
     Raises:
         RendezvousError: the file cannot be made or read, or others can read it.
     """
-    from regrow.store import StoreAuthError
-    from regrow.store._token import check_token
+    from regrow.store import StoreAuthError, _own_secret
 
-    state = environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    path = os.path.join(state, "regrow", "token")
-    if not path.startswith("/"):
-        raise RendezvousError(
-            f"your secret for jobs on this host belongs in your home directory, and {path!r} is in "
-            f"none: set HOME, or name a file with --rdzv-token-file, made by: regrow token FILE"
-        )
     try:
-        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        if not os.path.exists(path):
-            _make(path)
-        with open(path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise RendezvousError(
-                    f"{path} holds your secret for jobs on this host, and others can read or "
-                    f"change it: remove it, and another is made"
-                )
-            return check_token(file.read().strip())
-    except (OSError, StoreAuthError) as error:
-        raise RendezvousError(
-            f"{path}, your secret for jobs on this host, cannot be used: {error}; name another "
-            f"file with --rdzv-token-file, made by: regrow token FILE"
-        ) from error
-
-
-def make_token_file(path: str) -> None:
-    """Write a fresh token to a new file that only its owner can read.
-
-    Raises:
-        OSError: the file exists (FileExistsError) or cannot be made.
-    """
-    from regrow.store import make_token
-
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(make_token() + b"\n")
-
-
-def _make(path: str) -> None:
-    """Make a token file with its content at once: another process may be about to do the same."""
-    draft = f"{path}.{os.urandom(8).hex()}"
-    try:
-        make_token_file(draft)
-        os.link(draft, path)
-    except FileExistsError:
-        pass  # the other was first
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(draft)
+        return _own_secret.own_secret(environ, option="--rdzv-token-file")
+    except StoreAuthError as error:
+        raise RendezvousError(str(error)) from error

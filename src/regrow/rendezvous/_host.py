@@ -23,10 +23,10 @@ import socket
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from regrow.rendezvous._credentials import is_loopback
 from regrow.rendezvous._errors import RendezvousConnectionError
 from regrow.rendezvous.utils import check_host
 from regrow.store import StoreConnectionError, StoreError
+from regrow.store._own_secret import is_loopback
 
 if TYPE_CHECKING:
     from regrow.store import ServerProcess, Tls

@@ -1,8 +1,9 @@
 """The key-value store that everything meets in.
 
 `MemoryStore` lives in one process; `start_server` runs a store in a process of its own
-and `connect` reaches it. `PrefixStore` gives a part of any store its own names. All of
-them, and PyTorch's c10d stores, are a `Store`; ours are also a `WatchStore`.
+and `connect` reaches it; `worker_store` is the one that a job's workers share.
+`PrefixStore` gives a part of any store its own names. All of them, and PyTorch's c10d
+stores, are a `Store`; ours are also a `WatchStore`.
 
 Names that need sockets or msgspec are loaded when first used, so that a program that
 only uses a `MemoryStore` does not pay for them.
@@ -39,6 +40,7 @@ from regrow.store._limits import Limits
 from regrow.store._memory import MemoryStore
 from regrow.store._prefix import PrefixStore
 from regrow.store._token import load_token, make_token
+from regrow.store._worker import STORE_ENV, STORE_PORT_ENV, STORE_TOKEN_ENV, worker_store
 
 if TYPE_CHECKING:
     from regrow.store._calls import ConnectionState
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from regrow.store._tls import Tls
 
 __all__ = [
+    "STORE_ENV",
+    "STORE_PORT_ENV",
+    "STORE_TOKEN_ENV",
     "Answer",
     "Change",
     "Changes",
@@ -81,6 +86,7 @@ __all__ = [
     "make_token",
     "require",
     "start_server",
+    "worker_store",
 ]
 
 __getattr__ = lazily(

@@ -122,6 +122,7 @@ class StoreClient:
     def __init__(self, connection: Connection, timeout: Timeout, *, encrypted: bool) -> None:
         self._connection = connection
         self._seconds = to_seconds(timeout)
+        self._kept: list[object] = []
         self._characteristics = Characteristics(
             shared=True,
             watch=True,
@@ -264,6 +265,10 @@ class StoreClient:
         except (StoreTimeout, StoreConnectionError, StoreServiceError) as error:
             error.applied = "unknown"
             raise
+
+    def keep(self, thing: object) -> None:
+        """Have something live as long as this client: the server that was started for it."""
+        self._kept.append(thing)
 
     def close(self, timeout: Timeout = 2.0) -> None:
         """End the session; calls blocked in other threads raise StoreClosedError.

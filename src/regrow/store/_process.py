@@ -17,15 +17,17 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import TYPE_CHECKING, Any
 
 from regrow.store._errors import StoreConnectionError, StoreTimeout
 from regrow.store._fork import disown_in_children
 from regrow.store._limits import DEFAULT_LIMITS, Limits
-from regrow.store._serving import GOODBYE, STOP
+from regrow.store._serving import GOODBYE, LISTENER, STOP
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Mapping
 
     from regrow.store._tls import Tls
@@ -104,9 +106,11 @@ def start_server(
     *,
     token: bytes,
     path: str | None = None,
+    listener: socket.socket | None = None,
     limits: Limits = DEFAULT_LIMITS,
     tls: Tls | None = None,
     services: Mapping[str, str] | None = None,
+    on_demand: Mapping[str, str] | None = None,
     linger: bool = False,
     timeout: float = 30.0,
 ) -> ServerProcess:
@@ -117,10 +121,14 @@ def start_server(
         port: the port, 0 for a free one.
         token: the secret that clients must prove to hold (`make_token`, `load_token`).
         path: listen on this unix socket instead of a port.
+        listener: serve this socket, which listens already, instead of a port. Whoever has connected
+            to it is served; the caller keeps its own copy, and removes the path of a unix socket.
         limits: what the store refuses to exceed.
         tls: certificates to show to clients.
         services: what clients can ask besides keys: for each name the "module:function" that
             makes the `Service` in the server's process.
+        on_demand: more of them, each made when it is first asked: one that cannot be made refuses
+            its questions, and harms nobody else.
         linger: outlive this process as long as sessions are open.
         timeout: seconds within which the server must listen.
 
@@ -133,24 +141,27 @@ def start_server(
         "host": host,
         "port": port,
         "path": path,
+        "listener": listener is not None,
         "token": check_token(token).hex(),
         "limits": _fields(limits),
         "tls": None if tls is None else _fields(tls),
         "services": dict(services or {}),
+        "on_demand": dict(on_demand or {}),
         "linger": linger,
         "parent": os.getpid(),
     }
     config_read, lifeline = os.pipe2(os.O_CLOEXEC)
     answer, answer_write = os.pipe2(os.O_CLOEXEC)
+    inherited = [(config_read, 0), (answer_write, 1)]
     try:
+        if listener is not None:
+            # Of a number that none of the others takes before it is its turn.
+            inherited.append((fcntl(listener, F_DUPFD_CLOEXEC, LISTENER + 1), LISTENER))
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
             os.environ,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, config_read, 0),
-                (os.POSIX_SPAWN_DUP2, answer_write, 1),
-            ],
+            file_actions=[(os.POSIX_SPAWN_DUP2, ours, its) for ours, its in inherited],
             setsid=True,
             setsigmask=[],
             setsigdef=_RESET_SIGNALS,
@@ -160,8 +171,8 @@ def start_server(
         os.close(answer)
         raise
     finally:
-        os.close(config_read)
-        os.close(answer_write)
+        for ours, _ in inherited:
+            os.close(ours)
     pidfd = os.pidfd_open(pid)
     try:
         os.write(lifeline, json.dumps(config).encode() + b"\n")

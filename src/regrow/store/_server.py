@@ -26,10 +26,11 @@ from regrow.store._log import Log
 from regrow.store._machine import Machine, Outgoing, Session
 from regrow.store._peer import Peer
 from regrow.store._service import Switchboard
-from regrow.store._sockets import endpoint_of
+from regrow.store._sockets import BACKLOG, endpoint_of, endpoint_of_socket
 from regrow.store._token import check_token
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable, Mapping, Sequence
 
     import msgspec
@@ -88,7 +89,7 @@ class StoreServer:
         """Listen on a TCP port (0: a free one) and return the endpoint, "host:port"."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: Peer(self), host, port, backlog=4096, **self._tls
+            lambda: Peer(self), host, port, backlog=BACKLOG, **self._tls
         )
         return endpoint_of(host, self._listener.sockets[0].getsockname()[1])
 
@@ -96,10 +97,18 @@ class StoreServer:
         """Listen on a unix socket and return the endpoint, "unix:path"."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_unix_server(
-            lambda: Peer(self), path, backlog=4096, **self._tls
+            lambda: Peer(self), path, backlog=BACKLOG, **self._tls
         )
         self._path = path
         return f"unix:{path}"
+
+    async def listen_on(self, listener: socket.socket) -> str:
+        """Serve a socket that listens already, TCP or unix, and return its endpoint."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(
+            lambda: Peer(self), sock=listener, backlog=BACKLOG, **self._tls
+        )
+        return endpoint_of_socket(listener)
 
     async def close(self) -> None:
         """Stop listening and drop every connection."""

@@ -29,6 +29,8 @@ STOP: Final = b"stop\n"
 GOODBYE: Final = b"bye\n"
 """What it writes to leave the server to its clients, when no others are to come. If it cannot know
 that, it only closes the pipe."""
+LISTENER: Final = 3
+"""The descriptor under which it finds the socket that its starter listens on, if there is one."""
 _CHANCE = 2.0  # seconds from the start of a server in which its first clients may come
 _QUIET = 1.0  # seconds without a session after which nobody will come back
 
@@ -55,10 +57,12 @@ def _read_line(fd: int) -> bytes:
 async def _serve(config: dict[str, Any]) -> None:
     import asyncio
     import gc
+    import socket
 
     from regrow.store._log import Log
+    from regrow.store._on_demand import OnDemand
     from regrow.store._server import StoreServer
-    from regrow.store._service import load
+    from regrow.store._service import Service, load
 
     end = _End(asyncio.get_running_loop(), config["linger"])
     try:
@@ -77,15 +81,22 @@ async def _serve(config: dict[str, Any]) -> None:
         tls = Tls(**config["tls"])
     log, report = Log(), dict[str, str | int | None]()
     try:
+        services: dict[str, Service] = {
+            name: load(where) for name, where in config["services"].items()
+        }
+        services |= {name: OnDemand(where) for name, where in config["on_demand"].items()}
         server = StoreServer(
             bytes.fromhex(config["token"]),
             Limits(**config["limits"]),
             tls,
             log,
-            services={name: load(where) for name, where in config["services"].items()},
+            services=services,
             on_sessions=end.look,
         )
-        if config["path"] is not None:
+        if config["listener"]:
+            where = "the socket that its starter listens on"
+            report["endpoint"] = await server.listen_on(socket.socket(fileno=LISTENER))
+        elif config["path"] is not None:
             where = config["path"]
             report["endpoint"] = await server.listen_unix(where)
         else:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
+from regrow.store._own_secret import is_loopback
+
+BACKLOG = 4096
+"""How many connections the kernel takes for a server that has not come to them yet."""
 KEEP_IDLE = 5
 """Seconds of silence before the kernel asks whether the other host is still there."""
 KEEP_INTERVAL = 2
@@ -17,6 +22,67 @@ TCP_THIN_LINEAR_TIMEOUTS = 16
 def endpoint_of(host: str, port: int) -> str:
     """Return an address as "host:port"."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def endpoint_of_socket(listener: socket.socket) -> str:
+    """Return what to connect to for a socket that listens: "host:port" or "unix:path"."""
+    address = listener.getsockname()
+    return f"unix:{address}" if isinstance(address, str) else endpoint_of(*address[:2])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen for whoever knows this host by a name or an address.
+
+    As narrowly as possible: on the address itself, if it is one and this host's own, else on every
+    address. What others know this host by may be the address of a gateway, and what a name means is
+    different on different hosts.
+
+    Args:
+        host: name or address, as the others have it.
+        port: the port; 0 takes a free one.
+
+    Raises:
+        OSError: it is in use (EADDRINUSE), or cannot be had.
+    """
+    if is_loopback(host):
+        return _listen("::1" if host == "::1" else "127.0.0.1", port)
+    try:
+        if _is_address(host):
+            return _listen(host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    try:
+        return _listen("::", port)
+    except OSError as error:
+        if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+            raise
+        return _listen("0.0.0.0", port)  # a host without IPv6
+
+
+def _is_address(host: str) -> bool:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, host)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if address == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((address, port))
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
 
 
 def keep_alive(sock: socket.socket) -> None:
