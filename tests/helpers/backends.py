@@ -264,7 +264,9 @@ class Member:
         timeouts = RendezvousTimeout(
             join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=last_call)
         )
-        settings = RendezvousSettings(run_id, *sizes, timeouts, timedelta(seconds=0.2), 5)
+        # A lease of 2 s: all nodes are threads of one process, which may stand still for a second
+        # where many tests run at once.
+        settings = RendezvousSettings(run_id, *sizes, timeouts, timedelta(seconds=0.2), 10)
         self.handler = over_backend(self.store, self.backend, settings, local_addr=name)
         self._told: queue.Queue[object] = queue.Queue()
         self.handler.subscribe(self._told.put)
