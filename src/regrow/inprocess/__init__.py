@@ -1,0 +1,52 @@
+"""In-process restart: a fault ends the present call of a function on all ranks, and no process.
+
+The plug-in families, each a module with a base class and its built-ins:
+
+| module | called |
+|---|---|
+| `initialize` | before each call of the function |
+| `abort` | once a fault is known, in another thread, to wake the main thread |
+| `finalize` | when the function was left |
+| `health_check` | before each call of the function, and after `finalize` |
+| `rank_assignment` | when the living ranks have met, to number them and choose the active ones |
+| `rank_filter` | after it; the first generation's choice of active ranks |
+| `completion`, `terminate` | at the end, on each rank: of what is done, or of the rank |
+
+`Compose` chains plug-ins. Names and meanings are those of `nvidia_resiliency_ext.inprocess`, of its
+first generation and of today's; plug-ins of both work side by side.
+"""
+
+from __future__ import annotations
+
+from . import (
+    abort,
+    attribution,
+    completion,
+    exception,
+    finalize,
+    health_check,
+    initialize,
+    rank_filter,
+    state,
+    terminate,
+)
+from .compose import Compose
+from .state import FrozenState, Mode, State, Status
+
+__all__ = [
+    "Compose",
+    "FrozenState",
+    "Mode",
+    "State",
+    "Status",
+    "abort",
+    "attribution",
+    "completion",
+    "exception",
+    "finalize",
+    "health_check",
+    "initialize",
+    "rank_filter",
+    "state",
+    "terminate",
+]

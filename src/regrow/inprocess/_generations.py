@@ -1,0 +1,161 @@
+"""Plug-ins of two generations, called with what each of them takes.
+
+| plug-in | first generation | today |
+|---|---|---|
+| initialize, abort | `(state) -> state` | the same |
+| finalize, health check | `(state, exception) -> (state, exception)` | `(state) -> state` |
+| completion, terminate | none | `(state) -> state` |
+| rank assignment | `(state, terminated) -> (state, terminated)` | `(ctx) -> ctx` |
+| rank filter | `(state) -> state` | a rank assignment |
+
+What is passed on between the parts of a `Compose`, and from the wrapper to it, is today's form: a
+state or a `RankAssignmentCtx`. A plug-in that takes two positional arguments is of the first
+generation, and gets them taken from that; what it returns is put back. So the parts of one chain
+may be of either, and each is looked at by itself. Other code calls plug-ins, too: a class derived
+from a built-in one calls that with the arguments that it got. `both_generations` lets the built-in
+answer in kind.
+
+A plug-in that returns nothing has passed on what it was given; a chain warns of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from ._assignment import RankAssignmentCtx, without_active
+from .exception import RestartError
+from .rank_filter import RankFilter
+from .state import FrozenState, Mode, State
+
+__all__ = ["apply", "assign", "both_generations", "call"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_State = TypeVar("_State", bound=State | FrozenState)
+
+
+def call(plugin: Callable[..., Any], state: FrozenState) -> FrozenState:
+    """Call an initialize, abort, finalize, health check, completion or terminate.
+
+    Returns:
+        what the plug-in made of `state`; `state` itself if that is nothing.
+
+    Raises:
+        BaseException: what the plug-in raised.
+    """
+    return _called(plugin, state)
+
+
+def assign(
+    assignment: Callable[..., Any], ctx: RankAssignmentCtx, rank_filter: RankFilter | None = None
+) -> State:
+    """Number the living ranks and choose the active ones.
+
+    Args:
+        assignment: the rank assignment, of either generation.
+        ctx: what it is given; `ctx.state.store` is set to its store.
+        rank_filter: the first generation's choice of active ranks, made at the end.
+
+    Returns:
+        this rank's state in the next iteration; its mode is active or inactive.
+
+    Raises:
+        RankDiscarded: this rank has no place in it.
+        RestartError: terminated ranks are left over: no assignment in the chain removes them.
+    """
+    left = _assigned(assignment, ctx)
+    if left.terminated_ranks:
+        raise RestartError(
+            f"terminated_ranks={sorted(left.terminated_ranks)} are left over by {assignment!r}: "
+            "compose it with one that takes them out, as rank_assignment.ShiftRanks()"
+        )
+    if left.state.mode is Mode.INITIALIZED:
+        left.state.activate_all_ranks()
+    return left.state if rank_filter is None else rank_filter(left.state)
+
+
+def apply(part: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Call one part of a `Compose`; take and return the arguments that are passed along."""
+    match given:
+        case (RankAssignmentCtx() as ctx,):
+            return (_assigned(part, ctx),)
+        case (State() | FrozenState() as state,):
+            return (_called(part, state),)
+        case (State() as state, set() as terminated):
+            ctx = _assigned(part, RankAssignmentCtx(state, state.store, terminated))
+            return (ctx.state, ctx.terminated_ranks)
+        case (State() | FrozenState() as state, BaseException() | None as error):
+            state = _called(part, _with_exception(state, error))
+            return (state, state.fn_exception)
+    returned = part(*given)
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def both_generations(method: Method) -> Method:
+    """Have a built-in's `__call__`, written for one argument, take the older two as well."""
+
+    @functools.wraps(method)
+    def called(self: Any, *given: Any) -> Any:
+        if len(given) == 1:
+            return method(self, *given)
+        return apply(functools.partial(method, self), given)
+
+    return cast(Method, called)
+
+
+def _called(plugin: Callable[..., Any], state: _State) -> _State:
+    if _takes_two(plugin):
+        returned = plugin(state, state.fn_exception)
+        returned = returned[0] if isinstance(returned, tuple) else returned
+    else:
+        returned = plugin(state)
+    return _with_store(cast(_State, _or_given(returned, state, plugin)), state.store)
+
+
+def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+    ctx.state.store = ctx.store
+    if isinstance(assignment, RankFilter):
+        ctx.state = _or_given(assignment(ctx.state), ctx.state, assignment)
+    elif _takes_two(assignment):
+        returned = assignment(ctx.state, ctx.terminated_ranks)
+        state, ctx.terminated_ranks = _or_given(
+            returned, (ctx.state, ctx.terminated_ranks), assignment
+        )
+        # The first generation's assignments choose no active ranks: filters do, after them.
+        ctx.state = without_active(state)
+    else:
+        ctx = _or_given(assignment(ctx), ctx, assignment)
+    ctx.state.store = ctx.store
+    return ctx
+
+
+def _takes_two(plugin: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(plugin).parameters.values()
+    except (TypeError, ValueError):  # written in C, and silent about what it takes
+        return False
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(parameter.kind in by_place for parameter in parameters) == 2
+
+
+def _or_given(returned: Any, given: Any, plugin: object) -> Any:
+    if returned is None:
+        warnings.warn(f"{plugin!r} returned nothing; what it was given is passed on", stacklevel=4)
+        return given
+    return returned
+
+
+def _with_exception(state: _State, error: BaseException | None) -> _State:
+    if state.fn_exception is error:
+        return state
+    return _with_store(replace(state, fn_exception=cast(Exception | None, error)), state.store)
+
+
+def _with_store(state: _State, store: object) -> _State:
+    if state.store is None and store is not None:
+        object.__setattr__(state, "_store", store)
+    return state

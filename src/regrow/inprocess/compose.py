@@ -1,0 +1,60 @@
+"""Plug-ins chained into one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, new_class
+from typing import Any
+
+from ._generations import apply
+
+__all__ = ["Compose"]
+
+
+class Compose:
+    """The composition of callables: `Compose(a, b, c)(x)` is `a(b(c(x)))`.
+
+    So the last one runs first. A `Compose` of plug-ins is an instance of their nearest common base
+    class, and goes wherever one of them may; its parts may be of either generation.
+
+    Args:
+        instances: the callables, at least one.
+
+    Raises:
+        ValueError: there is none.
+    """
+
+    instances: tuple[Callable[..., Any], ...]
+
+    def __new__(cls, *instances: Callable[..., Any]) -> Compose:
+        """Make an instance of a class below both `Compose` and the common base of the parts."""
+        if not instances:  # so does copy.copy; it fills in the attributes itself
+            return super().__new__(cls)
+        base = _common_base(instances)
+        made = cls if base is object else new_class(f"Composed{base.__name__}", (cls, base))
+        return object.__new__(made)
+
+    def __init__(self, *instances: Callable[..., Any]) -> None:
+        if not instances:
+            raise ValueError("Compose() has nothing to compose: give it one callable or more")
+        self.instances = instances
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the last with `args`, each before it with what came out, and return the result."""
+        for instance in reversed(self.instances):
+            args = apply(instance, args)
+        return args[0] if len(args) == 1 else args
+
+    def __repr__(self) -> str:
+        return f"Compose({', '.join(map(repr, self.instances))})"
+
+
+def _common_base(instances: tuple[Callable[..., Any], ...]) -> type:
+    shared = set.intersection(*(set(type(instance).__mro__) for instance in instances))
+    # Parts may be composed themselves, and functions have a class that none can be derived from.
+    unfit = (Compose, FunctionType)
+    return next(
+        base
+        for base in type(instances[0]).__mro__
+        if base in shared and not issubclass(base, unfit)
+    )
