@@ -1,0 +1,348 @@
+"""Interrupting the thread that runs the wrapped function, wherever it stands.
+
+Another thread asks for it; `RankShouldRestart` is then raised in the function, and ends it. What
+CPython offers for that is an asynchronous exception (`PyThreadState_SetAsyncExc`), with two faults.
+It waits for the interpreter: a thread in `time.sleep`, in `select`, at a lock is not woken. And it
+is not aimed: asked for while the function runs, it may be raised when the function is over, in
+whatever the thread does by then. No order of flags and handlers around the call helps, since the
+exception may be raised in those too.
+
+So it is done by a signal, as Ctrl-C is. A signal ends the system call that the thread waits in, and
+its handler is Python code that runs in the interrupted thread and sees where it stands: it raises
+if, and only if, the frame that called the function is on the interrupted stack. The call is over
+when that frame is left, and from then on a late signal finds nothing to raise in.
+
+What a handler can see, it can spare as well (`_Look`). Three kinds of code are given time, because
+an exception in them does harm that no restart heals: an import, which could not be repeated
+(`import torch` cannot); `__del__`, which loses the exception and the rest of its own work; and code
+that handles this very exception, a `finally` that closes a file: one that is interrupted once
+should be let clean up. And a function that is just taking or releasing a lock is let finish, as the
+lock would never be released (`Condition.__enter__`, and with it queues, are written in Python and
+have that gap). Code like that of the user's own has the risk that it has with Ctrl-C.
+
+An exception can get lost: user code catches everything and goes on, or C code that called Python
+has nobody to hand it to. So the request is repeated, at growing pauses, until the call is over.
+
+Signals reach the main thread only. Where the function runs in another, or no signal is free, the
+asynchronous exception is what is left. It is aimed as follows: requests are made under a lock, and
+never again once the thread has begun to leave; leaving begins with a plain store, before which
+nothing can be raised, and ends with taking back, under the lock, what was asked for and has not
+been raised. Calls that block are not woken then, and what is spared is judged from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import ParamSpec, TypeVar
+
+from regrow.timer._stacks import CANDIDATES, Signals
+from regrow.utils import get_logger
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+FIRST_PAUSE = 0.001
+"""Seconds from a request to its first repetition; doubled after each."""
+LONGEST_PAUSE = 0.25
+"""Seconds between two requests, at most. Each may end a system call of the thread's early."""
+PATIENCE = 10.0
+"""Seconds for code that should not be interrupted: an import, `__del__`, handling the exception."""
+LOOKS = 5
+"""Looks that find a thread in the same call of a function that takes or releases something, after
+which it is not passing by but waits there, and is interrupted. The longest one that matters,
+`logging.Handler.handle` until Python 3.12, can be met three times before it is past the gap."""
+
+_PASSING = {"__enter__", "__exit__", "acquire", "release", "handle"}
+_IMPORT = "<frozen importlib._bootstrap>"
+
+
+class RankShouldRestart(BaseException):
+    """Raised in the wrapped function, to end it so that it can be called again.
+
+    Whoever catches it should clean up and raise it again; one that is swallowed comes back.
+    """
+
+    def __init__(self, message: str = "another rank or this one has failed") -> None:
+        super().__init__(message)
+
+
+class _Look:
+    """Judges whether a thread may be interrupted where it stands; remembers earlier looks."""
+
+    __slots__ = ("_clock", "_held_since", "_looks", "_outer", "_passing")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._outer = sys.exception()  # what the caller handles is none of the function's
+        self._held_since: float | None = None
+        self._passing: FrameType | None = None
+        self._looks = 0
+
+    def at(self, top: FrameType, guard: FrameType, handled: BaseException | None) -> bool:
+        """Whether to raise now.
+
+        Args:
+            top: the innermost frame of the thread.
+            guard: the frame that called the function.
+            handled: the exception that the thread handles, if any.
+        """
+        held = self._is_ours(handled)
+        frame: FrameType | None = top
+        while frame is not None and frame is not guard:
+            code = frame.f_code
+            held = held or code.co_name == "__del__" or code.co_filename == _IMPORT
+            frame = frame.f_back
+        if frame is None:
+            return False
+        return self._patience_is_over() if held else self._waits(top)
+
+    def _is_ours(self, handled: BaseException | None) -> bool:
+        while handled is not None and handled is not self._outer:
+            if isinstance(handled, RankShouldRestart):
+                return True
+            handled = handled.__context__
+        return False
+
+    def _patience_is_over(self) -> bool:
+        now = self._clock()
+        if self._held_since is None:
+            self._held_since = now
+        if now - self._held_since < PATIENCE:
+            return False
+        self._held_since = None
+        return True
+
+    def _waits(self, top: FrameType) -> bool:
+        self._held_since = None
+        if top.f_code.co_name not in _PASSING:
+            return True
+        self._looks = self._looks + 1 if top is self._passing else 1
+        self._passing = top
+        return self._looks >= LOOKS
+
+
+class GuardedCall:
+    """One call of a function that another thread can interrupt, from its making to its end.
+
+    `run` is for the thread that made it, once; `interrupt` for any other.
+    """
+
+    def __init__(self, signum: int | None, clock: Callable[[], float]) -> None:
+        self._signum = signum
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._lock = threading.Lock()  # no request is made once the call is over
+        self._ended = threading.Lock()  # held until then
+        self._ended.acquire()
+        self._over = False
+        self._requested = False
+        self._leaving = False
+        self._guard: FrameType | None = None
+        self._look: _Look | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether an interrupt was asked for before the call was over."""
+        return self._requested
+
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function.
+
+        Raises:
+            RankShouldRestart: it was asked for before the function ended. What the function raised
+                by itself meanwhile is the cause of it, but for a BaseException, which is raised
+                in its stead.
+        """
+        try:
+            try:
+                result = self._guarded(fn, args, kwargs)
+            except Exception as error:
+                if self._end():
+                    raise RankShouldRestart from error
+                raise
+            if self._end():
+                raise RankShouldRestart
+            return result
+        finally:
+            self._end()
+
+    def interrupt(self) -> bool:
+        """Have the call end by `RankShouldRestart`, and wait until it is over.
+
+        One that does not run yet will end as soon as it does, and is not waited for.
+
+        Returns:
+            False: it was over before, and has ended as it would have without.
+        """
+        pause = FIRST_PAUSE
+        while True:
+            with self._lock:
+                if self._over:
+                    return self._requested
+                self._requested = True
+                if self._guard is None:
+                    return True
+                self._request(self._guard)
+            if self._ended.acquire(timeout=pause):
+                self._ended.release()
+                return True
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def strike(self, top: FrameType | None) -> None:
+        """Raise, if it is asked for and may be done in this frame; the signal's handler."""
+        guard, look = self._guard, self._look
+        if not self._requested or top is None or guard is None or look is None:
+            return
+        if look.at(top, guard, sys.exception()):
+            raise RankShouldRestart
+
+    # --- in the thread that runs the function
+
+    def _guarded(
+        self, fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> T:
+        self._look = _Look(self._clock)
+        if self._signum is None:
+            return self._leave_behind(fn, args, kwargs)
+        self._guard = sys._getframe()
+        if self._requested:  # before there was a frame to raise in
+            raise RankShouldRestart
+        return fn(*args, **kwargs)
+
+    def _leave_behind(
+        self, fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> T:
+        """Call the function so that no asynchronous exception outlives it.
+
+        When `_leaving` is set, at most two can come yet: one that is pending, and one whose
+        request had seen it unset. Each can end one attempt to take back what is pending.
+        """
+        try:
+            try:
+                self._guard = sys._getframe()
+                if self._requested:
+                    raise RankShouldRestart
+                return fn(*args, **kwargs)
+            finally:
+                self._leaving = True
+                self._take_back()
+        except RankShouldRestart:
+            self._take_back()
+            raise
+
+    def _take_back(self) -> None:
+        with self._lock:
+            _set_async_exception(self._thread, None)
+
+    def _end(self) -> bool:
+        """Let no more requests be made, and the one that waits go on; whether there was one."""
+        with self._lock:
+            if not self._over:
+                self._over = True
+                self._guard = self._look = None  # they hold the function's frames
+                self._ended.release()
+            return self._requested
+
+    # --- in the thread that asks
+
+    def _request(self, guard: FrameType) -> None:
+        if self._signum is not None:
+            signal.pthread_kill(self._thread, self._signum)
+            return
+        top, look = sys._current_frames().get(self._thread), self._look
+        if top is None or look is None or self._leaving:
+            return
+        handled: object = sys._current_exceptions().get(self._thread)
+        if isinstance(handled, tuple):  # Python 3.11
+            handled = handled[1]
+        found = handled if isinstance(handled, BaseException) else None
+        if look.at(top, guard, found) and not self._leaving:
+            _set_async_exception(self._thread, RankShouldRestart)
+
+
+class Interrupter:
+    """Makes calls that can be interrupted, in the thread that enters it; one a process at a time.
+
+    In the main thread it handles one of the real-time signals that are nobody's; the thread it is
+    left in has to be the one it was entered in.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._signum: int | None = None
+        self._call: GuardedCall | None = None
+        self._was_blocked = False
+
+    def __enter__(self) -> Interrupter:
+        if threading.current_thread() is not threading.main_thread():
+            logger.info(
+                "the wrapped function runs in another thread than the main one: it is interrupted"
+                " when it executes Python code, and calls that block are not woken"
+            )
+            return self
+        self._signum = _free_signal()
+        if self._signum is None:
+            logger.warning(
+                "the process catches or ignores the signals %d to %d: without one of them, the"
+                " wrapped function is interrupted when it executes Python code, and calls that"
+                " block are not woken",
+                CANDIDATES[0],
+                CANDIDATES[-1],
+            )
+            return self
+        signal.signal(self._signum, self._handle)
+        before = signal.pthread_sigmask(signal.SIG_UNBLOCK, {self._signum})
+        self._was_blocked = self._signum in before
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        signum, self._call = self._signum, None
+        if signum is None:
+            return
+        self._signum = None
+        if signal.getsignal(signum) == self._handle:
+            # One that is still on its way would kill; ignoring a signal discards it.
+            signal.signal(signum, signal.SIG_IGN)
+            signal.signal(signum, signal.SIG_DFL)
+        if self._was_blocked:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signum})
+
+    def call(self) -> GuardedCall:
+        """Make the next call; the one before has to be over."""
+        self._call = GuardedCall(self._signum, self._clock)
+        return self._call
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        call = self._call
+        if call is not None:
+            call.strike(frame)
+
+
+def _free_signal() -> int | None:
+    """A real-time signal that the process neither catches nor ignores, also not in native code.
+
+    The last one, since processes that can be asked for their stacks take the first.
+    """
+    with open("/proc/self/status", "rb") as status:
+        signals = Signals.of(status.read())
+    taken = signals.caught | signals.ignored
+    return next((n for n in reversed(CANDIDATES) if not taken >> n - 1 & 1), None)
+
+
+def _set_async_exception(thread: int, kind: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
+    )
