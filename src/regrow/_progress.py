@@ -6,6 +6,10 @@ host share); the agent reads the slot when the worker has died, so the figure is
 instant of a SIGKILL, and nothing is sent while the training runs. Only the first step of a process
 wakes the agent, by one byte in a pipe: that ends the recovery, and is an event of its own.
 
+In the other direction goes one bit, the last byte of the page: the agent has begun to stop the
+workers of this attempt. What another thread of a worker was about to end it for, a missed
+heartbeat for instance, has its cause in that then, and the worker is left its grace.
+
 Both are opened through `/proc/<agent>/fd/<n>`, named in the environment variable REGROW_PROGRESS
 as `<memory path>|<pipe path>|<slot>`, so no descriptor has to survive an exec and a script that
 never reports costs nothing.
@@ -16,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from _thread import allocate_lock  # without the rest of threading, which costs an import
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -55,6 +60,15 @@ class _Reporter:
             finally:
                 os.close(pipe)
 
+    def latest(self) -> int | None:
+        """The latest step, if any was reported."""
+        step, at = _LATEST.unpack_from(self._memory, self._offset + _LATEST_OFFSET)
+        return step if at > 0 else None
+
+    def stopping(self) -> bool:
+        """Whether the agent has begun to stop the workers."""
+        return self._memory[-1] != 0
+
 
 def _open_reporter(address: str | None) -> _Reporter | None:
     if not address:
@@ -71,11 +85,22 @@ def _open_reporter(address: str | None) -> _Reporter | None:
         offset = int(slot) * SLOT.size
     except (OSError, ValueError):
         return None
-    return _Reporter(memory, pipe_path, offset) if offset + SLOT.size <= len(memory) else None
+    return _Reporter(memory, pipe_path, offset) if offset + SLOT.size < len(memory) else None
 
 
 _reporter: _Reporter | None = None
 _opened = False
+_opening = allocate_lock()  # a thread may ask how far this is while it is being opened
+
+
+def _own() -> _Reporter | None:
+    """The reporter of this process; None outside of regrow."""
+    global _reporter, _opened
+    with _opening:
+        if not _opened:
+            _reporter = _open_reporter(os.environ.get(PROGRESS_ENV))
+            _opened = True
+    return _reporter
 
 
 def step(n: int) -> None:
@@ -86,9 +111,17 @@ def step(n: int) -> None:
     Args:
         n: the global step just finished; after a restart, go on from the checkpoint's step.
     """
-    global _reporter, _opened
-    if not _opened:
-        _opened = True
-        _reporter = _open_reporter(os.environ.get(PROGRESS_ENV))
-    if _reporter is not None:
-        _reporter.report(n)
+    if (reporter := _reporter if _opened else _own()) is not None:
+        reporter.report(n)
+
+
+def latest() -> int | None:
+    """The step that this worker reported last; None if it has not, or outside of regrow."""
+    reporter = _own()
+    return reporter.latest() if reporter is not None else None
+
+
+def stopping() -> bool:
+    """Whether the agent has begun to stop this worker, with all others; never outside of regrow."""
+    reporter = _own()
+    return reporter is not None and reporter.stopping()

@@ -195,6 +195,7 @@ def config_from_args(args: Namespace) -> tuple[LaunchConfig, Callable[..., Any] 
         shutdown_timeout=args.shutdown_timeout,
         timers=getattr(args, "timers", False),
         native_stacks=getattr(args, "native_stacks", False),
+        heartbeat=getattr(args, "heartbeat", None),
     )
     if nproc_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         logger.warning(

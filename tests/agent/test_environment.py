@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from regrow.agent import Worker, WorkerGroup, WorkerSpec
-from regrow.agent._environment import worker_environment
+from regrow.agent._environment import HEARTBEAT_ENV, worker_environment
 
 
 def group(**spec: Any) -> WorkerGroup:
@@ -25,7 +25,10 @@ WORKER = Worker(local_rank=1, global_rank=3, role_rank=3, world_size=6, role_wor
 
 
 def environment(
-    outer: dict[str, str] | None = None, timer_file: str | None = None, **spec: Any
+    outer: dict[str, str] | None = None,
+    timer_file: str | None = None,
+    heartbeat: float | None = None,
+    **spec: Any,
 ) -> dict[str, str]:
     return worker_environment(
         group(**spec),
@@ -36,6 +39,7 @@ def environment(
         use_agent_store=False,
         outer=outer or {},
         timer_file=timer_file,
+        heartbeat=heartbeat,
     )
 
 
@@ -80,3 +84,10 @@ def test_virtual_local_rank_narrows_to_the_workers_own_device() -> None:
 def test_virtual_local_rank_without_a_device_says_what_is_visible() -> None:
     with pytest.raises(ValueError, match=r"local_rank 1 exceeds .*CUDA_VISIBLE_DEVICES=7"):
         environment({"CUDA_VISIBLE_DEVICES": "7"}, virtual_local_rank=True)
+
+
+def test_workers_beat_if_their_agent_says_so_and_not_because_another_one_does() -> None:
+    assert environment(heartbeat=2.5)[HEARTBEAT_ENV] == "2.5"
+    assert environment({HEARTBEAT_ENV: "7"}, heartbeat=2.5)[HEARTBEAT_ENV] == "2.5"
+    assert environment({HEARTBEAT_ENV: "7"})[HEARTBEAT_ENV] == ""
+    assert HEARTBEAT_ENV not in environment()

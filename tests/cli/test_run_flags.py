@@ -19,6 +19,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "master-port": ("1234", 1234),
     "numa-binding": ("core-complex", "core-complex"),
     "shutdown-timeout": ("5", 5),
+    "heartbeat": ("2.5", 2.5),
 }
 VALUED = [flag for flag in FLAGS if not flag.switch]
 SWITCHES = [flag for flag in FLAGS if flag.switch]

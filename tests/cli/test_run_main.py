@@ -132,6 +132,8 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
         ("--max-restarts many train.py", "--max-restarts: 'many' is not a whole number"),
         ("--monitor-interval 0 train.py", "--monitor-interval: 0.0 must be more than 0"),
         ("--shutdown-timeout -1 train.py", "--shutdown-timeout: -1 must not be negative"),
+        ("--heartbeat 0 train.py", "--heartbeat: 0.0 is no period; give the seconds between two"),
+        ("--heartbeat nan train.py", "--heartbeat: nan is no period"),
         ("--rdzv-conf timeout train.py", "'timeout' must have a value"),
         ("--redirects 4 train.py", "4"),
         ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),

@@ -22,6 +22,7 @@ from regrow.agent._attempt import AttemptSteps
 from regrow.agent._inbox import Inbox
 from regrow.agent._types import RunResult, WorkerState
 from regrow.utils import get_logger
+from regrow.workers.errors._failure import first_of
 
 if TYPE_CHECKING:
     from regrow.rendezvous._news import Judged, NodesWaiting, RoundClosed, RoundEnded
@@ -183,7 +184,8 @@ class Company(AttemptSteps):
         failures = self._last_result.failures
         if not failures:
             return None
-        return min(failures.items(), key=lambda item: item[1].failed_monotonic)
+        rank = first_of(failures)
+        return rank, failures[rank]
 
     def _tell_failure(self) -> Judged | None:
         """Tell all nodes that this node's workers have failed; block until that is judged."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from regrow.agent._types import Worker, WorkerGroup
 
 ATTEMPT_ENV = "REGROW_ATTEMPT"
+HEARTBEAT_ENV = "REGROW_HEARTBEAT"
 FENCING_TOKEN_ENV = "REGROW_FENCING_TOKEN"
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -24,6 +25,7 @@ def worker_environment(
     outer: Mapping[str, str],
     fencing_token: int | None = None,
     timer_file: str | None = None,
+    heartbeat: float | None = None,
 ) -> dict[str, str]:
     """The variables a worker gets on top of the agent's own.
 
@@ -40,6 +42,7 @@ def worker_environment(
             lower one than it has seen. None where the rendezvous has no such number.
         timer_file: the pipe of the timer server that the worker speaks to;
             `TORCHELASTIC_TIMER_FILE`.
+        heartbeat: seconds between two of its heartbeats; `REGROW_HEARTBEAT`.
 
     Raises:
         ValueError: `virtual_local_rank` and fewer visible devices than workers.
@@ -67,6 +70,10 @@ def worker_environment(
         env[FENCING_TOKEN_ENV] = str(fencing_token)
     if timer_file is not None:
         env[TORCHELASTIC_TIMER_FILE] = timer_file
+    if heartbeat is not None:
+        env[HEARTBEAT_ENV] = repr(heartbeat)
+    elif outer.get(HEARTBEAT_ENV):  # the agent runs in a worker of another one
+        env[HEARTBEAT_ENV] = ""
     for name in ASYNC_ERROR_HANDLING:
         env[name] = outer.get(name, "1")
     for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):

@@ -17,10 +17,10 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.agent import _words as words
+from regrow.agent._beating import BeatingAgent
 from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, worker_environment
 from regrow.agent._progress import ProgressBoard, Steps
 from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
-from regrow.agent._timed import TimedAgent
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
 from regrow.utils import get_logger, macros
@@ -61,7 +61,7 @@ class _LeaseOver(NamedTuple):
     lapsed: Lapsed
 
 
-class LocalElasticAgent(TimedAgent):
+class LocalElasticAgent(BeatingAgent):
     """Runs `spec.local_world_size` workers on this host.
 
     Args:
@@ -85,6 +85,8 @@ class LocalElasticAgent(TimedAgent):
             turns them on as well. The server's pipe is at `TORCHELASTIC_TIMER_FILE`, or at a path
             of its own.
         native_stacks: whether py-spy is asked for native frames of workers whose timers ran out.
+        heartbeat: seconds between two heartbeats of the workers; None: they do not beat by
+            themselves. It turns `timers` on.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class LocalElasticAgent(TimedAgent):
         job: Mapping[str, Any] | None = None,
         timers: bool = False,
         native_stacks: bool = False,
+        heartbeat: float | None = None,
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -126,10 +129,12 @@ class LocalElasticAgent(TimedAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         self._sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
         self._event_sinks = event_sinks
-        self._timers = timers or os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
+        asked = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
+        self._timers = timers or asked or heartbeat is not None
+        self._heartbeat = heartbeat
         self._native_stacks = native_stacks
         self._hung = {}
-        ours = bounds(self._shutdown_timeout, self._reaping_bound())
+        ours = bounds(self._shutdown_timeout, self._reaping_bound(), self._beating_bound())
         more = getattr(spec.rdzv_handler, "bounds", {})
         self._job = {"bounds": ours | dict(more)} | dict(job or {})
         self._pcontext: PContext | None = None
@@ -257,6 +262,7 @@ class LocalElasticAgent(TimedAgent):
                 use_agent_store=spec.rdzv_handler.use_agent_store,
                 outer=os.environ,
                 timer_file=self._timer_file(),
+                heartbeat=self._heartbeat,
             ) | board.environment(rank)
             args[rank] = tuple(macros.substitute(list(spec.args), str(rank)))
             if prefixes is not None and self._log_line_prefix_template:
@@ -275,7 +281,7 @@ class LocalElasticAgent(TimedAgent):
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
             shutdown_timeout=self._shutdown_timeout,
             guardian=self._guardian,
-            on_change=self._inbox.put,
+            on_change=self._take_change,
             signals_to_handle="",
             before_start=self._watch,
         )
@@ -283,6 +289,7 @@ class LocalElasticAgent(TimedAgent):
 
     @prof
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._spare()
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)
 
@@ -292,6 +299,7 @@ class LocalElasticAgent(TimedAgent):
         timeout: float = 30,
         is_restart: bool = False,
     ) -> None:
+        self._spare()
         if self._pcontext is not None:
             self._pcontext.close(death_sig, timeout)
         if not is_restart:
@@ -328,7 +336,7 @@ class LocalElasticAgent(TimedAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         if result.is_failed():
             failures = {ranks[r]: self._explained(failed) for r, failed in result.failures.items()}
-            return RunResult(state=WorkerState.FAILED, failures=failures)
+            return RunResult(state=WorkerState.FAILED, failures=self._with_blamed(failures))
         values = {ranks[local]: value for local, value in result.return_values.items()}
         return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
 
@@ -377,18 +385,22 @@ class LocalElasticAgent(TimedAgent):
                 )
 
 
-def bounds(shutdown_timeout: float, reaping: float | None = None) -> dict[str, float]:
+def bounds(
+    shutdown_timeout: float, reaping: float | None = None, beating: float | None = None
+) -> dict[str, float]:
     """What the agent promises, in seconds, on a host that is not starved of processor time.
 
     Args:
         shutdown_timeout: the grace that stopped workers get.
         reaping: from the deadline of a timer to the end of its worker; None without timers.
+        beating: from the last beat of a worker to the end of all; None without heartbeats.
     """
     promised = {
         "a dead worker is acted on": ACTED_ON_S,
         "workers that are stopped are gone": shutdown_timeout + ACTED_ON_S,
     }
-    return promised if reaping is None else promised | {"a hung worker is killed": reaping}
+    more = {"a hung worker is killed": reaping, "a missing heartbeat ends all workers": beating}
+    return promised | {text: seconds for text, seconds in more.items() if seconds is not None}
 
 
 def _prefix(template: str, role: str, worker: Any) -> str:

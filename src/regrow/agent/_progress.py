@@ -39,7 +39,7 @@ class ProgressBoard:
         self._slots = slots
         self._on_first_step = on_first_step
         self._lock = threading.Lock()  # read and close are called from different threads
-        size = slots * SLOT.size
+        size = slots * SLOT.size + 1
         self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(self._memory_fd, 0, size)
@@ -66,6 +66,12 @@ class ProgressBoard:
                 if steps.first_monotonic > 0:
                     found[slot] = steps
         return found
+
+    def stop(self) -> None:
+        """Let the workers know that they are being stopped."""
+        with self._lock:
+            if not self._memory.closed:
+                self._memory[-1] = 1
 
     def close(self) -> None:
         """End the thread and give everything back; workers that still run keep their own view."""

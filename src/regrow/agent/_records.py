@@ -18,6 +18,7 @@ from regrow.agent._status_records import StatusRecords
 from regrow.agent._types import RunResult, WorkerState
 from regrow.events import Event, EventSource
 from regrow.utils import get_logger
+from regrow.workers.errors._failure import first_of
 
 if TYPE_CHECKING:
     import signal
@@ -199,5 +200,4 @@ class AgentRecords(StatusRecords):
 
 
 def _root_cause(result: RunResult) -> ProcessFailure | None:
-    failures = list(result.failures.values())
-    return min(failures, key=lambda failure: failure.failed_monotonic) if failures else None
+    return result.failures[first_of(result.failures)] if result.failures else None

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from regrow.cli._flags import FLAGS
+from regrow.launch._config import heartbeat_fault
 
 
 def script_fault(args: Namespace, environ: Mapping[str, str], cwd: str) -> str | None:
@@ -55,6 +56,9 @@ def number_fault(args: Namespace) -> str | None:
             )
     except ValueError:
         pass  # a kind of device; counting them finds one at least, or fails
+    heartbeat = getattr(args, "heartbeat", None)
+    if heartbeat is not None and (fault := heartbeat_fault(heartbeat)):
+        return f"--heartbeat: {fault}"
     if args.monitor_interval <= 0:
         return f"--monitor-interval: {args.monitor_interval} must be more than 0 seconds"
     if args.shutdown_timeout is not None and args.shutdown_timeout < 0:

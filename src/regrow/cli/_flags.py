@@ -335,4 +335,15 @@ FLAGS: tuple[Flag, ...] = (
         switch=True,
         added=True,
     ),
+    Flag(
+        "heartbeat",
+        RECOVERY,
+        "seconds between two heartbeats of the workers: one that is missing for three of them ends "
+        "the attempt, whatever it hangs in; every worker that imports regrow takes part, and "
+        "--timers is implied",
+        None,
+        _number,
+        metavar="PERIOD",
+        added=True,
+    ),
 )

@@ -13,9 +13,11 @@ So death is in three steps, each of which needs less of the process than the one
 3. SIGKILL from another, which ends a process that is stopped, or blocks or ignores the first.
 
 The timers of 2 and 3 are armed anew by every beat that comes to pass (`Deadline`), so that they are
-there before they are needed. Under an agent with a timer server the same beat arms a timer there,
-for the end of the bound itself: the agent then is first, takes the stacks, writes the error file
-and kills. A forked child has none of the three, so a data loader's worker is not meant by them.
+there before they are needed. An agent is faster than that, and looks at the stacks first
+(`_agent_timer`). A forked child has none of it, so a data loader's worker is not meant.
+
+An agent that has begun to stop its workers, as another one failed or the job is to end, gives each
+the grace to save what it has. That the others have gone by then is no reason to die (`is_spared`).
 
 A job that is suspended as a whole, by `scontrol suspend` or the like, is over its bound when it
 goes on, and ends. A process with the PID 1 of a container is protected by the kernel from steps 2
@@ -35,23 +37,21 @@ from contextlib import suppress
 from signal import SIGABRT, SIGKILL
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from regrow._progress import stopping
+from regrow.heartbeat._agent_timer import AgentTimer
 from regrow.heartbeat._kernel_timer import KernelTimer, is_shielded
+from regrow.heartbeat._terms import KILL_S
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from regrow.timer import TimerClient
+    from regrow.heartbeat._failure import HeartbeatFailure
 
 logger = get_logger(__name__)
 
 ABORT_S = 1.0
 """Seconds after its deadline at which a process gets SIGABRT."""
-KILL_S = 2.0
-"""Seconds after its deadline at which a process gets SIGKILL."""
 LAST_WORDS_S = 0.5
 """Seconds that a dying process may take to say why."""
-SCOPE = "heartbeat"
-"""What the timer is called that the agent keeps."""
-TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
 
 _MOST_FRAMES = 40
 
@@ -59,34 +59,38 @@ _MOST_FRAMES = 40
 class Deadline:
     """The end of this process, put off by every beat that comes to pass.
 
+    In a forked child its methods do nothing: the child's life is not this process's.
+
     Args:
-        bound: seconds within which a beat must come to pass, for `arm` without an argument.
+        bound: seconds within which a beat must come to pass.
     """
 
-    __slots__ = ("_bound", "_client", "_pid", "_timers")
+    __slots__ = ("_agent", "_bound", "_pid", "_timers")
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self._pid = os.getpid()
         self._timers = _kernel_timers()
-        self._client = _client()
+        self._agent = AgentTimer(bound)
+
+    def alive(self) -> None:
+        """The thread that beats is about to; whether the others will, it does not know yet."""
+        if os.getpid() == self._pid:
+            self._agent.alive()
 
     def arm(self, seconds_from_now: float | None = None) -> None:
         """Put the end off.
 
-        In a forked child nothing happens: its life is not this process's.
-
         Args:
-            seconds_from_now: to the deadline; None: the bound. The agent, if it has a timer server,
-                kills then; SIGABRT comes `ABORT_S` and SIGKILL `KILL_S` later.
+            seconds_from_now: to the deadline; None: the bound. SIGABRT comes `ABORT_S` later, and
+                SIGKILL `KILL_S`.
         """
         if os.getpid() != self._pid:
             return
         left = self._bound if seconds_from_now is None else seconds_from_now
         for timer, more in self._timers:
             timer.set(left + more)
-        if self._client is not None:
-            self._client.acquire(SCOPE, time.time() + left)
+        self._agent.alive()
 
     def disarm(self) -> None:
         """Call the end off, until `arm` is called again."""
@@ -94,11 +98,15 @@ class Deadline:
             return
         for timer, _ in self._timers:
             timer.set(math.inf)
-        if self._client is not None:
-            self._client.release(SCOPE)
+        self._agent.release()
 
 
-def die(failure: BaseException) -> NoReturn:
+def is_spared() -> bool:
+    """Whether the agent is stopping this worker anyway, so that it should be left its grace."""
+    return stopping()
+
+
+def die(failure: HeartbeatFailure) -> NoReturn:
     """End this process, from any thread, with the reason told as far as that is possible.
 
     The exit is by SIGABRT after `LAST_WORDS_S` at most, and by SIGKILL within `KILL_S` seconds if
@@ -144,16 +152,6 @@ def _kernel_timers() -> list[tuple[KernelTimer, float]]:
     return timers
 
 
-def _client() -> TimerClient | None:
-    """A client of the agent's timer server, if there is one."""
-    path = os.environ.get(TIMER_FILE)
-    if not path:
-        return None
-    from regrow.timer import FileTimerClient
-
-    return FileTimerClient(path)
-
-
 def _all_within(seconds: float, *calls: Callable[[], object]) -> None:
     """Run all calls side by side, and wait for them no longer than that."""
     deadline = time.monotonic() + seconds
@@ -175,12 +173,12 @@ def _quietly(call: Callable[[], object]) -> None:
         call()
 
 
-def _log(failure: BaseException) -> None:
+def _log(failure: HeartbeatFailure) -> None:
     logger.critical("heartbeat: %s; this process (%d) ends", failure, os.getpid())
     logging.shutdown()  # flushes every handler
 
 
-def _write_error_file(failure: BaseException, failed: float) -> None:
+def _write_error_file(failure: HeartbeatFailure, failed: float) -> None:
     from regrow.workers.errors import get_error_handler
 
     handler = get_error_handler()
@@ -189,7 +187,7 @@ def _write_error_file(failure: BaseException, failed: float) -> None:
         handler._write_json(path, _error(failure, failed))
 
 
-def _error(failure: BaseException, failed: float) -> Mapping[str, Any]:
+def _error(failure: HeartbeatFailure, failed: float) -> Mapping[str, Any]:
     """The content of an error file, in the form that `record` gives it.
 
     Args:
@@ -198,6 +196,13 @@ def _error(failure: BaseException, failed: float) -> Mapping[str, Any]:
     """
     text = f"{type(failure).__name__}: {failure}"
     extra = {
+        "heartbeat": {
+            "kind": failure.kind,
+            "ranks": failure.ranks,
+            "count": failure.count,
+            "beat": failure.beat,
+            "seconds": failure.seconds,
+        },
         "py_callstack": "\n".join([text, *_main_thread()]),
         "timestamp": str(int(time.time() - (time.monotonic() - failed))),
         "monotonic": failed,

@@ -139,6 +139,7 @@ def launch_agent(
         },
         timers=config.timers,
         native_stacks=config.native_stacks,
+        heartbeat=config.heartbeat,
     )
     shut_down_rendezvous = True
     try:

@@ -7,6 +7,7 @@ working with the import changed.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RDZV_TIMEOUT_S = 900
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30
+#: Seconds; a shorter period notices nothing sooner, as an exchange may take two seconds and more.
+SHORTEST_PERIOD_S = 0.1
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -65,9 +68,13 @@ class LaunchConfig:
             `TORCHELASTIC_ENABLE_FILE_TIMER=1` does; regrow's own addition.
         native_stacks: ask py-spy for the native frames of a worker whose timer ran out, which may
             take 2 s; regrow's own addition.
+        heartbeat: seconds between two heartbeats of the workers (`regrow.heartbeat`), which all
+            that import regrow then take part in; None: none. It turns `timers` on; regrow's own
+            addition.
 
     Raises:
-        ValueError: `shutdown_timeout` is negative, or the environment variable is no integer.
+        ValueError: `shutdown_timeout` is negative, the environment variable is no integer, or
+            `heartbeat` is no such number.
     """
 
     min_nodes: int
@@ -96,6 +103,7 @@ class LaunchConfig:
     event_sinks: tuple[Callable[[Event], None], ...] = ()
     timers: bool = False
     native_stacks: bool = False
+    heartbeat: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -110,6 +118,18 @@ class LaunchConfig:
             self.shutdown_timeout = _shutdown_timeout_from_env()
         if self.shutdown_timeout < 0:
             raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
+        if self.heartbeat is not None and (fault := heartbeat_fault(self.heartbeat)):
+            raise ValueError(f"heartbeat: {fault}")
+
+
+def heartbeat_fault(period: float) -> str | None:
+    """Why a number of seconds is no period of heartbeats; None: it is one."""
+    if not SHORTEST_PERIOD_S <= period < math.inf:
+        return (
+            f"{period} is no period; give the seconds between two heartbeats, at least"
+            f" {SHORTEST_PERIOD_S}, e.g. 10"
+        )
+    return None
 
 
 def _shutdown_timeout_from_env() -> int:

@@ -206,6 +206,12 @@ class PContext(ABC):
         failures = [self._failure(rank, group.members[rank]) for rank in group.failed]
         return min(failures, key=lambda failure: failure.failed_monotonic, default=None)
 
+    def ended(self, local_rank: int) -> ProcessFailure | None:
+        """How a worker ended, as if it had failed; None if it has not ended."""
+        with self._changed:
+            member = self._crew.group.members[local_rank]
+        return None if member.code is None else self._failure(local_rank, member)
+
     def pids(self) -> dict[int, int]:
         """The process of each local rank, also after it ended."""
         with self._changed:

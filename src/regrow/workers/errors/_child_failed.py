@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from regrow.workers.errors._failure import NOT_AVAILABLE
+from regrow.workers.errors._failure import NOT_AVAILABLE, first_of
 
 if TYPE_CHECKING:
     from regrow.workers.errors._failure import ProcessFailure
@@ -35,8 +35,9 @@ class ChildFailedError(Exception):
         return type(self), (self.name, self.failures)
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The root cause: the failure of the earliest moment, with its global rank."""
-        return min(self.failures.items(), key=lambda item: item[1].failed_monotonic)
+        """The root cause, with its global rank; see `first_of`."""
+        rank = first_of(self.failures)
+        return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
         """The report.

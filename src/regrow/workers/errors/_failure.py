@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -146,6 +147,20 @@ class ProcessFailure:
         stack = extra.get("py_callstack") if isinstance(extra, dict) else None
         return stack if isinstance(stack, str) else None
 
+    @property
+    def heartbeat(self) -> dict[str, Any] | None:
+        """What a missed heartbeat that ended the worker told of: `kind`, `ranks`, ..."""
+        extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
+        told = extra.get("heartbeat") if isinstance(extra, dict) else None
+        return told if isinstance(told, dict) else None
+
+    @property
+    def blames(self) -> frozenset[int]:
+        """The global ranks that ended this worker by what they did, or did not do."""
+        ranks = (self.heartbeat or {}).get("ranks")
+        listed = ranks if isinstance(ranks, (list, tuple)) else ()
+        return frozenset(rank for rank in listed if type(rank) is int)
+
     def signal_name(self) -> str:
         """The name of the signal that ended the process, such as SIGKILL; else `<N/A>`."""
         if self.exitcode >= 0:
@@ -191,3 +206,18 @@ def _stamps(data: dict[str, Any]) -> tuple[int | None, float | None]:
     except (KeyError, TypeError, ValueError, OverflowError, OSError):
         return None, monotonic if isinstance(monotonic, float) else None
     return wall, monotonic if isinstance(monotonic, float) else None
+
+
+def first_of(failures: Mapping[int, ProcessFailure]) -> int:
+    """The rank whose failure is the root cause.
+
+    That is the earliest, unless it says itself that another worker was the reason: then it is that
+    one's, if it has failed too. A worker that is stopped, for instance, ends after those which have
+    waited for it in vain.
+
+    Args:
+        failures: by global rank; at least one.
+    """
+    first = min(failures, key=lambda rank: failures[rank].failed_monotonic)
+    blamed = {rank: failures[rank] for rank in failures[first].blames - {first} if rank in failures}
+    return first_of(blamed) if blamed else first
