@@ -39,10 +39,12 @@ its session, UNRESPONSIVE if it fell silent. A living process that was counted o
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from regrow.inprocess.exception import RestartError, TimeoutError
 
 
-class LinkError(Exception):
+class LinkError(RestartError):
     """A rank cannot go on with its group.
 
     LinkError
@@ -50,7 +52,7 @@ class LinkError(Exception):
      ├─ LinkLostError       the store is gone, or knows nothing of the group
      ├─ LinkClosedError     this link was closed, or belongs to the parent of a forked process
      └─ BarrierError        the ranks did not come together
-         ├─ BarrierTimeout  somebody was missing for too long; also a TimeoutError
+         ├─ BarrierTimeout  somebody was missing for too long; also the package's TimeoutError
          └─ BarrierOverflow more came than were expected, or others
     """
 
@@ -125,11 +127,13 @@ class Met(NamedTuple):
     """The ranks that are not there any more, numbered as in the world of the iteration that
     ended: what rank assignments take. Ranks that an assignment had discarded are not among them."""
     lost: tuple[int, ...]
-    """Those that ended since the world before last was assigned, by initial rank."""
+    """The initial ranks that have ended since all met for the iteration that ended. Those that an
+    assignment had discarded are not among them."""
     faults: Faults
     """Everything that happened in the iteration that ended."""
 
 
+@runtime_checkable
 class Link(Protocol):
     """One rank's side of its group. All calls raise `LinkError`, of the kind that says why."""
 
@@ -268,7 +272,7 @@ class Link(Protocol):
             message: what was seen, for people.
 
         Returns:
-            Whether this was news: the rank was living, and the call not over.
+            Whether the rank ended by this: it was living, and the call not over.
         """
         ...
 
