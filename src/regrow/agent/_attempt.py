@@ -18,6 +18,7 @@ from regrow.agent import _ranks
 from regrow.agent._lease import Lease
 from regrow.agent._records import AgentRecords
 from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent._workers_store import WorkersStore, offer_key
 from regrow.events import EventSource
 from regrow.metrics import prof
 from regrow.rendezvous import RendezvousGracefulExitError
@@ -49,6 +50,7 @@ class AttemptSteps(AgentRecords):
     _leaving: bool  # the agent has begun to leave the job: start nothing any more
     _lease: Lease
     _leftovers: Leftovers | None = None  # made when there are some
+    _workers_store: WorkersStore
     _over: int  # the latest round that the rendezvous says is over
 
     _start_workers: Callable[[WorkerGroup], dict[int, Any]]
@@ -71,11 +73,17 @@ class AttemptSteps(AgentRecords):
         bootstrap = getattr(info, "bootstrap_store_info", None)
         number: int | None = getattr(info, "round", None)
         failures: int | None = getattr(info, "failures", None)
+        workers_store, nodes = self._workers_store, group_world_size
         try:
+            known = spec.master_addr or getattr(bootstrap, "master_addr", None) or spec.local_addr
+            workers_store.open(store, group_rank, nodes, known)
             with self.record_duration("ASSIGN_WORKER_RANKS"):
-                assigned = self._assign_worker_ranks(store, group_rank, group_world_size, spec)
-            if bootstrap is None and not spec.master_addr and group_world_size > 1:
+                assigned = self._assign_worker_ranks(store, group_rank, nodes, spec)
+            if bootstrap is None and not spec.master_addr and nodes > 1:
                 bootstrap = self._agree_on_address(store, group_rank, spec)
+            if group_rank:
+                self._leave_behind(store, [offer_key(group_rank)])
+                workers_store.look_up(store, group_rank, surely=self._waited_for_ranks())
         except Exception as error:
             if number is None or not _is_cut_off(error):
                 raise
@@ -96,6 +104,9 @@ class AttemptSteps(AgentRecords):
             spec.master_addr or getattr(bootstrap, "master_addr", None) or "127.0.0.1"
         )
         worker_group.master_port = spec.master_port or getattr(bootstrap, "master_port", None)
+        worker_group.store_environment = workers_store.environment(
+            nodes, worker_group.master_addr, os.environ
+        )
         self._emit(
             "regrow.rendezvous.completed",
             attempt=self._next_attempt(),
@@ -114,6 +125,11 @@ class AttemptSteps(AgentRecords):
         from regrow.rendezvous import RendezvousStoreInfo
 
         return RendezvousStoreInfo.build(group_rank, store, spec.local_addr, spec.master_port)
+
+    def _waited_for_ranks(self) -> bool:
+        """Whether this agent has its ranks from that of group rank 0, and not by itself."""
+        own = type(self)._assign_worker_ranks is AttemptSteps._assign_worker_ranks
+        return own and os.environ.get(WORKERS_IDENTICAL_ENV, "0") != "1"
 
     @prof
     def _assign_worker_ranks(

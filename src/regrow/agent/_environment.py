@@ -65,6 +65,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
         ATTEMPT_ENV: str(attempt),
+        **group.store_environment,
     }
     if fencing_token is not None:
         env[FENCING_TOKEN_ENV] = str(fencing_token)

@@ -30,6 +30,7 @@ from regrow.agent._types import (
     WorkerSpec,
     WorkerState,
 )
+from regrow.agent._workers_store import WorkersStore
 from regrow.metrics import prof
 from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger
@@ -68,6 +69,7 @@ class SimpleElasticAgent(Loop, ElasticAgent):
         self._round = -1
         self._over = 0
         self._lease = Lease()
+        self._workers_store = WorkersStore(spec.rdzv_handler)
         self._hopeless = False
         self._failures_told = set()
         self._inbox = Inbox()
@@ -158,6 +160,7 @@ class SimpleElasticAgent(Loop, ElasticAgent):
                 self._shut_down(death_sig)
                 unfollow()
                 self._operations.close()
+                self._workers_store.close(wait=True)
                 self._total_execution_time = int(monotonic() - start)
 
     # --- the end

@@ -163,6 +163,7 @@ class WorkerGroup:
         "spec",
         "state",
         "store",
+        "store_environment",
         "workers",
     ]
 
@@ -174,6 +175,8 @@ class WorkerGroup:
         self.group_world_size: int | None = None
         self.master_addr: str | None = None
         self.master_port: int | None = None
+        # What workers need in their environment for `regrow.store.worker_store`.
+        self.store_environment: dict[str, str] = {}
         self.state = WorkerState.INIT
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from regrow.rendezvous._credentials import Credentials
     from regrow.rendezvous._news import Judged, Seated
     from regrow.store import Store
 
@@ -229,6 +230,11 @@ class PushingRendezvousHandler(RendezvousHandler):
     def bounds(self) -> Mapping[str, float]:
         """What it promises, in seconds: from what happens, as words, to how soon it is acted on."""
         return {}
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """What nodes prove to each other; None where that is left to the place where they meet."""
+        return None
 
     def report_failure(self, report: str) -> Judged | None:
         """Tell all that this node's workers have failed, and block until that is judged.

@@ -51,7 +51,8 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
             f"port that will be; name one, e.g. {host}:{DEFAULT_PORT}"
         )
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
-    token, tls = credentials(params, host)
+    shared = credentials(params, host)
+    token, tls = shared
     is_host = params.get_as_bool("is_host")
     tries = Tries(host, is_host, read_timeout)
     while True:
@@ -80,6 +81,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         backend=params.backend,
         local_addr=params.local_addr,
         node_rank=params.get_as_int("rank"),
+        credentials=shared,
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from regrow.rendezvous._backend import RendezvousBackend
+    from regrow.rendezvous._credentials import Credentials
     from regrow.rendezvous._driver import Driver
     from regrow.rendezvous._news import Judged
     from regrow.store import Store
@@ -54,6 +55,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         local_addr: this node's address as the others reach it; None: the one by which it reaches
             the place where the nodes meet.
         node_rank: the rank the node asks for, if any.
+        credentials: what the nodes prove to each other, if not only to the place where they meet.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         backend: str,
         local_addr: str | None = None,
         node_rank: int | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         self._settings = settings
+        self._credentials = credentials
         self._backend = backend
         self._node = Member(driver, settings, local_addr or driver.local_addr, node_rank)
         self._driver = driver
@@ -128,6 +132,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             "workers of a host that is cut off are killed": bounds.lease,
             "a coordinator that cannot be reached ends the job": bounds.lease + reconnect,
         }
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """See base class."""
+        return self._credentials
 
     def get_backend(self) -> str:
         """See base class."""

@@ -22,7 +22,7 @@ from regrow.rendezvous._api import (
     RendezvousStoreInfo,
 )
 from regrow.rendezvous._config import timeout_option
-from regrow.rendezvous._credentials import NO_TOKEN, credentials
+from regrow.rendezvous._credentials import NO_TOKEN, Credentials, credentials
 from regrow.rendezvous._errors import (
     RendezvousConnectionError,
     RendezvousError,
@@ -87,6 +87,11 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         self._server: ServerProcess | None = None
         self._client: StoreClient | None = None
         self._port: PortReservation | None = None
+
+    @property
+    def credentials(self) -> Credentials | None:
+        """See base class."""
+        return None if self._token is None else Credentials(self._token, self._tls)
 
     def get_backend(self) -> str:
         """See base class."""
