@@ -1,0 +1,360 @@
+"""The rules by which one worker beats.
+
+The first exchange makes the workers a group: rank 0 brings a token, and all take it. From then on
+they exchange every period, and show the token each time. Three things can come of that. All are in
+step: the count begins anew. The exchange fails: it is tried again, and is fatal when it has failed
+as often as is allowed. Or it succeeds and shows that this is not one group any more: that is fatal
+at once, and so is what the store says of its own accord. This file holds the rules and nothing
+else: no clock, no exchange, no thread. `step` takes the state and what happened, and returns the
+new state and what to do, of which the last is what to wait for.
+
+**Windows.** What would be simple is to wait for a period after each exchange, whatever came of it.
+But then a worker that was held up once, for longer than the time-out, tries the next exchange when
+the others wait and waits when they try, and so it goes on until all die for nothing. So the tries
+are at times that all workers know without a word: of the last exchange that succeeded all have seen
+the end, and the tries that follow it are in windows, each as long as the time-out and a period
+after the one before. Who is late for a window comes to what is left of it, or to the next.
+
+    exchange   period   window 0   period   window 1   period   window 2
+    ---------|--------|==========|--------|==========|--------|==========| fatal
+
+So failures are counted in windows that have gone by, and the last of those allowed ends at the
+bound: failures allowed x (period + time-out) after the last beat in which all were there.
+
+A failed exchange shows nothing of the others, neither their tokens nor their steps. What was there
+before it is never compared with anything.
+
+Before the first exchange there are no windows. It has a time-out of its own; or it is *patient* and
+tried for ever, where somebody else watches over the workers' starting.
+
+Leaving is an exchange as well, the last one of the worker; it is tried once, and how it ends makes
+no difference to who leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from regrow.heartbeat._failure import NOBODY, HeartbeatFailure, Kind, Ranks
+from regrow.heartbeat._merge import Agreed, Broken, Failed, Left, Outcome, Standing
+
+WORTHWHILE: Final = 0.1
+"""The part of a window that has to be left for a try in it to be begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a worker beats; the times are in seconds."""
+
+    rank: int
+    size: int
+    """How many workers there are."""
+    period: float
+    """From the end of an exchange to the next one."""
+    timeout: float
+    """For an exchange."""
+    failures: int
+    """In a row; with the last of them it is fatal."""
+    start_timeout: float
+    """For the first exchange."""
+    patient: bool = False
+    """Whether the first exchange is tried for ever."""
+    stalled_after: int | None = None
+    """Beats for which a worker stands still until that is reported; None: it never is."""
+    stall_is_fatal: bool = False
+    """Whether it is fatal instead."""
+
+    @property
+    def cycle(self) -> float:
+        """From the begin of a window's period to its end."""
+        return self.period + self.timeout
+
+    @property
+    def bound(self) -> float:
+        """From the last beat in which all were there to when that they are not is fatal."""
+        return self.failures * self.cycle
+
+
+@dataclass(frozen=True, slots=True)
+class Beating:
+    """What a worker knows of the beating."""
+
+    plan: Plan
+    token: int
+    """What it shows; 0 until it has been told."""
+    since: float
+    """When all were there for the last time, or when it began; monotonic seconds."""
+    beats: int = 0
+    """Exchanges that succeeded: the number of the next one."""
+    window: int = 0
+    """The earliest window for the next try; while one is made, its own."""
+    asked: float = 0.0
+    """When the last try began."""
+    stalled: Ranks = NOBODY
+    """Of whom it was reported that they stand still."""
+    leaving: bool = False
+    over: bool = False
+
+
+class Woke(NamedTuple):
+    """The time to sleep is over."""
+
+    now: float
+
+
+class Heard(NamedTuple):
+    """An exchange ended, or the meeting had something to tell between two."""
+
+    outcome: Outcome
+    now: float
+
+
+class Stop(NamedTuple):
+    """This worker is to leave."""
+
+    now: float
+
+
+Event = Woke | Heard | Stop
+
+
+class Exchange(NamedTuple):
+    """Exchange, and tell what came of it."""
+
+    timeout: float
+
+
+class Sleep(NamedTuple):
+    """Wait until then, monotonic seconds, or until something happens."""
+
+    until: float
+
+
+class Listen(NamedTuple):
+    """From now on, tell what the meeting has to tell between exchanges."""
+
+
+class Rearm(NamedTuple):
+    """A beat came to pass: there is no need to die for so many seconds."""
+
+    seconds: float
+
+
+class Say(NamedTuple):
+    """Log a line."""
+
+    level: int
+    text: str
+
+
+class Stalled(NamedTuple):
+    """Report that somebody stands still."""
+
+    standing: Standing
+    text: str
+
+
+class Fail(NamedTuple):
+    """It is fatal."""
+
+    failure: HeartbeatFailure
+
+
+class End(NamedTuple):
+    """The beating is over, and nothing is wrong."""
+
+
+Action = Exchange | Sleep | Listen | Rearm | Say | Stalled | Fail | End
+Step = tuple[Beating, tuple[Action, ...]]
+
+
+def begin(plan: Plan, token: int, now: float) -> Step:
+    """Begin with the first exchange.
+
+    Args:
+        plan: of this worker.
+        token: 1 to 65535 for rank 0, 0 for the others.
+        now: monotonic seconds, as all times.
+    """
+    bound = (
+        f"heartbeat of {plan.size} workers every {plan.period:g} s: a worker that is missing is "
+        f"known to all others within {plan.bound:g} s ({plan.failures} exchanges of "
+        f"{plan.timeout:g} s at most), one whose process ends within 1 s where the exchange is the "
+        f"store's"
+    )
+    state = Beating(plan, token, since=now, asked=now)
+    return state, (Say(logging.INFO, bound), Exchange(plan.start_timeout))
+
+
+def step(state: Beating, event: Event) -> Step:
+    """Apply what happened.
+
+    Returns:
+        The new state, and what to do. The last of it is what to wait for: `Exchange` or `Sleep`, or
+        `Fail` or `End`, after which nothing is to come.
+    """
+    if state.over:
+        return state, ()
+    match event:
+        case Woke(now):
+            return _try(state, now)
+        case Stop(now):
+            return _leave(state, now)
+        case Heard() if state.leaving:
+            return replace(state, over=True), (End(),)
+        case Heard(outcome, now):
+            return _heard(state, outcome, now)
+
+
+def _heard(state: Beating, outcome: Outcome, now: float) -> Step:
+    match outcome:
+        case Agreed():
+            return _agreed(state, outcome, now)
+        case Failed():
+            return _failed(state, outcome, now)
+        case Broken(kind, ranks, detail):
+            return _fail(state, kind, ranks, detail, now)
+        case Left(ranks):
+            text = f"heartbeat: {ranks} left in peace, and the beating is over"
+            return replace(state, over=True), (Say(logging.INFO, text), End())
+
+
+def _try(state: Beating, now: float) -> Step:
+    """Exchange if a window is open, else wait for the next one."""
+    plan = state.plan
+    if not state.beats:
+        return replace(state, asked=now), (Exchange(plan.start_timeout),)
+    window = max(state.window, int((now - state.since) // plan.cycle))
+    closes = state.since + (window + 1) * plan.cycle
+    if closes - now < WORTHWHILE * plan.timeout:
+        window, closes = window + 1, closes + plan.cycle
+    opens = closes - plan.timeout
+    if now < opens:
+        return state, (Sleep(opens),)
+    return replace(state, window=window, asked=now), (Exchange(closes - now),)
+
+
+def _agreed(state: Beating, agreed: Agreed, now: float) -> Step:
+    plan = state.plan
+    if (state.token and agreed.token != state.token) or not agreed.token:
+        detail = f"it was told the token {agreed.token}, and its own is {state.token}"
+        return _fail(state, "out of step", Ranks.of([plan.rank]), detail, now)
+    first = not state.beats
+    state = replace(
+        state,
+        token=agreed.token,
+        since=now - agreed.age,
+        beats=state.beats + 1,
+        window=0,
+    )
+    actions: tuple[Action, ...] = (Rearm(plan.bound - agreed.age),)
+    if first:
+        actions = (*actions, Listen())
+    standing = agreed.standing
+    if plan.stalled_after and standing and standing.still >= plan.stalled_after:
+        text = _stands_still(standing)
+        if plan.stall_is_fatal:
+            return _fail(state, "stalled", standing.stalled, text, now)
+        if standing.stalled != state.stalled:
+            state = replace(state, stalled=standing.stalled)
+            actions = (*actions, Stalled(standing, f"heartbeat: {text}"))
+    else:
+        state = replace(state, stalled=NOBODY)
+    state, then = _try(state, now)
+    return state, (*actions, *then)
+
+
+def _stands_still(standing: Standing) -> str:
+    who = standing.stalled
+    what = f"{who} beat{'s' * (who.total == 1)}, but stand{'s' * (who.total == 1)} still"
+    phase = f" in phase {standing.phase!r}" if standing.phase else ""
+    return (
+        f"{what} at step {standing.step}{phase} for {standing.still} beats; the others are at up "
+        f"to step {standing.highest}"
+    )
+
+
+def _failed(state: Beating, failed: Failed, now: float) -> Step:
+    plan = state.plan
+    if not state.beats:
+        if not plan.patient:
+            kind: Kind = "never started" if failed.missing.total else "no exchange"
+            return _fail(state, kind, failed.missing, failed.why, now)
+        missing = f"; {failed.missing} not here yet" if failed.missing.total else ""
+        text = f"heartbeat: waiting for all {plan.size} workers: {failed.why}{missing}"
+        again = state.asked + plan.start_timeout
+        return state, (Say(logging.WARNING, text), Sleep(max(again, now)))
+    failures = state.window + 1
+    if failures >= plan.failures:
+        kind = "missing" if failed.missing.total else "no exchange"
+        return _fail(state, kind, failed.missing, failed.why, now)
+    missing = f" ({failed.missing} missing)" if failed.missing.total else ""
+    text = (
+        f"heartbeat failure {failures} at beat {state.beats}, {plan.failures - failures} more "
+        f"until the limit: {failed.why}{missing}"
+    )
+    state, then = _try(replace(state, window=failures), now)
+    return state, (Say(logging.WARNING, text), *then)
+
+
+def _leave(state: Beating, now: float) -> Step:
+    if state.leaving or not state.beats:  # who never came need not leave
+        return replace(state, over=True), (End(),)
+    plan = state.plan
+    window = max(state.window, int((now - state.since) // plan.cycle))
+    closes = state.since + (window + 1) * plan.cycle
+    return replace(state, leaving=True), (Exchange(max(closes - now, plan.timeout)),)
+
+
+def _fail(state: Beating, kind: Kind, ranks: Ranks, detail: str, now: float) -> Step:
+    plan, seconds = state.plan, now - state.since
+    message = f"heartbeat of rank {plan.rank} of {plan.size}, beat {state.beats}: " + _describe(
+        state, kind, ranks, detail, seconds
+    )
+    failure = HeartbeatFailure(
+        kind,
+        ranks,
+        message,
+        rank=plan.rank,
+        world_size=plan.size,
+        beat=state.beats,
+        seconds=seconds,
+    )
+    return replace(state, over=True), (Fail(failure),)
+
+
+def _describe(state: Beating, kind: Kind, ranks: Ranks, detail: str, seconds: float) -> str:
+    """Say what is wrong, and what to look at."""
+    plan, one = state.plan, ranks.total == 1
+    own = one and plan.rank in ranks.named
+    more = f" ({detail})" if detail else ""
+    ago = f"all were there {seconds:.3g} s ago"
+    match kind:
+        case "missing":
+            return (
+                f"{ranks} {'is' if one else 'are'} missing; {ago}, and {state.window + 1} "
+                f"exchanges in a row have failed since{more}"
+            )
+        case "never started":
+            return f"{ranks} did not come within {seconds:.3g} s{more}"
+        case "lost":
+            return f"the process{'' if one else 'es'} of {ranks} ended without a goodbye{more}"
+        case "restarted" if own or not state.beats:
+            return (
+                f"this process was started while the others were beating, in the place of one that "
+                f"they know; start all workers together{more}"
+            )
+        case "restarted":
+            return f"{ranks} was started again behind the others' backs{more}; {ago}"
+        case "twice":
+            return f"another process says that it is {ranks}; give each worker its own RANK{more}"
+        case "out of step":
+            return f"{ranks} shows another token, and is of another run{more}; {ago}"
+        case "wrong world size":
+            return f"{ranks} expects another number of workers{more}; give all the same WORLD_SIZE"
+        case "stalled":
+            return detail
+        case "no exchange":
+            return f"no exchange has succeeded for {seconds:.3g} s{more}"
