@@ -35,6 +35,13 @@ def test_a_running_job_shows_attempt_world_and_living_workers() -> None:
     assert shown == "regrow: running | 01:05 | attempt 1 | 2/2 alive | world 4"
 
 
+def test_a_missed_heartbeat_and_a_training_that_stands_still_are_the_news() -> None:
+    expired = {"rank": 1, "scope": "regrow.heartbeat", "signal": "SIGKILL", "heartbeat": True}
+    silent, still = ("regrow.timer.expired", expired), ("regrow.heartbeat.stalled", {"rank": 0})
+    assert line(STARTED, RUNNING, silent).endswith(" | rank 1 hangs: no heartbeat")
+    assert line(STARTED, RUNNING, still).endswith(" | rank 0 stands still")
+
+
 def test_the_world_is_left_out_where_it_is_this_node() -> None:
     alone = ("regrow.attempt.started", {"ranks": [0, 1], "world_size": 2})
     assert "world" not in line(STARTED, alone)

@@ -66,11 +66,10 @@ class BeatingAgent(TimedAgent):
 
         told = scope.removeprefix(STALLED)
         event = _hang.event(hang)
-        kept = ("attempt", "rank", "local_rank", "pid", "stood", "compared", "stacks")
+        kept = ("attempt", "rank", "local_rank", "pid", "stood", "stacks")
         self._emit("regrow.heartbeat.stalled", **{k: event[k] for k in kept}, message=told)
-        who = f"rank {hang.rank}" if hang.rank is not None else "a worker"
         stacks = f"; stacks in {hang.dump.path}" if hang.dump.path else ""
-        logger.warning("%s (pid %s) %s; %s%s", who, hang.pid, told, where(hang.dump), stacks)
+        logger.warning("%s; pid %s stands %s%s", told, hang.pid, where(hang.dump), stacks)
 
     def _with_blamed(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """Failures by global rank, and that of a worker here which they say is to blame."""

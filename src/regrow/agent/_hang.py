@@ -54,6 +54,13 @@ class Hang(NamedTuple):
         return self.worker_pid == self.pid
 
     @property
+    def is_silent(self) -> bool:
+        """Whether the timer is that of its heartbeat."""
+        from regrow.heartbeat._terms import SCOPE
+
+        return self.request.scope_id == SCOPE
+
+    @property
     def after(self) -> float | None:
         """Seconds that the timer was set to, to the millisecond; None where that is not known."""
         armed = self.request.armed
@@ -62,6 +69,8 @@ class Hang(NamedTuple):
 
 def message(hang: Hang) -> str:
     """The failure in one line."""
+    if hang.is_silent:
+        return f"no heartbeat for {(hang.after or 0.0) + hang.over:.3g} s: {where(hang.dump)}"
     after = f" of {hang.after:.10g} s" if hang.after is not None else ""
     scope = short_scope(hang.request.scope_id)
     return f"timer {scope}{after} was over by {hang.over * 1000:.1f} ms: {where(hang.dump)}"
@@ -91,6 +100,7 @@ def event(hang: Hang) -> dict[str, Any]:
         "pid": hang.pid,
         "worker_pid": hang.worker_pid,
         "scope": hang.request.scope_id,
+        "heartbeat": hang.is_silent,
         "after_s": hang.after,
         "over_s": hang.over,
         "deadline_monotonic": hang.deadline,

@@ -25,6 +25,13 @@ VERBOSE = "REGROW_VERBOSE"
 """Environment variable; 1 prints the line at the start also if stderr is no terminal, 0 never."""
 
 
+EVENTFUL = frozenset(
+    f"regrow.{name}"
+    for name in ("worker.failed", "job.restarting", "timer.expired", "heartbeat.stalled")
+)
+"""The events that make a job's story worth telling."""
+
+
 class Console:
     """An event sink that tells the user; a context manager around the run.
 
@@ -109,7 +116,7 @@ def is_eventful(name: str, data: Mapping[str, Any]) -> bool:
     """Whether a job in which this happened has a story to tell."""
     if name == "regrow.job.finished":
         return bool(data.get("state") != "SUCCEEDED")
-    return name in ("regrow.worker.failed", "regrow.job.restarting", "regrow.timer.expired")
+    return name in EVENTFUL
 
 
 def greeting(data: Mapping[str, Any]) -> str:

@@ -85,9 +85,12 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
 
             rank, scope = metadata["rank"], short_scope(str(metadata["scope"]))
             who = f"rank {rank}" if rank is not None else "a process of a worker"
-            status = replace(status, news=f"{who} hangs: timer {scope}")
+            what = "no heartbeat" if metadata.get("heartbeat") else f"timer {scope}"
+            status = replace(status, news=f"{who} hangs: {what}")
             killed = rank is not None and metadata["signal"] is not None
             return replace(status, hung=status.hung | {rank}) if killed else status
+        case "regrow.heartbeat.stalled":
+            return replace(status, news=f"rank {metadata.get('rank')} stands still")
         case "regrow.round.ended" | "regrow.rendezvous.lost":
             if status.gone:  # by a failure here, which is what matters
                 return status

@@ -24,7 +24,7 @@ from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from ._story import Expiry, Failure, Move, OtherFailure, Step, Story, Suspension, story
+    from ._story import Expiry, Failure, Move, OtherFailure, Stall, Step, Story, Suspension, story
     from ._tell import print_story
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "NodeState",
     "OtherFailure",
     "RdzvEvent",
+    "Stall",
     "Step",
     "Story",
     "Suspension",
@@ -63,6 +64,7 @@ __getattr__ = lazily(
         "Failure": "_story",
         "Move": "_story",
         "OtherFailure": "_story",
+        "Stall": "_story",
         "Step": "_story",
         "Story": "_story",
         "Suspension": "_story",

@@ -56,4 +56,5 @@ def _expiry(event: Record) -> Expiry:
         stacks=text(event, "stacks"),
         compared=tuple(one_line(line) for line in lines if isinstance(line, str)),
         signal=text(event, "signal"),
+        heartbeat=event.get("heartbeat") is True,
     )

@@ -14,7 +14,7 @@ from ._describe import describe, one_line, signal_name
 from ._expiries import hung_too, of_failure, unexplained
 from ._fields import Record, integer, real, since, text
 from ._steps import Steps, last_steps, seconds_of, work_lost
-from ._story import Failure, Move, OtherFailure, Step, Story, Suspension
+from ._story import Failure, Move, OtherFailure, Stall, Step, Story, Suspension
 
 __all__ = ["retell"]
 
@@ -105,6 +105,7 @@ class _Reader:
             moves=tuple(self._move(n) for n in starts[:-1] if n not in failed),
             suspensions=self._suspensions(),
             expiries=tuple(e for e in self.loose if all(e not in f.hung_too for f in failures)),
+            stalls=tuple(map(_stall, sorted(self.by_name.get(_STALLED, []), key=_at))),
             reports_steps=self.reports_steps,
             events_lost=sum(
                 integer(e, "lost") or 0 for e in self.by_name.get("regrow.log.gap", [])
@@ -258,6 +259,7 @@ class _Reader:
         return tuple(found)
 
 
+_STALLED = "regrow.heartbeat.stalled"
 _NO_FILE = "<N/A>"  # what a failure has for a path where its worker left no error file
 _OVER = frozenset({"regrow.round.ended", "regrow.round.judged"})
 _OF_AN_ATTEMPT = _OVER | frozenset(
@@ -332,6 +334,18 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
         )
         for event in sorted(failures, key=_failed_at)
         if event is not root
+    )
+
+
+def _stall(event: Record) -> Stall:
+    return Stall(
+        attempt=integer(event, "attempt") or 0,
+        rank=integer(event, "rank"),
+        host=text(event, "host"),
+        pid=integer(event, "pid"),
+        what=one_line(text(event, "message") or "it stood still"),
+        stood=one_line(text(event, "stood") or "unknown"),
+        stacks=text(event, "stacks"),
     )
 
 

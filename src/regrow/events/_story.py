@@ -28,7 +28,17 @@ from typing import Any
 
 from ._fields import Record
 
-__all__ = ["Expiry", "Failure", "Move", "OtherFailure", "Step", "Story", "Suspension", "story"]
+__all__ = [
+    "Expiry",
+    "Failure",
+    "Move",
+    "OtherFailure",
+    "Stall",
+    "Step",
+    "Story",
+    "Suspension",
+    "story",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +97,28 @@ class Expiry:
     """Which of the host's workers stood in the same place, a line for each place."""
     signal: str | None
     """What the process was sent; None: the timer was to be reported only."""
+    heartbeat: bool = False
+    """Whether it was the timer of the worker's heartbeat, which each beat sets anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A worker that beat, but whose training stood still while that of others did not."""
+
+    attempt: int
+    """The attempt that it belongs to."""
+    rank: int | None
+    """Its rank."""
+    host: str | None
+    """Its host."""
+    pid: int | None
+    """Its process id."""
+    what: str
+    """At which step it stood, and for how long, in one line."""
+    stood: str
+    """Where it stood, in one line."""
+    stacks: str | None
+    """The file with the stacks of all its threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +243,8 @@ class Story:
     """The workers that were held, in order."""
     expiries: tuple[Expiry, ...] = ()
     """The other timers that ran out, in order: those that no failure tells of."""
+    stalls: tuple[Stall, ...] = ()
+    """The workers whose training stood still, in order."""
     reports_steps: bool = False
     """Whether any worker ever reported a training step."""
     events_lost: int = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ._describe import short_scope
 
 if TYPE_CHECKING:
-    from ._story import Expiry, Failure, OtherFailure, Story, Suspension
+    from ._story import Expiry, Failure, OtherFailure, Stall, Story, Suspension
 
 __all__ = ["duration", "render"]
 
@@ -50,6 +50,10 @@ def render(story: Story, width: int) -> str:
         lines += _expiry(expiry)
     if len(story.expiries) > _MOST_EXPIRIES:
         lines.append(f"  ... {len(story.expiries) - _MOST_EXPIRIES} more timers that ran out")
+    for stall in story.stalls[:_MOST_EXPIRIES]:
+        lines += _stall(stall)
+    if len(story.stalls) > _MOST_EXPIRIES:
+        lines.append(f"  ... {len(story.stalls) - _MOST_EXPIRIES} more stalls")
     if story.events_lost:
         lines.append(f"  {_count(story.events_lost, 'event')} could not be written to the log")
     return "\n".join(wrapped for line in lines for wrapped in _wrap(line, width))
@@ -223,7 +227,18 @@ def _expiry(expiry: Expiry) -> list[str]:
     return lines + [f"    {label:<17}{value}" for label, value, _ in _hang_rows(expiry)]
 
 
+def _stall(stall: Stall) -> list[str]:
+    who = _who(stall.rank, stall.host, stall.pid)
+    rows = [("stood", stall.stood), *([("stacks", stall.stacks)] if stall.stacks else [])]
+    return [
+        f"  {who} stalled: {_clean(stall.what)} (attempt {stall.attempt})",
+        *(f"    {label:<17}{_clean(value)}" for label, value in rows),
+    ]
+
+
 def _ran_out(expiry: Expiry) -> str:
+    if expiry.heartbeat and expiry.after_s is not None:
+        return f"no heartbeat for {duration(expiry.after_s + (expiry.over_s or 0.0))}"
     of = f" of {expiry.after_s:.10g} s" if expiry.after_s is not None else ""
     by = f" by {duration(expiry.over_s)}" if expiry.over_s is not None else ""
     return f"timer {_clean(short_scope(expiry.scope))}{of} was over{by}"

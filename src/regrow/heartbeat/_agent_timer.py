@@ -30,19 +30,23 @@ class AgentTimer:
     """The timer of this process's heartbeat, in its agent's keeping.
 
     Args:
-        bound: seconds without a sign of life after which all others know.
+        bound: seconds within which all others know of a worker that is missing.
     """
 
-    __slots__ = ("_after", "_client")
+    __slots__ = ("_client", "_lead")
 
     def __init__(self, bound: float) -> None:
-        self._after = bound - lead(bound)
+        self._lead = lead(bound)
         self._client = _client()
 
-    def alive(self) -> None:
-        """Put off the time at which the agent takes this process for hung."""
+    def alive(self, seconds: float) -> None:
+        """Put off the time at which the agent takes this process for hung.
+
+        Args:
+            seconds: after which all others know, should this be its last sign of life.
+        """
         if self._client is not None:
-            self._client.acquire(SCOPE, time.time() + self._after)
+            self._client.acquire(SCOPE, time.time() + max(seconds - self._lead, 0.0))
 
     def release(self) -> None:
         """Nobody need beat here any more."""

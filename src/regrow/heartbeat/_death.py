@@ -76,7 +76,7 @@ class Deadline:
     def alive(self) -> None:
         """The thread that beats is about to; whether the others will, it does not know yet."""
         if os.getpid() == self._pid:
-            self._agent.alive()
+            self._agent.alive(self._bound)
 
     def arm(self, seconds_from_now: float | None = None) -> None:
         """Put the end off.
@@ -90,7 +90,7 @@ class Deadline:
         left = self._bound if seconds_from_now is None else seconds_from_now
         for timer, more in self._timers:
             timer.set(left + more)
-        self._agent.alive()
+        self._agent.alive(left)
 
     def disarm(self) -> None:
         """Call the end off, until `arm` is called again."""
