@@ -32,7 +32,7 @@ from .exception import RestartError
 from .rank_filter import RankFilter
 from .state import FrozenState, Mode, State
 
-__all__ = ["apply", "assign", "both_generations", "call"]
+__all__ = ["apply", "assign", "both_generations", "call", "takes_two"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _State = TypeVar("_State", bound=State | FrozenState)
@@ -108,7 +108,7 @@ def both_generations(method: Method) -> Method:
 
 
 def _called(plugin: Callable[..., Any], state: _State) -> _State:
-    if _takes_two(plugin):
+    if takes_two(plugin):
         returned = plugin(state, state.fn_exception)
         returned = returned[0] if isinstance(returned, tuple) else returned
     else:
@@ -120,7 +120,7 @@ def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAss
     ctx.state.store = ctx.store
     if isinstance(assignment, RankFilter):
         ctx.state = _or_given(assignment(ctx.state), ctx.state, assignment)
-    elif _takes_two(assignment):
+    elif takes_two(assignment):
         returned = assignment(ctx.state, ctx.terminated_ranks)
         state, ctx.terminated_ranks = _or_given(
             returned, (ctx.state, ctx.terminated_ranks), assignment
@@ -133,7 +133,7 @@ def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAss
     return ctx
 
 
-def _takes_two(plugin: Callable[..., Any]) -> bool:
+def takes_two(plugin: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(plugin).parameters.values()
     except (TypeError, ValueError):  # written in C, and silent about what it takes

@@ -31,7 +31,13 @@ class Compose:
         if not instances:  # so does copy.copy; it fills in the attributes itself
             return super().__new__(cls)
         base = _common_base(instances)
-        made = cls if base is object else new_class(f"Composed{base.__name__}", (cls, base))
+        if base is object:
+            return super().__new__(cls)
+        made = new_class(
+            f"Composed{base.__name__}",
+            (cls, base),
+            exec_body=lambda body: body.update(__module__=cls.__module__),
+        )
         return object.__new__(made)
 
     def __init__(self, *instances: Callable[..., Any]) -> None:
