@@ -120,6 +120,7 @@ class SimpleElasticAgent(Loop, ElasticAgent):
         """
         start = monotonic()
         self._leaving = self._hopeless = False
+        self._workers_store = WorkersStore(self._worker_group.spec.rdzv_handler)
         self._failed_with, self._job_failure = "", None
         names = os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS)
         with signals_into(self._inbox, names):
@@ -160,7 +161,7 @@ class SimpleElasticAgent(Loop, ElasticAgent):
                 self._shut_down(death_sig)
                 unfollow()
                 self._operations.close()
-                self._workers_store.close(wait=True)
+                self._workers_store.close()
                 self._total_execution_time = int(monotonic() - start)
 
     # --- the end

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -67,25 +69,30 @@ class WorkersStore:
 
     def __init__(self, handler: RendezvousHandler) -> None:
         self._handler = handler
+        self._lock = threading.Lock()  # an attempt may begin while the agent ends
+        self._over = False
         self._activation: Activation | None = None
         self._path = ""
         self._alone: dict[str, str] = {}
         self._offer = Offer()
         self._token = b""
 
-    def close(self, *, wait: bool = False) -> None:
-        """Let go of the attempt's store; with `wait`, until its server has ended."""
-        activation, self._activation = self._activation, None
-        if activation is None:
-            return
-        activation.close()
-        if self._path:
-            with suppress(OSError):  # somebody else has tidied up
-                os.unlink(self._path)
-                _remove(os.path.dirname(self._path))
-            self._path = ""
-        if wait:
+    def close(self) -> None:
+        """Let go of the last attempt's store for good; wait until its server has ended."""
+        activation = self._let_go(for_good=True)
+        if activation is not None:
             activation.join(_FAREWELL_S)
+
+    def _let_go(self, *, for_good: bool = False) -> Activation | None:
+        with self._lock:
+            self._over = self._over or for_good
+            activation, self._activation = self._activation, None
+            path, self._path = self._path, ""
+        if activation is not None:
+            activation.close()
+        if path:
+            _remove(path)
+        return activation
 
     def open(self, store: Store, node: int, nodes: int, addr: str | None) -> None:
         """Let go of the last attempt's store; the first node listens for the next one's workers.
@@ -98,8 +105,9 @@ class WorkersStore:
 
         Raises:
             StoreConnectionError: the round's store is not there any more.
+            RendezvousGracefulExitError: it was closed for good.
         """
-        self.close()
+        self._let_go()
         self._alone, self._offer, self._token = {}, Offer(failure="none was offered"), b""
         if node:
             return
@@ -162,20 +170,18 @@ class WorkersStore:
         from regrow.store._sockets import BACKLOG, endpoint_of_socket, listen
         from regrow.workers._logs import temporary_directory
 
-        directory = os.path.join(temporary_directory(), f"regrow_{os.urandom(8).hex()}")
-        path = os.path.join(directory, "store")
-        os.makedirs(directory, 0o700)
+        path = os.path.join(temporary_directory(), f"regrow_{os.urandom(8).hex()}", "store")
+        os.makedirs(os.path.dirname(path), 0o700)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
             listener.listen(BACKLOG)
-            self._path = path
         except OSError:  # a path can be too long for it
             listener.close()
-            _remove(directory)
-            listener = listen("127.0.0.1", 0)
+            _remove(path)
+            path, listener = "", listen("127.0.0.1", 0)
         endpoint = endpoint_of_socket(listener)
-        self._activate(listener, token, None)
+        self._activate(listener, path, token, None)
         return endpoint
 
     # --- several nodes
@@ -193,7 +199,7 @@ class WorkersStore:
         except (OSError, ValueError) as error:
             return Offer(failure=f"node rank 0 cannot serve one: {error}"), b""
         port: int = listener.getsockname()[1]
-        self._activate(listener, token, tls)
+        self._activate(listener, "", token, tls)
         shown = "" if secret else token.decode()
         return Offer(port, nonce, shown, tls is not None, certified), token
 
@@ -231,7 +237,7 @@ class WorkersStore:
             hmac.new(secret, text.encode(errors="surrogateescape"), "sha256").hexdigest().encode()
         )
 
-    def _activate(self, listener: socket.socket, token: bytes, tls: Tls | None) -> None:
+    def _activate(self, listener: socket.socket, path: str, token: bytes, tls: Tls | None) -> None:
         from regrow.agent._activation import Activation
 
         def start(listener: socket.socket) -> ServerProcess:
@@ -240,7 +246,14 @@ class WorkersStore:
 
             return start_server(listener=listener, token=token, tls=tls, on_demand=SERVICES)
 
-        self._activation = Activation(listener, start)
+        with self._lock:
+            if not self._over:
+                self._activation, self._path = Activation(listener, start), path
+                return
+        listener.close()
+        if path:
+            _remove(path)
+        raise RendezvousGracefulExitError("the agent is leaving the job")
 
 
 def offer_key(node: int) -> str:
@@ -248,8 +261,12 @@ def offer_key(node: int) -> str:
     return f"{OFFER_PREFIX}{node}"
 
 
-def _remove(directory: str) -> None:
-    os.rmdir(directory)  # noqa: PTH106 - pathlib takes milliseconds to import
+def _remove(path: str) -> None:
+    """Remove a socket and the directory that was made for it."""
+    with suppress(OSError):  # there may be none, or somebody else has tidied up
+        os.unlink(path)
+    with suppress(OSError):
+        os.rmdir(os.path.dirname(path))  # noqa: PTH106 - pathlib takes milliseconds to import
 
 
 def _variables(endpoint: str, token: bytes, tls: Tls | None) -> dict[str, str]:
@@ -278,7 +295,7 @@ def _logged() -> Iterator[None]:
 
     try:
         yield
-    except StoreConnectionError:
+    except (StoreConnectionError, RendezvousGracefulExitError):
         raise
     except Exception as error:  # noqa: BLE001 - of a foreign store, too
         logger.warning("the workers get no store (REGROW_STORE): %s", error)
