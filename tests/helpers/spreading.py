@@ -32,6 +32,7 @@ ETCD = (
 )
 """Where tests share an etcd."""
 TOGETHER = (
+    "tests/heartbeat/test_torch_exchange.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/store/test_store_abuse.py::",
     "tests/store/test_store_drops.py::",
@@ -45,6 +46,7 @@ LONGEST = (
     "torch",
     "etcd",
     "tests/cli/test_run_config.py::test_flags_and_command_lines",
+    "tests/heartbeat/test_torch_exchange.py::",
     "tests/store/test_store_torch.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/rendezvous/test_etcd_cluster.py::",

@@ -1,0 +1,76 @@
+"""Heartbeats over gloo: a job of a few real ranks, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HELPER = Path(__file__).parent.parent / "helpers" / "torch_beats.py"
+SUMS = [2**40, 2**40 + 1, 2**40 + 2]
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    """What each rank of the job found in each scene; of the killed one, its second life."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    done = subprocess.run(
+        [sys.executable, str(HELPER)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ranks: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [rank.get("error") for rank in ranks] == [None] * 3, ranks
+    return ranks
+
+
+def survivors(scene: str) -> list[Any]:
+    return [rank[scene] for rank in found()[:2]]
+
+
+@pytest.mark.parametrize("scene", ["default group's store", "own store"])
+def test_numbers_of_64_bits_are_summed_over_all_ranks(scene: str) -> None:
+    assert survivors(scene) == [SUMS, SUMS]
+
+
+def test_a_training_group_that_is_stuck_does_not_stop_it() -> None:
+    assert survivors("while the training is stuck") == [SUMS, SUMS]
+
+
+def test_it_goes_on_when_the_training_has_ended_its_groups() -> None:
+    assert survivors("without the training") == [SUMS, SUMS]
+
+
+@pytest.mark.parametrize("misses", [1, 2])
+def test_failed_exchanges_are_survived(misses: int) -> None:
+    for miss in range(misses):
+        for failure in survivors(f"miss {miss} of {misses}"):
+            assert isinstance(failure[0], str)
+    assert survivors(f"after {misses}") == [SUMS, SUMS]
+
+
+def test_the_second_failure_in_a_row_names_who_is_missing() -> None:
+    assert [failure[1:] for failure in survivors("miss 1 of 2")] == [[2], [2]]
+
+
+def test_a_rank_that_comes_when_the_others_have_given_up_meets_them_next_time() -> None:
+    assert [isinstance(failure[0], str) for failure in survivors("late")] == [True, True]
+    assert survivors("after late") == [SUMS, SUMS]
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    assert [failure[1:] for failure in survivors("killed")] == [[2], [2]]
+
+
+def test_a_new_process_of_a_rank_meets_the_others() -> None:
+    assert [rank["reborn"] for rank in found()] == [SUMS, SUMS, SUMS]

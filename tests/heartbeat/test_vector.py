@@ -1,0 +1,225 @@
+"""Beats as a vector that any exchange sums up, without sockets; the exchanges are functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.heartbeat._exchange import Exchange, Progress
+from regrow.heartbeat._failure import NOBODY, Ranks
+from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Broken, Failed, Left, clip
+from regrow.heartbeat._vector import MissingRanks, VectorMeeting, beats_of, vector_of
+
+TOKEN = 4711
+LONG = 30.0  # seconds
+SHORT = 0.05
+
+beats = st.builds(
+    Beat,
+    rank=st.just(0),
+    token=st.integers(0, 65535),
+    incarnation=st.integers(1, 2**62),
+    joined=st.booleans(),
+    step=st.integers(NO_STEP, 2**53),
+    phase=st.text(st.characters(exclude_characters="\0", codec="utf-8")).map(clip),
+    leaving=st.booleans(),
+)
+
+
+def crew(size: int) -> list[Beat]:
+    """A beat of each rank, all in step."""
+    return [Beat(rank, TOKEN, rank + 1, True, step=rank) for rank in range(size)]
+
+
+def total(vectors: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(place) for place in zip(*vectors, strict=True)]
+
+
+def adding(others: Sequence[Beat], size: int) -> Callable[[Sequence[int], float], list[int]]:
+    """An exchange in which these take part besides whoever calls it."""
+    theirs = [vector_of(beat, size) for beat in others]
+    return lambda vector, timeout: total([vector, *theirs])
+
+
+@given(st.lists(beats, min_size=1, max_size=5))
+def test_the_sum_holds_what_everybody_said(crowd: list[Beat]) -> None:
+    said = [beat._replace(rank=rank) for rank, beat in enumerate(crowd)]
+    assert beats_of(total([vector_of(beat, len(said)) for beat in said])) == said
+
+
+@given(beats)
+def test_an_exchange_in_double_precision_loses_nothing(beat: Beat) -> None:
+    doubles = [float(word) for word in vector_of(beat, 1)]
+    assert beats_of([int(word) for word in doubles]) == [beat]
+
+
+def test_a_plain_function_is_an_exchange() -> None:
+    first, *others = crew(3)
+    outcome = VectorMeeting(adding(others, 3), 3).beat(first, LONG)
+    assert isinstance(outcome, Agreed)
+    assert outcome.token == TOKEN
+
+
+def test_what_was_remembered_of_the_last_beat_shows_a_new_process() -> None:
+    first, second = crew(2)
+    others = [second]
+    meeting = VectorMeeting(lambda vector, timeout: adding(others, 2)(vector, timeout), 2)
+    assert isinstance(meeting.beat(first, LONG), Agreed)
+    others[0] = second._replace(incarnation=99)
+    assert meeting.beat(first, LONG) == Broken("restarted", Ranks.of([1]))
+
+
+def test_who_leaves_is_told_to_the_others() -> None:
+    first, second = crew(2)
+    meeting = VectorMeeting(adding([second._replace(leaving=True)], 2), 2)
+    assert meeting.beat(first, LONG) == Left(Ranks.of([1]))
+
+
+def test_two_processes_of_one_rank_are_noticed_by_all() -> None:
+    first, second, third = crew(3)
+    others = [second, second._replace(incarnation=99), third]
+    assert VectorMeeting(adding(others, 3), 3).beat(first, LONG) == Broken("twice", Ranks.of([1]))
+    assert VectorMeeting(adding([first, second, third], 3), 3).beat(second, LONG) == Broken(
+        "twice", Ranks.of([1])
+    )
+
+
+def test_an_exchange_without_some_of_the_workers_is_a_failed_one() -> None:
+    first, second, _ = crew(3)
+    outcome = VectorMeeting(adding([second], 3), 3).beat(first, LONG)
+    assert outcome == Failed("the exchange was without some of the workers", Ranks.of([2]))
+
+
+def test_an_exchange_that_loses_digits_is_a_failed_one_that_says_so() -> None:
+    (only,) = crew(1)
+    lossy = VectorMeeting(lambda vector, timeout: [word % 2**32 for word in vector], 1)
+    outcome = lossy.beat(only, LONG)
+    assert isinstance(outcome, Failed)
+    assert f"made {TOKEN + 2**16} of {TOKEN + 2**16 + 2**32} at place 0" in outcome.why
+
+
+def test_an_exchange_that_returns_another_number_of_numbers_is_a_failed_one() -> None:
+    (only,) = crew(1)
+    outcome = VectorMeeting(lambda vector, timeout: vector[1:], 1).beat(only, LONG)
+    assert outcome == Failed("the exchange was given 8 numbers and returned 7")
+
+
+def test_what_an_exchange_raises_is_its_failure_with_the_ranks_that_it_names() -> None:
+    def fails(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        raise MissingRanks("nobody answered", [2, 1])
+
+    def breaks(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        raise ZeroDivisionError("by zero")
+
+    (only,) = crew(1)
+    failed = VectorMeeting(fails, 1).beat(only, LONG)
+    assert failed == Failed("MissingRanks: nobody answered", Ranks.of([1, 2]))
+    assert VectorMeeting(breaks, 1).beat(only, LONG) == Failed("ZeroDivisionError: by zero", NOBODY)
+
+
+def test_a_failed_exchange_is_survived_and_never_compared() -> None:
+    first, second = crew(2)
+    failing = [True, True, False]
+
+    def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        if failing.pop(0):
+            raise TimeoutError("not in time")
+        return adding([second], 2)(vector, timeout)
+
+    meeting = VectorMeeting(exchange, 2)
+    outcomes = [meeting.beat(first, LONG) for _ in range(3)]
+    assert [type(outcome) for outcome in outcomes] == [Failed, Failed, Agreed]
+
+
+def test_an_exchange_that_does_not_return_fails_every_beat_until_it_does() -> None:
+    (only,) = crew(1)
+    back = threading.Event()
+    calls = []
+
+    def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        calls.append(timeout)
+        if len(calls) == 1:
+            back.wait(LONG)
+        return vector
+
+    meeting = VectorMeeting(exchange, 1)
+    first, second = meeting.beat(only, SHORT), meeting.beat(only, SHORT)
+    assert isinstance(first, Failed)
+    assert isinstance(second, Failed)
+    assert "has not returned within its 0.05 s" in first.why
+    assert "an earlier exchange has not returned yet" in second.why
+    back.set()
+    assert isinstance(meeting.beat(only, LONG), Agreed)
+    assert len(calls) == 2
+    assert calls[0] < SHORT, "what the exchange says of its time-out comes first"
+
+
+def test_an_exchange_that_never_returns_holds_up_no_end() -> None:
+    (only,) = crew(1)
+    back = threading.Event()
+    meeting = VectorMeeting(lambda vector, timeout: [0] * back.wait(LONG), 1)
+    assert isinstance(meeting.beat(only, SHORT), Failed)
+    meeting.close()
+    assert not back.is_set()
+    back.set()
+
+
+def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:
+    threads = []
+
+    class Closing:
+        def all_reduce(self, vector: Sequence[int], timeout: float) -> Sequence[int]:
+            threads.append(threading.current_thread())
+            return vector
+
+        def close(self) -> None:
+            threads.append(threading.current_thread())
+
+    exchange = Closing()
+    assert isinstance(exchange, Exchange)
+    meeting = VectorMeeting(exchange, 1)
+    meeting.beat(crew(1)[0], LONG)
+    meeting.close()
+    called, closed = threads
+    assert called is closed
+    assert not called.is_alive()
+
+
+def test_a_meeting_that_never_met_closes_its_exchange_as_well() -> None:
+    closed = []
+
+    class Closing:
+        def all_reduce(self, vector: Sequence[int], timeout: float) -> Sequence[int]:
+            return vector
+
+        def close(self) -> None:
+            closed.append(True)
+
+    VectorMeeting(Closing(), 1).close()
+    assert closed == [True]
+
+
+def test_the_table_is_of_the_last_beat_in_which_all_were_there() -> None:
+    now = [100.0]
+    first, second = crew(2)
+    others = adding([second._replace(step=NO_STEP, phase="eval")], 2)
+    meeting = VectorMeeting(others, 2, clock=lambda: now[0])
+    assert meeting.table(LONG) == []
+    meeting.beat(first, LONG)
+    now[0] += 7
+    assert meeting.table(LONG) == [
+        Progress(0, 0, None, 7.0),
+        Progress(1, None, "eval", 7.0),
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_every_rank_comes_to_the_same_result(rank: int) -> None:
+    everyone = crew(3)
+    others = [beat for beat in everyone if beat.rank != rank]
+    standing = VectorMeeting(adding(others, 3), 3).beat(everyone[rank], LONG)
+    assert standing == VectorMeeting(adding(everyone[1:], 3), 3).beat(everyone[0], LONG)
