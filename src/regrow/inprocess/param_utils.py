@@ -1,0 +1,156 @@
+"""Arguments that are filled in by annotation.
+
+A parameter is meant if its annotation is the class, or a union with it (`Optional[C]`, `C | None`),
+alone or in `Annotated`. Nothing else is: not a base class (`object`), nor a type made of it
+(`list[C]`).
+
+Annotations may be strings, all of them are under `from __future__ import annotations`. Each is
+evaluated by itself where the function was defined, so that one that cannot be (an import for the
+type checker only) does not spoil the others; such a one is taken by what it says.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Union
+
+__all__ = ["check_type", "count_type_in_params", "substitute_param_value"]
+
+
+def check_type(annotation: Any, cls: type) -> bool:
+    """Whether a parameter with `annotation`, evaluated or a string, is meant for a `cls`."""
+    if isinstance(annotation, str):
+        return _says(annotation, cls)
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return check_type(typing.get_args(annotation)[0], cls)
+    if origin in (Union, types.UnionType):
+        return any(check_type(option, cls) for option in typing.get_args(annotation))
+    if isinstance(annotation, typing.ForwardRef):
+        return _says(annotation.__forward_arg__, cls)
+    return annotation is cls
+
+
+def count_type_in_params(fn: Callable[..., Any], cls: type) -> int:
+    """How many parameters of `fn` are meant for a `cls`."""
+    return len(_meant_for(fn, inspect.signature(fn), cls))
+
+
+def substitute_param_value(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    subs: Mapping[type, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Fill in the parameters of a call that are meant for certain classes.
+
+    Args:
+        fn: the function that is to be called.
+        args: its positional arguments. They may leave out the parameters that are filled in, or
+            hold something in their place.
+        kwargs: its keyword arguments; the same holds for them.
+        subs: for each class the value of the parameter that is meant for it.
+
+    Returns:
+        The arguments to call it with.
+
+    Raises:
+        TypeError: more than one parameter is meant for the same class, or the arguments do not
+            fit the function.
+    """
+    signature = inspect.signature(fn)
+    values = {}
+    for cls, value in subs.items():
+        names = _meant_for(fn, signature, cls)
+        if len(names) > 1:
+            raise TypeError(
+                f"{_name(fn)} has {len(names)} parameters annotated {cls.__name__} "
+                f"({', '.join(names)}): leave one, the value is the same"
+            )
+        values.update(dict.fromkeys(names, value))
+    if not values:
+        return args, dict(kwargs)
+    bound = _bind(signature, args, kwargs, values)
+    bound.arguments = {
+        name: values.get(name, bound.arguments.get(name))
+        for name in signature.parameters
+        if name in values or name in bound.arguments
+    }
+    return bound.args, bound.kwargs
+
+
+def _bind(
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    values: Mapping[str, Any],
+) -> inspect.BoundArguments:
+    """Assign the arguments to parameters, with or without ones in the place of `values`."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError:
+        others = [each for each in signature.parameters.values() if each.name not in values]
+        rest = {name: value for name, value in kwargs.items() if name not in values}
+        bound = signature.replace(parameters=others).bind(*args, **rest)
+        return inspect.BoundArguments(signature, bound.arguments)
+
+
+def _meant_for(fn: Callable[..., Any], signature: inspect.Signature, cls: type) -> list[str]:
+    scope = _globals_of(fn)
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if check_type(_evaluated(parameter.annotation, scope), cls)
+    ]
+
+
+def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, scope)  # as typing.get_type_hints does
+    except Exception:  # noqa: BLE001 - whatever code stands there
+        return annotation
+
+
+def _globals_of(fn: Callable[..., Any]) -> dict[str, Any]:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    function = inspect.unwrap(fn)
+    if not hasattr(function, "__globals__"):  # an object that can be called
+        function = inspect.unwrap(type(function).__call__)
+    return dict(getattr(function, "__globals__", {}))
+
+
+def _says(text: str, cls: type) -> bool:
+    """Whether an annotation that cannot be evaluated names `cls`, or a union with it."""
+    try:
+        return _names(ast.parse(text, mode="eval").body, cls.__name__)
+    except SyntaxError:
+        return False
+
+
+def _names(node: ast.AST, name: str) -> bool:
+    match node:
+        case ast.Name(id=found) | ast.Attribute(attr=found):
+            return found == name
+        case ast.Constant(value=str(text)):
+            return _names(ast.parse(text, mode="eval").body, name)
+        case ast.BinOp(left, ast.BitOr(), right):
+            return _names(left, name) or _names(right, name)
+        case ast.Subscript(ast.Name(id=generic) | ast.Attribute(attr=generic), ast.Tuple(options)):
+            return generic in ("Union", "Annotated") and any(
+                _names(option, name) for option in (options if generic == "Union" else options[:1])
+            )
+        case ast.Subscript(ast.Name(id=generic) | ast.Attribute(attr=generic), option):
+            return generic in ("Union", "Optional") and _names(option, name)
+    return False
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
