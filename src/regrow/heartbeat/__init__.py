@@ -19,10 +19,20 @@ from typing import TYPE_CHECKING
 from regrow._lazy import lazily
 
 if TYPE_CHECKING:
+    from regrow.heartbeat._api import progress, start, step
     from regrow.heartbeat._exchange import Exchange, Progress
     from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._store_exchange import StoreExchange
 
-__all__ = ["Exchange", "HeartbeatFailure", "Progress"]
+__all__ = [
+    "Exchange",
+    "HeartbeatFailure",
+    "Progress",
+    "StoreExchange",
+    "progress",
+    "start",
+    "step",
+]
 
 __getattr__ = lazily(
     globals(),
@@ -30,5 +40,9 @@ __getattr__ = lazily(
         "Exchange": "_exchange",
         "HeartbeatFailure": "_failure",
         "Progress": "_exchange",
+        "StoreExchange": "_store_exchange",
+        "progress": "_api",
+        "start": "_api",
+        "step": "_api",
     },
 )

@@ -1,0 +1,339 @@
+"""What a script calls: `start`, `step` and `progress`.
+
+There is one heartbeat in a process, as there is one worker. A forked child has none of it: the
+thread is not there, what the child says of itself is not the worker's, and its end is not the
+worker's end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from regrow import _progress as board
+from regrow.heartbeat._beater import Beater
+from regrow.heartbeat._beats import Plan
+from regrow.heartbeat._merge import NO_STEP, clip
+from regrow.heartbeat._store_exchange import StoreExchange
+from regrow.heartbeat._terms import FAILURES, timeout_of
+from regrow.heartbeat._world import world
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.heartbeat._exchange import AllReduce, Exchange, Meeting, Progress
+    from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._merge import Standing
+    from regrow.store import StoreClient
+
+__all__ = ["progress", "start", "start_by_itself", "step"]
+
+logger = get_logger(__name__)
+
+MOST_STEPS: Final = 2**53
+"""The greatest step."""
+
+_beating: _Beating | None = None
+_lock = threading.Lock()
+_step = NO_STEP
+_phase = ""
+
+
+class _Beating(NamedTuple):
+    beater: Beater
+    pid: int
+    """Of the process whose it is."""
+
+
+def start(
+    period: float,
+    *,
+    exchange: Exchange | AllReduce | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | None = None,
+    failures: int = FAILURES,
+    on_failure: Callable[[HeartbeatFailure], object] | None = None,
+    start_timeout: float | None = None,
+    stalled_after: int | None = None,
+    on_stall: Literal["report", "fatal"] = "report",
+    store: StoreClient | None = None,
+) -> threading.Event:
+    """Agree with all workers on a token, and show it to each other every period from now on.
+
+    Every worker calls it, with the same period and time-outs; it returns when all have. A worker
+    that is missing, was started again, or is of another run is then noticed by all of them within
+    `failures` x (`period` + `timeout`) seconds, and where they meet in a store and the worker's
+    process has ended, within a second. Called again while the heartbeat runs, it warns and returns
+    the same event.
+
+    When the program ends, the worker leaves, and the others stop beating without alarm. If it ends
+    by an exception, it does not leave, so that the others learn of it.
+
+    Args:
+        period: seconds from one exchange to the next.
+        exchange: how the workers reach each other; None: by a regrow store, which needs no
+            framework. A function is called with a vector and a time-out, and returns the sums.
+        rank: of this worker; None: RANK, else DTENSOR_CLIENT_ID.
+        world_size: how many workers there are; None: WORLD_SIZE, else DTENSOR_NUM_CLIENTS.
+        timeout: seconds that an exchange may take; None: `period` - 10, at least 2.
+        failures: how many exchanges in a row may not succeed; the last of them is fatal.
+        on_failure: what to do when it is. None: this process ends, whatever it is doing: by
+            SIGABRT, and if that does not help by SIGKILL. Else it is called once with the failure,
+            in the thread that beats, and how to end is its affair; if it raises, the process ends
+            as if it was None.
+        start_timeout: seconds within which all must have come; None: as long as it may take to
+            notice that one is missing.
+        stalled_after: for how many beats a worker's step may stay the same while others are ahead,
+            or go on; None: that is nothing to this heartbeat.
+        on_stall: whether it is reported, or fatal.
+        store: a session with a store server that runs the service "heartbeat"; None: the one that
+            `regrow.store.worker_store` finds.
+
+    Returns:
+        The event that stops it when it is set; it is also set when the beating has ended.
+
+    Raises:
+        HeartbeatFailure: not all workers came, or what came is not one group.
+        ValueError: an argument makes no sense, or which worker this is, is not known.
+    """
+    rank, world_size = world(*_of(exchange, rank, world_size))
+    seconds = timeout_of(period) if timeout is None else timeout
+    plan = Plan(
+        rank,
+        world_size,
+        period,
+        seconds,
+        failures,
+        failures * (period + seconds) if start_timeout is None else start_timeout,
+        stalled_after=stalled_after,
+        stall_is_fatal=on_stall == "fatal",
+    )
+    _check(plan, on_stall)
+    return _begin(plan, exchange, store, on_failure)
+
+
+def start_by_itself(period: float) -> threading.Event:
+    """Beat as `start` does, but wait for the other workers in the background, however long.
+
+    For a worker whose launcher watches over the starting of all. Waiting is logged now and then.
+
+    Args:
+        period: seconds from one exchange to the next.
+
+    Raises:
+        ValueError: the period makes no sense, or which worker this is, is not known.
+    """
+    rank, world_size = world(None, None)
+    seconds = timeout_of(period)
+    bound = FAILURES * (period + seconds)
+    plan = Plan(rank, world_size, period, seconds, FAILURES, bound, patient=True)
+    _check(plan, "report")
+    return _begin(plan, None, None, None)
+
+
+def step(n: int, phase: str | None = None) -> None:
+    """Say how far this worker's training is, for its next beat and for the launcher.
+
+    Args:
+        n: the training step just finished, counted from the start of the job; not negative.
+        phase: what is being done, 24 bytes at most; None: the same as before.
+
+    Raises:
+        ValueError: `n` is no step.
+    """
+    global _step, _phase
+    number = index(n)
+    if not 0 <= number <= MOST_STEPS:
+        raise ValueError(f"step({n}): steps are numbers from 0 to 2**53")
+    _step = number
+    if phase is not None:
+        _phase = clip(phase)
+    board.step(number)
+
+
+def progress() -> list[Progress]:
+    """Return how far every worker is, by rank, as of its last beat; empty once that is over.
+
+    Raises:
+        RuntimeError: no heartbeat was started in this process.
+        StoreError: the store cannot be asked.
+    """
+    if _beating is None or _beating.pid != os.getpid():
+        raise RuntimeError("no heartbeat was started here: call regrow.heartbeat.start first")
+    beater = _beating.beater
+    return beater.meeting.table(beater.plan.timeout) if beater.alive else []
+
+
+def _begin(
+    plan: Plan,
+    exchange: Exchange | AllReduce | None,
+    store: StoreClient | None,
+    on_failure: Callable[[HeartbeatFailure], object] | None,
+) -> threading.Event:
+    global _beating
+    with _lock:
+        running = _running()
+        if running is not None:
+            logger.warning("a heartbeat is running already; this start of another does nothing")
+            return running.event
+        fate = _Death(plan) if on_failure is None else _Callback(plan, on_failure)
+        beater = Beater(plan, _meeting(plan, exchange, store), fate, _how_far)
+        if not plan.patient:
+            beater.agree()
+        beater.start()
+        _beating = _Beating(beater, os.getpid())
+    _at_exit(beater)
+    return beater.event
+
+
+def _running() -> Beater | None:
+    if _beating is None or _beating.pid != os.getpid() or not _beating.beater.alive:
+        return None
+    return _beating.beater
+
+
+def _of(
+    exchange: object, rank: int | None, world_size: int | None
+) -> tuple[int | None, int | None]:
+    """The rank and world size that were given, here or to the exchange."""
+    if isinstance(exchange, StoreExchange):
+        rank = exchange.rank if rank is None else rank
+        world_size = exchange.world_size if world_size is None else world_size
+    return rank, world_size
+
+
+def _check(plan: Plan, on_stall: str) -> None:
+    for name, value, least in (
+        ("period", plan.period, 0.0),
+        ("timeout", plan.timeout, 0.0),
+        ("start_timeout", plan.start_timeout, 0.0),
+    ):
+        if not least < value < threading.TIMEOUT_MAX:
+            raise ValueError(f"{name}={value}: give a number of seconds greater than zero")
+    if plan.failures < 1:
+        raise ValueError(f"failures={plan.failures}: the first failure is fatal with 1, and so on")
+    if plan.stalled_after is not None and plan.stalled_after < 1:
+        raise ValueError(f"stalled_after={plan.stalled_after}: give a number of beats, or None")
+    if on_stall not in ("report", "fatal"):
+        raise ValueError(f"on_stall={on_stall!r}: give 'report' or 'fatal'")
+
+
+def _meeting(
+    plan: Plan, exchange: Exchange | AllReduce | None, store: StoreClient | None
+) -> Meeting:
+    if plan.size == 1 and exchange is None:  # there is nobody to meet
+        exchange = _alone
+    if exchange is None:
+        exchange = StoreExchange(store, rank=plan.rank, world_size=plan.size)
+    if isinstance(exchange, StoreExchange):
+        return exchange
+    from regrow.heartbeat._vector import VectorMeeting
+
+    return VectorMeeting(exchange, plan.size)
+
+
+def _alone(vector: Sequence[int], timeout: float) -> Sequence[int]:
+    return vector
+
+
+def _how_far() -> tuple[int, str]:
+    """The step and the phase of this process."""
+    told = board.latest() if _step == NO_STEP else _step
+    return (NO_STEP if told is None else told), _phase
+
+
+class _Callback:
+    """The `Fate` of a process whose user says what to do."""
+
+    def __init__(self, plan: Plan, on_failure: Callable[[HeartbeatFailure], object]) -> None:
+        self._rank = plan.rank
+        self._on_failure = on_failure
+
+    def alive(self) -> None:
+        """See `Fate`."""
+
+    def arm(self, seconds: float) -> None:
+        """See `Fate`."""
+
+    def stalled(self, standing: Standing, text: str) -> None:
+        """See `Fate`; each worker says it, those that it is about and rank 0 louder."""
+        concerned = self._rank == 0 or self._rank in standing.stalled.named
+        logger.log(logging.WARNING if concerned else logging.INFO, text)
+        if self._rank in standing.stalled.named:
+            from regrow.heartbeat._agent_timer import tell_stall
+
+            tell_stall(text)
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """See `Fate`."""
+        try:
+            self._on_failure(failure)
+        except BaseException:  # sys.exit, for one, would end this thread and nothing else
+            logger.exception("on_failure raised, so this process ends")
+            from regrow.heartbeat._death import die
+
+            die(failure)
+
+    def end(self) -> None:
+        """See `Fate`."""
+
+
+class _Death(_Callback):
+    """The `Fate` of a process that ends with its heartbeat."""
+
+    def __init__(self, plan: Plan) -> None:
+        from regrow.heartbeat._death import Deadline, die, is_spared
+
+        super().__init__(plan, die)
+        self._is_spared = is_spared
+        self._deadline = Deadline(plan.bound)
+
+    def alive(self) -> None:
+        """See `Fate`."""
+        self._deadline.alive()
+
+    def arm(self, seconds: float) -> None:
+        """See `Fate`."""
+        self._deadline.arm(seconds)
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """See `Fate`; a worker that is being stopped is left to who stops it."""
+        if self._is_spared():
+            logger.info("%s; this worker is being stopped anyway", failure)
+        else:
+            super().fatal(failure)
+
+    def end(self) -> None:
+        """See `Fate`."""
+        self._deadline.disarm()
+
+
+def _at_exit(beater: Beater) -> None:
+    """Have the worker leave when this process ends, unless it fails."""
+    pid, before, asked = os.getpid(), _last_error(), False
+
+    def leave() -> None:
+        nonlocal asked
+        if asked or os.getpid() != pid:
+            return
+        asked = True
+        now = sys.exc_info()[1]  # multiprocessing's children still have it in hand
+        clean = now is None or (isinstance(now, SystemExit) and not now.code)
+        if clean and _last_error() is before:
+            beater.leave()
+
+    atexit.register(leave)
+    multiprocessing = sys.modules.get("multiprocessing.util")
+    if multiprocessing is not None:  # whose children run no handlers of atexit
+        multiprocessing.Finalize(None, leave, exitpriority=0)
+
+
+def _last_error() -> object:
+    """The exception that ended the main thread, if one has."""
+    return getattr(sys, "last_value", None)

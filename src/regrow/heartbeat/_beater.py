@@ -1,0 +1,194 @@
+"""The thread that beats: it does what the rules (`_beats`) say, and tells them what came of it.
+
+Whatever can happen to it is a message in one queue: that somebody asks it to stop, and what the
+meeting has to tell between two exchanges. It waits for that queue or for an exchange, and for
+nothing else; a process that is about to end waits for it in turn, until it has left.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from regrow.heartbeat import _beats as beats
+from regrow.heartbeat._merge import Beat, Failed, Outcome
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.heartbeat._exchange import Meeting
+    from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._merge import Standing
+
+__all__ = ["Beater", "Fate"]
+
+logger = get_logger(__name__)
+
+
+class Fate(Protocol):
+    """What becomes of the process."""
+
+    def alive(self) -> None:
+        """The thread is about to do something."""
+        ...
+
+    def arm(self, seconds: float) -> None:
+        """All were there; the process may live for so many seconds."""
+        ...
+
+    def stalled(self, standing: Standing, text: str) -> None:
+        """Somebody's training stands still."""
+        ...
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """It is fatal; this may or may not return."""
+        ...
+
+    def end(self) -> None:
+        """There will be no more beats, and no need to die."""
+        ...
+
+
+class _Stop(threading.Event):
+    """The event that stops the beating when it is set."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def set(self) -> None:
+        """Ask the beating to stop; it leaves the others first, which is not waited for."""
+        super().set()
+        self._tell()
+
+
+class Beater:
+    """One worker's beating.
+
+    Args:
+        plan: how it beats.
+        meeting: the way to the others; closed at the end.
+        fate: what becomes of this process.
+        how_far: returns the step and the phase that this worker is at.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        plan: beats.Plan,
+        meeting: Meeting,
+        fate: Fate,
+        how_far: Callable[[], tuple[int, str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self.meeting = meeting
+        self._fate = fate
+        self._how_far = how_far
+        self._clock = clock
+        self._inbox: queue.SimpleQueue[beats.Event] = queue.SimpleQueue()
+        self._incarnation = secrets.randbelow(2**62) + 1
+        token = secrets.randbelow(65535) + 1 if plan.rank == 0 else 0
+        self._state, self._due = beats.begin(plan, token, clock())
+        self.event = _Stop(lambda: self._inbox.put(beats.Stop(clock())))
+        self._thread = threading.Thread(target=self._run, name="regrow-heartbeat", daemon=True)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it beats, or is about to."""
+        return self._thread.is_alive()
+
+    def agree(self) -> None:
+        """Have the first exchange, in the thread of the caller.
+
+        Raises:
+            HeartbeatFailure: the workers are not a group.
+        """
+        try:
+            while not self._state.beats and not self._state.over:
+                self._turn()
+            last = self._due[-1]
+            if isinstance(last, beats.Fail):
+                raise last.failure
+        except BaseException:
+            self.meeting.close()
+            raise
+
+    def start(self) -> None:
+        """Beat from now on, in a thread."""
+        self._thread.start()
+
+    def leave(self) -> None:
+        """Stop, and wait until the others know it, if that can be."""
+        self.event.set()
+        self._thread.join(self.plan.cycle + 1.0)
+
+    def _run(self) -> None:
+        try:
+            while self._due:
+                self._turn()
+        finally:
+            self._fate.end()
+            self.meeting.close()
+            self.event.set()
+
+    def _turn(self) -> None:
+        """Do what is to be done, and take in what comes of the last of it."""
+        due, self._due = self._due, ()
+        for action in due:
+            event = self._do(action)
+        if event is not None:
+            self._state, self._due = beats.step(self._state, event)
+
+    def _do(self, action: beats.Action) -> beats.Event | None:
+        match action:
+            case beats.Exchange(timeout):
+                return self._exchange(timeout)
+            case beats.Sleep(until):
+                return self._sleep(until)
+            case beats.Listen():
+                self.meeting.listen(self._tell)
+            case beats.Rearm(seconds):
+                self._fate.arm(seconds)
+            case beats.Say(level, text):
+                logger.log(level, text)
+            case beats.Stalled(standing, text):
+                self._fate.stalled(standing, text)
+            case beats.Fail(failure):
+                self._fate.fatal(failure)
+            case beats.End():
+                pass
+        return None
+
+    def _exchange(self, timeout: float) -> beats.Event:
+        state = self._state
+        step, phase = self._how_far()
+        beat = Beat(
+            self.plan.rank,
+            state.token,
+            self._incarnation,
+            bool(state.beats),
+            step,
+            phase,
+            state.leaving,
+        )
+        self._fate.alive()
+        outcome: Outcome
+        try:
+            outcome = self.meeting.beat(beat, timeout)
+        except Exception as error:  # noqa: BLE001 - whatever it was, there was no exchange
+            outcome = Failed(f"{type(error).__name__}: {error}")
+        return beats.Heard(outcome, self._clock())
+
+    def _sleep(self, until: float) -> beats.Event:
+        left = min(max(until - self._clock(), 0.0), threading.TIMEOUT_MAX)
+        try:
+            return self._inbox.get(timeout=left)
+        except queue.Empty:
+            return beats.Woke(self._clock())
+
+    def _tell(self, outcome: Outcome) -> None:
+        self._inbox.put(beats.Heard(outcome, self._clock()))
