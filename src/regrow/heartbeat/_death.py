@@ -42,6 +42,7 @@ from regrow.heartbeat._agent_timer import AgentTimer
 from regrow.heartbeat._kernel_timer import KernelTimer, is_shielded
 from regrow.heartbeat._terms import KILL_S
 from regrow.utils import get_logger
+from regrow.workers.errors import get_error_handler
 
 if TYPE_CHECKING:
     from regrow.heartbeat._failure import HeartbeatFailure
@@ -70,7 +71,7 @@ class Deadline:
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self._pid = os.getpid()
-        self._timers = _kernel_timers()
+        self._timers = _kernel_timers(warn=True)
         self._agent = AgentTimer(bound)
 
     def alive(self) -> None:
@@ -117,7 +118,7 @@ def die(failure: HeartbeatFailure) -> NoReturn:
             (`TORCHELASTIC_ERROR_FILE`), with where the main thread stood.
     """
     failed = time.monotonic()
-    for timer, more in _kernel_timers():
+    for timer, more in _kernel_timers(warn=False):
         with suppress(OSError):
             timer.set(more)
     _all_within(
@@ -130,24 +131,19 @@ def die(failure: HeartbeatFailure) -> NoReturn:
     os.abort()
 
 
-def _kernel_timers() -> list[tuple[KernelTimer, float]]:
-    """The timers, each with its seconds after the deadline; those that there are."""
-    timers = []
+def _kernel_timers(*, warn: bool) -> list[tuple[KernelTimer, float]]:
+    """The timers, each with its seconds after the deadline; none where there are none."""
     try:
         timers = [(KernelTimer(SIGABRT), ABORT_S), (KernelTimer(SIGKILL), KILL_S)]
+        why = "it is PID 1 of its container: start that with an init" if is_shielded() else ""
     except (OSError, ImportError) as error:
+        timers, why = [], str(error)
+    if why and warn:
         logger.warning(
             "heartbeat: should native code hold the interpreter's lock, or should this process (%d)"
-            " be stopped, it will not end by itself, as the kernel gives it no timer: %s",
+            " be stopped, the kernel will not end it: %s",
             os.getpid(),
-            error,
-        )
-    if timers and is_shielded():
-        logger.warning(
-            "heartbeat: this process is PID 1 of its container, which the kernel protects from its"
-            " own signals: should native code hold the interpreter's lock, or should this process"
-            " be stopped, it will not end by itself. Start the container with an init (docker run"
-            " --init; shareProcessNamespace in Kubernetes)"
+            why,
         )
     return timers
 
@@ -174,13 +170,11 @@ def _quietly(call: Callable[[], object]) -> None:
 
 
 def _log(failure: HeartbeatFailure) -> None:
-    logger.critical("heartbeat: %s; this process (%d) ends", failure, os.getpid())
+    logger.critical("%s; this process (%d) ends", failure, os.getpid())
     logging.shutdown()  # flushes every handler
 
 
 def _write_error_file(failure: HeartbeatFailure, failed: float) -> None:
-    from regrow.workers.errors import get_error_handler
-
     handler = get_error_handler()
     path = handler._get_error_file_path()
     if path:
