@@ -218,11 +218,14 @@ class ServiceLink:
                 client = self._begin()
         return client
 
+    def _is_closed(self) -> bool:
+        return self._closed
+
     def _known(self) -> StoreClient | None:
         return self._client
 
     def _begin(self) -> StoreClient:
-        if self._closed:
+        if self._is_closed():
             raise LinkClosedError("the link was closed")
         try:
             client = self._connect()
@@ -230,8 +233,7 @@ class ServiceLink:
             raise LinkLostError(self._gone(error)) from error
         with self._lock:
             self._client = client
-            closed = self._closed
-        if closed:  # meanwhile
+        if self._is_closed():  # meanwhile
             client.close(0)
         return client
 
