@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from regrow.store._process import ServerProcess
     from regrow.store._tls import Tls
 
 SESSION_GRACE = timedelta(seconds=5)
@@ -122,7 +123,7 @@ class StoreClient:
     def __init__(self, connection: Connection, timeout: Timeout, *, encrypted: bool) -> None:
         self._connection = connection
         self._seconds = to_seconds(timeout)
-        self._kept: list[object] = []
+        self._server: ServerProcess | None = None
         self._characteristics = Characteristics(
             shared=True,
             watch=True,
@@ -266,9 +267,9 @@ class StoreClient:
             error.applied = "unknown"
             raise
 
-    def keep(self, thing: object) -> None:
-        """Have something live as long as this client: the server that was started for it."""
-        self._kept.append(thing)
+    def leave_on_close(self, server: ServerProcess) -> None:
+        """Take a server that lingers: it is left to its other clients when this one is closed."""
+        self._server = server
 
     def close(self, timeout: Timeout = 2.0) -> None:
         """End the session; calls blocked in other threads raise StoreClosedError.
@@ -278,6 +279,9 @@ class StoreClient:
                 keys are gone. With 0 they will be, as soon as it hears of it.
         """
         self._connection.close(to_seconds(timeout))
+        server, self._server = self._server, None
+        if server is not None:
+            server.close(wait=0.0)
 
     def __enter__(self) -> StoreClient:
         return self

@@ -200,7 +200,7 @@ def _serve_or_connect(place: Place, token: bytes, deadline: float) -> StoreClien
             time.sleep(_PAUSE)
         else:
             if server is not None:
-                client.keep(server)
+                client.leave_on_close(server)
             return client
 
 
