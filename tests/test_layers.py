@@ -20,7 +20,7 @@ _AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
-    "": {"_progress", "timer"},  # the package itself: the names a training script uses
+    "": {"_progress", "timer", "heartbeat"},  # the package itself: the names a training script uses
     "_lazy": set(),
     "_progress": set(),
     "utils": set(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from regrow._progress import step
@@ -20,3 +21,14 @@ def __getattr__(name: str) -> object:
 
     globals()[name] = expires
     return expires
+
+
+def _begin_heartbeat() -> None:
+    """Begin to beat where `regrow run --heartbeat` has asked for it."""
+    if os.environ.get("REGROW_HEARTBEAT"):
+        from regrow.heartbeat._automatic import begin
+
+        begin()
+
+
+_begin_heartbeat()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+import regrow
+
 COMPLETE = b"\1"
 
 
@@ -107,6 +109,7 @@ def work(job: Job) -> None:
     """The main function of a worker."""
     if job.setup is not None:
         _settle(job.setup)
+        regrow._begin_heartbeat()  # regrow was imported when this was no worker yet
     if job.cpus is not None:
         os.sched_setaffinity(0, job.cpus)
     from regrow.workers.errors import record
