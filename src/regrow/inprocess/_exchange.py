@@ -11,7 +11,7 @@ numbering them is enough to have every key used once.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,9 +35,9 @@ class SharedStore(Protocol):
         ...
 
     def barrier(
-        self, ranks: Iterable[int], group_name: str, rendezvous_count: int, timeout: timedelta
+        self, rank: int, /, group_name: str, rendezvous_count: int, timeout: timedelta
     ) -> None:
-        """Wait until `rendezvous_count` ranks are there; `ranks` are the ones that come by this."""
+        """Come to a barrier as `rank`, and wait until `rendezvous_count` ranks are there."""
 
 
 class Exchange:
@@ -89,7 +89,7 @@ class Exchange:
 
     def _meet(self, what: str) -> None:
         self._store.barrier(
-            ranks=[self._rank],
+            self._rank,
             group_name=f"{self._name}:{what}",
             rendezvous_count=self._ranks,
             timeout=self._timeout,

@@ -99,7 +99,8 @@ def both_generations(method: Method) -> Method:
     """Have a built-in's `__call__`, written for one argument, take the older two as well."""
 
     @functools.wraps(method)
-    def called(self: Any, *given: Any) -> Any:
+    def called(self: Any, *given: Any, **named: Any) -> Any:
+        given += tuple(named.values())
         if len(given) == 1:
             return method(self, *given)
         return apply(functools.partial(method, self), given)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType, new_class
+from types import new_class
 from typing import Any
 
 from ._generations import apply
 
 __all__ = ["Compose"]
+
+_BY_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class Compose:
@@ -57,10 +59,11 @@ class Compose:
 
 def _common_base(instances: tuple[Callable[..., Any], ...]) -> type:
     shared = set.intersection(*(set(type(instance).__mro__) for instance in instances))
-    # Parts may be composed themselves, and functions have a class that none can be derived from.
-    unfit = (Compose, FunctionType)
-    return next(
-        base
-        for base in type(instances[0]).__mro__
-        if base in shared and not issubclass(base, unfit)
-    )
+    mro = type(instances[0]).__mro__
+    return next(base for base in mro if base in shared and _derivable(base))
+
+
+def _derivable(base: Any) -> bool:
+    """Whether a class can be derived whose instances `object` makes: not of functions or chains."""
+    plain = base.__new__ is object.__new__ and base.__flags__ & _BY_CLASS_STATEMENT
+    return base is object or bool(plain)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from ._generations import both_generations
 from ._timed import run_timed
 from .state import FrozenState
 
@@ -51,6 +52,7 @@ class ThreadedFinalize(Finalize):
         self.args = args or ()
         self.kwargs = kwargs or {}
 
+    @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
         """Call the function, and return `state` when it is through.
 

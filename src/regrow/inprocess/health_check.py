@@ -6,6 +6,7 @@ import abc
 import sys
 from datetime import timedelta
 
+from ._generations import both_generations
 from ._timed import run_timed
 from .exception import RestartError
 from .state import FrozenState
@@ -41,6 +42,7 @@ class CudaHealthCheck(HealthCheck):
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
+    @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
         """Return `state` if the device answered.
 
@@ -73,6 +75,7 @@ class FaultCounter(HealthCheck):
         self.max_rank_faults = max_rank_faults
         self.faults_count = 0
 
+    @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
         """Count `state.fn_exception`, and return `state`.
 

@@ -1,0 +1,245 @@
+"""The built-in plug-ins, one by one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from regrow.inprocess import Compose, FrozenState, State
+from regrow.inprocess.abort import Abort, AbortTransformerEngine
+from regrow.inprocess.attribution import (
+    Interruption,
+    InterruptionRecord,
+    format_interruption_records,
+)
+from regrow.inprocess.completion import Completion
+from regrow.inprocess.exception import (
+    HealthCheckError,
+    InternalError,
+    RestartAbort,
+    RestartError,
+    TimeoutError,
+)
+from regrow.inprocess.finalize import Finalize, ThreadedFinalize
+from regrow.inprocess.health_check import CudaHealthCheck, FaultCounter, FaultCounterExceeded
+from regrow.inprocess.initialize import Initialize, RetryController
+from regrow.inprocess.nested_restarter import (
+    Announcement,
+    NestedRestarterAborted,
+    NestedRestarterCallback,
+    NestedRestarterFinalized,
+    NestedRestarterHandlingCompleted,
+    NestedRestarterHandlingStarting,
+)
+from regrow.inprocess.terminate import Terminate
+
+LONG = timedelta(seconds=30)
+
+
+def state(iteration: int = 0, error: Exception | None = None, rank: int = 0) -> FrozenState:
+    return State(rank, 8, rank, 6, iteration=iteration, fn_exception=error).freeze()
+
+
+# ------------------------------------------------------------------ initialize
+
+
+@pytest.mark.parametrize(
+    ("controller", "broken"),
+    [
+        (RetryController(max_iterations=3), r"state.iteration=3 .* reached max_iterations=3"),
+        (RetryController(min_world_size=9), r"state.world_size=8 is below min_world_size=9"),
+        (RetryController(min_active_world_size=7), r"active_world_size=6 is below min_active"),
+    ],
+)
+def test_a_bound_of_the_retry_controller_ends_the_wrapper(
+    controller: RetryController, broken: str
+) -> None:
+    with pytest.raises(RestartAbort, match=broken):
+        controller(state(iteration=3))
+
+
+def test_the_retry_controller_lets_everything_within_its_bounds_pass() -> None:
+    within = RetryController(max_iterations=4, min_world_size=8, min_active_world_size=6)
+    for controller in (within, RetryController()):
+        assert controller(given := state(iteration=3)) is given
+
+
+def test_the_retry_controller_names_every_broken_bound() -> None:
+    with pytest.raises(RestartAbort, match=r"min_world_size=9; .*max_iterations=0"):
+        RetryController(0, 9)(state())
+
+
+def test_no_restart_is_no_exception_that_a_function_could_swallow() -> None:
+    assert not issubclass(RestartAbort, Exception)
+    for error in (HealthCheckError, InternalError, TimeoutError, FaultCounterExceeded):
+        assert issubclass(error, RestartError)
+
+
+# ------------------------------------------------------------------ finalize
+
+
+def test_a_threaded_finalize_calls_the_function_in_another_thread() -> None:
+    called: list[object] = []
+
+    def tidy(*args: object, **kwargs: object) -> None:
+        called.extend([args, kwargs, threading.current_thread()])
+
+    finalize = ThreadedFinalize(LONG, tidy, (1,), {"x": 2})
+    assert finalize(given := state()) is given
+    assert called[:2] == [(1,), {"x": 2}]
+    assert called[2] is not threading.current_thread()
+    ThreadedFinalize(LONG, tidy, None)(state())
+    assert called[3:5] == [(), {}]
+
+
+def test_a_threaded_finalize_that_is_late_is_given_up() -> None:
+    held = threading.Event()
+    late = ThreadedFinalize(timedelta(milliseconds=10), held.wait)
+    with pytest.raises(TimeoutError, match=r"ThreadedFinalize-0 was not through after 0.01 s"):
+        late(state())
+    held.set()
+
+
+def test_a_threaded_finalize_that_failed_does_not_pass_for_done() -> None:
+    def fail() -> None:
+        raise ValueError("the writer is broken")
+
+    with pytest.raises(ValueError, match="the writer is broken"):
+        ThreadedFinalize(LONG, fail)(state())
+
+
+# ------------------------------------------------------------------ health checks
+
+
+def test_a_rank_may_cause_as_many_faults_as_it_is_allowed() -> None:
+    counter = FaultCounter(max_rank_faults=2)
+    for _ in range(2):
+        counter(state(error=ValueError("x")))
+        counter(state())  # another rank's fault
+    with pytest.raises(
+        FaultCounterExceeded, match=r"rank 0 caused 3 faults, .*max_rank_faults=2.*ValueError"
+    ):
+        counter(state(error=ValueError("x")))
+
+
+def test_without_a_bound_faults_are_only_counted() -> None:
+    counter = FaultCounter()
+    for _ in range(5):
+        counter(state(error=ValueError("x")))
+    assert counter.faults_count == 5
+
+
+def test_a_process_without_torch_has_no_device_that_could_be_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert CudaHealthCheck()(given := state()) is given
+    assert "torch" not in sys.modules
+
+
+# ------------------------------------------------------------------ abort
+
+
+def test_the_buffers_of_transformer_engine_are_destroyed_where_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    abort, destroyed = AbortTransformerEngine(), []
+    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+    given = state()
+    assert abort(given) is given
+    base = types.SimpleNamespace(destroy_ub=lambda: destroyed.append(True))
+    engine = types.SimpleNamespace(module=types.SimpleNamespace(base=base))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
+    abort(given)
+    assert destroyed == [True]
+
+
+# ------------------------------------------------------------------ nested restarters
+
+
+def test_an_outer_launcher_is_told_what_the_inner_restarter_does() -> None:
+    told: list[Announcement] = []
+    completed = NestedRestarterHandlingCompleted(sink=told.append)
+    starting = NestedRestarterHandlingStarting(sink=told.append)
+    completed(state(0))
+    starting(state(0))
+    completed(state(1))
+    NestedRestarterFinalized(sink=told.append)(state(1))
+    NestedRestarterAborted(sink=told.append)(state(1))
+    assert told == [
+        ("initialize", None),
+        ("handling", "starting"),
+        ("handling", "completed"),
+        ("finalized", None),
+        ("aborted", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "family"),
+    [
+        (NestedRestarterHandlingCompleted, Initialize),
+        (NestedRestarterHandlingStarting, Abort),
+        (NestedRestarterFinalized, Completion),
+        (NestedRestarterAborted, Terminate),
+    ],
+)
+def test_one_rank_announces_and_the_plugins_are_of_their_families(
+    plugin: Callable[..., NestedRestarterCallback], family: type
+) -> None:
+    told: list[Announcement] = []
+    announcer = plugin(special_rank=3, sink=told.append)
+    assert isinstance(announcer, family)
+    assert isinstance(Compose(announcer, announcer), family)
+    announcer(state(rank=0))
+    assert told == []
+    assert announcer(given := state(rank=3)) is given
+    assert len(told) == 1
+
+
+def test_an_announcement_is_a_line_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    NestedRestarterHandlingStarting()(state())
+    NestedRestarterAborted()(state())
+    starting, aborted = capsys.readouterr().out.splitlines()
+    assert starting.endswith(
+        " [ALWAYS] [InprocessRestarter.Restarter] "
+        "[NestedRestarter] name=[InProcess] state=handling stage=starting"
+    )
+    assert aborted.endswith("[NestedRestarter] name=[InProcess] state=aborted")
+
+
+# ------------------------------------------------------------------ attribution
+
+
+@pytest.mark.parametrize("kind", Interruption)
+def test_a_record_is_read_back_from_what_it_is_written_as(kind: Interruption) -> None:
+    record = InterruptionRecord(12, kind)
+    assert InterruptionRecord.from_str(str(record)) == record
+
+
+@pytest.mark.parametrize("text", ["", "rank=x", "InterruptionRecord(rank=1, Interruption.NEVER)"])
+def test_what_is_no_record_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no record of an interruption"):
+        InterruptionRecord.from_str(text)
+
+
+def test_records_are_told_by_kind_with_few_ranks_named() -> None:
+    gone = [InterruptionRecord(rank, Interruption.TERMINATED) for rank in range(20)]
+    records = [InterruptionRecord(7, Interruption.EXCEPTION), *gone, gone[0]]
+    assert format_interruption_records(records) == (
+        "Interruption.EXCEPTION on rank 7, "
+        "Interruption.TERMINATED on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+    )
+    assert format_interruption_records([]) == ""
+
+
+def test_base_classes_are_abstract() -> None:
+    families: list[Callable[[], object]] = [Initialize, Abort, Finalize, Completion, Terminate]
+    for family in families:
+        with pytest.raises(TypeError, match="abstract"):
+            family()
