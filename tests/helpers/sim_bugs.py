@@ -73,8 +73,9 @@ def _silence_is_measured_by_wall_clock() -> list[Any]:
         bounds: Bounds,
         now: float,
         me: str = "",
+        *among: Any,
     ) -> tuple[Patience, tuple[LastCallOver | Lost, ...], float | None]:
-        after, due, _ = look(patience, state, None, bounds, now, me)
+        after, due, _ = look(patience, state, None, bounds, now, me, *among)
         silent: dict[str, tuple[int, float]] = {}
         lost: list[LastCallOver | Lost] = []
         for id in sorted(watched(state) - {me}):
@@ -137,11 +138,11 @@ def _whoever_slept_blames_the_others() -> list[Any]:
     """A waiter that was stopped counts the time in which it could not listen as their silence."""
 
     def look_back(
-        patience: Patience, state: Round, beats: Any, bounds: Bounds, now: float, me: str = ""
+        patience: Patience, state: Round, beats: Any, bounds: Bounds, now: float, *whom: Any
     ) -> Any:
         slept = max(now - patience.looked - bounds.keep_alive, 0.0) if patience.silent else 0.0
         blamed = {id: (beat, silence + slept) for id, (beat, silence) in patience.silent.items()}
-        return look(replace(patience, silent=blamed), state, beats, bounds, now, me)
+        return look(replace(patience, silent=blamed), state, beats, bounds, now, *whom)
 
     return [
         mock.patch.object(_service, "look", look_back),
@@ -158,6 +159,11 @@ def _the_lease_is_not_checked() -> list[Any]:
     return [mock.patch.object(sim_host.Guardian, "_watch", watch)]
 
 
+def _the_grace_is_cut_by_the_last_call() -> list[Any]:
+    """Whoever still stops its workers when the last call is over is evicted."""
+    return [mock.patch.object(Bounds, "comeback", property(lambda bounds: bounds.last_call))]
+
+
 class Bug(NamedTuple):
     """A mistake, and where it shows."""
 
@@ -169,14 +175,15 @@ class Bug(NamedTuple):
 
 BUGS: dict[str, Bug] = {
     "stale token": Bug("server", range(100), _a_stale_token_is_accepted),
-    "seat given away": Bug("nodes", range(26, 130), _a_seat_is_given_away_at_once),
-    "evicted member": Bug("server", range(14, 120), _an_evicted_member_renews_its_lease),
+    "seat given away": Bug("nodes", range(18, 120), _a_seat_is_given_away_at_once),
+    "evicted member": Bug("server", range(23, 120), _an_evicted_member_renews_its_lease),
     "ranks kept": Bug("server", range(100), _ranks_are_kept_when_the_world_shrinks),
-    "wall clock": Bug("nodes", range(23, 120), _silence_is_measured_by_wall_clock),
+    "wall clock": Bug("nodes", range(120), _silence_is_measured_by_wall_clock),
     "hasty judge": Bug("nodes", range(100), _a_failure_is_charged_before_anyone_is_heard),
-    "late judgement": Bug("nodes", range(26, 130), _a_late_judgement_ends_another_last_call),
+    "late judgement": Bug("nodes", range(23, 130), _a_late_judgement_ends_another_last_call),
     "hasty loss": Bug("server", range(100), _a_silent_node_is_lost_while_its_lease_lasts),
-    "sleeper blames": Bug("nodes", range(39, 160), _whoever_slept_blames_the_others),
+    "sleeper blames": Bug("nodes", range(4, 120), _whoever_slept_blames_the_others),
+    "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
 }
 

@@ -87,6 +87,7 @@ class History:
         self._given_up: set[str] = set()
         self._charged_rounds: set[int] = set()
         self._accused: dict[int, _Accused] = {}
+        self._evicted: frozenset[str] = frozenset()
 
     def forgotten(self) -> None:
         """The state is lost, and with it this life of the job."""
@@ -157,6 +158,7 @@ class History:
         if after is before:
             return
         self.evictions += after.evicting and not before.evicting
+        self._evicted = frozenset(after.awaited if after.evicting else ())
         match event:
             case Lost(id, why):
                 self.losses += 1
@@ -257,6 +259,16 @@ class History:
         if self._stand_still(machine) and machine.clock > lease + self.bounds.kill:
             late = machine.clock - lease
             raise self.broken(f"workers on {machine.name} outlived their lease by {late:.2f} s")
+
+    def killed_while_stopping(self, machine: Machine, asked: float) -> None:
+        """A lease was over so many seconds after the workers were asked to end."""
+        healthy_for, grace = self.sim.now - machine.trouble_at, self.bounds.grace
+        evicted = self._evicted and machine in {self.lives[id].machine for id in self._evicted}
+        if evicted and asked < grace and healthy_for > self.bounds.lease + self.bounds.kill + 2.0:
+            raise self.broken(
+                f"workers on {machine.name} were killed {asked:.1f} s into a grace of {grace:g} s, "
+                f"and their host was healthy for {healthy_for:.1f} s"
+            )
 
     def frozen(self, machine: Machine) -> None:
         """A whole host stands still: nothing of it runs."""

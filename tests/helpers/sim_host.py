@@ -81,14 +81,15 @@ class Guardian:
         self.lease = 0.0
         """Until when they may run, by the machine's clock."""
         self.agent: Agent | None = None
-        self._stopping = False
+        self._stopped_at: float | None = None
+        """When the workers were asked to end."""
         self.doomed = False
         """The workers have lost a peer, and will fail."""
 
     def start(self, agent: Agent, round: int, lease: float) -> None:
         self.agent, self.round, self.lease = agent, round, lease
         self.runs += 1
-        self._stopping = self.doomed = False
+        self._stopped_at, self.doomed = None, False
         self.job.history.started(self.host, agent.id, agent.driver.epoch, round, lease)
         self._watch(self.runs)
         random, run = self.sim.random, self.runs
@@ -104,6 +105,9 @@ class Guardian:
         if left > 0:
             self.host.after(left, lambda: self.when_thawed(lambda: self._watch_on(run)))
         else:
+            if self._stopped_at is not None:
+                asked = self.sim.now - self._stopped_at
+                self.job.history.killed_while_stopping(self.host, asked)
             self.kill(run, within=0.5)
 
     def _watch_on(self, run: int) -> None:
@@ -124,8 +128,8 @@ class Guardian:
 
     def stop(self, within: float) -> None:
         """Ask the workers to end."""
-        if not self._stopping:
-            self._stopping = True
+        if self._stopped_at is None:
+            self._stopped_at = self.sim.now
             self.kill(self.runs, within)
 
     def fail(self, run: int) -> None:

@@ -52,7 +52,10 @@ def profile_of(sim: Simulation) -> Profile:
     low = random.randint(1, min(3, high))
     # Beats in the document are written one after the other: the more nodes, the faster it must be.
     apart = random.random() < 0.7
-    bounds = Bounds(last_call=random.choice([1.0, 1.0, 3.0, 8.0]))
+    grace = random.choice([0.5, 2.0, 15.0, 15.0])
+    # The nodes may have been told of a shorter grace than this one takes.
+    known = grace if random.random() < 0.5 else 0.0
+    bounds = Bounds(last_call=random.choice([1.0, 1.0, 3.0, 8.0]), grace=known)
     return Profile(
         hosts=hosts,
         low=low,
@@ -61,7 +64,7 @@ def profile_of(sim: Simulation) -> Profile:
         max_restarts=3 if random.random() < 0.1 else 10**6,
         delay=random.choice([0.0005, 0.01, 0.1] if apart else [0.0005, 0.01]),
         start=random.choice([0.5, 0.5, 6.0]),
-        grace=random.choice([0.5, 2.0, 15.0, 15.0]),
+        grace=grace,
         beats_apart=apart,
         watched=random.random() < 0.7,
     )
@@ -259,7 +262,7 @@ def simulate_many(nodes: int) -> Outcome:
     They must have met within the last call and the time of three messages, and again within that
     of a silence, of a stop of the workers, and of three messages.
     """
-    bounds = Bounds(last_call=5.0)
+    bounds = Bounds(last_call=5.0, grace=2.0)
     profile = Profile(nodes, nodes - 100, nodes, bounds, 0, 0.005, 1.0, 2.0, True, True)
     world = World(0, "server", profile)
 

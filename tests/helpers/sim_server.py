@@ -78,7 +78,12 @@ class SimServer:
     def settings(self) -> questions.Settings:
         profile, bounds = self.job.profile, self.job.profile.bounds
         return questions.Settings(
-            profile.low, profile.high, bounds.keep_alive, bounds.misses, bounds.last_call
+            profile.low,
+            profile.high,
+            bounds.keep_alive,
+            bounds.misses,
+            bounds.last_call,
+            bounds.grace,
         )
 
     # --- what arrives; it waits while the server is paused, and keeps its order

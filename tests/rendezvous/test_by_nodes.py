@@ -23,7 +23,7 @@ from regrow.rendezvous._errors import (
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
-from regrow.rendezvous._neighbours import narrow, neighbours
+from regrow.rendezvous._neighbours import neighbours
 from regrow.rendezvous._news import (
     Close,
     Failed,
@@ -570,15 +570,6 @@ def test_every_node_but_one_alone_is_listened_to(n: int, high: int, silent: set[
         for other in chosen:
             heard[other] += 1
     assert all(count >= min(3, n - 1) for count in heard.values())
-
-
-@given(st.integers(1, 8), st.sets(st.sampled_from("abcdefgh")))
-def test_to_listen_to_some_changes_nothing_else(high: int, ids: set[str]) -> None:
-    state = grown(1, high, "abcdefgh")
-    narrowed = narrow(state, ids)
-    assert watched(narrowed) == watched(state) & ids
-    for part in ("number", "version", "ranks", "last_call", "evicting", "closed"):
-        assert getattr(narrowed, part) == getattr(state, part)
 
 
 # --- views

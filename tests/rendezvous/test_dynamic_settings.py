@@ -50,11 +50,12 @@ def test_every_key_is_read() -> None:
             keep_alive_interval="0.5",
             keep_alive_max_attempt="6",
             reconnect_timeout="60",
+            shutdown_timeout=40.0,
         )
     )
     spans = settings.timeout.join, settings.timeout.close, settings.timeout.heartbeat
     assert [seconds(span) for span in spans] == [100, 3, 2]
-    assert settings.bounds == Bounds(last_call=7.5, keep_alive=0.5, misses=6)
+    assert settings.bounds == Bounds(last_call=7.5, keep_alive=0.5, misses=6, grace=40)
     assert seconds(settings.reconnect_timeout) == 60
 
 
@@ -76,6 +77,15 @@ def test_a_last_call_that_outlasts_those_who_wait_is_refused_with_the_inequality
         read_settings(parameters(join_timeout=9, last_call_timeout=20))
     # In a job whose size is fixed there is no last call.
     assert read_settings(parameters(2, 2, join_timeout=9, last_call_timeout=20))
+
+
+def test_who_gives_up_while_the_workers_of_another_use_their_grace_is_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert read_settings(parameters(join_timeout=30, shutdown_timeout=29)).bounds.grace == 29
+    assert caplog.messages == []
+    assert read_settings(parameters(join_timeout=20, shutdown_timeout=30)).bounds.grace == 30
+    assert "join_timeout (20 s) is not longer than the shutdown timeout (30 s)" in caplog.text
 
 
 @pytest.mark.parametrize(

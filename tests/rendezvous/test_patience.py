@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from regrow.rendezvous._news import Join, LastCallOver, Lost, Node
+from regrow.rendezvous._news import Join, LastCallOver, Leave, Lost, Node
 from regrow.rendezvous._patience import Bounds, Patience, look
 from regrow.rendezvous._round import Round, step
 
@@ -35,6 +37,21 @@ def test_a_silent_node_is_lost_when_its_workers_are_dead_and_it_is_said_how_long
         patience, due, _ = look(patience, state, {"a": 1}, BOUNDS, float(second))
         seen.append(due)
     assert seen == [(), (), (), (), (Lost("a", "nothing was heard of it for 4 s", 3),)]
+
+
+def test_members_of_a_round_that_is_over_are_waited_for_as_long_as_they_may_take_to_stop() -> None:
+    state, _ = step(formed("a", "b"), Leave("b", 0))
+    state, _ = step(state, Join(Node("c", "c")))
+    assert state.last_call
+    assert state.awaited == {"a"}
+    bounds = replace(BOUNDS, last_call=5.0, grace=30.0)
+    patience, due, again = look(Patience(), state, None, bounds, 0.0)
+    assert (due, again) == ((), 31.0)
+    _, due, _ = look(patience, state, None, bounds, 31.0)
+    assert due == (LastCallOver(state.last_call),)
+    nobody_awaited = replace(state, awaited=frozenset())
+    _, due, again = look(Patience(), nobody_awaited, None, bounds, 0.0)
+    assert (due, again) == ((), 5.0)
 
 
 def test_a_node_is_judged_from_when_it_is_first_seen() -> None:

@@ -98,7 +98,7 @@ def launch_agent(
         min_nodes=config.min_nodes,
         max_nodes=config.max_nodes,
         local_addr=config.local_addr,
-        **config.rdzv_configs,
+        **{"shutdown_timeout": config.shutdown_timeout} | config.rdzv_configs,
     )
     master_addr, master_port = _master_of_single_node(parameters)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle

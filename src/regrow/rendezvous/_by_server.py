@@ -98,6 +98,7 @@ class ServerDriver:
             bounds.keep_alive,
             bounds.misses,
             bounds.last_call,
+            bounds.grace,
         )
         self._server = server
         self._lock = threading.Lock()

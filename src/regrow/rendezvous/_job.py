@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from itertools import islice
 
-from regrow.rendezvous._news import Effect, Event, Placed, subject
+from regrow.rendezvous._news import Effect, Event, Node, Placed, subject
 from regrow.rendezvous._patience import Bounds, Patience
 from regrow.rendezvous._questions import Settings
 from regrow.rendezvous._round import Round
@@ -63,8 +63,32 @@ class Job:
     def set_up(self, settings: Settings) -> None:
         """Begin with the settings of the first node."""
         self.settings = settings
-        self.bounds = Bounds(settings.last_call, settings.keep_alive, settings.misses)
-        self.state = Round(settings.min_nodes, settings.max_nodes)
+        self.bounds = Bounds(
+            settings.last_call, settings.keep_alive, settings.misses, grace=settings.grace
+        )
+        self.state = Round(settings.min_nodes, settings.max_nodes, fixed=settings.fixed)
+
+    def check_rank(self, node: Node) -> None:
+        """Refuse a node whose rank is another's, where ranks are fixed.
+
+        Raises:
+            ValueError: names both.
+        """
+        if not self.state.fixed or self.state.closed:
+            return
+        taken = {self.state.previous[id]: id for id in self.state.awaited}
+        taken |= {other.wanted or 0: id for id, other in self.state.members.items()}
+        first = taken.get(node.wanted or 0, node.id)
+        if first != node.id:
+            raise ValueError(
+                f"two nodes were given node rank {node.wanted}: {first}, and this one, {node.id}; "
+                f"give every node a --node-rank of its own"
+            )
+
+    @property
+    def begun(self) -> bool:
+        """Whether any round has been complete, so that nodes may have workers."""
+        return self.state.complete or self.state.number > 1
 
     @property
     def at(self) -> float | None:

@@ -10,7 +10,7 @@ How long silence is borne is another matter (`_patience`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._news import Lost
@@ -66,8 +66,7 @@ def listen(
     """
     before = ear.patience.silent
     heard = any(other in before and before[other][0] != beats.get(other, 0) for other in others)
-    narrowed = narrow(state, {*others, id})
-    patience, due, again = look(ear.patience, narrowed, beats, bounds, now, id)
+    patience, due, again = look(ear.patience, state, beats, bounds, now, id, {*others})
     lost = sum(isinstance(event, Lost) for event in due)
     return Ear(patience, lost if heard else ear.lost + lost), due, again
 
@@ -100,13 +99,3 @@ def neighbours(
         chosen.append(other)
         heard += other not in silent
     return chosen
-
-
-def narrow(state: Round, ids: set[str]) -> Round:
-    """Return a state in which only these nodes are to be listened to, and all else is as it is."""
-    return replace(
-        state,
-        members={id: node for id, node in state.members.items() if id in ids},
-        queue={id: node for id, node in state.queue.items() if id in ids},
-        awaited=state.awaited & ids,
-    )

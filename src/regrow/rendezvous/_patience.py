@@ -22,7 +22,7 @@ first seen. What follows for those who have not come back by then is as long as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from regrow.rendezvous._news import LastCallOver, Lost
@@ -41,11 +41,21 @@ class Bounds:
     """Beats that may fail to come before the node's lease is over."""
     kill: float = 1.0
     """Seconds more, in which a node whose lease is over kills its workers."""
+    grace: float = 0.0
+    """Seconds that a node may take to stop its workers when a round is over."""
 
     @property
     def lease(self) -> float:
         """Seconds for which a node may run its workers after a beat that was heard."""
         return self.keep_alive * self.misses
+
+    @property
+    def comeback(self) -> float:
+        """Seconds for which members of a round that is over are waited for.
+
+        No last call is shorter than that: it would cut the grace of workers that save a checkpoint.
+        """
+        return max(self.last_call, self.grace + self.kill)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,7 @@ def look(
     bounds: Bounds,
     now: float,
     me: str = "",
+    among: Set[str] | None = None,
 ) -> tuple[Patience, tuple[LastCallOver | Lost, ...], float | None]:
     """Judge what is due.
 
@@ -81,6 +92,7 @@ def look(
         bounds: how long is too long.
         now: seconds of this waiter's monotonic clock.
         me: the waiter's own node, if it has one, which it does not watch.
+        among: the nodes that it watches, if not all.
 
     Returns:
         What to remember; the events that are due, each to be given to `step`; and when to look
@@ -92,7 +104,8 @@ def look(
     listened = min(passed, bounds.keep_alive)
     limit = bounds.lease + bounds.kill
     silent: dict[str, tuple[int, float]] = {}
-    for id in sorted(watched(state) - {me}) if beats is not None else ():
+    ids = watched(state) - {me} if beats is not None else frozenset()
+    for id in sorted(ids if among is None else ids & among):
         heard = (beats or {}).get(id, 0)
         beat, before = patience.silent.get(id, (heard, -listened))
         silence = 0.0 if heard != beat else before + listened
@@ -105,7 +118,8 @@ def look(
             due.append(Lost(id, f"nothing was heard of it for {silence:.3g} s", place(state, id)))
     since = patience.since if state.last_call == patience.call else now
     if state.last_call:
-        wait = limit if state.evicting else bounds.last_call
+        awaiting = bounds.comeback if state.awaited else bounds.last_call
+        wait = limit if state.evicting else awaiting
         if now - since >= wait:
             due.append(LastCallOver(state.last_call))
         else:

@@ -58,6 +58,8 @@ class Settings(Struct, array_like=True, frozen=True, gc=False):
     keep_alive: Seconds
     misses: Annotated[int, Meta(ge=1, le=1_000_000)]
     last_call: Seconds
+    grace: Annotated[float, Meta(ge=0, le=1e10)] = 0.0
+    fixed: bool = False
 
 
 class Submit(Struct, array_like=True, tag=1, frozen=True, gc=False):

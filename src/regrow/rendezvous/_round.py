@@ -33,11 +33,12 @@ free seats in the running round are *waiting*, and the members are told, so that
 by starting the next round. The rest *stand by*: they cost the job nothing, and move up when a seat
 is free. Which is which follows from the numbers, so it is not written down anywhere.
 
-The last call ends early when nobody is left to wait for: every member of the round before is
-back, has left or is lost. A member that is there but does not come back within the last call is
-*evicted*: its lease is not renewed any more (`holds`), which kills its workers, and the others wait
-once more, for as long as a lease lasts, before they take its seat. So no two rounds ever have
-workers. If it comes back by then, it is welcome: whoever joins has stopped its workers.
+The last call ends early when nobody is left to wait for: every member of the round before is back,
+has left or is lost. A member that is there but does not come back within the last call, or within
+the grace that its workers have to stop, if that is longer, is *evicted*: its lease is not renewed
+any more (`holds`), which kills its workers, and the others wait once more, for as long as a lease
+lasts, before they take its seat. So no two rounds ever have workers. If it comes back by then, it
+is welcome: whoever joins has stopped its workers.
 
 Why a failure is judged: when a host is lost, the workers of the others fail as well, in the
 collective that the lost ones no longer take part in, and such a failure may be reported first. So
@@ -46,6 +47,9 @@ been heard of after it, which takes one message each way. If any member is lost 
 (the one that reported, too: the workers of a host that is shut down die before its agent), that was
 the cause, and the job is not charged with a failure. All nodes count the same failures, so the job
 has one budget of restarts.
+
+Where the members are fixed, nobody can take the seat of one that is lost or leaves for good. So the
+round ends as ever, and the others are refused the next one, with the name of who is missing.
 
 Closing is final. A complete round that is closed goes on until its members have left, and these
 leave in peace; but one that fails, is leaving or is lost ends it for the others all the same, since
@@ -250,6 +254,9 @@ def _remove(state: Round, id: str, why: str) -> Step:
     """Take a node out, wherever it is."""
     if not _known(state, id) or id in state.gone:
         return state, ()
+    if state.fixed and not state.closed and (state.complete or state.previous):
+        irreplaceable = RoundClosed(id, why, lost=True)
+        state = replace(state, closed=irreplaceable, last_call=0, evicting=False)
     if state.complete and id in state.members:
         over = _end(state, id, why)
         return _go_on(replace(over, awaited=over.awaited - {id}))

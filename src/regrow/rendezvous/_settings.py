@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._patience import Bounds
+from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -24,6 +25,8 @@ HEARTBEAT = 5.0
 KEEP_ALIVE = 1.0
 MISSES = 3
 RECONNECT = 10.0
+
+logger = get_logger(__name__)
 
 
 class RendezvousTimeout:
@@ -107,6 +110,8 @@ class RendezvousSettings:
     """How many beats may fail to come before the node's lease is over."""
     reconnect_timeout: timedelta = timedelta(seconds=RECONNECT)
     """How long after its lease a node that has lost touch goes on trying."""
+    shutdown_timeout: timedelta = timedelta(0)
+    """The grace that a node's workers have to stop."""
 
     def __post_init__(self) -> None:
         if not self.run_id:
@@ -138,6 +143,7 @@ class RendezvousSettings:
             last_call=self.timeout.last_call.total_seconds(),
             keep_alive=self.keep_alive_interval.total_seconds(),
             misses=self.keep_alive_max_attempt,
+            grace=self.shutdown_timeout.total_seconds(),
         )
 
 
@@ -146,7 +152,7 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
 
     `join_timeout` (or `timeout`), `last_call_timeout`, `close_timeout`, `heartbeat_timeout` (or
     `heartbeat`), `keep_alive_interval` and `reconnect_timeout` are in seconds,
-    `keep_alive_max_attempt` is a number of beats.
+    `keep_alive_max_attempt` is a number of beats. `shutdown_timeout` is the launcher's, in seconds.
 
     Raises:
         ValueError: a value makes no sense, or two contradict each other.
@@ -158,6 +164,14 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
             f"last_call_timeout < join_timeout must hold, and {last_call:g} s is not less than "
             f"{join:g} s: nodes would give up before a round of fewer than {params.max_nodes} of "
             f"them could be complete. Set the one higher or the other lower with --rdzv-conf"
+        )
+    grace = float(params.get("shutdown_timeout") or 0.0)  # the launcher has checked it
+    if params.max_nodes > 1 and grace >= join:
+        logger.warning(
+            "join_timeout (%g s) is not longer than the shutdown timeout (%g s): the other nodes"
+            " give up if the workers of one take that long to stop",
+            join,
+            grace,
         )
     misses = params.get_as_int("keep_alive_max_attempt", MISSES)
     return RendezvousSettings(
@@ -173,6 +187,7 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
         _span(timeout_option(params, "keep_alive_interval", default=KEEP_ALIVE)),
         MISSES if misses is None else misses,
         _span(timeout_option(params, "reconnect_timeout", default=RECONNECT)),
+        _span(grace),
     )
 
 
