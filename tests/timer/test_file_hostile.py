@@ -31,9 +31,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 def serves(rig: Rig, server: WatchedServer) -> None:
     """The server keeps the timers of healthy workers, and reaps one that hangs."""
     healthy, hung = rig.worker(), rig.worker()
-    rig.arm(healthy.pid, 0.05)
+    rig.arm(healthy.pid, 0.5)  # in which the release finds room in a pipe that others fill
     rig.release(healthy.pid)
-    rig.arm(hung.pid, 0.05)
+    rig.arm(hung.pid, 0.6)
     assert server.reaping().pid == hung.pid
     assert hung.wait(PATIENCE) == -signal.SIGKILL
     assert healthy.poll() is None
