@@ -23,13 +23,14 @@ class Tree(RankAssignment):
 
     It does all of what the other assignments do, and is not composed with them.
 
+        host = lambda _: socket.gethostname()
         Tree([
             Layer(min_ranks=128, max_ranks=256, key_or_fn="job", flag=LayerFlag.RESERVE),
-            Layer(min_ranks=8, max_ranks=8, key_or_fn=lambda _: socket.gethostname()),
+            Layer(min_ranks=8, max_ranks=8, key_or_fn=host, flag=LayerFlag.RESERVE),
         ])
 
-    has eight active ranks on each of up to 32 hosts. A host that loses a rank is given up; one in
-    reserve takes its place, and the job goes on while 128 ranks are left.
+    has eight active ranks on each of up to 32 hosts. A host that loses a rank is given up, ranks in
+    reserve on other hosts take the place of its eight, and the job goes on while 128 are left.
 
     At the first call the ranks exchange their keys. From then on each keeps the whole tree, and
     works out by itself what the loss of ranks means.
