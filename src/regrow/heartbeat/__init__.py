@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from regrow.heartbeat._api import progress, start, step
     from regrow.heartbeat._exchange import Exchange, Progress
     from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._jax_exchange import JaxExchange
     from regrow.heartbeat._store_exchange import StoreExchange
+    from regrow.heartbeat._torch_exchange import TorchExchange
 
 __all__ = [
     "Exchange",
     "HeartbeatFailure",
+    "JaxExchange",
     "Progress",
     "StoreExchange",
+    "TorchExchange",
     "progress",
     "start",
     "step",
@@ -39,8 +43,10 @@ __getattr__ = lazily(
     {
         "Exchange": "_exchange",
         "HeartbeatFailure": "_failure",
+        "JaxExchange": "_jax_exchange",
         "Progress": "_exchange",
         "StoreExchange": "_store_exchange",
+        "TorchExchange": "_torch_exchange",
         "progress": "_api",
         "start": "_api",
         "step": "_api",
