@@ -76,6 +76,16 @@ def test_a_worker_is_told_of_the_timer_servers_pipe_if_there_is_one() -> None:
     assert "TORCHELASTIC_TIMER_FILE" not in environment()
 
 
+def test_a_worker_finds_the_store_of_its_attempt_where_its_group_has_one() -> None:
+    found = group()
+    found.store_environment = {"REGROW_STORE": "unix:/run/store"}
+    shown = worker_environment(
+        found, WORKER, run_id="job", restart_count=0, attempt=0, use_agent_store=False, outer={}
+    )
+    assert shown["REGROW_STORE"] == "unix:/run/store"
+    assert "REGROW_STORE" not in environment()
+
+
 def test_virtual_local_rank_narrows_to_the_workers_own_device() -> None:
     env = environment({"CUDA_VISIBLE_DEVICES": "4, GPU-b"}, virtual_local_rank=True)
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "GPU-b")

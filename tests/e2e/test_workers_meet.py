@@ -1,0 +1,68 @@
+"""The store that the workers of a whole job share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from e2e_job import DEADLINE_S, Job
+
+Launch = Callable[..., Job]
+
+MEET = """
+from regrow.store import worker_store
+store = worker_store()
+store.set(f"attempt {ATTEMPT} rank {RANK}", "here")
+store.wait([f"attempt {ATTEMPT} rank {rank}" for rank in (0, 1)], 30)
+keys = [change.key for change in store.watch([""], prefix=True).changes]
+tell(os.environ["REGROW_STORE"], len(keys))
+if ATTEMPT == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if ATTEMPT == 0:
+    forever()
+"""
+
+
+def test_workers_meet_in_a_store_that_ends_with_their_attempt(launch: Launch) -> None:
+    job = launch(MEET, "--max-restarts=1")
+    first, second = job.news(2), job.news(2)
+    assert job.finish() == 0, job.output
+    assert [line[3] for line in (*first, *second)] == ["2"] * 4  # nothing of the attempt before
+    places = {tuple(line[2] for line in attempt) for attempt in (first, second)}
+    assert len(places) == 2
+    for place, other in places:
+        assert place == other
+        assert not os.path.exists(os.path.dirname(place.removeprefix("unix:")))
+
+
+NODE = """
+import json, os
+from regrow.store import worker_store
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+with worker_store() as store:
+    store.set(str(rank), "here")
+    store.wait([str(other) for other in range(size)], 30)
+    print(json.dumps([os.environ["REGROW_STORE"], os.environ["REGROW_STORE_TOKEN"]]))
+"""
+
+
+def test_workers_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NODE)
+    place = tmp_path / "meeting"
+    place.mkdir()
+    flags = ["--nnodes=2", "--rdzv-backend=file", f"--rdzv-endpoint={place}", "--local-addr=::1"]
+    command = [sys.executable, "-m", "regrow.run", *flags, str(script)]
+    nodes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    told = [node.communicate(timeout=DEADLINE_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], told
+    one, other = [json.loads(out) for out, _ in told]
+    assert one == other
+    assert one[0].startswith("[::1]:")
