@@ -81,7 +81,8 @@ def start(
             framework. A function is called with a vector and a time-out, and returns the sums.
         rank: of this worker; None: RANK, else DTENSOR_CLIENT_ID.
         world_size: how many workers there are; None: WORLD_SIZE, else DTENSOR_NUM_CLIENTS.
-        timeout: seconds that an exchange may take; None: `period` - 10, at least 2.
+        timeout: seconds that an exchange may take; None: `period` - 10, at least 2. One that
+            follows a failure begins at once, and may take `period` seconds more.
         failures: how many exchanges in a row may not succeed; the last of them is fatal.
         on_failure: what to do when it is. None: this process ends, whatever it is doing: by
             SIGABRT, and if that does not help by SIGKILL. Else it is called once with the failure,

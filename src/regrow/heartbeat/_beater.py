@@ -122,9 +122,10 @@ class Beater:
         self._thread.start()
 
     def leave(self) -> None:
-        """Stop, and wait until the others know it, if that can be."""
+        """Stop, and wait until the others know it; there is none of them before the first beat."""
         self.event.set()
-        self._thread.join(self.plan.cycle + 1.0)
+        if self._state.beats:
+            self._thread.join(self.plan.cycle + self.plan.timeout)
 
     def _run(self) -> None:
         try:
@@ -145,8 +146,8 @@ class Beater:
 
     def _do(self, action: beats.Action) -> beats.Event | None:
         match action:
-            case beats.Exchange(timeout):
-                return self._exchange(timeout)
+            case beats.Exchange(timeout, final):
+                return self._exchange(timeout, final)
             case beats.Sleep(until):
                 return self._sleep(until)
             case beats.Listen():
@@ -163,7 +164,7 @@ class Beater:
                 pass
         return None
 
-    def _exchange(self, timeout: float) -> beats.Event:
+    def _exchange(self, timeout: float, final: bool) -> beats.Event:
         state = self._state
         step, phase = self._how_far()
         beat = Beat(
@@ -174,6 +175,7 @@ class Beater:
             step,
             phase,
             state.leaving,
+            final,
         )
         self._fate.alive()
         outcome: Outcome

@@ -10,16 +10,18 @@ new state and what to do, of which the last is what to wait for.
 
 **Windows.** What would be simple is to wait for a period after each exchange, whatever came of it.
 But then a worker that was held up once, for longer than the time-out, tries the next exchange when
-the others wait and waits when they try, and so it goes on until all die for nothing. So the tries
-are at times that all workers know without a word: of the last exchange that succeeded all have seen
-the end, and the tries that follow it are in windows, each as long as the time-out and a period
-after the one before. Who is late for a window comes to what is left of it, or to the next.
+the others wait and waits when they try, and so it goes on until all die for nothing. So nobody
+waits for a period again once an exchange has failed: the next try begins at once, and lasts for
+what would have been the period and the time-out. Who has failed is there all the time, and whoever
+was late meets it when it comes; so do those of an exchange that succeeded for some and not for
+others.
 
-    exchange   period   window 0   period   window 1   period   window 2
-    ---------|--------|==========|--------|==========|--------|==========| fatal
+    exchange   period   window 0         window 1                window 2
+    ---------|--------|==========|=======================|=======================| fatal
 
-So failures are counted in windows that have gone by, and the last of those allowed ends at the
-bound: failures allowed x (period + time-out) after the last beat in which all were there.
+So failures are counted in windows that have gone by, at most one try in each, and the last of those
+allowed ends at the bound: failures allowed x (period + time-out) after the last beat in which all
+were there. Who is late for a window comes to what is left of it.
 
 A failed exchange shows nothing of the others, neither their tokens nor their steps. What was there
 before it is never compared with anything.
@@ -41,7 +43,7 @@ from regrow.heartbeat._failure import NOBODY, HeartbeatFailure, Kind, Ranks
 from regrow.heartbeat._merge import Agreed, Broken, Failed, Left, Outcome, Standing
 
 WORTHWHILE: Final = 0.1
-"""The part of a window that has to be left for a try in it to be begun."""
+"""The part of the time-out that has to be left of a window for a try in it to be begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Plan:
     period: float
     """From the end of an exchange to the next one."""
     timeout: float
-    """For an exchange."""
+    """For an exchange; one that follows a failure is given the period as well."""
     failures: int
     """In a row; with the last of them it is fatal."""
     start_timeout: float
@@ -124,6 +126,8 @@ class Exchange(NamedTuple):
     """Exchange, and tell what came of it."""
 
     timeout: float
+    final: bool = False
+    """Whether it is fatal if it fails."""
 
 
 class Sleep(NamedTuple):
@@ -185,7 +189,7 @@ def begin(plan: Plan, token: int, now: float) -> Step:
         f"store's"
     )
     state = Beating(plan, token, since=now, asked=now)
-    return state, (Say(logging.INFO, bound), Exchange(plan.start_timeout))
+    return state, (Say(logging.INFO, bound), Exchange(plan.start_timeout, not plan.patient))
 
 
 def step(state: Beating, event: Event) -> Step:
@@ -222,18 +226,26 @@ def _heard(state: Beating, outcome: Outcome, now: float) -> Step:
 
 
 def _try(state: Beating, now: float) -> Step:
-    """Exchange if a window is open, else wait for the next one."""
+    """Exchange if a window is open, else wait for it."""
     plan = state.plan
     if not state.beats:
-        return replace(state, asked=now), (Exchange(plan.start_timeout),)
+        return replace(state, asked=now), (Exchange(plan.start_timeout, not plan.patient),)
+    window, closes = _window(state, now)
+    opens = state.since + window * plan.cycle + (0.0 if window else plan.period)
+    if now < opens:
+        return state, (Sleep(opens),)
+    final = window + 1 >= plan.failures
+    return replace(state, window=window, asked=now), (Exchange(closes - now, final),)
+
+
+def _window(state: Beating, now: float) -> tuple[int, float]:
+    """The window for a try, the first that is not over, and when it closes."""
+    plan = state.plan
     window = max(state.window, int((now - state.since) // plan.cycle))
     closes = state.since + (window + 1) * plan.cycle
     if closes - now < WORTHWHILE * plan.timeout:
-        window, closes = window + 1, closes + plan.cycle
-    opens = closes - plan.timeout
-    if now < opens:
-        return state, (Sleep(opens),)
-    return replace(state, window=window, asked=now), (Exchange(closes - now),)
+        return window + 1, closes + plan.cycle
+    return window, closes
 
 
 def _agreed(state: Beating, agreed: Agreed, now: float) -> Step:
@@ -302,10 +314,8 @@ def _failed(state: Beating, failed: Failed, now: float) -> Step:
 def _leave(state: Beating, now: float) -> Step:
     if state.leaving or not state.beats:  # who never came need not leave
         return replace(state, over=True), (End(),)
-    plan = state.plan
-    window = max(state.window, int((now - state.since) // plan.cycle))
-    closes = state.since + (window + 1) * plan.cycle
-    return replace(state, leaving=True), (Exchange(max(closes - now, plan.timeout)),)
+    _, closes = _window(state, now)
+    return replace(state, leaving=True), (Exchange(closes - now),)
 
 
 def _fail(state: Beating, kind: Kind, ranks: Ranks, detail: str, now: float) -> Step:
@@ -332,6 +342,8 @@ def _describe(state: Beating, kind: Kind, ranks: Ranks, detail: str, seconds: fl
     more = f" ({detail})" if detail else ""
     ago = f"all were there {seconds:.3g} s ago"
     match kind:
+        case "missing" if own:
+            return f"this process was missing, and the others have given it up; {ago}{more}"
         case "missing":
             return (
                 f"{ranks} {'is' if one else 'are'} missing; {ago}, and {state.window + 1} "

@@ -15,7 +15,7 @@ they ask again, saying what they have seen, and get the same answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Final, NamedTuple
 
 from regrow.heartbeat._failure import Ranks
@@ -99,19 +99,21 @@ class Gathering:
         """When the first of them is to be told who is missing."""
         return min((each.until for each in self.waiting.values()), default=math.inf)
 
-    def overdue(self, now: float) -> tuple[list[Waiting], Ranks]:
-        """Let those go who have waited long enough; also return who was missing."""
+    def overdue(self, now: float) -> tuple[list[int], Ranks]:
+        """Return the ranks that have waited long enough, and who was missing."""
         ranks = [rank for rank, each in self.waiting.items() if each.until <= now + TOGETHER]
         since = min((self.waiting[rank].asked for rank in ranks), default=now)
-        missing = Ranks.of(
+        missing = (
             rank
             for rank in range(self.size)
             if rank not in self.waiting and self._gone.get(rank, -math.inf) < since
         )
-        over = [self.waiting[rank] for rank in ranks]
-        for rank in ranks:
-            self.leave(rank, now)
-        return over, missing
+        return ranks, Ranks.of(missing)
+
+    def send_off(self, ranks: Iterable[int], body: bytes, now: float) -> list[Answer]:
+        """Tell some who wait the same, and let them go."""
+        left = [self.leave(rank, now) for rank in ranks]
+        return [Answer(each.session, each.id, body) for each in left if each is not None]
 
 
 def check(rank: int, size: int) -> None:

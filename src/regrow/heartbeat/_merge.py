@@ -52,6 +52,9 @@ class Beat(NamedTuple):
     """What it said it is doing; empty if it did not. At most `PHASE_BYTES` long."""
     leaving: bool = False
     """It takes part for the last time."""
+    final: bool = False
+    """It gives up if this exchange fails. Whoever counts the beats may then tell all others why,
+    who would otherwise hear that the one which gave up first is gone."""
 
 
 class Standing(NamedTuple):

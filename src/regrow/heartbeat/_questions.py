@@ -43,6 +43,7 @@ class Beat(Struct, array_like=True, tag=1, frozen=True, gc=False):
     step: Annotated[int, Meta(ge=NO_STEP, le=2**53)]
     phase: Annotated[str, Meta(max_length=64)]
     leaving: bool
+    final: bool
     seen: Number
     """The number of the last full set that it was told of."""
     wait: Seconds
@@ -58,6 +59,7 @@ class Beat(Struct, array_like=True, tag=1, frozen=True, gc=False):
             self.step,
             self.phase,
             self.leaving,
+            self.final,
         )
 
 

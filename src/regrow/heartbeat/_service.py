@@ -36,7 +36,7 @@ import msgspec
 
 from regrow.heartbeat import _questions as questions
 from regrow.heartbeat._exchange import Progress
-from regrow.heartbeat._failure import Ranks
+from regrow.heartbeat._failure import Kind, Ranks
 from regrow.heartbeat._gathering import Gathering, Waiting, check
 from regrow.heartbeat._merge import NO_STEP, Agreed, Broken, Failed, Left, Memory, merge
 from regrow.heartbeat._sums import Sums
@@ -157,12 +157,14 @@ class HeartbeatService:
         """See `Service`."""
         self._now = now
         out: list[Answer] = []
-        gatherings = [*(group.gathering for group in self._groups.values()), *self._sums.gatherings]
-        for gathering in gatherings:
+        for group in list(self._groups.values()):
+            if group.gathering.due() <= now:
+                out += self._overdue(group)
+        for gathering in self._sums.gatherings:
             if gathering.due() <= now:
-                waited, missing = gathering.overdue(now)
-                body = questions.encode(questions.Missing(missing))
-                out += [Answer(each.session, each.id, body) for each in waited]
+                ranks, missing = gathering.overdue(now)
+                out += gathering.send_off(ranks, questions.encode(questions.Missing(missing)), now)
+        gatherings = [*(group.gathering for group in self._groups.values()), *self._sums.gatherings]
         self._deadline = min((each.due() for each in gatherings), default=math.inf)
         return out
 
@@ -222,6 +224,19 @@ class HeartbeatService:
         group.last = outcome
         body = questions.together(outcome, group.gathering.number + 1)
         return group.gathering.complete(body, self._now)
+
+    def _overdue(self, group: _Group) -> list[Answer]:
+        """Tell those who have waited long enough; if one of them gives up now, tell all."""
+        ranks, missing = group.gathering.overdue(self._now)
+        if not any(group.members[rank].beat.final for rank in ranks):
+            body = questions.encode(questions.Missing(missing))
+            return group.gathering.send_off(ranks, body, self._now)
+        if not missing.total:
+            never = "all came, but never at the same time"
+            return self._end(group, Broken("no exchange", missing, never))
+        began = any(each.beat.joined for each in group.members.values())
+        kind: Kind = "missing" if began else "never started"
+        return self._end(group, Broken(kind, missing))
 
     def _follow(self, session: Hashable, id: int, question: questions.Follow) -> list[Answer]:
         ended = self._ended.get((question.group, question.incarnation))

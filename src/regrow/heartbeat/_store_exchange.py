@@ -38,6 +38,8 @@ EARLY: Final = 0.1
 """The part of a time-out that the server's answer is given to arrive; at most `MOST_EARLY`."""
 MOST_EARLY: Final = 0.25
 """Seconds."""
+FAREWELL: Final = 2.0
+"""Seconds that a goodbye may take: the server need not wait for anybody to answer it."""
 LIFE: Final = 1e6
 """Seconds that a question for what ends the group is waited for; then it is asked again."""
 
@@ -110,6 +112,7 @@ class StoreExchange:
 
     def beat(self, beat: Beat, timeout: float) -> Outcome:
         """See `Meeting`."""
+        timeout = min(timeout, FAREWELL) if beat.leaving else timeout
         if beat.incarnation != self._beaten_as:
             self._beaten_as, self._beats_seen = beat.incarnation, 0
         answer = self._ask(
@@ -123,6 +126,7 @@ class StoreExchange:
                 beat.step,
                 beat.phase,
                 beat.leaving,
+                beat.final,
                 self._beats_seen,
                 wait,
             ),

@@ -1,0 +1,194 @@
+"""Whole groups in virtual time: no alarm without a fault, every fault known within the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from beating import GRACE, LATENCY, Process, World
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.heartbeat import _questions as questions
+
+PERIOD, TIMEOUT = 1.0, 1.0
+BOUND = 3 * (PERIOD + TIMEOUT)
+SLACK = 0.2
+"""Seconds that messages take on top."""
+
+SIZES = st.integers(2, 6)
+SEEDS = st.integers(0, 2**32)
+TIMES = st.floats(0.0, 12.0)
+RANKS = st.integers(0, 5)
+
+
+@st.composite
+def troubles(draw: st.DrawFn, most: int = 6) -> list[tuple[float, Callable[[World], None]]]:
+    """Accidents that a group has to survive: one at a time, each over before the next begins."""
+
+    def drop(rank: int, seconds: float) -> Callable[[World], None]:
+        return lambda world: world.drop(world.procs[rank % world.size], seconds)
+
+    def stop(rank: int, seconds: float) -> Callable[[World], None]:
+        return lambda world: world.stop(world.procs[rank % world.size], seconds)
+
+    def restart(seconds: float) -> Callable[[World], None]:
+        return lambda world: world.restart_server(seconds)
+
+    kinds = st.one_of(
+        st.builds(drop, RANKS, st.floats(0.0, GRACE - 0.05)),
+        st.builds(drop, RANKS, st.floats(GRACE + 0.05, 1.5)),
+        st.builds(stop, RANKS, st.floats(0.0, 2.0)),
+        st.builds(restart, st.floats(0.0, 1.0)),
+    )
+    count = draw(st.integers(0, most))
+    return [(draw(st.floats(0.0, 1.0)) + 6.0 * i, draw(kinds)) for i in range(count)]
+
+
+def alarms(world: World) -> list[str]:
+    return [str(process.failure) for process in world.procs if process.failure]
+
+
+@given(SIZES, SEEDS, st.lists(st.floats(0.0, 5.0), min_size=6, max_size=6), troubles())
+def test_there_is_no_alarm_without_a_fault(
+    size: int,
+    seed: int,
+    starts: list[float],
+    accidents: list[tuple[float, Callable[[World], None]]],
+) -> None:
+    """Workers come late, connections break and return, processes stand still, servers forget."""
+    world = World(size, seed)
+    for rank in range(size):
+        world.at(world.now + starts[rank], partial(world.start, rank))
+    world.run(6.0)
+    for after, accident in accidents:
+        world.at(world.now + after, partial(accident, world))
+    world.run(6.0 * len(accidents) + 10.0)
+    assert alarms(world) == []
+    beaten = [process.state.beats for process in world.procs]
+    world.run(4.0)
+    assert all(p.state.beats > before for p, before in zip(world.procs, beaten, strict=True))
+
+
+@given(SIZES, SEEDS, st.integers(1, 8))
+def test_a_beat_is_one_question_and_one_answer_for_each_worker(
+    size: int, seed: int, beats: int
+) -> None:
+    world = World(size, seed)
+    workers = world.start_all()
+    world.run_until(lambda: all(worker.state.beats == beats for worker in workers))
+    for worker in workers:
+        assert worker.questions == {questions.Beat: beats, questions.Follow: 1}
+        assert worker.answers == {questions.Together: beats}
+
+
+def kill(world: World, worker: Process) -> None:
+    world.kill(worker)
+
+
+def stop(world: World, worker: Process) -> None:
+    world.stop(worker)
+
+
+def replace(world: World, worker: Process) -> None:
+    world.kill(worker)
+    world.start(worker.plan.rank)
+
+
+def intrude(world: World, worker: Process) -> None:
+    world.start(worker.plan.rank)
+
+
+def resize(world: World, worker: Process) -> None:
+    world.start(worker.plan.rank, size=world.size + 1)
+
+
+def cut(world: World, worker: Process) -> None:
+    world.drop(worker, 1000.0)
+
+
+FAULTS: dict[Callable[[World, Process], None], tuple[set[str], float]] = {
+    kill: ({"lost"}, GRACE),
+    stop: ({"missing"}, BOUND),
+    replace: ({"restarted"}, 0.0),
+    intrude: ({"restarted"}, 0.0),
+    resize: ({"wrong world size"}, 0.0),
+    cut: ({"missing"}, BOUND),
+}
+"""What each is called, and how many seconds after the last beat all know it."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@given(SIZES, SEEDS, TIMES, RANKS, troubles(1))
+def test_every_fault_is_known_to_all_within_its_bound_and_by_its_name(
+    fault: Callable[[World, Process], None],
+    size: int,
+    seed: int,
+    when: float,
+    rank: int,
+    before: list[tuple[float, Callable[[World], None]]],
+) -> None:
+    kinds, bound = FAULTS[fault]
+    world = World(size, seed)
+    workers = world.start_all()
+    world.run(1.0)
+    for after, accident in before:
+        world.at(world.now + after, partial(accident, world))
+    world.run(6.0 * len(before) + when)
+    victim = workers[rank % size]
+    began = world.now
+    fault(world, victim)
+    world.run(BOUND + 1.0)
+    everyone = [worker for worker in world.procs if not (worker.dead or worker.stopped)]
+    for worker in everyone:
+        if worker is victim and fault is cut:
+            assert worker.failure is not None
+            continue
+        assert worker.failure is not None, "it knows nothing"
+        assert worker.failure.kind in kinds
+        assert worker.failure.ranks == (victim.plan.rank,)
+        assert worker.failed_at <= began + bound + SLACK
+
+
+@given(SIZES, SEEDS, RANKS)
+def test_one_that_never_starts_is_known_when_the_time_to_start_is_over(
+    size: int, seed: int, rank: int
+) -> None:
+    world = World(size, seed)
+    workers = [world.start(each) for each in range(size) if each != rank % size]
+    world.run(BOUND + SLACK)
+    assert {(w.failure and w.failure.kind, w.failure and w.failure.ranks) for w in workers} == {
+        ("never started", (rank % size,))
+    }
+
+
+@given(SIZES, SEEDS, TIMES, RANKS)
+def test_all_stop_without_alarm_when_one_leaves(
+    size: int, seed: int, when: float, rank: int
+) -> None:
+    world = World(size, seed)
+    workers = world.start_all()
+    world.run(1.0 + when)
+    world.run_until(lambda: not workers[rank % size].beat_id)
+    workers[rank % size].stop()
+    world.run(PERIOD + TIMEOUT)
+    assert alarms(world) == []
+    assert all(worker.ended for worker in workers)
+
+
+def test_a_worker_that_is_stopped_when_all_have_given_it_up_learns_why() -> None:
+    world = World(3)
+    workers = world.start_all()
+    world.run(5.0)
+    world.stop(workers[1], 20.0)
+    world.run(25.0)
+    assert [str(each.failure).partition(": ")[2][:24] for each in workers] == [
+        "rank 1 is missing; all w",
+        "this process was missing",
+        "rank 1 is missing; all w",
+    ]
+
+
+def test_latency_is_well_below_what_the_tests_allow_for_it() -> None:
+    assert 4 * LATENCY[1] < SLACK

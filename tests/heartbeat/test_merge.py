@@ -1,0 +1,189 @@
+"""What a full set of beats means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.heartbeat._failure import NOBODY, Ranks
+from regrow.heartbeat._merge import (
+    NO_STEP,
+    PHASE_BYTES,
+    Agreed,
+    Beat,
+    Broken,
+    Left,
+    Memory,
+    Standing,
+    clip,
+    merge,
+)
+
+TOKEN = 4711
+
+
+def group(size: int, *, joined: bool = True, steps: Sequence[int] = ()) -> list[Beat]:
+    """A full set of a group that has beaten before, or has not."""
+    return [
+        Beat(
+            rank,
+            TOKEN if joined or rank == 0 else 0,
+            incarnation=1000 + rank,
+            joined=joined,
+            step=steps[rank] if steps else NO_STEP,
+        )
+        for rank in range(size)
+    ]
+
+
+def remembered(beats: list[Beat]) -> Memory:
+    memory, outcome = merge((), beats)
+    assert isinstance(outcome, Agreed)
+    return memory
+
+
+def test_the_first_set_takes_the_token_that_rank_0_brings() -> None:
+    assert merge((), group(3, joined=False))[1] == Agreed(TOKEN)
+
+
+def test_a_set_of_the_same_workers_with_the_same_token_is_in_step() -> None:
+    beats = group(3)
+    assert merge(remembered(group(3, joined=False)), beats)[1] == Agreed(TOKEN)
+
+
+def test_workers_that_lost_their_server_agree_anew() -> None:
+    assert merge((), group(3))[1] == Agreed(TOKEN)
+
+
+@given(st.integers(2, 9), st.data())
+def test_whoever_shows_another_token_than_most_is_out_of_step(
+    size: int, data: st.DataObject
+) -> None:
+    few = (size - 1) // 2
+    others = data.draw(st.sets(st.integers(0, size - 1), min_size=min(1, few), max_size=few))
+    beats = [b._replace(token=TOKEN + 1) if b.rank in others else b for b in group(size)]
+    expected = Broken("out of step", Ranks.of(others)) if others else Agreed(TOKEN)
+    assert merge(remembered(group(size)), beats)[1] == expected
+
+
+@given(st.integers(2, 6), st.data())
+def test_a_new_process_in_an_old_place_was_restarted(size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    beats = group(size)
+    new = Beat(rank, TOKEN + 7 if rank == 0 else 0, incarnation=5, joined=False)
+    beats[rank] = new
+    assert merge(remembered(group(size)), beats)[1] == Broken("restarted", Ranks.of([rank]))
+    seen_by_itself = merge((), beats)[1]
+    assert seen_by_itself == Broken("restarted", Ranks.of([rank]))
+
+
+def test_one_that_did_not_hear_the_first_answer_is_no_new_process() -> None:
+    beats = group(3)
+    beats[2] = group(3, joined=False)[2]
+    assert merge(remembered(group(3, joined=False)), beats)[1] == Agreed(TOKEN)
+
+
+def test_a_first_set_without_a_token_is_none() -> None:
+    beats = [beat._replace(token=0) for beat in group(2, joined=False)]
+    assert isinstance(merge((), beats)[1], Broken)
+
+
+def test_that_one_leaves_comes_before_anything_that_may_be_wrong() -> None:
+    beats = group(3)
+    beats[1] = beats[1]._replace(leaving=True, token=TOKEN + 1)
+    beats[2] = beats[2]._replace(incarnation=1)
+    assert merge(remembered(group(3)), beats)[1] == Left(Ranks.of([1]))
+
+
+def test_a_set_that_means_the_end_changes_nothing_that_is_remembered() -> None:
+    memory = remembered(group(2))
+    beats = group(2)
+    beats[1] = beats[1]._replace(incarnation=5)
+    assert merge(memory, beats)[0] is memory
+
+
+# --- how far they are
+
+
+@dataclass
+class Job:
+    """A group that says steps."""
+
+    memory: Memory = ()
+
+    def beat(self, *steps: int) -> Standing:
+        self.memory, outcome = merge(self.memory, group(len(steps), steps=steps))
+        assert isinstance(outcome, Agreed)
+        assert outcome.standing is not None
+        return outcome.standing
+
+
+def test_the_lowest_and_the_highest_step_are_told_with_who_is_there() -> None:
+    assert Job().beat(7, 5, 7, NO_STEP, 5) == Standing(5, Ranks((1, 4), 2), 7, Ranks((0, 2), 2))
+
+
+def test_workers_that_tell_no_step_stand_nowhere() -> None:
+    assert merge((), group(3, steps=[NO_STEP] * 3))[1] == Agreed(TOKEN, None)
+
+
+def test_one_that_is_behind_and_does_not_advance_stands_still_though_all_others_wait_for_it() -> (
+    None
+):
+    job = Job()
+    job.beat(8, 8, 8)
+    assert job.beat(10, 9, 10).still == 0
+    for beats in range(1, 5):
+        standing = job.beat(10, 9, 10)
+        assert (standing.still, standing.stalled, standing.step) == (beats, Ranks.of([1]), 9)
+    assert job.beat(11, 10, 11).still == 0
+
+
+def test_one_that_is_ahead_stands_still_while_others_advance() -> None:
+    job = Job()
+    job.beat(100, 1)
+    standings = [job.beat(100, n) for n in (2, 3, 4)]
+    assert [standing.still for standing in standings] == [1, 2, 3]
+    assert {standing.stalled for standing in standings} == {Ranks.of([0])}
+
+
+def test_nobody_stands_still_where_all_do() -> None:
+    job = Job()
+    assert [job.beat(5, 5, 5).still for _ in range(5)] == [0] * 5
+
+
+def test_a_training_that_has_begun_anew_at_a_lower_step_advances() -> None:
+    job = Job()
+    job.beat(50, 50)
+    job.beat(50, 50)
+    assert job.beat(3, 3).still == 0
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=8))
+def test_who_has_just_advanced_never_stands_still(history: list[list[int]]) -> None:
+    job, last = Job(), [NO_STEP] * 3
+    for steps in history:
+        standing = job.beat(*steps)
+        moved = {rank for rank in range(3) if steps[rank] != last[rank]}
+        assert not moved & set(standing.stalled.named)
+        assert (standing.still == 0) == (standing.stalled == NOBODY)
+        last = steps
+
+
+# --- ranks and phases
+
+
+def test_at_most_eight_ranks_are_named_and_all_are_counted() -> None:
+    many = Ranks.of(range(30, 0, -1))
+    assert many == Ranks((1, 2, 3, 4, 5, 6, 7, 8), 30)
+    assert str(many) == "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 22 more"
+    assert str(Ranks.of([3])) == "rank 3"
+
+
+@given(st.text())
+def test_a_phase_is_cut_to_what_fits_and_stays_text(phase: str) -> None:
+    cut = clip(phase)
+    assert len(cut.encode()) <= PHASE_BYTES
+    assert phase.encode("utf-8", "replace").decode().startswith(cut)
