@@ -12,6 +12,7 @@ type checker only) does not spoil the others; such a one is taken by what it say
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import inspect
 import types
@@ -90,14 +91,27 @@ def _bind(
     kwargs: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> inspect.BoundArguments:
-    """Assign the arguments to parameters, with or without ones in the place of `values`."""
+    """Assign the arguments to parameters, whether or not something holds the place of `values`.
+
+    What holds a place is None, or one of the class. Anything else there belongs to the parameter
+    after it, if it can.
+    """
+    whole: inspect.BoundArguments | None = None
+    with contextlib.suppress(TypeError):
+        whole = signature.bind(*args, **kwargs)
+    if whole is not None:
+        held = {name: whole.arguments.get(name) for name in values}
+        if all(each is None or isinstance(each, type(values[name])) for name, each in held.items()):
+            return whole
+    others = [each for each in signature.parameters.values() if each.name not in values]
+    rest = {name: value for name, value in kwargs.items() if name not in values}
     try:
-        return signature.bind(*args, **kwargs)
-    except TypeError:
-        others = [each for each in signature.parameters.values() if each.name not in values]
-        rest = {name: value for name, value in kwargs.items() if name not in values}
         bound = signature.replace(parameters=others).bind(*args, **rest)
-        return inspect.BoundArguments(signature, bound.arguments)
+    except TypeError:
+        if whole is None:
+            raise
+        return whole
+    return inspect.BoundArguments(signature, bound.arguments)
 
 
 def _meant_for(fn: Callable[..., Any], signature: inspect.Signature, cls: type) -> list[str]:
