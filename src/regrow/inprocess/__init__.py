@@ -14,26 +14,35 @@ The plug-in families, each a module with a base class and its built-ins:
 
 `Compose` chains plug-ins. Names and meanings are those of `nvidia_resiliency_ext.inprocess`, of its
 first generation and of today's; plug-ins of both work side by side.
+
+Everything is loaded when it is first used: the store server, too, has a module of this package.
 """
 
 from __future__ import annotations
 
-from . import (
-    abort,
-    attribution,
-    completion,
-    exception,
-    finalize,
-    health_check,
-    initialize,
-    nested_restarter,
-    rank_assignment,
-    rank_filter,
-    state,
-    terminate,
-)
-from .compose import Compose
-from .state import FrozenState, Mode, State, Status
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from regrow._lazy import lazily
+
+if TYPE_CHECKING:
+    from . import (
+        abort,
+        attribution,
+        completion,
+        exception,
+        finalize,
+        health_check,
+        initialize,
+        nested_restarter,
+        rank_assignment,
+        rank_filter,
+        state,
+        store,
+        terminate,
+    )
+    from .compose import Compose
+    from .state import FrozenState, Mode, State, Status
 
 __all__ = [
     "Compose",
@@ -52,5 +61,21 @@ __all__ = [
     "rank_assignment",
     "rank_filter",
     "state",
+    "store",
     "terminate",
 ]
+
+_NAMES = {
+    "Compose": "compose",
+    "FrozenState": "state",
+    "Mode": "state",
+    "State": "state",
+    "Status": "state",
+}
+_named = lazily(globals(), _NAMES)
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__ and name not in _NAMES:
+        return import_module(f"{__name__}.{name}")
+    return _named(name)
