@@ -131,7 +131,7 @@ class VectorMeeting:
 
 
 def vector_of(beat: Beat, world_size: int) -> list[int]:
-    """Return the vector in which one worker says its beat."""
+    """Return the vector in which one worker says its beat, all of it but `final`."""
     head = _ONE | beat.token | _JOINED * beat.joined | _LEAVING * beat.leaving
     high, low = divmod(beat.incarnation, 1 << _HALF)
     phase = beat.phase.encode().ljust(PHASE_BYTES, b"\0")
