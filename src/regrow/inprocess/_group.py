@@ -41,6 +41,10 @@ class End(NamedTuple):
     fault: Fault
     own: bool
     """By its own word; else it was counted out."""
+    iteration: int
+    """In which."""
+    root: Fault
+    """What had failed first in that iteration."""
 
 
 @dataclass(frozen=True, slots=True)

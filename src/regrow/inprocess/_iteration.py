@@ -84,7 +84,7 @@ def _take_in(group: Group, event: Event, now: float) -> Group:
         return group
     if isinstance(event, Lost | messages.Accuse):
         fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
-        return _ended(_record(group, fault), End(fault, own=False))
+        return _ended(_record(group, fault), fault, own=False)
     if event.iteration > group.iteration:
         raise ValueError(
             f"rank {event.rank} is in iteration {event.iteration}, and the others in "
@@ -178,11 +178,13 @@ def _leave(group: Group, event: messages.Leave, now: float) -> Group:
         group = replace(group, discarded=group.discarded | one)
     else:
         group = _record(group, fault)
-    return _ended(group, End(fault, own=True))
+    return _ended(group, fault, own=True)
 
 
-def _ended(group: Group, end: End) -> Group:
-    return replace(group, living=group.living & ~bit(end.fault.rank), ends=(*group.ends, end))
+def _ended(group: Group, fault: Fault, *, own: bool) -> Group:
+    root = group.faults[0] if group.faults else fault
+    end = End(fault, own, group.iteration, root)
+    return replace(group, living=group.living & ~bit(fault.rank), ends=(*group.ends, end))
 
 
 def _record(group: Group, fault: Fault) -> Group:

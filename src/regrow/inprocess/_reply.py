@@ -63,13 +63,16 @@ def _reply_now(group: Group, asked: messages.Asked, now: float) -> messages.Told
 
 
 def _faults_of(group: Group, asked: messages.Leave, now: float) -> Faults:
-    """What a rank that leaves is told: all of its iteration, or of its own end if that is gone."""
+    """What a rank that leaves is told: all of its iteration, or the least if that is gone."""
     if asked.iteration == group.iteration:
         return Faults(group.iteration, group.faults, now)
     if group.before is not None and asked.iteration == group.before.faults.iteration:
         return group.before.faults._replace(now=now)
     end = group.end_of(asked.rank)
-    return Faults(asked.iteration, (end.fault,) if end else (), now)
+    if end is None:  # the group had failed, or was over, before it left
+        return Faults(asked.iteration, (), now)
+    records = (end.fault,) if end.fault == end.root else (end.root, end.fault)
+    return Faults(end.iteration, records, now)
 
 
 def _ended_by(group: Group, asked: messages.Accuse) -> bool:

@@ -17,8 +17,8 @@ A rank is spoken for by the process that joined it, which names itself with ever
 client may accuse. What cannot be read or makes no sense is answered with a `Problem` and changes
 nothing.
 
-A group is forgotten when the last session of its processes is over, or when all is over in it and
-another of the same name begins.
+A group is forgotten a while after the last session of its processes was over, or when all is over
+in it and another of the same name begins.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from regrow.store import Answer
 
 GROUPS: Final = 1024
 """The most groups at once."""
+FORGET: Final = 60.0
+"""Seconds for which a group is kept that nobody is connected to, for who comes back late."""
 
 _Parked = dict[tuple[Hashable, int], messages.Asked]
 
@@ -48,7 +50,7 @@ def create() -> InprocessService:
 class _Entry:
     """A group, and how its processes are reached."""
 
-    __slots__ = ("name", "parked", "processes", "sessions", "state")
+    __slots__ = ("forget_at", "name", "parked", "processes", "sessions", "state")
 
     def __init__(self, name: str, state: Group) -> None:
         self.name = name
@@ -59,6 +61,14 @@ class _Entry:
         """Over which session it spoke last."""
         self.parked: dict[int, _Parked] = {}
         """Questions that wait, by the rank that asked."""
+        self.forget_at: float | None = None
+        """When it may be forgotten; None while somebody is connected."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When something is due."""
+        at = self.state.deadline
+        return self.forget_at if at is None else at
 
 
 class InprocessService:
@@ -123,7 +133,9 @@ class InprocessService:
             entry = self._groups[name]
             del entry.sessions[rank]
             out += self._apply(entry, Lost(rank, kind, f"its process is gone: {why}"), now)
-            self._forget_if_left(entry)
+            if not entry.sessions:
+                entry.forget_at = now + FORGET
+                self._plan()
         return out
 
     def due(self, now: float) -> list[Answer]:
@@ -133,6 +145,8 @@ class InprocessService:
             at = entry.state.deadline
             if at is not None and at <= now:
                 out += self._apply(entry, Tick(), now)
+            if entry.forget_at is not None and entry.forget_at <= now:
+                del self._groups[entry.name]
         self._plan()
         return out
 
@@ -261,7 +275,7 @@ class InprocessService:
     # ---------------------------------------------------------------- book-keeping
 
     def _plan(self) -> None:
-        deadlines = (entry.state.deadline for entry in self._groups.values())
+        deadlines = (entry.deadline for entry in self._groups.values())
         self._deadline = min((at for at in deadlines if at is not None), default=None)
 
     def _bind(self, entry: _Entry, rank: int, session: Hashable) -> None:
@@ -269,6 +283,7 @@ class InprocessService:
             self._unbind(entry, rank)
             entry.parked.pop(rank, None)  # of a session that it has given up
             entry.sessions[rank] = session
+            entry.forget_at = None
             self._bound.setdefault(session, set()).add((entry.name, rank))
 
     def _unbind(self, entry: _Entry, rank: int) -> None:
@@ -278,8 +293,3 @@ class InprocessService:
             bound.discard((entry.name, rank))
             if not bound:
                 del self._bound[session]
-
-    def _forget_if_left(self, entry: _Entry) -> None:
-        if not entry.sessions and self._groups.get(entry.name) is entry:
-            del self._groups[entry.name]
-            self._plan()
