@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from regrow.heartbeat._exchange import Exchange, Progress
@@ -53,6 +53,7 @@ def test_the_sum_holds_what_everybody_said(crowd: list[Beat]) -> None:
 
 
 @given(beats)
+@example(Beat(0, 65535, 2**62, True, 2**53))
 def test_an_exchange_in_double_precision_loses_nothing(beat: Beat) -> None:
     doubles = [float(word) for word in vector_of(beat, 1)]
     assert beats_of([int(word) for word in doubles]) == [beat]
@@ -100,7 +101,8 @@ def test_an_exchange_that_loses_digits_is_a_failed_one_that_says_so() -> None:
     lossy = VectorMeeting(lambda vector, timeout: [word % 2**32 for word in vector], 1)
     outcome = lossy.beat(only, LONG)
     assert isinstance(outcome, Failed)
-    assert f"made {TOKEN + 2**16} of {TOKEN + 2**16 + 2**32} at place 0" in outcome.why
+    head = TOKEN + 2**16 + 2**18  # joined, and told a step
+    assert f"made {head} of {head + 2**32} at place 0" in outcome.why
 
 
 def test_an_exchange_that_returns_another_number_of_numbers_is_a_failed_one() -> None:

@@ -8,7 +8,7 @@ fails, and names nobody unless its error does (`MissingRanks`).
 A place that is not of one worker shows: the highest part of its first word counts who filled it in.
 None did if the exchange was among other workers than it should be, two if a worker was started
 twice under one rank. And a worker finds its own words in the sum as it gave them, or the exchange
-loses digits; so each word is below 2**53, and survives in double precision, too.
+loses digits; so no word is above 2**53, and all survive in double precision, too.
 
 **An exchange is called in a thread of its own**, since the beat has to go on when it does not come
 back. A function that a user gave may forget about its time-out; a store may be asked whose host is
@@ -50,6 +50,8 @@ _ONE: Final = 1 << 32
 """In a head: one worker filled this in. Below it are the token and these."""
 _JOINED: Final = 1 << 16
 _LEAVING: Final = 1 << 17
+_TOLD: Final = 1 << 18
+"""It told a step; else the word for that is 0."""
 _HALF: Final = 31
 """Bits of an incarnation in the second of its words."""
 
@@ -132,10 +134,11 @@ class VectorMeeting:
 
 def vector_of(beat: Beat, world_size: int) -> list[int]:
     """Return the vector in which one worker says its beat, all of it but `final`."""
-    head = _ONE | beat.token | _JOINED * beat.joined | _LEAVING * beat.leaving
+    told = beat.step != NO_STEP
+    head = _ONE | beat.token | _JOINED * beat.joined | _LEAVING * beat.leaving | _TOLD * told
     high, low = divmod(beat.incarnation, 1 << _HALF)
     phase = beat.phase.encode().ljust(PHASE_BYTES, b"\0")
-    words = [head, high, low, beat.step - NO_STEP]
+    words = [head, high, low, beat.step if told else 0]
     words += [
         int.from_bytes(phase[at : at + _PHASE_WORD]) for at in range(0, PHASE_BYTES, _PHASE_WORD)
     ]
@@ -157,7 +160,7 @@ def _beat(rank: int, words: Sequence[int]) -> Beat:
         head & 0xFFFF,
         high << _HALF | low,
         bool(head & _JOINED),
-        step + NO_STEP,
+        step if head & _TOLD else NO_STEP,
         name.rstrip(b"\0").decode("utf-8", "replace"),
         bool(head & _LEAVING),
     )
