@@ -167,7 +167,6 @@ class WorkersStore:
     def _listen_here(self, token: bytes) -> str:
         import socket
 
-        from regrow.store._sockets import BACKLOG, endpoint_of_socket, listen
         from regrow.workers._logs import temporary_directory
 
         path = os.path.join(temporary_directory(), f"regrow_{os.urandom(8).hex()}", "store")
@@ -175,12 +174,15 @@ class WorkersStore:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
-            listener.listen(BACKLOG)
+            listener.listen(socket.SOMAXCONN)
+            endpoint = f"unix:{path}"
         except OSError:  # a path can be too long for it
+            from regrow.store._sockets import endpoint_of_socket, listen
+
             listener.close()
             _remove(path)
             path, listener = "", listen("127.0.0.1", 0)
-        endpoint = endpoint_of_socket(listener)
+            endpoint = endpoint_of_socket(listener)
         self._activate(listener, path, token, None)
         return endpoint
 
