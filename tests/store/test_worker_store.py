@@ -234,6 +234,15 @@ def test_the_environment_of_an_agent_says_it_all_unless_a_place_is_given(
 # --- what it is made of
 
 
+def test_a_server_that_a_worker_starts_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGROW_HEARTBEAT", "1")
+    monkeypatch.setenv("NOTED", "yes")
+    with start_server(token=make_token()) as server:
+        environ = Path(f"/proc/{server.pid}/environ").read_bytes().split(b"\0")
+    assert b"NOTED=yes" in environ
+    assert b"REGROW_HEARTBEAT=1" not in environ
+
+
 def test_a_server_takes_over_a_socket_and_all_who_have_connected_to_it(tmp_path: Path) -> None:
     path, token = str(tmp_path / "store"), make_token()
     with socket.socket(socket.AF_UNIX) as listener:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _BOOT = "import sys; sys.path += sys.argv[1:]; from regrow.store._serving import serve; serve()"
 
+_FOR_WORKERS = ("REGROW_HEARTBEAT",)
+"""What `import regrow` heeds in a worker, whose server is none."""
 _RESET_SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE]
 
 
@@ -160,7 +162,7 @@ def start_server(
         pid = os.posix_spawn(
             sys.executable,
             [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
-            os.environ,
+            {name: value for name, value in os.environ.items() if name not in _FOR_WORKERS},
             file_actions=[(os.POSIX_SPAWN_DUP2, ours, its) for ours, its in inherited],
             setsid=True,
             setsigmask=[],
