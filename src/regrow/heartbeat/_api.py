@@ -21,7 +21,7 @@ from regrow.heartbeat._beater import Beater
 from regrow.heartbeat._beats import Plan
 from regrow.heartbeat._merge import NO_STEP, clip
 from regrow.heartbeat._store_exchange import StoreExchange
-from regrow.heartbeat._terms import FAILURES, timeout_of
+from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, timeout_of
 from regrow.heartbeat._world import world
 from regrow.utils import get_logger
 
@@ -103,6 +103,10 @@ def start(
         HeartbeatFailure: not all workers came, or what came is not one group.
         ValueError: an argument makes no sense, or which worker this is, is not known.
     """
+    if os.environ.get(HEARTBEAT_ENV):
+        from regrow.heartbeat import _automatic
+
+        _automatic.wait()  # in all workers alike, the one that begins by itself comes first
     rank, world_size = world(*_of(exchange, rank, world_size))
     seconds = timeout_of(period) if timeout is None else timeout
     plan = Plan(
@@ -210,15 +214,15 @@ def _of(
 
 
 def _check(plan: Plan, on_stall: str) -> None:
-    for name, value, least in (
-        ("period", plan.period, 0.0),
-        ("timeout", plan.timeout, 0.0),
-        ("start_timeout", plan.start_timeout, 0.0),
-    ):
-        if not least < value < threading.TIMEOUT_MAX:
-            raise ValueError(f"{name}={value}: give a number of seconds greater than zero")
     if plan.failures < 1:
         raise ValueError(f"failures={plan.failures}: the first failure is fatal with 1, and so on")
+    for name, value in (
+        ("period", plan.period),
+        ("timeout", plan.timeout),
+        ("start_timeout", plan.start_timeout),
+    ):
+        if not 0.0 < value < threading.TIMEOUT_MAX:
+            raise ValueError(f"{name}={value}: give a number of seconds greater than zero")
     if plan.stalled_after is not None and plan.stalled_after < 1:
         raise ValueError(f"stalled_after={plan.stalled_after}: give a number of beats, or None")
     if on_stall not in ("report", "fatal"):

@@ -26,6 +26,8 @@ from regrow.utils import get_logger
 
 logger = get_logger(__name__)
 
+_starting: threading.Thread | None = None
+
 _OF_AN_ATTEMPT = ("REGROW_STORE_TOKEN", "REGROW_STORE", "TORCHELASTIC_RUN_ID", "REGROW_ATTEMPT")
 
 
@@ -52,10 +54,18 @@ def begin() -> None:
         if error.errno != errno.EADDRINUSE:
             logger.warning("this worker does not beat, as it cannot take its rank: %s", error)
         return
+    global _starting
     # In a thread, as what it imports costs more than regrow itself.
-    threading.Thread(
+    _starting = threading.Thread(
         target=_start, args=(period, taken), name="regrow-heartbeat-start", daemon=True
-    ).start()
+    )
+    _starting.start()
+
+
+def wait() -> None:
+    """Return when the heartbeat that begins by itself has begun, if there is to be one."""
+    if _starting is not None:
+        _starting.join()
 
 
 def claim(environ: Mapping[str, str]) -> bytes:

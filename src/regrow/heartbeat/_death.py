@@ -66,17 +66,22 @@ class Deadline:
         bound: seconds within which a beat must come to pass.
     """
 
-    __slots__ = ("_agent", "_bound", "_pid", "_timers")
+    __slots__ = ("_agent", "_armed", "_bound", "_pid", "_timers")
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self._pid = os.getpid()
         self._timers = _kernel_timers(warn=True)
         self._agent = AgentTimer(bound)
+        self._armed = False
 
     def alive(self) -> None:
-        """The thread that beats is about to; whether the others will, it does not know yet."""
-        if os.getpid() == self._pid:
+        """The thread that beats is about to; whether the others will, it does not know yet.
+
+        Nothing happens before `arm` was called for the first time: until all are there, a worker
+        may wait for as long as it takes.
+        """
+        if self._armed and os.getpid() == self._pid:
             self._agent.alive(self._bound)
 
     def arm(self, seconds_from_now: float | None = None) -> None:
@@ -88,6 +93,7 @@ class Deadline:
         """
         if os.getpid() != self._pid:
             return
+        self._armed = True
         left = self._bound if seconds_from_now is None else seconds_from_now
         for timer, more in self._timers:
             timer.set(left + more)
@@ -97,6 +103,7 @@ class Deadline:
         """Call the end off, until `arm` is called again."""
         if os.getpid() != self._pid:
             return
+        self._armed = False
         for timer, _ in self._timers:
             timer.set(math.inf)
         self._agent.release()

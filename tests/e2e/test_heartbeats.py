@@ -1,0 +1,131 @@
+"""Workers that beat, under an agent: whoever was the cause is named first."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from e2e_job import Job
+
+from regrow.events import read_events, story
+
+Launch = Callable[..., Job]
+
+BEATING = """
+import ctypes, subprocess, threading
+from regrow import heartbeat
+def hold_the_gil():
+    while True:
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+"""
+
+
+def test_a_worker_that_hangs_is_killed_by_its_agent_before_the_others_give_it_up(
+    launch: Launch,
+) -> None:
+    job = launch(
+        BEATING
+        + """
+heartbeat.start(0.1, timeout=0.9)
+if ATTEMPT == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if ATTEMPT == 1 and RANK == 0:
+    hold_the_gil()
+if ATTEMPT < 2:
+    forever()
+""",
+        "--timers",
+        "--max-restarts=2",
+    )
+    assert job.finish() == 0, job.output
+    failed = [event for event in job.events("worker.failed") if event["root_cause"]]
+    assert [(event["attempt"], event["rank"]) for event in failed] == [(0, 1), (1, 0)]
+    assert [(each["heartbeat"], each["rank"]) for each in job.events("timer.expired")] == [
+        (True, 1),
+        (True, 0),
+    ]
+    told = " ".join(job.stderr.split())
+    assert "hung: no heartbeat for" in told
+    assert "in hold_the_gil (train.py:" in told
+
+
+def test_who_is_missing_is_the_root_cause_and_not_who_noticed(launch: Launch) -> None:
+    job = launch(
+        BEATING
+        + """
+heartbeat.start(0.1, timeout=0.4)
+if RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+forever()
+"""
+    )
+    assert job.finish() == 1, job.output
+    (noticed,) = job.events("heartbeat.failed")
+    assert (noticed["rank"], noticed["kind"], noticed["ranks"]) == (0, "missing", [1])
+    by_rank = {event["rank"]: event for event in job.events("worker.failed")}
+    assert (by_rank[0]["signal"], by_rank[0]["root_cause"]) == ("SIGABRT", False)
+    assert by_rank[1]["root_cause"] is True
+    assert by_rank[1]["message"].startswith("rank 0 ended of it: HeartbeatFailure: ")
+    (failure,) = story(read_events(job.log_dir)).failures
+    assert failure.rank == 1
+    _, _, root = job.stderr.partition("Root Cause (first observed failure):")
+    assert "rank      : 1 (local_rank: 1)" in root
+
+
+def test_every_worker_beats_without_a_line_of_code_and_what_it_starts_does_not(
+    launch: Launch,
+) -> None:
+    job = launch(
+        BEATING
+        + """
+def beats():
+    return any(thread.name.startswith("regrow-heartbeat") for thread in threading.enumerate())
+assert beats()
+CHILD = "import regrow, threading; print([t.name for t in threading.enumerate()])"
+started = subprocess.run(
+    [sys.executable, "-c", CHILD], capture_output=True, text=True, start_new_session=RANK == 0
+)
+event = heartbeat.start(60)  # one runs already
+tell(started.stdout.strip(), started.stderr.strip())
+if RANK == 0:
+    event.wait(30)  # until the other one leaves
+else:
+    while len(heartbeat.progress()) < 2:
+        time.sleep(0.005)
+tell(event.is_set())
+""",
+        "--heartbeat=1",
+    )
+    news = job.news(4)
+    assert job.finish() == 0, job.output
+    assert sorted(news[:3])[:2] == [["0", "0", "['MainThread']"], ["1", "0", "False"]]
+    assert news[3] == ["0", "0", "True"]
+    assert job.events("worker.failed") == []
+    assert job.stderr.count("a heartbeat is running already") == 2
+    bounds = job.events("job.started")[0]["bounds"]
+    assert bounds["a missing heartbeat ends all workers"] == 3 * (1 + 2) + 2
+
+
+def test_workers_that_are_being_stopped_are_left_their_grace_though_one_is_lost(
+    launch: Launch,
+) -> None:
+    job = launch(
+        BEATING
+        + """
+event = heartbeat.start(1)
+def save(*_):
+    event.wait(30)  # until it is known that the other one is lost
+    tell("saved", event.is_set())
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+tell("ready", os.getpid())
+while True:
+    time.sleep(1)
+"""
+    )
+    pids = {rank: int(pid) for rank, _, _, pid in job.news(2)}
+    os.kill(pids["1"], signal.SIGKILL)
+    assert job.news() == [["0", "0", "saved", "True"]]
+    assert job.finish() == 1, job.output
+    assert [event["rank"] for event in job.events("worker.failed")] == [1]
