@@ -24,7 +24,6 @@ from regrow.heartbeat._merge import Agreed, Beat, Failed, Outcome
 from regrow.heartbeat._world import group_name, world
 from regrow.store import (
     StoreClosedError,
-    StoreConnectionError,
     StoreError,
     StoreProtocolError,
     StoreSessionLost,
@@ -191,8 +190,8 @@ class StoreExchange:
                 continue
             except StoreClosedError:
                 return
-            except StoreConnectionError:
-                self._met.wait()  # for a beat over a new session
+            except StoreError:
+                self._met.wait()  # for a beat that succeeds, over a new session if need be
                 continue
             if isinstance(answer, questions.Over):
                 tell(answer.outcome())

@@ -1,0 +1,199 @@
+"""Real workers over a real store: what is done to one of them, and what becomes of all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from beating_workers import Nursery
+from processes import wait_until
+from storing import CuttingProxy
+
+from regrow.heartbeat import _questions as questions
+from regrow.heartbeat._world import group_name
+from regrow.store import ServerProcess, StoreClient, connect, make_token, start_server
+
+TOKEN = make_token()
+SIZE = 3
+RARELY = {"period": 30.0, "timeout": 20.0}
+"""So that whatever is learned is learned between two beats."""
+OFTEN = {"period": 0.1, "timeout": 5.0}
+"""So that there are beats, and none fails on a busy machine."""
+STRICT = {"period": 0.2, "timeout": 0.8, "failures": 2}
+"""So that it does not take long until one that is silent is given up."""
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def server(nursery: Nursery) -> Iterator[ServerProcess]:
+    service = {questions.NAME: "regrow.heartbeat._service:create"}
+    with start_server(token=TOKEN, services=service) as server:
+        yield server
+        nursery.clear()
+
+
+@pytest.fixture
+def proxy(server: ServerProcess) -> Iterator[CuttingProxy]:
+    proxy = CuttingProxy(int(server.endpoint.rpartition(":")[2]))
+    yield proxy
+    proxy.stop()
+
+
+Start = Callable[..., int]
+
+
+@pytest.fixture
+def start(nursery: Nursery, server: ServerProcess) -> Start:
+    """Start a worker, and return its pid."""
+
+    def start(rank: int, **spec: object) -> int:
+        where = {"world_size": SIZE, "endpoint": server.endpoint, "token": TOKEN.hex()}
+        return nursery.start(rank=rank, **{**where, **spec})
+
+    return start
+
+
+def beating(nursery: Nursery, start: Start, **spec: object) -> list[int]:
+    """The pids of workers that have agreed."""
+    pids = [start(rank, **spec) for rank in range(SIZE)]
+    for rank in range(SIZE):
+        nursery.hear("beats", rank=rank)
+    return pids
+
+
+def verdicts(nursery: Nursery, *ranks: int) -> set[tuple[str, tuple[int, ...]]]:
+    """What the workers of these ranks say of the end."""
+    heard = [nursery.hear("failed", rank=rank) for rank in ranks]
+    return {(each["kind"], tuple(each["ranks"])) for each in heard}
+
+
+def test_a_worker_that_is_killed_ends_all_others_for_certain(
+    nursery: Nursery, start: Start
+) -> None:
+    pids = beating(nursery, start, **RARELY, dies=True)
+    os.kill(pids[1], signal.SIGKILL)
+    for rank in (0, 2):
+        assert nursery.hear("ended", pid=pids[rank])["status"] & 0x7F == signal.SIGABRT
+        said = nursery.hear("logged", rank=rank)["text"]
+        assert "the process of rank 1 ended without a goodbye" in said
+
+
+def test_a_worker_that_is_stopped_is_missing(nursery: Nursery, start: Start) -> None:
+    pids = beating(nursery, start, **STRICT)
+    os.kill(pids[2], signal.SIGSTOP)
+    assert verdicts(nursery, 0, 1) == {("missing", (2,))}
+    os.kill(pids[2], signal.SIGCONT)
+    assert verdicts(nursery, 2) == {("missing", (2,))}
+
+
+def test_a_worker_that_is_started_again_behind_the_others_backs_is_told_apart(
+    nursery: Nursery, start: Start
+) -> None:
+    beating(nursery, start, **RARELY)
+    start(1, **RARELY)
+    texts = {nursery.hear("failed", kind="restarted")["text"].partition(": ")[2] for _ in range(4)}
+    assert {text.split(";")[0] for text in texts} == {
+        "rank 1 was started again behind the others' backs",
+        "this process was started while the others were beating, in the place of one that they "
+        "know",
+    }
+
+
+def test_a_worker_of_another_world_size_is_told_apart(nursery: Nursery, start: Start) -> None:
+    beating(nursery, start, **RARELY)
+    start(3, **RARELY, world_size=4)
+    assert verdicts(nursery, 0, 1, 2, 3) == {("wrong world size", (3,))}
+
+
+def test_a_worker_that_never_starts_is_named(nursery: Nursery, start: Start) -> None:
+    for rank in (0, 2):
+        start(rank, **RARELY, start_timeout=2.0)
+    assert verdicts(nursery, 0, 2) == {("never started", (1,))}
+
+
+def test_a_worker_that_ends_well_ends_the_beating_without_alarm(
+    nursery: Nursery, start: Start
+) -> None:
+    pids = beating(nursery, start, **RARELY)
+    os.kill(pids[1], signal.SIGUSR1)
+    for rank in (0, 2):
+        nursery.hear("over", rank=rank)
+    assert [nursery.hear("ended", pid=pid)["status"] for pid in pids] == [0, 0, 0]
+    assert nursery.said("failed") == []
+
+
+def test_a_worker_that_ends_by_an_exception_has_not_left(nursery: Nursery, start: Start) -> None:
+    pids = beating(nursery, start, **RARELY)
+    os.kill(pids[1], signal.SIGUSR2)
+    assert verdicts(nursery, 0, 2) == {("lost", (1,))}
+
+
+def all_beat(server: ServerProcess, client: StoreClient) -> None:
+    """Return when all have beaten together twice from now on."""
+    look = questions.encode(questions.Look(group_name()))
+    began = time.monotonic()
+
+    def beaten() -> bool:
+        asked = time.monotonic()
+        table = questions.decode_answer(client.ask(questions.NAME, look, 30.0))
+        assert isinstance(table, questions.Table)
+        since = asked - 2 * OFTEN["period"] - began
+        return len(table.rows) == SIZE and all(row.age < since for row in table.rows)
+
+    wait_until(beaten, "all beat")
+
+
+def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
+    nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
+) -> None:
+    beating(nursery, start, **OFTEN, endpoint=proxy.endpoint)
+    with connect(server.endpoint, token=TOKEN) as client:
+        for _ in range(2):
+            proxy.cut_now()
+            all_beat(server, client)
+    assert nursery.said("failed") == []
+
+
+def test_exchanges_that_fail_once_and_twice_are_survived(
+    nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
+) -> None:
+    """Nothing that a failed exchange left behind is taken for what the others said."""
+    often = {"period": 0.1, "timeout": 0.2, "failures": 50}
+    beating(nursery, start, **often, endpoint=proxy.endpoint)
+    with connect(server.endpoint, token=TOKEN) as client:
+        for failures in (1, 2):
+            proxy.freeze()
+            for rank in range(SIZE):
+                line = nursery.hear("logged", rank=rank)
+                while f"heartbeat failure {failures}" not in line["text"]:
+                    line = nursery.hear("logged", rank=rank)
+            proxy.thaw()
+            all_beat(server, client)
+    assert nursery.said("failed") == []
+
+
+def test_the_end_of_a_forked_child_is_not_the_workers(
+    nursery: Nursery, server: ServerProcess, start: Start
+) -> None:
+    beating(nursery, start, **OFTEN, forks=True)
+    with connect(server.endpoint, token=TOKEN) as client:
+        all_beat(server, client)
+    assert nursery.said("over") == nursery.said("failed") == []
+
+
+def test_the_wall_clock_may_jump_as_it_likes(
+    nursery: Nursery, server: ServerProcess, start: Start
+) -> None:
+    beating(nursery, start, **OFTEN, clock_jumps=True)
+    with connect(server.endpoint, token=TOKEN) as client:
+        all_beat(server, client)
+    assert nursery.said("failed") == []

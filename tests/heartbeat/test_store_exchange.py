@@ -1,0 +1,133 @@
+"""The line between a worker and the store's server."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
+
+import regrow.store
+from regrow.heartbeat import Exchange, StoreExchange
+from regrow.heartbeat._failure import Ranks
+from regrow.heartbeat._merge import Agreed, Beat, Broken, Failed, Left, Outcome
+from regrow.heartbeat._service import HeartbeatService
+from regrow.store import ConnectionState, StoreClient, StoreError, connect
+
+TOKEN = 4711
+
+
+@pytest.fixture
+def server() -> Iterator[ServerThread]:
+    server = ServerThread(services={"heartbeat": HeartbeatService()})
+    yield server
+    server.stop()
+
+
+def pair(server: ServerThread) -> list[StoreExchange]:
+    """The exchanges of two workers, each with a session of its own."""
+    return [
+        StoreExchange(server.connect(session_grace=0.1), rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+
+
+def beat(rank: int, joined: bool = True) -> Beat:
+    return Beat(rank, TOKEN if joined or rank == 0 else 0, 1000 + rank, joined)
+
+
+def agree(one: StoreExchange, other: StoreExchange, joined: bool = True) -> None:
+    waiting = Background(one.beat, beat(0, joined), PATIENCE)
+    assert isinstance(other.beat(beat(1, joined), PATIENCE), Agreed)
+    assert waiting.result()._replace(age=0.0) == Agreed(TOKEN)
+
+
+def test_it_is_an_exchange_that_sums_up_anything(server: ServerThread) -> None:
+    one, other = pair(server)
+    assert isinstance(one, Exchange)
+    for number in (1, 2):
+        waiting = Background(one.all_reduce, [number, 2**40], PATIENCE)
+        assert other.all_reduce([10, 1], PATIENCE) == [number + 10, 2**40 + 1]
+        assert waiting.result() == [number + 10, 2**40 + 1]
+
+
+def test_a_sum_that_does_not_come_about_says_who_was_missing(server: ServerThread) -> None:
+    one, _ = pair(server)
+    with pytest.raises(TimeoutError, match="rank 1 did not come"):
+        one.all_reduce([1], 0.05)
+
+
+def test_a_beat_that_does_not_come_about_says_who_was_missing(server: ServerThread) -> None:
+    one, _ = pair(server)
+    outcome = one.beat(beat(0), 0.05)
+    assert isinstance(outcome, Failed)
+    assert outcome.missing == Ranks.of([1])
+    assert "rank 1 did not come" in outcome.why
+
+
+def test_the_end_of_a_worker_is_heard_between_beats(server: ServerThread) -> None:
+    one, other = pair(server)
+    agree(one, other, joined=False)
+    heard: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    one.listen(heard.put)
+    assert other._client is not None
+    other._client.close()
+    outcome = heard.get(timeout=PATIENCE)
+    assert isinstance(outcome, Broken)
+    assert (outcome.kind, outcome.ranks) == ("lost", Ranks.of([1]))
+
+
+def test_a_goodbye_does_not_wait_for_anybody(server: ServerThread) -> None:
+    one, other = pair(server)
+    agree(one, other)
+    left = Left(Ranks.of([0]))
+    assert one.beat(beat(0)._replace(leaving=True), PATIENCE) == left
+    assert other.beat(beat(1), PATIENCE) == left
+
+
+def test_a_store_that_was_given_is_left_open_and_nobody_listens_there_any_more(
+    server: ServerThread,
+) -> None:
+    one, other = pair(server)
+    agree(one, other)
+    one.listen(lambda outcome: None)
+    [listener] = [each for each in threading.enumerate() if each.name == "regrow-heartbeat-news"]
+    one.close()
+    listener.join(PATIENCE)
+    assert not listener.is_alive()
+    assert one._client is not None
+    one._client.set("key", b"value")
+    with pytest.raises(StoreError, match="was closed"):
+        one.beat(beat(0), PATIENCE)
+
+
+def test_a_session_that_is_lost_is_followed_by_a_new_one(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For beats, and for hearing what ends the group, of which the first one knew nothing yet."""
+    proxy = CuttingProxy(server.port)
+    port = int(proxy.endpoint.rpartition(":")[2])
+    made: list[StoreClient] = []
+
+    def worker_store(rank: int, world_size: int, timeout: float) -> StoreClient:
+        made.append(connect(proxy.endpoint, token=server.token, timeout=timeout, session_grace=0.1))
+        return made[-1]
+
+    monkeypatch.setattr(regrow.store, "worker_store", worker_store)
+    one = StoreExchange(rank=0, world_size=2)
+    assert isinstance(one.beat(beat(0, joined=False), 0.05), Failed)
+    heard: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    one.listen(heard.put)
+    proxy.stop()
+    eventually(lambda: made[0].state is ConnectionState.LOST)
+    proxy = CuttingProxy(server.port, port)
+    other = StoreExchange(server.connect(session_grace=0.1), rank=1, world_size=2)
+    agree(one, other, joined=False)
+    assert len(made) == 2
+    assert other._client is not None
+    other._client.close()
+    assert isinstance(heard.get(timeout=PATIENCE), Broken)
+    one.close()
+    proxy.stop()

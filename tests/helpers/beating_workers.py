@@ -1,0 +1,205 @@
+"""Workers that beat, as processes: forked by a small program that has imported regrow once.
+
+A test tells the program whom to start, and hears from the workers what becomes of them, by lines of
+JSON over its pipes. What is done to the workers (signals) the test does itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from processes import PATIENCE
+
+
+class Nursery:
+    """The test's side: starts workers, and hears of them."""
+
+    def __init__(self) -> None:
+        self._program = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._kept: list[dict[str, Any]] = []
+        self._living: set[int] = set()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def start(self, **spec: Any) -> int:
+        """Start a worker and return its pid."""
+        assert self._program.stdin is not None
+        self._program.stdin.write(json.dumps(spec) + "\n")
+        self._program.stdin.flush()
+        pid: int = self.hear("started", rank=spec["rank"])["pid"]
+        self._living.add(pid)
+        return pid
+
+    def hear(self, what: str, **fields: Any) -> dict[str, Any]:
+        """Return the next line that says this; others are kept for later."""
+        wanted = {"what": what, **fields}
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            for line in self._kept:
+                if wanted.items() <= line.items():
+                    self._kept.remove(line)
+                    return line
+            try:
+                line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+            except queue.Empty:
+                raise AssertionError(f"nobody says {wanted}, but: {self._kept}") from None
+            self._kept.append(line)
+            if line["what"] == "ended":
+                self._living.discard(line["pid"])
+
+    def said(self, what: str) -> list[dict[str, Any]]:
+        """Return what was said of this so far, and not been heard."""
+        while not self._lines.empty():
+            self._kept.append(self._lines.get())
+        return [line for line in self._kept if line["what"] == what]
+
+    def clear(self) -> None:
+        """Kill all workers that are left, and forget what they said."""
+        for pid in self._living:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in list(self._living):
+            self.hear("ended", pid=pid)
+        self._kept.clear()
+
+    def close(self) -> None:
+        """End the program."""
+        self.clear()
+        assert self._program.stdin is not None
+        assert self._program.stdout is not None
+        self._program.stdin.close()
+        self._program.wait(PATIENCE)
+        self._thread.join(PATIENCE)
+        self._program.stdout.close()
+
+    def _read(self) -> None:
+        assert self._program.stdout is not None
+        for line in self._program.stdout:
+            self._lines.put(json.loads(line))
+
+
+# --- what follows runs in the program
+
+
+def tell(what: str, **fields: Any) -> None:
+    """Say a line; it is short enough to be written in one piece."""
+    os.write(1, (json.dumps({"what": what, "pid": os.getpid(), **fields}) + "\n").encode())
+
+
+def work(
+    rank: int,
+    world_size: int,
+    endpoint: str,
+    token: str,
+    *,
+    dies: bool = False,
+    clock_jumps: bool = False,
+    forks: bool = False,
+    **options: Any,
+) -> None:
+    """Be a worker: beat, until that is over or a signal says to end.
+
+    SIGUSR1 has it exit, SIGUSR2 fail by an exception.
+    """
+    import logging
+
+    from regrow import heartbeat
+    from regrow.store import connect
+
+    class Teller(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            tell("logged", rank=rank, text=record.getMessage())
+
+    def leave(*_: object) -> None:
+        sys.exit(0)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("as the test wants it")
+
+    def failed(failure: heartbeat.HeartbeatFailure) -> None:
+        tell(
+            "failed",
+            rank=rank,
+            kind=failure.kind,
+            ranks=list(failure.ranks),
+            beat=failure.beat,
+            text=str(failure),
+        )
+
+    logging.getLogger("regrow").addHandler(Teller())
+    signal.signal(signal.SIGUSR1, leave)
+    signal.signal(signal.SIGUSR2, fail)
+    if clock_jumps:
+        times = iter(range(10**9, 0, -(10**6)))
+        time.time = lambda: float(next(times)) * (-1) ** rank
+    store = connect(endpoint, token=bytes.fromhex(token), session_grace=0.5, timeout=PATIENCE)
+    try:
+        event = heartbeat.start(
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            on_failure=None if dies else failed,
+            **options,
+        )
+    except heartbeat.HeartbeatFailure as failure:
+        failed(failure)
+        return
+    if forks:
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+    tell("beats", rank=rank)
+    heartbeat.step(rank, "train")
+    event.wait()
+    tell("over", rank=rank)
+
+
+def main() -> None:
+    """Fork the workers that are asked for, and tell of their ends."""
+    import regrow.heartbeat._api
+    import regrow.heartbeat._death
+    import regrow.store._client  # noqa: F401 - so that no worker has to import it
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    workers: dict[int, int] = {}
+    rest = b""
+    while True:
+        ready, _, _ = select.select([0, *workers], [], [])
+        for pidfd in ready:
+            if pidfd:
+                pid, status = os.waitpid(workers.pop(pidfd), 0)
+                os.close(pidfd)
+                os.write(1, f'{{"what": "ended", "pid": {pid}, "status": {status}}}\n'.encode())
+        if 0 not in ready:
+            continue
+        data = os.read(0, 65536)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            spec = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                tell("started", rank=spec["rank"])
+                work(**spec)
+                return
+            workers[os.pidfd_open(pid)] = pid
+
+
+if __name__ == "__main__":
+    main()
