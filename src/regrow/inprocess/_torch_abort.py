@@ -1,0 +1,124 @@
+"""Aborting torch's process groups, so that who waits in a collective fails and new ones can be made.
+
+Called from another thread than the one that runs the wrapped function, which may be waiting in any
+of the groups; so all of them end, also those that the user made, and those that are being made.
+
+What wakes whom:
+
+- gloo: the connections of the groups are shut down (`_torch_sockets`). All collectives, sends,
+  receives and `Work.wait` fail within milliseconds.
+- NCCL: torch aborts the communicators, all within one `ncclGroupStart`: one after the other they
+  may wait for each other for ever. Then the groups are destroyed.
+
+What is not woken, because neither torch nor gloo has a way to do it: `recv` without a source on
+gloo; a wait in a TCPStore or FileStore, and so `init_process_group` and `new_group` while other
+ranks have not come yet; gloo over ibverbs or libuv, MPI, UCC. Such a wait ends at its own time-out,
+or the process at the hard time-out. A group whose store is a `regrow.store.torch.TorchStore` waits
+in Python code, which an interrupt reaches.
+
+The thread that is interrupted may be at any point of making a group, so torch's tables may be half
+filled. The names of groups are counted in them, and ranks with different counts never meet again;
+so an abort empties them in any case, and another one is due when the function is over.
+
+NCCL's watchdog ends the process when a collective is overdue. The time-out of a group should
+therefore be longer than the hard time-out, and `warn_of_short_timeouts` says so where it is not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from regrow.inprocess._torch_sockets import end_gloo_connections
+from regrow.utils import get_logger
+
+logger = get_logger(__name__)
+
+
+def abort_process_groups() -> None:
+    """Abort and destroy all process groups of this process; does nothing where there are none.
+
+    What torch raises on the way is logged: the groups count as gone.
+    """
+    from torch import distributed
+
+    if not distributed.is_available():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    end_gloo_connections()
+    world = c10d._world
+    if c10d.GroupMember.WORLD not in world.pg_map:  # the default group is being made
+        c10d._update_default_pg(next(iter(world.pg_map), None))
+    if c10d.GroupMember.WORLD is not None:
+        try:
+            _abort(c10d)
+        except Exception:
+            logger.exception("torch's process groups were not aborted as they should be")
+            with suppress(Exception):
+                distributed.destroy_process_group()
+    world.group_count = 0
+
+
+def warn_of_short_timeouts(limit: timedelta) -> None:
+    """Log a warning for each process group whose collectives time out before `limit` has passed.
+
+    Args:
+        limit: the hard time-out.
+    """
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    for group, name in list(c10d._world.pg_names.items()):
+        for backend in _backends(group):
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+            if timeout is not None and timeout < limit:
+                logger.warning(
+                    "process group %s (%s) has a time-out of %s s, which is shorter than"
+                    " hard_timeout, %s s: it may end the process before the wrapper can restart it;"
+                    " give init_process_group or new_group a longer timeout",
+                    name,
+                    backend.name(),
+                    timeout.total_seconds(),
+                    limit.total_seconds(),
+                )
+
+
+def _abort(c10d: Any) -> None:
+    """Abort all groups and empty torch's tables."""
+    if hasattr(c10d, "_abort_process_group"):  # since torch 2.5
+        c10d._abort_process_group()
+        return
+    aborts = [
+        abort
+        for group in list(c10d._world.pg_names)
+        for backend in _backends(group)
+        if (abort := getattr(backend, "abort", getattr(backend, "_abort", None))) is not None
+    ]
+    _at_once(aborts)
+    c10d.destroy_process_group()
+
+
+def _backends(group: Any) -> Iterator[Any]:
+    """The backends of a group; one that serves several kinds of devices once."""
+    seen: list[Any] = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if not any(backend is other for other in seen):
+            seen.append(backend)
+            yield backend
+
+
+def _at_once(calls: list[Callable[[], None]]) -> None:
+    """Make calls that may wait for each other."""
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
