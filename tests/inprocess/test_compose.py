@@ -88,8 +88,17 @@ def test_several_values_are_passed_along_as_arguments() -> None:
     assert Compose(lambda x, y: x - y, lambda x, y: (y, x))(1, 10) == 9
 
 
-def test_a_chain_of_functions_without_arguments_is_one() -> None:
+def test_functions_without_arguments_are_called_one_after_the_other() -> None:
+    called: list[int] = []
+    assert Compose(lambda: called.append(1), lambda: called.append(2))() is None
+    assert called == [2, 1]
     assert Compose(lambda: 7)() == 7
+
+
+def test_none_is_passed_on_like_any_value_but_warned_of_where_it_comes_from_nothing() -> None:
+    assert Compose(lambda x: x, lambda x: x)(None) is None
+    with pytest.warns(UserWarning, match="returned nothing; None is passed on"):
+        assert Compose(lambda x: [x], lambda x: None)(1) == [None]
 
 
 def test_a_chain_is_what_its_parts_have_in_common() -> None:
@@ -267,6 +276,8 @@ def test_a_chain_of_assignments_is_called_as_the_older_wrapper_did() -> None:
     chain = Compose(ShiftRanks(), OldAssignment())
     state, terminated = chain(State(1, 4), {3})
     assert (state.rank, state.world_size, terminated) == (1, 3, set())
+    state, terminated = ShiftRanks()(State(1, 4), {})  # type: ignore[call-arg, misc, arg-type]
+    assert (state.rank, state.world_size, terminated) == (1, 4, set())
     state, terminated = ShiftRanks()(State(1, 4), {0})  # type: ignore[call-arg, misc, arg-type]
     assert (state.rank, state.world_size, terminated) == (0, 3, set())
 

@@ -212,6 +212,34 @@ def test_a_key_may_be_a_string_or_a_function_of_the_older_arguments() -> None:
     assert set(ranks.discarded) == {3, 4, 5, 6, 7}
 
 
+def test_filters_that_are_called_as_the_older_wrapper_did_do_not_mix_up_their_groups() -> None:
+    class Older(RankAssignment):
+        def __call__(self, state: State, terminated: set[int]) -> Any:  # type: ignore[override]
+            numbering: Any = ShiftRanks()
+            for number in (2, 3):
+                groups: Any = FilterGroupedByKey(
+                    lambda rank, _, number=number: rank // number, number.__eq__
+                )
+                state, terminated = groups(state, terminated)
+                state, terminated = numbering(state, terminated)
+            return state, terminated
+
+    ranks = Ranks(8, lambda rank: Older())
+    ranks.assign(lost={1, 6})  # pairs are left by 2 to 5, and of these a group of three
+    assert ranks.ranks() == {2: 0, 3: 1, 4: 2}
+    assert set(ranks.discarded) == {0, 5, 7}
+
+
+def test_a_key_function_of_the_state_may_have_further_arguments_of_its_own() -> None:
+    def make(initial: int) -> Any:
+        key = lambda state, number=2: f"host {state.initial_rank // number}"  # noqa: E731
+        return Compose(ShiftRanks(), FilterCountGroupedByKey(key, (2).__eq__))
+
+    ranks = Ranks(4, make)
+    ranks.assign(lost={0})
+    assert ranks.ranks() == {2: 0, 3: 1}
+
+
 def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
     def most(size: int) -> int:
         ranks = Ranks(size, grouped(2))

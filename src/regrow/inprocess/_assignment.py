@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .exception import RestartError
@@ -25,14 +25,11 @@ class RankAssignmentCtx:
         store: shared by all living ranks and by nothing else; in it a key is used once.
         terminated_ranks: those that do not go on, numbered as `state.rank` is; the same set on all
             ranks. Empty when an assignment has dealt with it.
-        exchanges: how often the ranks have met in `store` for this assignment; it tells the keys
-            of one meeting from those of the next.
     """
 
     state: State
     store: Any
     terminated_ranks: set[int]
-    exchanges: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         self.given = self.state

@@ -4,8 +4,9 @@ A host's name, say, is known on that host only. Whatever the number of ranks, ea
 few messages: `Exchange.count` costs four and two barriers, `Exchange.gather` two and one barrier.
 
 What is needed of the store is in `SharedStore`, and any c10d store with `StoreMixin` has it. All
-living ranks make the same exchanges in the same order, in a store that no other assignment uses, so
-numbering them is enough to have every key used once.
+living ranks make the same exchanges in the same order, so numbering them has every key used once.
+They are counted on the store object, which a rank has for one iteration: a process that takes over
+a lost rank has made none of the earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Exchange", "SharedStore"]
 
 
 class SharedStore(Protocol):
-    """What a rank assignment needs of `ctx.store`."""
+    """What a rank assignment needs of `ctx.store`, on which an attribute can be set."""
 
     def add(self, key: str, amount: int, /) -> int:
         """Add to the number at `key`, at first 0; return the sum."""
@@ -51,8 +52,8 @@ class Exchange:
 
     def __init__(self, ctx: RankAssignmentCtx, name: str, timeout: timedelta) -> None:
         assert ctx.state.rank is not None  # a rank that is out takes no part
-        ctx.exchanges += 1
-        self._name = f"{name}_{ctx.exchanges}"
+        ctx.store.exchanges = getattr(ctx.store, "exchanges", 0) + 1
+        self._name = f"{name}_{ctx.store.exchanges}"
         self._store: SharedStore = ctx.store
         self._rank = ctx.state.rank
         self._ranks = ctx.state.world_size - len(ctx.terminated_ranks)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -32,7 +32,7 @@ from .exception import RestartError
 from .rank_filter import RankFilter
 from .state import FrozenState, Mode, State
 
-__all__ = ["apply", "assign", "both_generations", "call", "takes_two"]
+__all__ = ["apply", "assign", "both_generations", "call", "positional"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _State = TypeVar("_State", bound=State | FrozenState)
@@ -85,13 +85,17 @@ def apply(part: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
             return (_assigned(part, ctx),)
         case (State() | FrozenState() as state,):
             return (_called(part, state),)
-        case (State() as state, set() as terminated):
-            ctx = _assigned(part, RankAssignmentCtx(state, state.store, terminated))
+        case (State() as state, Collection() as terminated):
+            ctx = _assigned(part, RankAssignmentCtx(state, state.store, set(terminated)))
             return (ctx.state, ctx.terminated_ranks)
         case (State() | FrozenState() as state, BaseException() | None as error):
             state = _called(part, _with_exception(state, error))
             return (state, state.fn_exception)
     returned = part(*given)
+    if returned is None and given == ():
+        return ()
+    if returned is None and given != (None,):
+        _warn_of_nothing(part, "None")
     return returned if isinstance(returned, tuple) else (returned,)
 
 
@@ -109,7 +113,7 @@ def both_generations(method: Method) -> Method:
 
 
 def _called(plugin: Callable[..., Any], state: _State) -> _State:
-    if takes_two(plugin):
+    if _takes_two(plugin):
         returned = plugin(state, state.fn_exception)
         returned = returned[0] if isinstance(returned, tuple) else returned
     else:
@@ -121,7 +125,7 @@ def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAss
     ctx.state.store = ctx.store
     if isinstance(assignment, RankFilter):
         ctx.state = _or_given(assignment(ctx.state), ctx.state, assignment)
-    elif takes_two(assignment):
+    elif _takes_two(assignment):
         returned = assignment(ctx.state, ctx.terminated_ranks)
         state, ctx.terminated_ranks = _or_given(
             returned, (ctx.state, ctx.terminated_ranks), assignment
@@ -134,20 +138,32 @@ def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAss
     return ctx
 
 
-def takes_two(plugin: Callable[..., Any]) -> bool:
+def positional(called: Callable[..., Any]) -> tuple[int, int]:
+    """How many positional arguments a callable needs, and how many it takes."""
     try:
-        parameters = inspect.signature(plugin).parameters.values()
+        parameters = inspect.signature(called).parameters.values()
     except (TypeError, ValueError):  # written in C, and silent about what it takes
-        return False
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(parameter.kind in by_place for parameter in parameters) == 2
+        return 1, 1
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_place = [parameter for parameter in parameters if parameter.kind in kinds]
+    needed = [each for each in by_place if each.default is inspect.Parameter.empty]
+    return len(needed), len(by_place)
+
+
+def _takes_two(plugin: Callable[..., Any]) -> bool:
+    needed, taken = positional(plugin)  # the exception may have had a default
+    return needed <= 2 <= taken
 
 
 def _or_given(returned: Any, given: Any, plugin: object) -> Any:
     if returned is None:
-        warnings.warn(f"{plugin!r} returned nothing; what it was given is passed on", stacklevel=4)
+        _warn_of_nothing(plugin, "what it was given")
         return given
     return returned
+
+
+def _warn_of_nothing(plugin: object, instead: str) -> None:
+    warnings.warn(f"{plugin!r} returned nothing; {instead} is passed on", stacklevel=5)
 
 
 def _with_exception(state: _State, error: BaseException | None) -> _State:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ._assignment import RankAssignment, RankAssignmentCtx
 from ._exchange import Exchange
-from ._generations import both_generations, takes_two
+from ._generations import both_generations, positional
 
 __all__ = ["FilterCountGroupedByKey", "FilterGroupedByKey"]
 
@@ -57,7 +57,8 @@ class FilterCountGroupedByKey(RankAssignment):
     def _key(self, ctx: RankAssignmentCtx) -> Any:
         if not callable(self.key_or_fn):
             return self.key_or_fn
-        if takes_two(self.key_or_fn):
+        needed, _ = positional(self.key_or_fn)
+        if needed == 2:
             return self.key_or_fn(ctx.state.rank, ctx.state.world_size)
         return self.key_or_fn(ctx.state)
 

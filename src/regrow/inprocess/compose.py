@@ -51,7 +51,7 @@ class Compose:
         """Call the last with `args`, each before it with what came out, and return the result."""
         for instance in reversed(self.instances):
             args = apply(instance, args)
-        return args[0] if len(args) == 1 else args
+        return args if len(args) > 1 else next(iter(args), None)
 
     def __repr__(self) -> str:
         return f"Compose({', '.join(map(repr, self.instances))})"

@@ -53,13 +53,6 @@ class Announcement(NamedTuple):
         return f"[NestedRestarter] name=[InProcess] state={self.state}{stage}"
 
 
-INITIALIZE = Announcement("initialize")
-HANDLING_STARTING = Announcement("handling", "starting")
-HANDLING_COMPLETED = Announcement("handling", "completed")
-FINALIZED = Announcement("finalized")
-ABORTED = Announcement("aborted")
-
-
 def write_line(announcement: Announcement) -> None:
     """Write an announcement to standard output, with the time, whatever the log's level is."""
     form = logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s")
@@ -69,57 +62,72 @@ def write_line(announcement: Announcement) -> None:
 
 
 class NestedRestarterCallback:
-    """What the plug-ins below have in common.
+    """Announces one state; what the plug-ins below have in common.
 
     Args:
+        restarter_state: what is announced: initialize, handling, finalized or aborted.
+        restarter_stage: of handling: starting or completed.
         special_rank: the initial rank that announces; the others say nothing.
         sink: what an announcement is given to.
     """
 
     def __init__(
-        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
+        self,
+        restarter_state: str,
+        restarter_stage: str | None = None,
+        special_rank: int = 0,
+        sink: Callable[[Announcement], None] = write_line,
     ) -> None:
+        self.restarter_state = restarter_state
+        self.restarter_stage = restarter_stage
         self.special_rank = special_rank
         self.sink = sink
-
-    def announcement(self, state: FrozenState) -> Announcement:
-        """What is to be announced when the rank is in `state`."""
-        raise NotImplementedError(f"{type(self).__name__} announces nothing")
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Announce it, on that one rank, and return `state`."""
         if state.initial_rank == self.special_rank:
-            self.sink(self.announcement(state))
+            self.sink(Announcement(self.restarter_state, self.restarter_stage))
         return state
 
 
 class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
     """Announces a new iteration: that the wrapper begins, or that it has handled a fault."""
 
-    def announcement(self, state: FrozenState) -> Announcement:
-        """Initialize before the first iteration, handling completed before any other."""
-        return INITIALIZE if state.iteration == 0 else HANDLING_COMPLETED
+    def __init__(
+        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
+    ) -> None:
+        super().__init__("initialize", None, special_rank, sink)
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Announce initialize before the first iteration, handling completed before any other."""
+        healed = state.iteration > 0
+        self.restarter_state = "handling" if healed else "initialize"
+        self.restarter_stage = "completed" if healed else None
+        return super().__call__(state)
 
 
 class NestedRestarterHandlingStarting(NestedRestarterCallback, Abort):
     """Announces that a fault is being handled."""
 
-    def announcement(self, state: FrozenState) -> Announcement:
-        """Handling starting."""
-        return HANDLING_STARTING
+    def __init__(
+        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
+    ) -> None:
+        super().__init__("handling", "starting", special_rank, sink)
 
 
 class NestedRestarterFinalized(NestedRestarterCallback, Completion):
     """Announces that the wrapped function has completed."""
 
-    def announcement(self, state: FrozenState) -> Announcement:
-        """Finalized."""
-        return FINALIZED
+    def __init__(
+        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
+    ) -> None:
+        super().__init__("finalized", None, special_rank, sink)
 
 
 class NestedRestarterAborted(NestedRestarterCallback, Terminate):
     """Announces that the wrapper has given up."""
 
-    def announcement(self, state: FrozenState) -> Announcement:
-        """Aborted."""
-        return ABORTED
+    def __init__(
+        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
+    ) -> None:
+        super().__init__("aborted", None, special_rank, sink)
