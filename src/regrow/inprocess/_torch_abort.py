@@ -1,4 +1,4 @@
-"""Aborting torch's process groups, so that who waits in a collective fails and new ones can be made.
+"""Aborting torch's process groups: who waits in a collective fails, and new groups can be made.
 
 Called from another thread than the one that runs the wrapped function, which may be waiting in any
 of the groups; so all of them end, also those that the user made, and those that are being made.
