@@ -24,6 +24,10 @@ PUBLIC = {
         construct_and_record_rdzv_event find_event_file get_logging_handler print_story
         read_events record record_rdzv_event register_logging_handler story
     """,
+    "regrow.heartbeat": """
+        Exchange HeartbeatFailure JaxExchange Progress StoreExchange TorchExchange
+        progress start step
+    """,
     "regrow.launch": """
         LaunchConfig elastic_launch launch_agent
     """,
