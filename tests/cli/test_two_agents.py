@@ -109,6 +109,16 @@ def test_hosts_whose_number_is_fixed_meet_with_a_token_file(hosts: Hosts) -> Non
     ]
 
 
+def test_hosts_whose_number_is_fixed_stop_at_once_when_one_is_lost(hosts: Hosts) -> None:
+    meet = "--nnodes 2 --master-addr 127.0.0.1 --master-port PORT --max-restarts 3 --node-rank"
+    agents = [hosts.start(f"{meet} {rank}", WAIT) for rank in (0, 1)]
+    hosts.wait_for("started-0-of-2", "started-1-of-2")
+    agents[0].send_signal(signal.SIGKILL)  # also when it is the one that serves the others
+    code, said = hosts.ended(agents[1])
+    assert code == 75, said
+    assert "its nodes are fixed, so no other takes its place" in said
+
+
 def test_a_worker_that_hangs_is_the_root_cause_on_every_node(hosts: Hosts) -> None:
     hangs = f"""\
 import time

@@ -591,6 +591,46 @@ def test_whoever_stood_by_until_the_end_can_tell() -> None:
     assert (stands_by(state, "c"), stands_by(state, "d")) == (False, True)
 
 
+# --- members that nobody can replace
+
+
+def fixed(*names: str) -> Round:
+    """The complete first round of a job whose nodes are fixed."""
+    state, _ = run(Round(len(names), len(names), fixed=True), *joins(*names))
+    assert state.complete
+    return state
+
+
+@pytest.mark.parametrize("event", [Lost("b", "it went"), Leave("b", 1, "it went")])
+def test_who_cannot_be_replaced_ends_the_round_and_refuses_the_others_another(event: Event) -> None:
+    state, effects = run(fixed("a", "b", "c"), event)
+    over = RoundEnded(1, "b", "it went")
+    assert over in effects
+    assert standing(state, "a") == over  # which is when it stops its workers
+    assert holds(state, "a", 1)
+    _, effects = run(state, *joins("a", token=1))
+    assert effects == [RoundClosed("b", "it went", lost=True)]
+
+
+def test_who_waits_for_one_that_cannot_be_replaced_is_told_that_it_has_left() -> None:
+    state, _ = run(fixed("a", "b"), Leaving("b", 1, "SIGTERM"), *joins("a", token=1))
+    assert standing(state, "a") == Placed("a", "forming")
+    state, _ = run(state, Leave("b", 1, "SIGTERM"))
+    assert standing(state, "a") == RoundClosed("b", "SIGTERM", lost=True)
+
+
+def test_a_failure_that_such_a_loss_has_caused_is_not_charged() -> None:
+    state, effects = run(fixed("a", "b"), Failed("a", 1, "boom"), Lost("b", "it went"))
+    assert Judged(1, False, 0, RoundEnded(1, "b", "it went")) in effects
+    assert state.closed == RoundClosed("b", "it went", lost=True)
+
+
+def test_before_the_first_round_is_complete_anybody_may_come_and_go() -> None:
+    state, _ = run(Round(2, 2, fixed=True), *joins("a"), Lost("a", "it went"), *joins("b", "c"))
+    assert state.complete
+    assert state.closed is None
+
+
 # --- ranks over rounds
 
 

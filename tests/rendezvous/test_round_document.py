@@ -91,9 +91,9 @@ def test_two_nodes_write_the_same_state_as_the_same_bytes() -> None:
 
 def test_a_document_of_another_version_is_refused_with_what_to_do() -> None:
     with pytest.raises(
-        RendezvousStateError, match=r"version 2, and this node knows 1: run the same"
+        RendezvousStateError, match=r"version 3, and this node knows 2: run the same"
     ):
-        decode(json.dumps({**parts(), "format_version": 2}).encode())
+        decode(json.dumps({**parts(), "format_version": 3}).encode())
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,22 @@ class ServerDriver:
     Args:
         where: the server.
         settings: of the job.
-        timeout: seconds in which the server must be reached for the first time; it may not be
-            there yet.
+        timeout: as `reach`, which is called at once; None: the caller will, before all else.
         server: the server's process, if this node started it; the driver closes it.
+        fixed: no node of the job may be replaced (`Round.fixed`).
 
     Raises:
-        RendezvousConnectionError: the server could not be reached, or is not one of this job.
+        RendezvousError: as `reach`.
     """
 
     def __init__(
         self,
         where: Where,
         settings: RendezvousSettings,
-        timeout: float,
+        timeout: float | None,
         server: ServerProcess | None = None,
+        *,
+        fixed: bool = False,
     ) -> None:
         bounds = settings.bounds
         self._where = where
@@ -99,6 +101,7 @@ class ServerDriver:
             bounds.misses,
             bounds.last_call,
             bounds.grace,
+            fixed,
         )
         self._server = server
         self._lock = threading.Lock()
@@ -107,14 +110,28 @@ class ServerDriver:
         self._heard: tuple[str, View] = ("", _NOTHING)
         self._round: Line | None = None
         self._line = Line(where)
+        self._local_addr = where.addr or ""
+        self._rounds_at = where
+        if timeout is not None:
+            self.reach(timeout)
+
+    def reach(self, timeout: float) -> None:
+        """Connect to the server, which may not be there yet.
+
+        Raises:
+            RendezvousConnectionError: it was not reached within `timeout` seconds.
+            RendezvousGracefulExitError: `interrupt` was called.
+            RendezvousError: this node may not use it.
+        """
         try:
             client = self._line.client(timeout, wait_for_server=True)
         except StoreAuthError as error:  # it would be the same when tried again
             raise RendezvousError(self._unreachable(error)) from error
         except StoreError as error:
+            self._check()
             raise RendezvousConnectionError(self._unreachable(error)) from error
-        self._local_addr = where.addr or client.local_host
-        self._rounds_at = _reached(where, client.server)
+        self._local_addr = self._where.addr or client.local_host
+        self._rounds_at = _reached(self._where, client.server)
 
     @property
     def local_addr(self) -> str:

@@ -44,7 +44,7 @@ _ETCD = frozenset(
     }
 )
 _KNOWN: Mapping[str, frozenset[str]] = {
-    "static": _CREDENTIALS | {"rank", "timeout"},
+    "static": _CREDENTIALS | _DYNAMIC - {"last_call_timeout"},
     "c10d": _DYNAMIC | _CREDENTIALS | {"is_host", "read_timeout", "store_type"},
     "etcd": _DYNAMIC | _ETCD,
     "etcd-v2": _DYNAMIC | _ETCD,

@@ -17,7 +17,7 @@ from regrow.rendezvous._news import Node, RoundClosed, RoundEnded
 from regrow.rendezvous._state import Round, digest_of
 
 FORMAT = "regrow.round"
-VERSION = 1
+VERSION = 2
 
 
 def encode(state: Round) -> bytes:
@@ -42,6 +42,7 @@ def encode(state: Round) -> bytes:
         "ended": list(state.ended) if state.ended else None,
         "closed": list(state.closed) if state.closed else None,
         "gone": sorted(state.gone),
+        "fixed": int(state.fixed),
     }
     return json.dumps(document, separators=(",", ":")).encode()
 
@@ -104,6 +105,7 @@ def _read(parts: dict[str, Any]) -> Round:
         ended=None if ended is None else _ended(*ended),
         closed=None if closed is None else _closed(*closed),
         gone=frozenset(_ranks(left.pop("gone"))),
+        fixed=bool(_count(left.pop("fixed"))),
     )
     if left:
         raise ValueError(f"it has parts that this node does not know: {', '.join(sorted(left))}")
@@ -114,8 +116,10 @@ def _ended(round: object, id: object, why: object, report: object) -> RoundEnded
     return RoundEnded(_count(round), _text(id), _text(why), _text(report))
 
 
-def _closed(id: object, why: object, report: object) -> RoundClosed:
-    return RoundClosed(_text(id), _text(why), _text(report))
+def _closed(id: object, why: object, report: object, lost: object) -> RoundClosed:
+    if not isinstance(lost, bool):
+        raise TypeError(f"{lost!r:.100} is neither true nor false")
+    return RoundClosed(_text(id), _text(why), _text(report), lost)
 
 
 def _nodes(value: object) -> dict[str, Node]:

@@ -195,6 +195,11 @@ class Member:
 
     def _over(self, closed: RoundClosed, standby: bool) -> RendezvousError:
         run_id = self._settings.run_id
+        if closed.lost:
+            return RendezvousConnectionError(
+                f"the rendezvous '{run_id}' cannot go on without node {closed.id}: {closed.why}; "
+                f"its nodes are fixed, so no other takes its place"
+            )
         if standby:
             return RendezvousGracefulExitError(
                 f"node {self.id} stood by until the rendezvous '{run_id}' was closed: "

@@ -207,6 +207,9 @@ class RoundClosed(NamedTuple):
     why: str
     report: str = ""
     """What failed for good; empty when the job did not fail."""
+    lost: bool = False
+    """Whether that node was lost or left, and no other can take its place: the job could go on if
+    it were started again."""
 
 
 Effect = Seated | Placed | Refused | RoundEnded | Judged | NodesWaiting | LastCall | RoundClosed

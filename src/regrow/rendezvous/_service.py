@@ -145,8 +145,10 @@ class RendezvousService:
         self.suspended(session, now)
         client = self._clients.pop(session, None)
         out: list[Answer] = []
-        for run_id, node in client.lives if client and closed else ():
+        for run_id, node in client.lives if client else ():
             job = self._jobs[run_id]
+            if not closed and (job.begun or not job.state.fixed):
+                continue
             out += self._apply(job, Lost(node, why), now)[1]
             self._unbind(job, node)
         return out
@@ -221,6 +223,7 @@ class RendezvousService:
                 job.set_up(settings)
             client = self._clients.setdefault(session, _Client())
             _check(job, settings)
+            job.check_rank(event.node)
             if id not in job.lives and len(client.lives) >= LIVES:
                 raise ValueError(f"one connection joins at most {LIVES} nodes")
         effects, out = self._apply(job, event, now, session)
@@ -334,6 +337,7 @@ def _check(job: Job, settings: questions.Settings) -> None:
     """Refuse a node that means another job."""
     for what, theirs, ours in (
         ("nodes", _span(settings), _span(job.settings)),
+        ("--rdzv-backend", _backend(settings), _backend(job.settings)),
         ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
         ("keep_alive_max_attempt", settings.misses, job.settings.misses),
     ):
@@ -346,3 +350,7 @@ def _check(job: Job, settings: questions.Settings) -> None:
 
 def _span(settings: questions.Settings) -> str:
     return f"{settings.min_nodes}:{settings.max_nodes}"
+
+
+def _backend(settings: questions.Settings) -> str:
+    return "static" if settings.fixed else "c10d"

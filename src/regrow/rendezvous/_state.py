@@ -55,6 +55,8 @@ class Round:
     """Who ended the job; None while it runs."""
     gone: frozenset[str] = frozenset()
     """Members of the complete round that left after it was closed."""
+    fixed: bool = False
+    """Whether the first round's members are those of all: the job is over without any of them."""
 
     @property
     def complete(self) -> bool:
@@ -80,7 +82,8 @@ def standing(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClose
         where = leader.addr, state.digest, leader.port
         return Seated(id, state.number, rank, world_size, *where, state.failures)
     if id in state.awaited:
-        return state.closed or state.ended
+        # Who is told that another is lost stops its workers first, and is refused the next round.
+        return state.ended if state.closed is None or state.closed.lost else state.closed
     if id in state.members:
         return state.closed or Placed(id, "forming")
     if id in state.queue:

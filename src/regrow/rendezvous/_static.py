@@ -1,9 +1,12 @@
 """The rendezvous of nodes whose number and ranks the user has fixed.
 
-One node needs nobody: its store is in its own memory, and no port is opened. With several, node
-rank 0 runs the store server on the endpoint and the others connect to it, trying again until it is
-there or the time is up, so the nodes may be started in any order. Then all meet (`_meeting`), and
-node rank 0 tells the others on which port its worker rank 0 will listen.
+One node needs nobody: its store is in its own memory, and no port is opened. Several meet in rounds
+as any others do (`_service`, `_dynamic`): node rank 0 serves them on the endpoint, and the others
+connect to it, trying again until it is there or the time is up, so the nodes may be started in any
+order. What is fixed shows in two places. Each node has the rank that it was given, and a second one
+with that rank is refused. And a node that is lost, or leaves, cannot be replaced: the others are
+told at once, stop their workers, and are refused another round. A failure of workers is healed in
+the next round, of the same nodes, as long as the job's budget lasts.
 
 What the endpoint's port is used for differs from torchrun: there the workers' store listens on it,
 here the agents' does, and the workers' is another, agreed anew in every attempt.
@@ -11,8 +14,8 @@ here the agents' does, and the workers' is another, agreed anew in every attempt
 
 from __future__ import annotations
 
-import threading
-import time
+import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous._api import (
@@ -29,24 +32,18 @@ from regrow.rendezvous._errors import (
     RendezvousGracefulExitError,
 )
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
-from regrow.store import (
-    MemoryStore,
-    PrefixStore,
-    StoreAuthError,
-    StoreConnectionError,
-    StoreError,
-    StoreTimeout,
-)
+from regrow.store import MemoryStore, PrefixStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from regrow.store import ServerProcess, StoreClient, Tls
-    from regrow.utils import PortReservation
+    from regrow.rendezvous._by_server import ServerDriver
+    from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.rendezvous._news import Judged
+    from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.store import Tls
 
 TIMEOUT = 600.0
-_TRY = 2.0  # seconds for one try to connect, between which an interrupt is looked at
-_PAUSE = 0.2  # seconds between two tries
 
 
 class StaticTCPRendezvous(PushingRendezvousHandler):
@@ -59,9 +56,16 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         rank: this node's rank, which it keeps.
         world_size: number of nodes.
         run_id: the id of the job.
-        timeout: seconds in which all nodes have to come to an attempt.
+        timeout: seconds in which node rank 0 has to be reached, and in which all nodes have to come
+            to an attempt.
         token: the job's secret; needed for several nodes.
         tls: their certificates.
+        settings: of the rounds of several nodes; None: the defaults.
+        local_addr: name or address of this node, for people; None: the name of this host.
+
+    Raises:
+        RendezvousError: several nodes, and no token.
+        RendezvousConnectionError: this is node rank 0, and it cannot serve.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         timeout: float,
         token: bytes | None = None,
         tls: Tls | None = None,
+        settings: RendezvousSettings | None = None,
+        local_addr: str | None = None,
     ) -> None:
         self.master_addr = master_addr
         self.master_port = master_port
@@ -81,17 +87,37 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         self.world_size = world_size
         self.run_id = run_id
         self.timeout = timeout
-        self._token = token
-        self._tls = tls
-        self._interrupted = threading.Event()
-        self._server: ServerProcess | None = None
-        self._client: StoreClient | None = None
-        self._port: PortReservation | None = None
+        self._interrupted = False
+        self._all: DynamicRendezvousHandler | None = None
+        if world_size == 1:
+            return
+        if token is None:
+            raise RendezvousError(NO_TOKEN)
+        from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+
+        settings = settings or _defaults(run_id, world_size, timeout)
+        shared = Credentials(token, tls)
+        self._driver = _driver(master_addr, master_port or 0, rank, shared, settings)
+        self._reached = False
+        self._all = DynamicRendezvousHandler(
+            self._driver,
+            settings,
+            backend="static",
+            # The workers get rank 0's as MASTER_ADDR, and torchrun's get it as it was given.
+            local_addr=master_addr if rank == 0 else local_addr or socket.gethostname(),
+            node_rank=rank,
+            credentials=shared,
+        )
 
     @property
     def credentials(self) -> Credentials | None:
         """See base class."""
-        return None if self._token is None else Credentials(self._token, self._tls)
+        return self._all.credentials if self._all else None
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """See base class."""
+        return self._all.bounds if self._all else {}
 
     def get_backend(self) -> str:
         """See base class."""
@@ -101,155 +127,139 @@ class StaticTCPRendezvous(PushingRendezvousHandler):
         """See base class."""
         return self.run_id
 
+    # --- rounds
+
     def next_rendezvous(self) -> RendezvousInfo:
-        """See base class."""
-        self._release_port()
-        self._check_interrupted()
-        return self._alone() if self.world_size == 1 else self._with_others()
+        """See base class; RendezvousConnectionError: or a node is lost, so there is no other."""
+        if self._all is None:
+            return self._alone()
+        if not self._reached:
+            self._reach()
+        return self._all.next_rendezvous()
 
     def _alone(self) -> RendezvousInfo:
+        if self._interrupted:
+            raise RendezvousGracefulExitError(f"node rank {self.rank} was told to stop")
         where = None
         if self.master_port is not None:
             where = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(PrefixStore(self.run_id, MemoryStore()), self.rank, 1, where)
 
-    def _with_others(self) -> RendezvousInfo:
-        from regrow.rendezvous._meeting import meet
-
-        deadline = time.monotonic() + self.timeout
-        while True:
-            client = self._connected(deadline)
-            try:
-                left = max(deadline - time.monotonic(), 0.001)
-                meetings = PrefixStore(f"{self.run_id}/meetings", client)
-                attempt = meet(meetings, self.rank, self.world_size, left)
-                store = PrefixStore(f"{self.run_id}/{attempt}", client)
-                return RendezvousInfo(store, self.rank, self.world_size, self._agree(store))
-            except StoreConnectionError as error:
-                # Node rank 0, and the server with it, was started again; or this is an interrupt.
-                self._disconnect()
-                self._check_interrupted()
-                if time.monotonic() >= deadline:
-                    raise RendezvousConnectionError(
-                        f"node rank {self.rank} lost the store at {self._endpoint()}: {error}"
-                    ) from error
-
-    def _agree(self, store: PrefixStore) -> RendezvousStoreInfo:
-        port = None
-        if self.rank == 0:
-            from regrow.utils import PortReservation
-
-            self._port = PortReservation()
-            port = self._port.port
-        return RendezvousStoreInfo.build(self.rank, store, self.master_addr, port)
-
-    def _connected(self, deadline: float) -> StoreClient:
-        if self._client is not None:
-            return self._client
-        if self._token is None:
-            raise RendezvousError(NO_TOKEN)
-        if self.rank == 0 and self._server is None:
-            self._server = self._serve(self._token)
-        self._client = self._connect(self._token, deadline)
-        if self._interrupted.is_set():  # while it connected
-            self._disconnect()
-            self._check_interrupted()
-        return self._client
-
-    def _serve(self, token: bytes) -> ServerProcess:
-        from regrow.store import start_server
-
-        host = _address_to_listen_on(self.master_addr)
+    def _reach(self) -> None:
         try:
-            return start_server(host, self.master_port or 0, token=token, tls=self._tls)
-        except (OSError, StoreError) as error:
+            self._driver.reach(self.timeout)
+        except RendezvousConnectionError as error:
             raise RendezvousConnectionError(
-                f"node rank 0 cannot serve the store on port {self.master_port} of {host}: {error};"
-                f" choose another port with --master-port, on every node"
+                f"node rank {self.rank} could not reach node rank 0: {error}"
             ) from error
-
-    def _connect(self, token: bytes, deadline: float) -> StoreClient:
-        from regrow.store import connect
-
-        while True:
-            self._check_interrupted()
-            left = max(deadline - time.monotonic(), 0.001)
-            try:
-                return connect(
-                    self._endpoint(), token=token, timeout=min(left, _TRY), tls=self._tls
-                )
-            except (StoreConnectionError, StoreTimeout) as error:
-                if time.monotonic() + _PAUSE >= deadline:
-                    raise RendezvousConnectionError(
-                        f"node rank {self.rank} could not reach node rank 0 at {self._endpoint()} "
-                        f"within {self.timeout:g} s: {error}"
-                    ) from error
-            except StoreAuthError as error:  # it would be the same when tried again
-                raise RendezvousError(
-                    f"node rank {self.rank} may not use the store at {self._endpoint()}: {error}"
-                ) from error
-            except StoreError as error:
-                raise RendezvousConnectionError(
-                    f"node rank {self.rank} cannot use the store at {self._endpoint()}: {error}"
-                ) from error
-            self._interrupted.wait(_PAUSE)
-
-    def _endpoint(self) -> str:
-        host = f"[{self.master_addr}]" if ":" in self.master_addr else self.master_addr
-        return f"{host}:{self.master_port}"
-
-    def _check_interrupted(self) -> None:
-        if self._interrupted.is_set():
-            raise RendezvousGracefulExitError(f"node rank {self.rank} was told to stop")
-
-    def _disconnect(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _release_port(self) -> None:
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-
-    def is_closed(self) -> bool:
-        """Return False: nodes whose number is fixed come and go together."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing: see `is_closed`."""
+        self._reached = True
 
     def num_nodes_waiting(self) -> int:
         """Return 0: there is no node that has no seat."""
         return 0
 
+    # --- failures, and leaving
+
+    def report_failure(self, report: str) -> Judged | None:
+        """See base class."""
+        return self._all.report_failure(report) if self._all else None
+
+    def fail(self, report: str) -> None:
+        """See base class."""
+        if self._all is not None:
+            self._all.fail(report)
+
+    def leaving(self, why: str) -> None:
+        """See base class."""
+        if self._all is not None:
+            self._all.leaving(why)
+
+    def leave(self, why: str) -> None:
+        """See base class; the others cannot go on."""
+        if self._all is not None:
+            self._all.leave(why)
+
+    def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
+        """See base class."""
+        return self._all.keep_lease(renewed) if self._all else lambda: None
+
+    # --- the end
+
+    def is_closed(self) -> bool:
+        """See base class; False for one node, which nobody else could close it for."""
+        return self._met() and self._all is not None and self._all.is_closed()
+
+    def set_closed(self) -> None:
+        """See base class; of one node, nothing happens."""
+        if self._met() and self._all is not None:
+            self._all.set_closed()
+
     def shutdown(self) -> bool:
-        """See base class; on node rank 0 this ends the store server."""
-        self._disconnect()
-        self._release_port()
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
-        return True
+        """See base class."""
+        if self._all is None:
+            return True
+        if not self._met():  # nobody is there who would have to be told
+            self._all.leave("it never met the others")
+            return True
+        return self._all.shutdown()
+
+    def _met(self) -> bool:
+        return self._all is not None and self._reached
 
     def subscribe(self, callback: Callable[[object], None]) -> Callable[[], None]:
-        """See base class; nothing ever happens here that could be told."""
-        return lambda: None
+        """See base class; nothing ever happens to one node that could be told."""
+        return self._all.subscribe(callback) if self._all else lambda: None
 
     def interrupt(self) -> None:
         """See base class."""
-        self._interrupted.set()
-        client = self._client
-        if client is not None:
-            client.close()
+        self._interrupted = True
+        if self._all is not None:
+            self._all.interrupt()
+            if not self._reached:
+                self._driver.interrupt()
+
+
+def _driver(
+    addr: str, port: int, rank: int, shared: Credentials, settings: RendezvousSettings
+) -> ServerDriver:
+    """Return the line to the rounds, which is not connected yet; node rank 0 serves them."""
+    from regrow.rendezvous._by_server import ServerDriver
+    from regrow.rendezvous._host import settle
+    from regrow.rendezvous._line import Where
+    from regrow.store._sockets import endpoint_of
+
+    token, tls = shared
+    server, reach = None, addr
+    if rank == 0:
+        server, reach, _, _ = settle(addr, port, token, tls, True)
+        if server is None:
+            raise RendezvousConnectionError(
+                f"node rank 0 cannot serve the other nodes on port {port} of {addr}: somebody "
+                f"listens there already; choose another port with --master-port, on every node"
+            )
+        if tls is not None and reach != addr:
+            tls = replace(tls, server_hostname=addr)
+    where = Where(endpoint_of(reach, port), token, tls)
+    return ServerDriver(where, settings, None, server, fixed=True)
+
+
+def _defaults(run_id: str, nodes: int, timeout: float) -> RendezvousSettings:
+    from datetime import timedelta
+
+    from regrow.rendezvous import _settings
+
+    limits = _settings.RendezvousTimeout(join=timedelta(seconds=timeout))
+    beat = timedelta(seconds=_settings.KEEP_ALIVE)
+    return _settings.RendezvousSettings(run_id, nodes, nodes, limits, beat, _settings.MISSES)
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
-    """Create the handler; reads the keys `rank` and `timeout`, and those of the credentials.
+    """Create the handler; reads the key `rank`, and those of `read_settings` and of `credentials`.
 
     Raises:
         ValueError: rank or endpoint is missing or makes no sense.
         RendezvousError: there are several hosts, and no token.
+        RendezvousConnectionError: this is node rank 0 of several, and it cannot serve.
     """
     rank = params.get_as_int("rank")
     if rank is None:
@@ -269,27 +279,26 @@ def create_rdzv_handler(params: RendezvousParameters) -> StaticTCPRendezvous:
             "Try add --master-port and --master-addr to the cmd request"
         )
     addr, port = parse_rendezvous_endpoint(endpoint or "127.0.0.1", -1)
-    if port == -1 and not alone:
+    if port <= 0 and not alone:
         raise ValueError(
             f"Port is absent in endpoint: {endpoint}. Try launching with --master-port"
         )
-    token, tls = (None, None) if alone else credentials(params, addr)
+    timeout = timeout_option(params, "join_timeout", "timeout", default=TIMEOUT)
+    token, tls, settings = None, None, None
+    if not alone:
+        from regrow.rendezvous._settings import read_settings
+
+        token, tls = credentials(params, addr)
+        settings = replace(read_settings(params), min_nodes=params.max_nodes)
     return StaticTCPRendezvous(
         addr,
         port if port > 0 else None,
         rank,
         params.max_nodes,
         params.run_id,
-        timeout_option(params, "timeout", default=TIMEOUT),
+        timeout,
         token,
         tls,
+        settings,
+        params.local_addr,
     )
-
-
-def _address_to_listen_on(addr: str) -> str:
-    """Loopback when only this host can be meant; else every address, whatever names it has."""
-    if addr == "localhost" or addr.startswith("127."):
-        return "127.0.0.1"
-    if addr == "::1":
-        return addr
-    return "::" if ":" in addr else "0.0.0.0"

@@ -161,6 +161,10 @@ def explain_timeout(state: Round, run_id: str, id: str, timeout: float) -> str:
             f"{waited}a seat, and round {state.number} goes on with its {members} "
             f"node{'s' if members != 1 else ''}: {', '.join(state.ranks)}"
         )
+    if state.fixed:
+        here = {node.wanted for node in state.members.values()}
+        away = [str(rank) for rank in range(state.max_nodes) if rank not in here]
+        return f"{waited}all {state.max_nodes} nodes; missing: node rank {', '.join(away)}"
     text = (
         f"{waited}round {state.number}, which has {members} of at least {state.min_nodes} "
         f"nodes: {', '.join(state.members)}"
