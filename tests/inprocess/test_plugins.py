@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import pytest
 
-from regrow.inprocess import Compose, FrozenState, State
-from regrow.inprocess.abort import Abort, AbortTransformerEngine
+from regrow.inprocess import Compose, FrozenState, State, _torch_abort
+from regrow.inprocess.abort import Abort, AbortTorchDistributed, AbortTransformerEngine
 from regrow.inprocess.attribution import (
     Interruption,
     InterruptionRecord,
@@ -145,18 +145,38 @@ def test_a_process_without_torch_has_no_device_that_could_be_broken(
 # ------------------------------------------------------------------ abort
 
 
-def test_the_buffers_of_transformer_engine_are_destroyed_where_it_is_loaded(
+def test_process_groups_are_aborted_where_torch_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    aborted: list[bool] = []
+    monkeypatch.setattr(_torch_abort, "abort_process_groups", lambda: aborted.append(True))
+    given = state()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert AbortTorchDistributed()(given) is given
+    assert aborted == []
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert AbortTorchDistributed()(given) is given
+    assert aborted == [True]
+
+
+def test_transformer_engine_lets_go_where_it_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     abort, destroyed = AbortTransformerEngine(), []
-    monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
+    for name in ("transformer_engine.pytorch", "transformer_engine.pytorch.fp8"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     given = state()
     assert abort(given) is given
-    base = types.SimpleNamespace(destroy_ub=lambda: destroyed.append(True))
+    base = types.SimpleNamespace(destroy_ub=lambda: destroyed.append("buffers"))
     engine = types.SimpleNamespace(module=types.SimpleNamespace(base=base))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", engine)
     abort(given)
-    assert destroyed == [True]
+    assert destroyed == ["buffers"]
+    manager = types.SimpleNamespace(reset=lambda: destroyed.append("groups"))
+    fp8 = types.SimpleNamespace(FP8GlobalStateManager=manager)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", fp8)
+    abort(given)
+    assert destroyed == ["buffers", "buffers", "groups"]
 
 
 # ------------------------------------------------------------------ nested restarters
@@ -169,12 +189,14 @@ def test_an_outer_launcher_is_told_what_the_inner_restarter_does() -> None:
     completed(state(0))
     starting(state(0))
     completed(state(1))
+    completed(state(0))  # another call of the wrapper
     NestedRestarterFinalized(sink=told.append)(state(1))
     NestedRestarterAborted(sink=told.append)(state(1))
     assert told == [
         ("initialize", None),
         ("handling", "starting"),
         ("handling", "completed"),
+        ("initialize", None),
         ("finalized", None),
         ("aborted", None),
     ]

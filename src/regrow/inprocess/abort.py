@@ -10,7 +10,7 @@ import sys
 
 from .state import FrozenState
 
-__all__ = ["Abort", "AbortTransformerEngine"]
+__all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
 
 
 class Abort(abc.ABC):
@@ -25,12 +25,33 @@ class Abort(abc.ABC):
         """Break off what may block the main thread, and return `state`."""
 
 
-class AbortTransformerEngine(Abort):
-    """Destroys the user buffers of Transformer Engine, where it is in use."""
+class AbortTorchDistributed(Abort):
+    """Aborts the collectives of all process groups of torch.distributed, and destroys the groups.
+
+    A process that has not loaded torch has none.
+    """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Destroy them, and return `state`."""
+        """Abort and destroy every process group, and return `state`."""
+        if "torch" in sys.modules:
+            from . import _torch_abort
+
+            _torch_abort.abort_process_groups()
+        return state
+
+
+class AbortTransformerEngine(Abort):
+    """Has Transformer Engine, where it is in use, let go of user buffers and process groups.
+
+    It comes after `AbortTorchDistributed`, so before it in a `Compose`.
+    """
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """Destroy the buffers, reset the state of FP8 that has a group, and return `state`."""
         engine = sys.modules.get("transformer_engine.pytorch")
         if engine is not None:
             engine.module.base.destroy_ub()
+        fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
+        if fp8 is not None:
+            fp8.FP8GlobalStateManager.reset()
         return state
