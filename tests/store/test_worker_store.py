@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -232,6 +233,25 @@ def test_the_environment_of_an_agent_says_it_all_unless_a_place_is_given(
 
 
 # --- what it is made of
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_a_server_that_is_slow_to_start_lengthens_no_workers_grace(
+    family: socket.AddressFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = make_token()
+    with socket.socket(family) as listener:
+        listener.bind(str(tmp_path / "store") if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        listener.listen()
+        monkeypatch.setenv(STORE_ENV, sockets.endpoint_of_socket(listener))
+        monkeypatch.setenv(STORE_TOKEN_ENV, token.decode())
+        waiting = Background(worker_store, timeout=PATIENCE)
+        select.select([listener], [], [], PATIENCE)
+        with start_server(listener=listener, token=token):
+            client = waiting.result()
+            # The server alone takes longer to start than six round trips of this host.
+            assert 0.5 <= client._connection._welcome.grace < 0.55
+            client.close()
 
 
 def test_a_server_that_a_worker_starts_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:

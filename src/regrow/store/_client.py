@@ -63,6 +63,7 @@ def connect(
     tls: Tls | None = None,
     on_state: Callable[[ConnectionState], None] | None = None,
     spare_round_trips: float = 0.0,
+    server_may_start: bool = False,
     refusal_is_final: bool = False,
     stop: int | None = None,
 ) -> StoreClient:
@@ -85,6 +86,8 @@ def connect(
         spare_round_trips: how often a message may go to the server and back while the
             session waits for its client, on top of `session_grace`: time to connect anew
             on a slow link, as measured on the first connection.
+        server_may_start: the server may be started by this connection, and answer late for that;
+            so a round trip is what the kernel has measured, which a proxy would shorten.
         refusal_is_final: do not try again when nobody listens there, or what does hangs up.
         stop: a file descriptor; while connecting for the first time, StoreClosedError is
             raised when it becomes readable.
@@ -101,7 +104,7 @@ def connect(
     hostname = None if tls is None else tls.server_hostname
     name = f"{socket.gethostname()} pid {os.getpid()}"[:200]
     connection = Connection(
-        Dialer(endpoint, token, context, hostname, name, spare_round_trips),
+        Dialer(endpoint, token, context, hostname, name, spare_round_trips, server_may_start),
         to_seconds(session_grace),
         to_seconds(timeout),
         on_state,

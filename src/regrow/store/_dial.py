@@ -25,7 +25,7 @@ from regrow.store._errors import (
     StoreProtocolError,
     StoreTimeout,
 )
-from regrow.store._sockets import endpoint_of, keep_alive
+from regrow.store._sockets import endpoint_of, keep_alive, round_trip
 
 if TYPE_CHECKING:
     import ssl
@@ -76,6 +76,8 @@ class Dialer:
         server_hostname: the name expected in the server's certificate.
         client: how to name this client to the server.
         spare: round trips to the server that are added to the grace of a session.
+        may_start: the server may be started by the first connection, so that how soon it answers
+            says nothing of the way to it.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Dialer:
         server_hostname: str | None,
         client: str,
         spare: float,
+        may_start: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self._where = parse_endpoint(endpoint)
@@ -94,6 +97,7 @@ class Dialer:
         self._server_hostname = server_hostname
         self._client = client
         self._spare = spare
+        self._may_start = may_start
         self._reached: Address | None = None
         self.server = endpoint
         """The endpoint, with the address that was reached in place of a name."""
@@ -177,6 +181,8 @@ class Dialer:
 
     def _greet(self, sock: socket.socket, session: bytes, grace: float, deadline: float) -> Greeted:
         channel: Channel | None = None
+        if self._may_start:
+            grace += self._spare * round_trip(sock)
         try:
             if self._tls is None:
                 channel = Channel(sock)
@@ -206,7 +212,8 @@ class Dialer:
         sent = time.monotonic()
         channel.send(handshake.PREAMBLE + nonce)
         opening = reader.opening()
-        grace += self._spare * (time.monotonic() - sent)
+        if not self._may_start:
+            grace += self._spare * (time.monotonic() - sent)
         theirs = opening[len(handshake.PREAMBLE) :]
         proof = handshake.prove(self._token, "client", nonce, theirs)
         hello = wire.frame(wire.Hello(session, grace, self._client))

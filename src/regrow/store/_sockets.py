@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
 
 from regrow.store._own_secret import is_loopback
 
@@ -16,6 +17,7 @@ KEEP_INTERVAL = 2
 KEEP_COUNT = 3
 """Unanswered questions after which the connection counts as lost."""
 TCP_THIN_LINEAR_TIMEOUTS = 16
+_RTT = slice(68, 72)  # of struct tcp_info: tcpi_rtt, in microseconds
 """Linux; Python's socket module has no name for it."""
 
 
@@ -83,6 +85,14 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def round_trip(sock: socket.socket) -> float:
+    """Seconds to the other host and back, as the kernel has measured them; 0 on this one."""
+    if sock.family == socket.AF_UNIX:
+        return 0.0
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.stop)
+    return int.from_bytes(info[_RTT], sys.byteorder) / 1e6
 
 
 def keep_alive(sock: socket.socket) -> None:

@@ -243,6 +243,7 @@ def _connect(
         timeout=timeout,
         session_grace=SESSION_GRACE,
         spare_round_trips=SPARE_ROUND_TRIPS,
+        server_may_start=True,
         refusal_is_final=refusal_is_final,
     )
 
