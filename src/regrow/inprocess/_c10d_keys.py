@@ -1,0 +1,198 @@
+"""What a link over a c10d store needs of it: small calls, and waits that can be interrupted.
+
+A thread that waits in a c10d store waits in C++: it hears no signal, and keeps every other call on
+the same handle waiting. So each wait is made by a thread of its own with a handle of its own, taken
+from those that are idle, and whoever wants to know waits for that thread, in Python.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, TypeVar
+
+from regrow.inprocess._link import LinkLostError
+from regrow.store import StoreError
+
+if TYPE_CHECKING:
+    from regrow.store import Store
+
+T = TypeVar("T")
+
+LONGEST = 10.0
+"""Seconds after which a waiting thread looks whether anybody still wants to know."""
+
+
+class Keys:
+    """The keys of one group in a c10d store.
+
+    Args:
+        connect: returns a new handle on the store.
+        prefix: in front of every key.
+
+    Raises:
+        LinkLostError: the store cannot be reached; so do all calls.
+    """
+
+    def __init__(self, connect: Callable[[], Store], prefix: str) -> None:
+        self._connect = connect
+        self._prefix = prefix
+        self._idle: list[_Waiter] = []
+        self._all: list[_Waiter] = []
+        self._lock = threading.Lock()
+        self.closed = False
+        self._store = self._new()
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a number, at first 0, and return the sum."""
+        return self._call(lambda store: int(store.add(self._prefix + key, amount)))
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._call(lambda store: store.set(self._prefix + key, value))
+
+    def set_first(self, key: str, value: str) -> str:
+        """Set a key unless it is there, and return what it holds."""
+        held = self._call(lambda store: store.compare_set(self._prefix + key, "", value))
+        return bytes(held).decode()
+
+    def append(self, key: str, line: str) -> None:
+        """Append a line to a key."""
+        text = f"{line}\n"
+
+        def append(store: Store) -> None:
+            try:
+                store.append(self._prefix + key, text)
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, ConnectionError):
+                    raise
+                self._append_by_turns(store, self._prefix + key, text)
+
+        self._call(append)
+
+    def lines(self, key: str) -> list[str]:
+        """Return the lines of a key; none if it is not there."""
+
+        def read(store: Store) -> list[str]:
+            name = self._prefix + key
+            return bytes(store.get(name)).decode().splitlines() if store.check([name]) else []
+
+        return self._call(read)
+
+    def there(self, key: str) -> bool:
+        """Say whether a key is there."""
+        return self._call(lambda store: bool(store.check([self._prefix + key])))
+
+    def numbers(self, keys: Sequence[str]) -> list[int]:
+        """Return the numbers that were added up under these keys."""
+        return [self.add(key, 0) for key in keys]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete what is there of these keys."""
+        for key in keys:
+            self._call(lambda store, key=key: store.delete_key(self._prefix + key))  # type: ignore[misc]
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        """Return the value of a key once it is there, or None if it is not within that time."""
+        with self._lock:
+            waiter = self._idle.pop() if self._idle else None
+        if waiter is None:
+            waiter = _Waiter(self._new(), self)
+            with self._lock:
+                self._all.append(waiter)
+        wanted = _Wanted(self._prefix + key, time.monotonic() + seconds)
+        waiter.wanted.put(wanted)
+        try:
+            wanted.over.wait()
+        finally:
+            wanted.given_up = True
+        if wanted.error is not None:
+            raise LinkLostError(f"the store is gone: {wanted.error}") from wanted.error
+        return wanted.value
+
+    def back(self, waiter: _Waiter) -> None:
+        """A waiting thread has nothing to do."""
+        with self._lock:
+            self._idle.append(waiter)
+
+    def close(self) -> None:
+        """Have all waiting threads end, those in the store when they next look."""
+        self.closed = True
+        for waiter in self._all:
+            waiter.wanted.put(None)
+
+    def _new(self) -> Store:
+        try:
+            return self._connect()
+        except (StoreError, OSError, RuntimeError) as error:
+            raise LinkLostError(f"the store cannot be reached: {error}") from error
+
+    def _call(self, call: Callable[[Store], T]) -> T:
+        try:
+            return call(self._store)
+        except (StoreError, OSError, RuntimeError) as error:
+            raise LinkLostError(f"the store is gone: {error}") from error
+
+    @staticmethod
+    def _append_by_turns(store: Store, key: str, text: str) -> None:
+        """Append where the store itself cannot (a FileStore): one after the other."""
+        seen = b""
+        while True:
+            longer = seen + text.encode()
+            now = bytes(store.compare_set(key, seen.decode(), longer.decode()))
+            if now == longer:
+                return
+            seen = now
+
+
+class _Wanted:
+    """One wait."""
+
+    __slots__ = ("deadline", "error", "given_up", "key", "over", "value")
+
+    def __init__(self, key: str, deadline: float) -> None:
+        self.key = key
+        self.deadline = deadline
+        self.over = threading.Event()
+        self.given_up = False
+        self.value: str | None = None
+        self.error: Exception | None = None
+
+
+class _Waiter:
+    """A thread with a handle on the store, for one wait at a time."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store = store
+        self._keys = keys
+        self.wanted: SimpleQueue[_Wanted | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="regrow-c10d-wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while (wanted := self.wanted.get()) is not None:
+            try:
+                wanted.value = self._wait(wanted)
+            except (StoreError, OSError, RuntimeError) as error:
+                wanted.error = error
+            wanted.over.set()
+            self._keys.back(self)
+        with suppress(AttributeError, StoreError):  # torch's stores have no end of their own
+            self._store.close()  # type: ignore[attr-defined]
+
+    def _wait(self, wanted: _Wanted) -> str | None:
+        while True:
+            left = min(max(wanted.deadline - time.monotonic(), 0.001), LONGEST)
+            begun = time.monotonic()
+            try:
+                self._store.wait([wanted.key], timedelta(seconds=left))
+            except (StoreError, RuntimeError):
+                if time.monotonic() - begun < left * 0.9:  # it was not the time that was over
+                    raise
+            else:
+                return bytes(self._store.get(wanted.key)).decode()
+            if wanted.given_up or self._keys.closed or time.monotonic() >= wanted.deadline:
+                return None
