@@ -183,7 +183,7 @@ class Job:
 
     def world(self, size: int, after: World | None = None) -> World:
         """Wait until a world of `size` nodes works, in a round after that of `after`."""
-        what = "reduced" if self.mode == "gloo" else "started"
+        what = {"gloo": "reduced", "beating": "beating"}.get(self.mode, "started")
 
         def complete() -> World | None:
             rounds = _by_round(self.records(what))

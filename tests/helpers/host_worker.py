@@ -1,11 +1,12 @@
-"""A worker that tells what it sees, for jobs on several hosts: `host_worker.py gloo|plain`.
+"""A worker that tells what it sees, for jobs on several hosts: `host_worker.py gloo|plain|beating`.
 
-`gloo` does one all-reduce after the other, `plain` imports nothing and sleeps. Everything told is
-one line of JOB_FOLDER/records, stamped by the monotonic clock, which the hosts of a test share;
-and in JOB_FOLDER/alive each worker keeps the time at which it was last seen to run.
+`gloo` does one all-reduce after the other, `plain` imports nothing and sleeps, `beating` sleeps as
+well, once it has beaten with all others. Everything told is one line of JOB_FOLDER/records, stamped
+by the monotonic clock, which the hosts of a test share; and in JOB_FOLDER/alive each worker keeps
+the time at which it was last seen to run.
 
 What to do is said by files in JOB_FOLDER: `finish` ends all workers well, `fail.HOST` the one on
-that host with exit code 7.
+that host with exit code 7, and `stop.HOST` stops it, if it beats.
 """
 
 import json
@@ -59,6 +60,21 @@ def asked_to_fail() -> bool:
     return True
 
 
+def beating() -> None:
+    """Beat with all others, as the agents were asked to have it, and wait to be told how to end."""
+    from regrow import heartbeat
+
+    heartbeat.start(1)  # returns when the one has begun that begins by itself
+    while len(heartbeat.progress()) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(STEP_S)
+    note("beating")
+    while not (FOLDER / "finish").exists():
+        if (FOLDER / f"stop.{HOST}").exists():
+            (FOLDER / f"stop.{HOST}").unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(STEP_S)
+
+
 def checkpoint(*_: object) -> None:
     """Note that there was time to save."""
     note("checkpoint")
@@ -103,5 +119,5 @@ if "CHECKPOINT" in os.environ:  # a handler in Python: it has to wait for the co
     signal.signal(signal.SIGTERM, checkpoint)
 note("started")
 threading.Thread(target=keep_alive, daemon=True).start()
-{"gloo": gloo, "plain": plain}[sys.argv[1]]()
+{"gloo": gloo, "plain": plain, "beating": beating}[sys.argv[1]]()
 note("finished")

@@ -1,0 +1,98 @@
+"""Workers of several hosts that beat: who is named when one of them, or its host, goes silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from host_jobs import Agent, Job
+from netns import Host, Process
+from processes import wait_until
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
+
+StartJob = Callable[..., Job]
+
+
+def root_causes(agent: Agent) -> list[tuple[int, str]]:
+    """The rank and the signal of every failure that this agent holds for the first of its round."""
+    failed = agent.events("worker.failed")
+    return [(each["rank"], each["signal"]) for each in failed if each["root_cause"]]
+
+
+def test_a_host_whose_link_is_cut_is_to_blame_and_not_the_workers_that_miss_it(
+    start_job: StartJob, hosts: list[Host]
+) -> None:
+    job = start_job(hosts[0], nodes="2:3", mode="beating")
+    agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
+    world = job.world(3)
+    victim = next(agent for agent in agents if agent.host.name == world.hosts[2])
+    victim.host.link("down")
+    after = job.world(2, after=world)
+    assert after.restarts == 0, job
+    for agent in agents:
+        if agent is not victim:
+            node, why = job.blamed(world, agent)
+            assert victim.host.addr in node, agent
+            assert "nothing was heard of it" in why, agent
+            assert root_causes(agent) == [], agent
+    victim.host.link("up")
+    again = job.world(3, after=after)
+    assert again.restarts == 0, job
+    job.finish(*agents)
+
+
+def test_a_stopped_worker_is_the_root_cause_on_every_host(
+    start_job: StartJob, hosts: list[Host]
+) -> None:
+    job = start_job(hosts[0], nodes="3", mode="beating", max_restarts=1)
+    agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
+    world = job.world(3)
+    (job.folder / f"stop.{world.hosts[1]}").touch()
+    after = job.world(3, after=world)
+    assert after.restarts == 1, job
+    job.finish(*agents)
+    for agent in agents:
+        assert root_causes(agent) == [(1, "SIGKILL")], agent
+        assert agent.events("heartbeat.failed") == [], agent
+        assert "no heartbeat for" in agent.output, agent
+
+
+ALONE = """
+import time
+from regrow import heartbeat
+heartbeat.start(0.5, timeout=1)
+print("beating", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def test_without_agents_the_workers_of_a_host_that_is_cut_off_end_and_so_do_the_others(
+    hosts: list[Host], tmp_path: Path
+) -> None:
+    common = {
+        **{name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ},
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": hosts[0].addr,
+        "MASTER_PORT": "29500",
+        "REGROW_TOKEN": "a token for the tests",
+        "HOME": str(tmp_path),
+    }
+    outputs = [tmp_path / f"{rank}.output" for rank in range(3)]
+    workers = []
+    for rank, output in enumerate(outputs):
+        with output.open("wb") as file:
+            env = {**common, "RANK": str(rank)}
+            workers.append(Process(hosts[rank], [sys.executable, "-c", ALONE], env, file))
+    wait_until(lambda: all("beating" in each.read_text() for each in outputs), "all beat")
+    hosts[2].link("down")
+    assert [worker.wait(40) for worker in workers] == [-signal.SIGABRT] * 3
+    for rank in (0, 1):
+        assert f"heartbeat of rank {rank} of 3" in outputs[rank].read_text()
+        assert "rank 2 is missing; all were there" in outputs[rank].read_text()
+    assert "no exchange has succeeded" in outputs[2].read_text()
