@@ -81,6 +81,8 @@ def test_the_first_on_the_endpoints_host_serves_and_the_others_join(
 ) -> None:
     first, second = create(f"127.0.0.1:{port}"), create(f"127.0.0.1:{port}")
     assert (serves(first), serves(second)) == (True, False)
+    # The agents make the secret of the workers' store of what they prove to each other.
+    assert first.credentials == second.credentials == (TOKEN, None)
     infos = meet(first, second)
     assert sorted(info.rank for info in infos) == [0, 1]
     assert {info.round for info in infos} == {1}

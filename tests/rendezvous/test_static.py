@@ -132,6 +132,14 @@ def test_several_nodes_without_a_token_are_told_what_to_type(
         StaticTCPRendezvous("127.0.0.1", 1, 0, 2, "job", 1).next_rendezvous()
 
 
+def test_what_nodes_prove_to_each_other_is_for_their_agents_to_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REGROW_TOKEN", "a secret of this test, and of nobody else")
+    assert create().credentials == (b"a secret of this test, and of nobody else", None)
+    assert alone().credentials is None
+
+
 def test_a_token_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REGROW_TOKEN", "short")
     with pytest.raises(RendezvousError, match="the token has 5 bytes"):
