@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-LONGEST = 10.0
+LONGEST = 3600.0
 """Seconds after which a waiting thread looks whether anybody still wants to know."""
 
 
