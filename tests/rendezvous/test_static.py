@@ -136,7 +136,7 @@ def test_what_nodes_prove_to_each_other_is_for_their_agents_to_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REGROW_TOKEN", "a secret of this test, and of nobody else")
-    assert create().credentials == (b"a secret of this test, and of nobody else", None)
+    assert create(rank=1).credentials == (b"a secret of this test, and of nobody else", None)
     assert alone().credentials is None
 
 
