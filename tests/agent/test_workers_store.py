@@ -249,7 +249,21 @@ def test_an_agent_of_another_kind_offers_nothing_and_is_not_waited_for(
     provider.open(MemoryStore(), 1, 2, ADDR)
     provider.look_up(MemoryStore(), 1, surely=True)
     assert provider.environment(2, ADDR, {}) == {}
-    assert "none was offered" in caplog.text
+    assert "the agent of node rank 0 has offered none" in caplog.text
+
+
+def test_what_the_others_cannot_be_told_the_first_nodes_workers_are_not_told_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Poor(MemoryStore):
+        def multi_set(self, *args: Any, **options: Any) -> None:
+            raise RuntimeError("multiSet not implemented")
+
+    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider.open(Poor(), 0, 2, ADDR)
+    assert provider.environment(2, ADDR, {}) == {}
+    provider.close()
+    assert "(REGROW_STORE): multiSet not implemented" in caplog.text
 
 
 def test_a_round_that_is_over_is_not_taken_for_a_store_that_is_missing() -> None:

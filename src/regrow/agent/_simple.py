@@ -88,7 +88,12 @@ class SimpleElasticAgent(Loop, ElasticAgent):
 
     @abc.abstractmethod
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the group's workers; returns each local rank's worker id."""
+        """Start the group's workers; returns each local rank's worker id.
+
+        Args:
+            worker_group: after its rendezvous; with its `store_environment` in their environment
+                the workers share a store (`regrow.store.worker_store`).
+        """
 
     @abc.abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 OFFER_PREFIX = "regrow/workers_store/"
 PATIENCE_S = 10.0
 """How long another agent waits for the offer where nothing else says that it has been made."""
+_NO_OFFER = "the agent of node rank 0 has offered none"
 _FAREWELL_S = 6.0  # for the server to end: it is killed after five
 
 logger = get_logger(__name__)
@@ -108,16 +109,17 @@ class WorkersStore:
             RendezvousGracefulExitError: it was closed for good.
         """
         self._let_go()
-        self._alone, self._offer, self._token = {}, Offer(failure="none was offered"), b""
+        self._alone, self._offer, self._token = {}, Offer(failure=_NO_OFFER), b""
         if node:
             return
         with _logged():
             if nodes == 1:
                 self._alone = self._open_alone()
                 return
-            self._offer, self._token = self._open_for_all(addr or "")
-            told = json.dumps(self._offer).encode()
+            offer, token = self._open_for_all(addr or "")
+            told = json.dumps(offer).encode()
             store.multi_set([offer_key(node) for node in range(1, nodes)], [told] * (nodes - 1))
+            self._offer, self._token = offer, token
 
     def look_up(self, store: Store, node: int, *, surely: bool) -> None:
         """Take in what another node than the first was told.
