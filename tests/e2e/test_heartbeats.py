@@ -107,25 +107,38 @@ tell(event.is_set())
     assert bounds["a missing heartbeat ends all workers"] == 3 * (1 + 2) + 2
 
 
-def test_workers_that_are_being_stopped_are_left_their_grace_though_one_is_lost(
+def test_a_stall_is_reported_and_workers_that_are_stopped_are_left_their_grace_though_one_is_lost(
     launch: Launch,
 ) -> None:
     job = launch(
         BEATING
         + """
-event = heartbeat.start(1)
+event = heartbeat.start(0.1, timeout=20, stalled_after=2)
 def save(*_):
     event.wait(30)  # until it is known that the other one is lost
     tell("saved", event.is_set())
     sys.exit()
 signal.signal(signal.SIGTERM, save)
+def load_batch():
+    time.sleep(1000)
+heartbeat.step(0, "loading")
 tell("ready", os.getpid())
+if RANK == 1:
+    load_batch()
 while True:
-    time.sleep(1)
-"""
+    time.sleep(0.01)
+    heartbeat.step(int(time.monotonic() * 100))
+""",
+        "--timers",
     )
     pids = {rank: int(pid) for rank, _, _, pid in job.news(2)}
+    stalled = job.await_event("heartbeat.stalled")
+    assert (stalled["rank"], stalled["pid"]) == (1, pids["1"])
+    assert stalled["message"].startswith("rank 1 beats, but stands still at step 0 in phase")
+    assert stalled["stood"].startswith("in load_batch (train.py:")
     os.kill(pids["1"], signal.SIGKILL)
     assert job.news() == [["0", "0", "saved", "True"]]
     assert job.finish() == 1, job.output
     assert [event["rank"] for event in job.events("worker.failed")] == [1]
+    told = " ".join(job.stderr.split())
+    assert f"rank 1 on host {stalled['host']} (pid {pids['1']}) stalled: rank 1 beats, but" in told

@@ -62,7 +62,7 @@ def tell_stall(what: str) -> None:
     """
     client = _client(signal=0)
     if client is not None:
-        client.acquire(STALLED + what, time.time())
+        client.acquire(STALLED + what.removeprefix("heartbeat: "), time.time())
 
 
 def _client(**how: int) -> FileTimerClient | None:
