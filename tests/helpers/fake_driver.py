@@ -52,6 +52,7 @@ class FakeDriver:
         self.stores: list[MemoryStore] = []
         self._cut = ""
         self._hangs = False
+        self._held: type | None = None
         self._fault: Exception | None = None
         self._interrupted = False
 
@@ -67,6 +68,12 @@ class FakeDriver:
             self._hangs = hangs
             self.rounds.changed.notify_all()
 
+    def hold(self, kind: type | None) -> None:
+        """Events of a kind are not answered, and their timeouts not heeded; None: no longer."""
+        with self.rounds.changed:
+            self._held = kind
+            self.rounds.changed.notify_all()
+
     def break_down(self, fault: Exception) -> None:
         """Whoever follows runs into a fault."""
         with self.rounds.changed:
@@ -75,6 +82,8 @@ class FakeDriver:
 
     def submit(self, event: Event, timeout: float) -> View:
         with self._reached(timeout):
+            while type(event) is self._held and not self._interrupted:
+                self.rounds.changed.wait()
             return self.rounds.post(event)
 
     def follow(self, id: str, seen: View | None, timeout: float) -> View | None:

@@ -496,6 +496,26 @@ def test_who_is_leaving_says_so_before_it_goes(make_job: MakeJob) -> None:
     assert again.result().world_size == 1
 
 
+def test_who_is_leaving_waits_for_no_answer_and_confirms_no_end_before_it_is_heard(
+    make_job: MakeJob,
+) -> None:
+    """Or a failure that its going has caused would be charged."""
+    job = make_job(2, 2, misses=20)
+    a, b = job.seated("10.0.0.1", "10.0.0.2")
+    a.driver.hold(Leaving)
+    a.handler.leaving("its host is shut down")  # blocks for ever if it waits
+    judged = Background(lambda: b.handler.report_failure("a collective failed"))
+    a.told(RoundEnded)
+    assert job.rounds.state.unheard == {a.id}
+    a.driver.hold(None)
+    verdict = judged.result()
+    assert verdict is not None
+    assert not verdict.charged
+    a.handler.leave("its host is shut down")
+    said = [type(event) for event in job.rounds.events if getattr(event, "id", "") == a.id]
+    assert said == [Leaving, Leave]
+
+
 def test_that_nobody_hears_of_the_leaving_is_no_error(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -260,7 +260,8 @@ class PushingRendezvousHandler(RendezvousHandler):
     def leaving(self, why: str) -> None:
         """Tell all that this node stops its workers and will go; `shutdown` or `leave` follows.
 
-        It never blocks for long, and failing to tell is no error.
+        It does not block, since the workers' grace begins when it returns, and failing to tell is
+        no error.
         """
 
     def leave(self, why: str) -> None:

@@ -12,6 +12,11 @@ server does not know the job) says so at once.
 **Lives.** Who was given up comes back as another node, under a new id. So does who gave up by
 itself, and asks again later.
 
+**Leaving** is said by a thread of its own, so that the node can stop its workers at once, also when
+nobody answers. From then on it no longer confirms that it has heard of the round's end, or a failure
+that its going has caused might be judged before it was heard to go; and what it says after that
+waits until the thread is done.
+
 **Ports.** The node holds a free port from before it asks until it asks again: if it becomes rank
 0, the workers of all nodes meet there, and nobody has to wait to be told. It is another one for
 every round, so what a worker of an older round left on it disturbs nobody.
@@ -20,6 +25,7 @@ every round, so what a worker of an older round left on it disturbs nobody.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -88,6 +94,9 @@ class Member:
         self._lives = 0
         self._interrupted = False
         self._calling = False
+        self._said = threading.Event()
+        """That it is leaving, or that this could not be said."""
+        self._said.set()
 
     def begin(self) -> None:
         """Begin a life, if the node has none."""
@@ -177,7 +186,7 @@ class Member:
         else:
             left = max(lost_at + reconnect - time.monotonic(), self._bounds.keep_alive)
         try:
-            return self.touch.call(event, left)
+            return self._say(event, left)
         finally:
             with self.touch.changed:
                 self._calling = False
@@ -282,10 +291,25 @@ class Member:
         """See `PushingRendezvousHandler.leaving`."""
         if not self._token or self.done:
             return
+        self.touch.part(self._token)
+        self._said = threading.Event()
+        leaving, said = Leaving(self.id, self._token, why), self._said
+        self.touch.start("rendezvous leaving", lambda: self._say_leaving(leaving, said))
+
+    def _say_leaving(self, leaving: Leaving, said: threading.Event) -> None:
         try:
-            self.touch.call(Leaving(self.id, self._token, why), self._bounds.keep_alive)
+            self.touch.call(leaving, self._bounds.keep_alive)
+        except RendezvousGracefulExitError:  # it has left meanwhile
+            pass
         except RendezvousError as error:
-            logger.warning("node %s could not say that it is leaving: %s", self.id, error)
+            logger.warning("node %s could not say that it is leaving: %s", leaving.id, error)
+        finally:
+            said.set()
+
+    def _say(self, event: Event, timeout: float) -> View:
+        """Submit an event, after what this node has said before."""
+        self._said.wait(self._bounds.keep_alive)
+        return self.touch.call(event, timeout)
 
     def leave(self, why: str, limit: float) -> None:
         """Give the node's place back, wherever it is.
@@ -294,7 +318,7 @@ class Member:
             RendezvousError: nobody was reached within `limit` seconds.
         """
         if self.id:
-            self.touch.call(Leave(self.id, 0, why), min(limit, self._time_to_close()))
+            self._say(Leave(self.id, 0, why), min(limit, self._time_to_close()))
 
     # --- the end
 
@@ -304,7 +328,7 @@ class Member:
         Raises:
             RendezvousError: nobody was reached in time.
         """
-        self.touch.call(Close(self.id or self.addr, why, report), self._time_to_close())
+        self._say(Close(self.id or self.addr, why, report), self._time_to_close())
         self.closed = True
 
     def _time_to_close(self) -> float:

@@ -85,6 +85,7 @@ class Touch:
         self._trouble = "nobody answers"
         self._lease = 0.0
         self._given_up = False
+        self._parted = 0  # the last round that this node leaves by its own decision
         self._keeping = threading.Lock()  # what the keepers are told is told in order
         self._threads: set[threading.Thread] = set()
         self._telling = threading.RLock()
@@ -153,6 +154,11 @@ class Touch:
                 self._told = Told()
         self._driver.end_round_store()
 
+    def part(self, round: int) -> None:
+        """The node leaves a round: from now on it confirms no more that others have ended it."""
+        with self.changed:
+            self._parted = round
+
     def stop(self, *, wait: bool = True) -> None:
         """End the threads, and wait for them if asked to; beats and news end with them.
 
@@ -216,7 +222,7 @@ class Touch:
         while (seen := self._seen(id)) is not None:
             try:
                 match seen.news:
-                    case RoundEnded(round, by) if self._token == round > answered and by != id:
+                    case RoundEnded(round, by) if self._confirms(round, answered) and by != id:
                         self._driver.submit(Heard(id, round), self._bounds.lease)
                         answered = round
                 view = self._driver.follow(id, seen, _TURN)
@@ -230,6 +236,9 @@ class Touch:
                 if now - troubled >= self._bounds.lease:  # also if its beats are heard
                     self._lose(id)
                 self._pause(id, self._bounds.keep_alive / 4)
+
+    def _confirms(self, round: int, answered: int) -> bool:
+        return self._token == round > max(answered, self._parted)
 
     def _seen(self, id: str) -> View | None:
         """Return the latest view of this life, once there is one; None when it is over.
