@@ -60,6 +60,13 @@ class OldCheckThatReturnsNothing(Noting, HealthCheck):
         self.given.append((state, train_ex))
 
 
+class OldCheckWithAnOption(OldCheck):
+    def __call__(  # type: ignore[override]
+        self, state: FrozenState, train_ex: Exception | None, verbose: bool = False
+    ) -> tuple[FrozenState, Exception | None]:
+        return super().__call__(state, train_ex)
+
+
 class OldAssignment(Noting, RankAssignment):
     """Drops the last rank, in place, as the first generation's assignments worked."""
 
@@ -152,7 +159,7 @@ def test_a_plugin_of_today_gets_the_state() -> None:
     assert check.given == [(state,)]
 
 
-@pytest.mark.parametrize("make", [OldCheck, OldCheckThatReturnsNothing])
+@pytest.mark.parametrize("make", [OldCheck, OldCheckWithAnOption, OldCheckThatReturnsNothing])
 @pytest.mark.filterwarnings("ignore:.*returned nothing")
 def test_an_older_plugin_gets_the_exception_too(make: type[Any]) -> None:
     check, state = make(), frozen()
@@ -182,7 +189,9 @@ def test_a_built_in_answers_a_class_derived_from_it_in_kind() -> None:
         ) -> tuple[FrozenState, Exception | None]:
             by_place: Any = super().__call__(state, None)  # type: ignore[call-arg]
             assert by_place == (replace(state, fn_exception=None), None)
-            return super().__call__(state, train_ex=train_ex)  # type: ignore[call-arg, return-value]
+            by_name: Any = super().__call__(state, train_ex=train_ex)  # type: ignore[call-arg]
+            assert by_name == (state, train_ex)
+            return state, train_ex
 
     counter = OldCounter(1)
     call(counter, frozen())

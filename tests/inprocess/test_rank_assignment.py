@@ -130,6 +130,7 @@ def test_the_first_ranks_are_active_as_many_as_the_filters_allow(
         (lambda numbering: numbering, 5),
         (lambda numbering: Compose(MaxActiveWorldSize(3), numbering), 3),
         (lambda numbering: Compose(numbering, MaxActiveWorldSize(3)), 3),
+        (lambda numbering: Compose(numbering, MaxActiveWorldSize(7)), 5),
         (lambda numbering: Compose(ActiveWorldSizeDivisibleBy(4), numbering), 4),
     ],
 )
@@ -140,7 +141,19 @@ def test_what_was_active_before_a_loss_does_not_matter_after_it(
     ranks.assign()
     ranks.assign(lost=EXAMPLE)
     assert sorted(ranks.active().values()) == list(range(active))
+    assert {state.active_world_size for state in ranks.states.values()} == {active}
     assert all(ranks.ranks()[initial] == rank for initial, rank in ranks.active().items())
+
+
+def test_no_filter_has_more_ranks_active_than_there_are() -> None:
+    class KeepsActive(RankAssignment):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            ctx.state.world_size, ctx.terminated_ranks = 5, set()
+            return ctx
+
+    chain = Compose(MaxActiveWorldSize(7), KeepsActive())
+    before = State(0, 8, 0, 8, mode=Mode.ACTIVE)
+    assert assign(chain, RankAssignmentCtx(before, None, {5, 6, 7})).active_world_size == 5
 
 
 def test_more_ranks_are_active_again_when_there_are_more() -> None:

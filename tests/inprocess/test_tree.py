@@ -69,6 +69,15 @@ def test_nobody_is_taken_from_another_host_where_the_flag_ends() -> None:
     assert ranks.states[5].mode is Mode.INACTIVE
 
 
+@pytest.mark.parametrize("flag", [RESERVE, BACKFILL])
+def test_a_flag_counts_from_the_nearest_branch_up_without_a_gap(flag: LayerFlag) -> None:
+    layers = Layer(max_ranks=5, flag=flag), Layer(key_or_fn=host(3))
+    ranks = Ranks(6, tree(*layers))
+    ranks.assign()
+    ranks.assign(lost={1})
+    assert ranks.active() == {0: 0, 2: 1, 3: 2, 4: 3}
+
+
 def test_a_host_with_too_few_ranks_is_given_up_and_another_takes_its_place() -> None:
     layers = (
         Layer(min_ranks=4, max_ranks=4, key_or_fn="job", flag=RESERVE),
