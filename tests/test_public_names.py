@@ -28,6 +28,16 @@ PUBLIC = {
         Exchange HeartbeatFailure JaxExchange Progress StoreExchange TorchExchange
         progress start step
     """,
+    "regrow.inprocess": """
+        Compose FrozenState Mode State Status abort attribution completion exception
+        finalize health_check initialize nested_restarter rank_assignment rank_filter
+        state store terminate
+    """,
+    "regrow.inprocess.rank_assignment": """
+        ActivateAllRanks ActiveWorldSizeDivisibleBy FillGaps FilterCountGroupedByKey
+        FilterGroupedByKey Layer LayerFlag MaxActiveWorldSize RankAssignment
+        RankAssignmentCtx RankDiscarded RankFilter ShiftRanks Tree
+    """,
     "regrow.launch": """
         LaunchConfig elastic_launch launch_agent
     """,
