@@ -282,7 +282,7 @@ def test_one_that_is_patient_waits_for_ever_and_says_for_whom() -> None:
 
 def test_one_that_is_patient_does_not_hurry_when_an_exchange_fails_at_once() -> None:
     state, _ = begin(replace(PLAN, patient=True), 0, T0)
-    assert step(state, Heard(Failed("refused"), T0 + 0.1))[1][-1] == Sleep(T0 + 30.0)
+    assert step(state, Heard(Failed("refused"), T0 + 0.1))[1][-1] == Sleep(T0 + 10.0)
 
 
 def test_who_has_not_joined_need_not_leave() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from processes import PATIENCE
 
 from regrow import heartbeat
-from regrow.heartbeat import HeartbeatFailure, _api, _death
+from regrow.heartbeat import HeartbeatFailure, _api, _death, _fate
 from regrow.heartbeat._beater import Beater
 from regrow.heartbeat._beats import Plan
 from regrow.heartbeat._failure import Ranks
@@ -28,8 +27,7 @@ def own_heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(_api, "_beating", None)
     monkeypatch.setattr(_api, "_step", NO_STEP)
     monkeypatch.setattr(_api, "_phase", "")
-    monkeypatch.setattr(atexit, "register", lambda call: None)
-    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda *_, **__: None)
+    monkeypatch.setattr(_api, "_leave_when_it_ends", lambda: None)
     for pair in NAMES:
         for name in pair:
             monkeypatch.delenv(name, raising=False)
@@ -211,8 +209,11 @@ def test_a_group_that_does_not_come_about_is_an_exception_and_can_be_tried_again
 class Leaver:
     """A beating that writes down that it was told to leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int | None = None) -> None:
         self.left = 0
+        pid = os.getpid() if pid is None else pid
+        beating = _api._Beating(self, pid, _api._last_error())  # type: ignore[arg-type]
+        monkeypatch.setattr(_api, "_beating", beating)
 
     def leave(self) -> None:
         self.left += 1
@@ -232,29 +233,28 @@ class Leaver:
 def test_only_who_ends_well_leaves_and_once(
     monkeypatch: pytest.MonkeyPatch, error: BaseException | None, leaves: int
 ) -> None:
-    """As in the children of multiprocessing, which call it twice: with the exception, and after."""
-    calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", calls.append)
-    leaver = Leaver()
-    _api._at_exit(leaver)  # type: ignore[arg-type]
-    [leave] = calls
+    """As in a child of multiprocessing: with the exception in hand, and again after that."""
+    leaver = Leaver(monkeypatch)
     try:
         if error is not None:
             raise error
-        leave()
+        _api._at_exit()
     except BaseException:  # noqa: BLE001 - whatever it is, it is in hand now
-        leave()
-    leave()
+        _api._at_exit()
+    _api._at_exit()
     assert leaver.left == leaves
 
 
 def test_who_was_ended_by_an_exception_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", calls.append)
-    leaver = Leaver()
-    _api._at_exit(leaver)  # type: ignore[arg-type]
+    leaver = Leaver(monkeypatch)
     monkeypatch.setattr("sys.last_value", ValueError("x"), raising=False)
-    calls[0]()
+    _api._at_exit()
+    assert leaver.left == 0
+
+
+def test_a_forked_child_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaver = Leaver(monkeypatch, pid=os.getppid())
+    _api._at_exit()
     assert leaver.left == 0
 
 
@@ -374,9 +374,9 @@ def test_all_stop_when_one_leaves_in_its_last_exchange() -> None:
 def test_that_one_stands_still_is_said_loud_by_it_and_rank_0(
     rank: int, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=_api.__name__)
+    caplog.set_level(logging.INFO, logger=_fate.__name__)
     plan = Plan(rank, 3, 1.0, 1.0, 3, 1.0)
     standing = Standing(1, Ranks.of([2]), 9, Ranks.of([0, 1]), 5, Ranks.of([2]), 1, "")
-    _api._Callback(plan, lambda failure: None).stalled(standing, "rank 2 stands still")
+    _fate.Callback(plan, lambda failure: None).stalled(standing, "rank 2 stands still")
     [record] = caplog.records
     assert (record.levelname, record.message) == (level, "rank 2 stands still")

@@ -236,6 +236,14 @@ def test_that_one_leaves_is_told_to_all_and_nobody_is_lost_afterwards(desk: Desk
     assert desk.beat(2, seen=1, leaving=True) == {"s2": left}
 
 
+def test_the_goodbye_of_a_stranger_ends_nothing(desk: Desk) -> None:
+    left = Over(None, Ranks.of([1]))
+    assert desk.beat(1, "another", incarnation=7, leaving=True) == {"another": left}
+    desk.beat(0, seen=1)
+    desk.beat(1, seen=1)
+    assert desk.beat(2, seen=1)["s0"].number == 2
+
+
 def test_the_name_of_a_group_that_ended_is_free_for_a_new_one(desk: Desk) -> None:
     desk.beat(1, leaving=True)
     for rank in range(2):

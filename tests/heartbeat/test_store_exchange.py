@@ -10,7 +10,7 @@ import pytest
 from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
 
 import regrow.store
-from regrow.heartbeat import Exchange, StoreExchange
+from regrow.heartbeat import Exchange, StoreExchange, _store_exchange
 from regrow.heartbeat._failure import Ranks
 from regrow.heartbeat._merge import Agreed, Beat, Broken, Failed, Left, Outcome
 from regrow.heartbeat._service import HeartbeatService
@@ -24,6 +24,12 @@ def server() -> Iterator[ServerThread]:
     server = ServerThread(services={"heartbeat": HeartbeatService()})
     yield server
     server.stop()
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server waits 30 ms for the others, and the worker half a minute for the server."""
+    monkeypatch.setattr(_store_exchange, "EARLY", 1 - 0.03 / PATIENCE)
+    monkeypatch.setattr(_store_exchange, "MOST_EARLY", PATIENCE)
 
 
 def pair(server: ServerThread) -> list[StoreExchange]:
@@ -53,15 +59,21 @@ def test_it_is_an_exchange_that_sums_up_anything(server: ServerThread) -> None:
         assert waiting.result() == [number + 10, 2**40 + 1]
 
 
-def test_a_sum_that_does_not_come_about_says_who_was_missing(server: ServerThread) -> None:
+def test_a_sum_that_does_not_come_about_says_who_was_missing(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
     one, _ = pair(server)
     with pytest.raises(TimeoutError, match="rank 1 did not come"):
-        one.all_reduce([1], 0.05)
+        one.all_reduce([1], PATIENCE)
 
 
-def test_a_beat_that_does_not_come_about_says_who_was_missing(server: ServerThread) -> None:
+def test_a_beat_that_does_not_come_about_says_who_was_missing(
+    server: ServerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurry(monkeypatch)
     one, _ = pair(server)
-    outcome = one.beat(beat(0), 0.05)
+    outcome = one.beat(beat(0), PATIENCE)
     assert isinstance(outcome, Failed)
     assert outcome.missing == Ranks.of([1])
     assert "rank 1 did not come" in outcome.why
@@ -117,7 +129,9 @@ def test_a_session_that_is_lost_is_followed_by_a_new_one(
 
     monkeypatch.setattr(regrow.store, "worker_store", worker_store)
     one = StoreExchange(rank=0, world_size=2)
-    assert isinstance(one.beat(beat(0, joined=False), 0.05), Failed)
+    with monkeypatch.context() as brief:
+        hurry(brief)
+        assert isinstance(one.beat(beat(0, joined=False), PATIENCE), Failed)
     heard: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     one.listen(heard.put)
     proxy.stop()

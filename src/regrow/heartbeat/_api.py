@@ -8,7 +8,6 @@ worker's end.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from regrow import _progress as board
 from regrow.heartbeat._beater import Beater
 from regrow.heartbeat._beats import Plan
+from regrow.heartbeat._fate import Callback, Death
 from regrow.heartbeat._merge import NO_STEP, clip
 from regrow.heartbeat._store_exchange import StoreExchange
 from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, timeout_of
@@ -28,7 +28,6 @@ from regrow.utils import get_logger
 if TYPE_CHECKING:
     from regrow.heartbeat._exchange import AllReduce, Exchange, Meeting, Progress
     from regrow.heartbeat._failure import HeartbeatFailure
-    from regrow.heartbeat._merge import Standing
     from regrow.store import StoreClient
 
 __all__ = ["progress", "start", "start_by_itself", "step"]
@@ -39,6 +38,8 @@ MOST_STEPS: Final = 2**53
 """The greatest step."""
 
 _beating: _Beating | None = None
+_ends_heeded_in: int | None = None
+"""The pid of the process that leaves when it ends; a forked child has to see to that anew."""
 _lock = threading.Lock()
 _step = NO_STEP
 _phase = ""
@@ -48,6 +49,8 @@ class _Beating(NamedTuple):
     beater: Beater
     pid: int
     """Of the process whose it is."""
+    error: object
+    """The last exception that nobody had caught when it began."""
 
 
 def start(
@@ -187,13 +190,13 @@ def _begin(
         if running is not None:
             logger.warning("a heartbeat is running already; this start of another does nothing")
             return running.event
-        fate = _Death(plan) if on_failure is None else _Callback(plan, on_failure)
+        fate = Death(plan) if on_failure is None else Callback(plan, on_failure)
         beater = Beater(plan, _meeting(plan, exchange, store), fate, _how_far)
         if not plan.patient:
             beater.agree()
         beater.start()
-        _beating = _Beating(beater, os.getpid())
-    _at_exit(beater)
+        _beating = _Beating(beater, os.getpid(), _last_error())
+        _leave_when_it_ends()
     return beater.event
 
 
@@ -253,90 +256,28 @@ def _how_far() -> tuple[int, str]:
     return (NO_STEP if told is None else told), _phase
 
 
-class _Callback:
-    """The `Fate` of a process whose user says what to do."""
-
-    def __init__(self, plan: Plan, on_failure: Callable[[HeartbeatFailure], object]) -> None:
-        self._rank = plan.rank
-        self._on_failure = on_failure
-
-    def alive(self) -> None:
-        """See `Fate`."""
-
-    def arm(self, seconds: float) -> None:
-        """See `Fate`."""
-
-    def stalled(self, standing: Standing, text: str) -> None:
-        """See `Fate`; each worker says it, those that it is about and rank 0 louder."""
-        concerned = self._rank == 0 or self._rank in standing.stalled.named
-        logger.log(logging.WARNING if concerned else logging.INFO, text)
-        if self._rank in standing.stalled.named:
-            from regrow.heartbeat._agent_timer import tell_stall
-
-            tell_stall(text)
-
-    def fatal(self, failure: HeartbeatFailure) -> None:
-        """See `Fate`."""
-        try:
-            self._on_failure(failure)
-        except BaseException:  # sys.exit, for one, would end this thread and nothing else
-            logger.exception("on_failure raised, so this process ends")
-            from regrow.heartbeat._death import die
-
-            die(failure)
-
-    def end(self) -> None:
-        """See `Fate`."""
-
-
-class _Death(_Callback):
-    """The `Fate` of a process that ends with its heartbeat."""
-
-    def __init__(self, plan: Plan) -> None:
-        from regrow.heartbeat._death import Deadline, die, is_spared
-
-        super().__init__(plan, die)
-        self._is_spared = is_spared
-        self._deadline = Deadline(plan.bound)
-
-    def alive(self) -> None:
-        """See `Fate`."""
-        self._deadline.alive()
-
-    def arm(self, seconds: float) -> None:
-        """See `Fate`."""
-        self._deadline.arm(seconds)
-
-    def fatal(self, failure: HeartbeatFailure) -> None:
-        """See `Fate`; a worker that is being stopped is left to who stops it."""
-        if self._is_spared():
-            logger.info("%s; this worker is being stopped anyway", failure)
-        else:
-            super().fatal(failure)
-
-    def end(self) -> None:
-        """See `Fate`."""
-        self._deadline.disarm()
-
-
-def _at_exit(beater: Beater) -> None:
-    """Have the worker leave when this process ends, unless it fails."""
-    pid, before, asked = os.getpid(), _last_error(), False
-
-    def leave() -> None:
-        nonlocal asked
-        if asked or os.getpid() != pid:
-            return
-        asked = True
-        now = sys.exc_info()[1]  # multiprocessing's children still have it in hand
-        clean = now is None or (isinstance(now, SystemExit) and not now.code)
-        if clean and _last_error() is before:
-            beater.leave()
-
-    atexit.register(leave)
+def _leave_when_it_ends() -> None:
+    """Have this process leave when it ends."""
+    global _ends_heeded_in
+    if _ends_heeded_in == os.getpid():
+        return
+    _ends_heeded_in = os.getpid()
+    atexit.register(_at_exit)
     multiprocessing = sys.modules.get("multiprocessing.util")
-    if multiprocessing is not None:  # whose children run no handlers of atexit
-        multiprocessing.Finalize(None, leave, exitpriority=0)
+    if multiprocessing is not None:  # a child of which runs no handlers of atexit
+        multiprocessing.Finalize(None, _at_exit, exitpriority=0)
+
+
+def _at_exit() -> None:
+    """Leave the others, unless this process fails; once, though both may call it."""
+    global _beating
+    beating, _beating = _beating, None
+    if beating is None or beating.pid != os.getpid():
+        return
+    now = sys.exc_info()[1]  # a child of multiprocessing still has it in hand
+    clean = now is None or (isinstance(now, SystemExit) and not now.code)
+    if clean and _last_error() is beating.error:
+        beating.beater.leave()
 
 
 def _last_error() -> object:

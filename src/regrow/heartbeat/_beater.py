@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from regrow.heartbeat import _beats as beats
 from regrow.heartbeat._merge import Beat, Failed, Outcome
@@ -20,36 +20,11 @@ from regrow.utils import get_logger
 
 if TYPE_CHECKING:
     from regrow.heartbeat._exchange import Meeting
-    from regrow.heartbeat._failure import HeartbeatFailure
-    from regrow.heartbeat._merge import Standing
+    from regrow.heartbeat._fate import Fate
 
-__all__ = ["Beater", "Fate"]
+__all__ = ["Beater"]
 
 logger = get_logger(__name__)
-
-
-class Fate(Protocol):
-    """What becomes of the process."""
-
-    def alive(self) -> None:
-        """The thread is about to do something."""
-        ...
-
-    def arm(self, seconds: float) -> None:
-        """All were there; the process may live for so many seconds."""
-        ...
-
-    def stalled(self, standing: Standing, text: str) -> None:
-        """Somebody's training stands still."""
-        ...
-
-    def fatal(self, failure: HeartbeatFailure) -> None:
-        """It is fatal; this may or may not return."""
-        ...
-
-    def end(self) -> None:
-        """There will be no more beats, and no need to die."""
-        ...
 
 
 class _Stop(threading.Event):

@@ -39,7 +39,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from regrow.heartbeat._failure import NOBODY, HeartbeatFailure, Kind, Ranks
+from regrow.heartbeat._failure import NOBODY, HeartbeatFailure, Kind, Ranks, failure_of
 from regrow.heartbeat._merge import Agreed, Broken, Failed, Left, Outcome, Standing
 
 WORTHWHILE: Final = 0.1
@@ -97,7 +97,9 @@ class Beating:
     stalled: Ranks = NOBODY
     """Of whom it was reported that they stand still."""
     leaving: bool = False
+    """Its last exchange is under way."""
     over: bool = False
+    """Nothing is to be done any more, whatever happens."""
 
 
 class Woke(NamedTuple):
@@ -261,7 +263,7 @@ def _agreed(state: Beating, agreed: Agreed, now: float) -> Step:
         beats=state.beats + 1,
         window=0,
     )
-    actions: tuple[Action, ...] = (Rearm(plan.bound - agreed.age),)
+    actions: tuple[Action, ...] = (Rearm(max(plan.bound - agreed.age, 0.0)),)
     if first:
         actions = (*actions, Listen())
     standing = agreed.standing
@@ -296,8 +298,7 @@ def _failed(state: Beating, failed: Failed, now: float) -> Step:
             return _fail(state, kind, failed.missing, failed.why, now)
         missing = f"; {failed.missing} not here yet" if failed.missing.total else ""
         text = f"heartbeat: waiting for all {plan.size} workers: {failed.why}{missing}"
-        again = state.asked + plan.start_timeout
-        return state, (Say(logging.WARNING, text), Sleep(max(again, now)))
+        return state, (Say(logging.WARNING, text), Sleep(max(state.asked + plan.period, now)))
     failures = state.window + 1
     if failures >= plan.failures:
         kind = "missing" if failed.missing.total else "no exchange"
@@ -319,54 +320,15 @@ def _leave(state: Beating, now: float) -> Step:
 
 
 def _fail(state: Beating, kind: Kind, ranks: Ranks, detail: str, now: float) -> Step:
-    plan, seconds = state.plan, now - state.since
-    message = f"heartbeat of rank {plan.rank} of {plan.size}, beat {state.beats}: " + _describe(
-        state, kind, ranks, detail, seconds
-    )
-    failure = HeartbeatFailure(
+    plan = state.plan
+    failure = failure_of(
         kind,
         ranks,
-        message,
+        detail,
         rank=plan.rank,
         world_size=plan.size,
         beat=state.beats,
-        seconds=seconds,
+        seconds=now - state.since,
+        failures=state.window + 1,
     )
     return replace(state, over=True), (Fail(failure),)
-
-
-def _describe(state: Beating, kind: Kind, ranks: Ranks, detail: str, seconds: float) -> str:
-    """Say what is wrong, and what to look at."""
-    plan, one = state.plan, ranks.total == 1
-    own = one and plan.rank in ranks.named
-    more = f" ({detail})" if detail else ""
-    ago = f"all were there {seconds:.3g} s ago"
-    match kind:
-        case "missing" if own:
-            return f"this process was missing, and the others have given it up; {ago}{more}"
-        case "missing":
-            return (
-                f"{ranks} {'is' if one else 'are'} missing; {ago}, and {state.window + 1} "
-                f"exchanges in a row have failed since{more}"
-            )
-        case "never started":
-            return f"{ranks} did not come within {seconds:.3g} s{more}"
-        case "lost":
-            return f"the process{'' if one else 'es'} of {ranks} ended without a goodbye{more}"
-        case "restarted" if own or not state.beats:
-            return (
-                f"this process was started while the others were beating, in the place of one that "
-                f"they know; start all workers together{more}"
-            )
-        case "restarted":
-            return f"{ranks} was started again behind the others' backs{more}; {ago}"
-        case "twice":
-            return f"another process says that it is {ranks}; give each worker its own RANK{more}"
-        case "out of step":
-            return f"{ranks} shows another token, and is of another run{more}; {ago}"
-        case "wrong world size":
-            return f"{ranks} expects another number of workers{more}; give all the same WORLD_SIZE"
-        case "stalled":
-            return detail
-        case "no exchange":
-            return f"no exchange has succeeded for {seconds:.3g} s{more}"

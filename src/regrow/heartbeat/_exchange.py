@@ -28,7 +28,7 @@ class Exchange(Protocol):
         Args:
             vector: this worker's numbers; of the same length in all workers. Each, and each sum,
                 fits into 64 bits with a sign.
-            timeout: seconds after which it must have returned or raised.
+            timeout: seconds after which it must have returned or raised; not the same each time.
 
         Raises:
             Exception: whatever it likes, if the sums cannot be had in that time.

@@ -93,3 +93,68 @@ class HeartbeatFailure(Exception):
         self.world_size = world_size
         self.beat = beat
         self.seconds = seconds
+
+
+def failure_of(
+    kind: Kind,
+    ranks: Ranks,
+    detail: str,
+    *,
+    rank: int,
+    world_size: int,
+    beat: int,
+    seconds: float,
+    failures: int,
+) -> HeartbeatFailure:
+    """Return the failure, with a text that says what is wrong and what to look at.
+
+    Args:
+        kind: what is wrong.
+        ranks: of whom it is said.
+        detail: what more there is to say; may be empty.
+        rank: of the worker that noticed.
+        world_size: how many workers that one expects.
+        beat: the number of the beat that failed.
+        seconds: since all were there, or since the start.
+        failures: exchanges that failed in a row, this one included.
+    """
+    one = ranks.total == 1
+    own = one and rank in ranks.named
+    is_, was, s = ("is", "was", "s") if one else ("are", "were", "")
+    more = f" ({detail})" if detail else ""
+    ago = f"all were there {seconds:.3g} s ago"
+    match kind:
+        case "missing" if own:
+            text = f"this process was missing, and the others have given it up; {ago}{more}"
+        case "missing":
+            text = f"{ranks} {is_} missing; {ago}, and {failures} exchanges in a row failed{more}"
+        case "never started":
+            text = f"{ranks} did not come within {seconds:.3g} s{more}"
+        case "lost":
+            text = f"the process{'' if one else 'es'} of {ranks} ended without a goodbye{more}"
+        case "restarted" if own or not beat:
+            text = (
+                f"this process was started while the others were beating, in the place of one that "
+                f"they know; start all workers together{more}"
+            )
+        case "restarted":
+            text = f"{ranks} {was} started again behind the others' backs{more}; {ago}"
+        case "twice":
+            text = f"another process says that it is {ranks}; give each its own RANK{more}"
+        case "out of step":
+            text = f"{ranks} show{s} another token, and {is_} of another run{more}; {ago}"
+        case "wrong world size":
+            text = f"{ranks} expect{s} another number of workers{more}; give all one WORLD_SIZE"
+        case "stalled":
+            text = detail
+        case "no exchange":
+            text = f"no exchange has succeeded for {seconds:.3g} s{more}"
+    return HeartbeatFailure(
+        kind,
+        ranks,
+        f"heartbeat of rank {rank} of {world_size}, beat {beat}: {text}",
+        rank=rank,
+        world_size=world_size,
+        beat=beat,
+        seconds=seconds,
+    )

@@ -132,7 +132,7 @@ Memory = tuple[Trace, ...]
 """What is remembered of all ranks, by rank; empty before the first full set."""
 
 
-def merge(memory: Memory, beats: Sequence[Beat]) -> tuple[Memory, Outcome]:
+def merge(memory: Memory, beats: Sequence[Beat]) -> tuple[Memory, Agreed | Left | Broken]:
     """Say what a full set of beats means.
 
     Args:
@@ -140,7 +140,7 @@ def merge(memory: Memory, beats: Sequence[Beat]) -> tuple[Memory, Outcome]:
         beats: one of each rank, by rank.
 
     Returns:
-        What to remember, and what it means: never `Failed`.
+        What to remember, and what it means.
     """
     leaving = [beat.rank for beat in beats if beat.leaving]
     if leaving:

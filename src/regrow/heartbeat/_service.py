@@ -11,16 +11,10 @@ is over: the kernel closes the connection, the session gets its grace to come ba
 A connection that was reset, or a host that fell silent, proves nothing of the worker; what counts
 then is whether it comes to the beats.
 
-**Who is who.** A worker is known by the incarnation it drew when it started. It may come by another
-session than before; another incarnation is another process. While the group forms, the newer one of
-two takes the place, since a launcher may have started it again, and the older one, if it still
-waits, is told so. Once the group has beaten together, a new one ends it.
-
 **The end of a group** is the same for all: what ended it is told to who waits or follows, and kept
 for those who are not there to be told. The name is then free for a new group, so that workers that
-are started again meet each other there, and never what is left of the old ones. When the server
-itself is started again, the workers come as they are, and form the group anew: they have joined
-already, and so it is no beginning (see `merge`).
+are started again meet each other there, and never what is left of the old ones. Who is in a group,
+and what ends it, is the group's matter (`_group`).
 
 A plain sum of vectors can be had here, too, by the same rules of waiting (`_sums`).
 """
@@ -35,10 +29,10 @@ from typing import Final
 import msgspec
 
 from regrow.heartbeat import _questions as questions
-from regrow.heartbeat._exchange import Progress
-from regrow.heartbeat._failure import Kind, Ranks
-from regrow.heartbeat._gathering import Gathering, Waiting, check
-from regrow.heartbeat._merge import NO_STEP, Agreed, Broken, Failed, Left, Memory, merge
+from regrow.heartbeat._failure import Ranks
+from regrow.heartbeat._gathering import check
+from regrow.heartbeat._group import Group
+from regrow.heartbeat._merge import Broken, Left
 from regrow.heartbeat._sums import Sums
 from regrow.store import Answer, StoreServiceError
 
@@ -53,41 +47,11 @@ def create() -> HeartbeatService:
     return HeartbeatService()
 
 
-class _Member:
-    """One worker of a group."""
-
-    __slots__ = ("at", "beat", "follower", "session")
-
-    def __init__(self, session: Hashable, beat: questions.Beat, at: float) -> None:
-        self.session: Hashable | None = session
-        """That it came by last; None if that is over."""
-        self.beat = beat
-        """The last one."""
-        self.at = at
-        """When that came."""
-        self.follower: tuple[Hashable, int] | None = None
-        """Its question for what ends the group."""
-
-
-class _Group:
-    """The workers that beat together, or are about to."""
-
-    __slots__ = ("gathering", "last", "members", "memory", "name")
-
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.gathering = Gathering(size)
-        self.members: dict[int, _Member] = {}
-        self.memory: Memory = ()
-        self.last: Agreed | None = None
-        """What the last full set meant."""
-
-
 class HeartbeatService:
     """The beats of all groups that meet in one store server; a `regrow.store.Service`."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Group] = {}
         self._sums = Sums()
         self._places: dict[Hashable, set[tuple[str, int]]] = {}
         """The groups and ranks that each session has spoken for."""
@@ -149,8 +113,11 @@ class HeartbeatService:
         out: list[Answer] = []
         for name in dict.fromkeys(name for name, _ in self._places.pop(session, ())):
             group = self._groups.get(name)
-            if group is not None:
-                out += self._lose(group, session, why, closed)
+            lost = group.lose(session, why, closed) if group is not None else None
+            if group is not None and lost is not None:
+                out += self._end(group, lost)
+            elif group is not None and group.is_deserted:
+                del self._groups[name]
         return out
 
     def due(self, now: float) -> list[Answer]:
@@ -159,7 +126,8 @@ class HeartbeatService:
         out: list[Answer] = []
         for group in list(self._groups.values()):
             if group.gathering.due() <= now:
-                out += self._overdue(group)
+                told, outcome = group.overdue(now)
+                out += told if outcome is None else self._end(group, outcome)
         for gathering in self._sums.gatherings:
             if gathering.due() <= now:
                 ranks, missing = gathering.overdue(now)
@@ -177,154 +145,50 @@ class HeartbeatService:
         if ended is not None:
             return [Answer(session, id, ended)]
         group = self._groups.get(name)
-        outcome = _said_at_once(group, question)
-        if outcome is not None:
-            answer = Answer(session, id, questions.over(outcome))
-            return [answer, *(self._end(group, outcome) if group else ())]
+        outcome = group.judge(question) if group is not None else None
+        if group is not None and outcome is not None:
+            return [Answer(session, id, questions.over(outcome)), *self._end(group, outcome)]
+        if question.leaving:  # nobody here knows it
+            return [Answer(session, id, questions.over(Left(Ranks.of([rank]))))]
         group = group or self._new_group(name, question.size)
-        out = self._seat(session, group, question)
-        gathering = group.gathering
-        age = gathering.missed(rank, question.incarnation, question.seen, self._now)
-        if age is not None and group.last is not None:
-            late = questions.together(group.last._replace(age=age), gathering.number)
-            return [*out, Answer(session, id, late)]
-        until = self._now + question.wait
-        if gathering.come(rank, Waiting(session, id, question.incarnation, self._now, until)):
-            out += self._complete(group)
-        return out
+        self._places.setdefault(session, set()).add((name, rank))
+        out, outcome = group.beat(session, id, question, self._now)
+        return out if outcome is None else [*out, *self._end(group, outcome)]
 
-    def _new_group(self, name: str, size: int) -> _Group:
+    def _new_group(self, name: str, size: int) -> Group:
         if len(self._groups) >= GROUPS:
             raise ValueError(f"{GROUPS} groups beat here already, and that is the most")
-        group = self._groups[name] = _Group(name, size)
+        group = self._groups[name] = Group(name, size)
         return group
-
-    def _seat(self, session: Hashable, group: _Group, question: questions.Beat) -> list[Answer]:
-        """Note what a worker says of itself; an older process in its place is told."""
-        rank, out = question.rank, list[Answer]()
-        member = group.members.get(rank)
-        if member is None or member.beat.incarnation != question.incarnation:
-            if member is not None:
-                twice = questions.over(Broken("twice", Ranks.of([rank])))
-                older = group.gathering.leave(rank, self._now)
-                out = [Answer(older.session, older.id, twice)] if older is not None else []
-            group.members[rank] = _Member(session, question, self._now)
-        else:
-            member.session, member.beat, member.at = session, question, self._now
-        self._places.setdefault(session, set()).add((group.name, rank))
-        return out
-
-    def _complete(self, group: _Group) -> list[Answer]:
-        """Tell all what the full set means."""
-        beats = [group.members[rank].beat.said() for rank in range(group.gathering.size)]
-        group.memory, outcome = merge(group.memory, beats)
-        if not isinstance(outcome, Agreed):
-            assert not isinstance(outcome, Failed)
-            return self._end(group, outcome)
-        group.last = outcome
-        body = questions.together(outcome, group.gathering.number + 1)
-        return group.gathering.complete(body, self._now)
-
-    def _overdue(self, group: _Group) -> list[Answer]:
-        """Tell those who have waited long enough; if one of them gives up now, tell all."""
-        ranks, missing = group.gathering.overdue(self._now)
-        if not any(group.members[rank].beat.final for rank in ranks):
-            body = questions.encode(questions.Missing(missing))
-            return group.gathering.send_off(ranks, body, self._now)
-        if not missing.total:
-            never = "all came, but never at the same time"
-            return self._end(group, Broken("no exchange", missing, never))
-        began = any(each.beat.joined for each in group.members.values())
-        kind: Kind = "missing" if began else "never started"
-        return self._end(group, Broken(kind, missing))
 
     def _follow(self, session: Hashable, id: int, question: questions.Follow) -> list[Answer]:
         ended = self._ended.get((question.group, question.incarnation))
         if ended is not None:
             return [Answer(session, id, ended)]
-        member = self._member(question.group, question.rank)
-        out: list[Answer] = []
-        hushed = questions.encode(questions.Hushed())
-        known = member is not None and member.beat.incarnation == question.incarnation
-        if member is not None and known:
-            if member.follower is not None:
-                out = [Answer(*member.follower, hushed)]
-            member.follower = (session, id) if question.on else None
-        if not known or not question.on:
-            out.append(Answer(session, id, hushed))
-        return out
+        group = self._groups.get(question.group)
+        if group is None:
+            return [Answer(session, id, questions.encode(questions.Hushed()))]
+        return group.follow(session, id, question)
 
     def _table(self, name: str) -> bytes:
         group = self._groups.get(name)
-        rows = [
-            Progress(
-                rank,
-                None if each.beat.step == NO_STEP else each.beat.step,
-                each.beat.phase or None,
-                self._now - each.at,
-            )
-            for rank, each in sorted(group.members.items() if group else ())
-        ]
-        return questions.encode(questions.Table(rows))
+        return questions.encode(questions.Table(group.table(self._now) if group else []))
 
     # ---------------------------------------------------------------- book-keeping
-
-    def _member(self, name: str, rank: int) -> _Member | None:
-        group = self._groups.get(name)
-        return group.members.get(rank) if group else None
 
     def _let_go(self, session: Hashable, id: int | None = None) -> None:
         """Forget what a session waits for; with an id, only that question."""
         for name, rank in self._places.get(session, ()):
-            group, member = self._groups.get(name), self._member(name, rank)
-            if group is None or member is None:
-                continue
-            group.gathering.let_go(rank, session, id, self._now)
-            follower = member.follower
-            if follower is not None and follower[0] == session and id in (None, follower[1]):
-                member.follower = None
+            group = self._groups.get(name)
+            if group is not None:
+                group.let_go(rank, session, id, self._now)
 
-    def _lose(self, group: _Group, session: Hashable, why: str, closed: bool) -> list[Answer]:
-        """A session is over that workers of a group came by."""
-        lost = [rank for rank, each in group.members.items() if each.session == session]
-        if lost and closed and group.last is not None:
-            return self._end(group, Broken("lost", Ranks.of(lost), why))
-        for rank in lost:
-            if group.last is None:  # it had not joined, and may be started again
-                del group.members[rank]
-            else:
-                group.members[rank].session = None
-        if all(each.session is None for each in group.members.values()):
-            del self._groups[group.name]
-        return []
-
-    def _end(self, group: _Group, outcome: Left | Broken) -> list[Answer]:
+    def _end(self, group: Group, outcome: Left | Broken) -> list[Answer]:
         """Tell all what ended the group, now or when they ask."""
         body = questions.over(outcome)
-        out = group.gathering.dismiss(body)
         for member in group.members.values():
             self._ended[group.name, member.beat.incarnation] = body
-            if member.follower is not None:
-                out.append(Answer(*member.follower, body))
         while len(self._ended) > KEPT:
             self._ended.popitem(last=False)
         del self._groups[group.name]
-        return out
-
-
-def _said_at_once(group: _Group | None, question: questions.Beat) -> Left | Broken | None:
-    """What a beat means for the whole group whoever else comes, if it does."""
-    rank = Ranks.of([question.rank])
-    if question.leaving:
-        return Left(rank)
-    if group is None:
-        return None
-    size = group.gathering.size
-    if question.size != size:
-        first = min(group.members)
-        detail = f"it says {question.size}, and rank {first} says {size}"
-        return Broken("wrong world size", rank, detail)
-    member = group.members.get(question.rank)
-    if group.last and member and member.beat.incarnation != question.incarnation:
-        return Broken("restarted", rank)
-    return None
+        return group.dismiss(body)

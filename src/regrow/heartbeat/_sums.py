@@ -77,6 +77,7 @@ class Sums:
             return []
         totals = [sum(numbers) for numbers in zip(*sum_.vectors.values(), strict=True)]
         if not all(total in INT64 for total in totals):
+            gathering.leave(rank, now)
             raise ValueError("a sum does not fit into 64 bits")
         sum_.last = questions.encode(questions.Sums(gathering.number + 1, totals))
         return gathering.complete(sum_.last, now)

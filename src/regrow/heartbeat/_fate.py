@@ -1,0 +1,108 @@
+"""What becomes of a process by its heartbeat: it lives on, is told, or ends.
+
+Whoever gives no `on_failure` has chosen certain death, with deadlines that hold when nothing runs
+here any more (`_death`). Whoever gives one has taken that over, and there are no deadlines: a timer
+of the kernel's knows nothing of what a user would rather do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from regrow.heartbeat import _death
+from regrow.heartbeat._agent_timer import tell_stall
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.heartbeat._beats import Plan
+    from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._merge import Standing
+
+__all__ = ["Callback", "Death", "Fate"]
+
+logger = get_logger(__name__)
+
+
+class Fate(Protocol):
+    """What becomes of the process."""
+
+    def alive(self) -> None:
+        """The thread is about to do something."""
+        ...
+
+    def arm(self, seconds: float) -> None:
+        """All were there; the process may live for so many seconds."""
+        ...
+
+    def stalled(self, standing: Standing, text: str) -> None:
+        """Somebody's training stands still."""
+        ...
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """It is fatal; this may or may not return."""
+        ...
+
+    def end(self) -> None:
+        """There will be no more beats, and no need to die."""
+        ...
+
+
+class Callback:
+    """The `Fate` of a process whose user says what to do."""
+
+    def __init__(self, plan: Plan, on_failure: Callable[[HeartbeatFailure], object]) -> None:
+        self._rank = plan.rank
+        self._on_failure = on_failure
+
+    def alive(self) -> None:
+        """See `Fate`."""
+
+    def arm(self, seconds: float) -> None:
+        """See `Fate`."""
+
+    def stalled(self, standing: Standing, text: str) -> None:
+        """See `Fate`; each worker says it, those that it is about and rank 0 louder."""
+        concerned = self._rank == 0 or self._rank in standing.stalled.named
+        logger.log(logging.WARNING if concerned else logging.INFO, text)
+        if self._rank in standing.stalled.named:
+            tell_stall(text)
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """See `Fate`."""
+        try:
+            self._on_failure(failure)
+        except BaseException:  # sys.exit, for one, would end this thread and nothing else
+            logger.exception("on_failure raised, so this process ends")
+            _death.die(failure)
+
+    def end(self) -> None:
+        """See `Fate`."""
+
+
+class Death(Callback):
+    """The `Fate` of a process that ends with its heartbeat."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, _death.die)
+        self._deadline = _death.Deadline(plan.bound)
+
+    def alive(self) -> None:
+        """See `Fate`."""
+        self._deadline.alive()
+
+    def arm(self, seconds: float) -> None:
+        """See `Fate`."""
+        self._deadline.arm(seconds)
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """See `Fate`; a worker that is being stopped is left to who stops it."""
+        if _death.is_spared():
+            logger.info("%s; this worker is being stopped anyway", failure)
+        else:
+            super().fatal(failure)
+
+    def end(self) -> None:
+        """See `Fate`."""
+        self._deadline.disarm()
