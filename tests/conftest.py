@@ -30,6 +30,10 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # is given 5 s for the answer. glibc reads this once in a process, at its first question.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
+# Jobs of the tests are started by nobody but them, wherever they run.
+for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "OMPI_COMM_WORLD_SIZE"):
+    os.environ.pop(name, None)
+
 # How long an example takes, and in a fresh clone hypothesis's first look at its tables, says how
 # busy the machine is. `make soak` looks further, with --hypothesis-profile=soak.
 settings.register_profile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from regrow import run
 from regrow.cli import main
+from regrow.cli._console import Console
 from regrow.events import Event, EventSource
 from regrow.launch import LaunchConfig
 from regrow.rendezvous import (
@@ -489,6 +491,28 @@ def test_the_start_is_told_where_it_was_asked_for(
         "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
         " logs in /logs/job_1"
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "meeting", "told"),
+    [
+        ({}, "", False),  # a pipe of the user's own
+        ({}, "node0:29400 (c10d)", True),
+        ({"SLURM_JOB_ID": "7"}, "", True),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "", True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "", True),
+        ({"REGROW_VERBOSE": "0"}, "node0:29400 (c10d)", False),
+    ],
+)
+def test_what_is_promised_stands_in_the_log_of_a_scheduler_and_of_each_of_several_hosts(
+    environ: dict[str, str], meeting: str, told: bool
+) -> None:
+    stream = io.StringIO()
+    console = Console(stream, environ, meeting)
+    console(STARTED)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == told
+    assert all("a dead worker is acted on within 0.1 s" in line for line in lines)
 
 
 # With the real launcher.

@@ -42,6 +42,7 @@ class Hosts:
         (self.folder / "train.py").write_text(WORKER + worker)
         words = [sys.executable, "-m", "regrow", "run", *flags.split(), "train.py"]
         home = {"HOME": str(self.folder), "XDG_STATE_HOME": "", "TMPDIR": str(self.folder)}
+        home["REGROW_VERBOSE"] = "0"  # the line at the start differs from run to run
         agent = subprocess.Popen(
             [word.replace("PORT", str(self._port)) for word in words],
             cwd=self.folder,

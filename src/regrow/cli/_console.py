@@ -1,9 +1,10 @@
 """What `regrow run` itself says on stderr, apart from usage errors: made from the job's events.
 
-While the job runs: a status line if stderr is a terminal, one line at the start (also with
-`REGROW_VERBOSE=1`), and one when other nodes are long in coming. At the end: the job's story, if
-there is one to tell, that is if something failed, was restarted or was stopped. A job that just
-succeeds prints nothing, so that a pipe gets what the workers wrote and no more.
+While the job runs: a status line if stderr is a terminal, one line at the start with what is
+promised, and one when other nodes are long in coming. At the end: the job's story, if there is one
+to tell, that is if something failed, was restarted or was stopped. A job of one node that just
+succeeds prints nothing into a pipe, so that this gets what the workers wrote and no more. What a
+scheduler keeps is a log, and has the line at the start all the same.
 
 The story of a job that ends with an exception travels as a note on that exception, so that it is
 printed once, after the report, whether the caller is our command line or a program of the user's.
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
     from regrow.events import Event
 
 VERBOSE = "REGROW_VERBOSE"
-"""Environment variable; 1 prints the line at the start also if stderr is no terminal, 0 never."""
-
+"""Environment variable; 1 prints the line at the start into any pipe, 0 never."""
+_SCHEDULED = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "OMPI_COMM_WORLD_SIZE")
+"""Variables of which each scheduler always sets one: what is printed then is kept as a log."""
 
 EVENTFUL = frozenset(
     f"regrow.{name}"
@@ -50,15 +52,17 @@ class Console:
         self.job_started = False
         """Whether the job got as far as to begin."""
         self._eventful = False
-        self._greets = environ.get(VERBOSE) == "1"
+        is_terminal = stream is not None and stream.isatty()
+        logged = bool(meeting) or any(name in environ for name in _SCHEDULED)
+        said = environ.get(VERBOSE)
+        self._greets = said == "1" or (said != "0" and (is_terminal or logged))
         self._status: StatusLine | None = None
         self._waiting: Waiting | None = None
         if meeting:
             from regrow.cli._waiting import Waiting
 
             self._waiting = Waiting(lambda line: say(stream, line), meeting)
-        if stream is not None and stream.isatty():
-            self._greets = environ.get(VERBOSE) != "0"
+        if stream is not None and is_terminal:
             from regrow.cli._terminal import StatusLine, wanted
 
             if wanted(stream, environ):

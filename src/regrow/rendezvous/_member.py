@@ -13,9 +13,9 @@ server does not know the job) says so at once.
 itself, and asks again later.
 
 **Leaving** is said by a thread of its own, so that the node can stop its workers at once, also when
-nobody answers. From then on it no longer confirms that it has heard of the round's end, or a failure
-that its going has caused might be judged before it was heard to go; and what it says after that
-waits until the thread is done.
+nobody answers. From then on it no longer confirms that it has heard of the round's end, or a
+failure that its going has caused might be judged before it was heard to go; and what it says after
+that waits until the thread is done.
 
 **Ports.** The node holds a free port from before it asks until it asks again: if it becomes rank
 0, the workers of all nodes meet there, and nobody has to wait to be told. It is another one for
