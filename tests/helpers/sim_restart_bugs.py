@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,7 +36,7 @@ def _a_report_counts_each_time() -> list[Any]:
     real = _iteration._report
 
     def report(group: Group, event: messages.Report, now: float) -> Group:
-        return real(replace(group, reported=frozenset()), event, now)
+        return real(group._replace(reported=frozenset()), event, now)
 
     return [mock.patch.object(_iteration, "_report", report)]
 
@@ -47,7 +46,7 @@ def _who_met_is_forgotten() -> list[Any]:
     real = _iteration._meet
 
     def meet(group: Group, now: float) -> Group:
-        return replace(real(group, now), before=None)
+        return real(group, now)._replace(before=None)
 
     return [mock.patch.object(_iteration, "_meet", meet)]
 
@@ -103,7 +102,7 @@ def _who_has_ended_ends_again() -> list[Any]:
 
     def take_in(group: Group, event: Any, now: float) -> Group:
         if isinstance(event, _iteration.Lost | messages.Accuse) and not group.finished:
-            group = replace(group, living=group.living | bit(event.rank) & group.here)
+            group = group._replace(living=group.living | bit(event.rank) & group.here)
         return real(group, event, now)
 
     return [mock.patch.object(_iteration, "_take_in", take_in)]
@@ -116,7 +115,7 @@ def _the_lost_are_told_by_their_initial_ranks() -> list[Any]:
     def meet(group: Group, now: float) -> Group:
         after = real(group, now)
         assert after.before is not None
-        return replace(after, before=after.before._replace(terminated=after.before.lost))
+        return after._replace(before=after.before._replace(terminated=after.before.lost))
 
     return [mock.patch.object(_iteration, "_meet", meet)]
 
@@ -137,7 +136,7 @@ def _a_fault_while_entering_is_forgotten() -> list[Any]:
 
     def advance(group: Group, now: float) -> Group:
         if group.phase is Phase.ENTERING and group.faults and not _iteration._missing(group):
-            return replace(group, phase=Phase.RUNNING, here=0, since=None, faults=())
+            return group._replace(phase=Phase.RUNNING, here=0, since=None, faults=())
         if group.phase is Phase.ENTERING and group.faults:
             return group
         return real(group, now)

@@ -5,7 +5,6 @@ Sets of ranks are integers, bit by rank: a set of a thousand is as cheap as a st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -47,8 +46,7 @@ class End(NamedTuple):
     """What had failed first in that iteration."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """A group; sets of initial ranks are integers, bit by rank."""
 
     size: int
@@ -97,14 +95,15 @@ class Group:
         """When a `Tick` is due, in seconds; None if nobody waits for anybody."""
         if self.since is None or self.finished:
             return None
-        return self.since + self._allowed
+        return self.since + self.allowed
 
     def end_of(self, rank: int) -> End | None:
         """Return how a rank ended, if it did."""
         return next((end for end in self.ends if end.fault.rank == rank), None)
 
     @property
-    def _allowed(self) -> float:
+    def allowed(self) -> float:
+        """Seconds for which this phase waits for the missing, from the first that came on."""
         if self.phase is Phase.RUNNING:
             return self.timeouts.completion
         return self.timeouts.last_call if self.phase is Phase.LAST_CALL else self.timeouts.barrier

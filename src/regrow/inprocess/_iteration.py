@@ -28,7 +28,6 @@ if the lost rank never told its own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from regrow.inprocess import _messages as messages
@@ -103,8 +102,7 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
     one = bit(event.rank)
     if group.phase is not Phase.JOINING or group.living & one:
         return group
-    return replace(
-        group,
+    return group._replace(
         living=group.living | one,
         here=group.here | one,
         since=now if group.since is None else group.since,
@@ -122,14 +120,14 @@ def _arrive(group: Group, event: messages.OfIteration, one: int, now: float) -> 
         raise ValueError(f"rank {event.rank} never entered iteration {group.iteration}")
     phase = group.phase
     if isinstance(event, messages.Completed) and phase is Phase.RUNNING:
-        return replace(group, completed=True) if not group.completed else group
+        return group._replace(completed=True) if not group.completed else group
     if isinstance(event, messages.Ready):
         if phase not in (Phase.LAST_CALL, Phase.ENDING):
             raise ValueError(
                 f"rank {event.rank} is ready for the end of iteration {group.iteration}, in which "
                 f"nothing has failed"
             )
-        group = replace(group, ready=group.ready | one)
+        group = group._replace(ready=group.ready | one)
         return _here(group, one, now)
     waited_for = (isinstance(event, messages.Heard) and phase is Phase.LAST_CALL) or (
         isinstance(event, messages.Done) and phase is Phase.RUNNING
@@ -141,7 +139,7 @@ def _here(group: Group, one: int, now: float) -> Group:
     if group.here & one:
         return group
     since = now if group.since is None else group.since
-    return replace(group, here=group.here | one, since=since)
+    return group._replace(here=group.here | one, since=since)
 
 
 def _enter(group: Group, event: messages.Enter, one: int, now: float) -> Group:
@@ -152,7 +150,7 @@ def _enter(group: Group, event: messages.Enter, one: int, now: float) -> Group:
     if group.entered & one:
         return group
     place = Place(event.rank, event.place, event.world_size)
-    group = replace(group, places=(*group.places, place), entered=group.entered | one)
+    group = group._replace(places=(*group.places, place), entered=group.entered | one)
     return _here(group, one, now) if group.phase is Phase.ENTERING else group
 
 
@@ -160,7 +158,7 @@ def _report(group: Group, event: messages.Report, now: float) -> Group:
     known = event.iteration, event.rank, event.number
     if known in group.reported:
         return group
-    group = replace(group, reported=group.reported | {known})
+    group = group._replace(reported=group.reported | {known})
     fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
     if event.iteration == group.iteration:
         return _record(group, fault)
@@ -168,14 +166,14 @@ def _report(group: Group, event: messages.Report, now: float) -> Group:
     if before is None or before.faults.iteration != event.iteration:
         return group
     faults = before.faults._replace(records=(*before.faults.records, fault))
-    return replace(group, before=before._replace(faults=faults))
+    return group._replace(before=before._replace(faults=faults))
 
 
 def _leave(group: Group, event: messages.Leave, now: float) -> Group:
     fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
     one = bit(event.rank)
     if event.discarded and not group.entered & one and group.phase is not Phase.JOINING:
-        group = replace(group, discarded=group.discarded | one)
+        group = group._replace(discarded=group.discarded | one)
     else:
         group = _record(group, fault)
     return _ended(group, fault, own=True)
@@ -184,13 +182,13 @@ def _leave(group: Group, event: messages.Leave, now: float) -> Group:
 def _ended(group: Group, fault: Fault, *, own: bool) -> Group:
     root = group.faults[0] if group.faults else fault
     end = End(fault, own, group.iteration, root)
-    return replace(group, living=group.living & ~bit(fault.rank), ends=(*group.ends, end))
+    return group._replace(living=group.living & ~bit(fault.rank), ends=(*group.ends, end))
 
 
 def _record(group: Group, fault: Fault) -> Group:
     if len(group.faults) >= messages.TEXTS:
         fault = fault._replace(message="")
-    return replace(group, faults=(*group.faults, fault))
+    return group._replace(faults=(*group.faults, fault))
 
 
 # ----------------------------------------------------------------------- phases
@@ -203,7 +201,7 @@ def _advance(group: Group, now: float) -> Group:
     phase = group.phase
     if group.faults and phase in (Phase.ENTERING, Phase.RUNNING):
         return _begin(group, Phase.LAST_CALL, since=now)
-    late = group.deadline is not None and now >= group.deadline
+    late = group.since is not None and now >= group.since + group.allowed
     missing = _missing(group)
     if missing and not late:
         return group
@@ -213,14 +211,14 @@ def _advance(group: Group, now: float) -> Group:
     if missing and phase is Phase.RUNNING:
         return _blame(group, missing, now)
     if missing:
-        return replace(group, failure=messages.Failed(True, _who_is_missing(group, missing)))
+        return group._replace(failure=messages.Failed(True, _who_is_missing(group, missing)))
     if phase is Phase.JOINING:
-        return _begin(replace(group, world=_everyone(group)), Phase.ENTERING)
+        return _begin(group._replace(world=_everyone(group)), Phase.ENTERING)
     if phase is Phase.RUNNING:
         return _begin(group, Phase.OVER)
     clash = _clash(group)
     if clash:
-        return replace(group, failure=messages.Failed(False, clash))
+        return group._replace(failure=messages.Failed(False, clash))
     return _begin(group, Phase.RUNNING) if phase is Phase.ENTERING else _meet(group, now)
 
 
@@ -234,7 +232,7 @@ def _everyone(group: Group) -> int:
 
 
 def _begin(group: Group, phase: Phase, *, here: int = 0, since: float | None = None) -> Group:
-    return replace(group, phase=phase, here=here, since=since)
+    return group._replace(phase=phase, here=here, since=since)
 
 
 def _blame(group: Group, missing: int, now: float) -> Group:
