@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from assigning import Ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.inprocess import Mode, State
@@ -209,10 +209,6 @@ def active(seats: Seats) -> dict[int, int]:
     return {leaf: rank for leaf, rank in enumerate(seats.active_ranks) if rank is not None}
 
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@quick
 @given(topologies(), st.data(), st.sampled_from([None, 1, 2, 3]))
 def test_active_ranks_are_given_once_and_leave_no_gap(
     topology: Topology, draw: st.DataObject, number: int | None
@@ -221,7 +217,6 @@ def test_active_ranks_are_given_once_and_leave_no_gap(
         assert sorted(active(seats).values()) == list(range(seats.active_world_size))
 
 
-@quick
 @given(topologies(), st.data(), st.sampled_from([None, 2]))
 def test_everybody_is_active_in_reserve_or_out_for_good(
     topology: Topology, draw: st.DataObject, number: int | None
@@ -240,7 +235,6 @@ def test_everybody_is_active_in_reserve_or_out_for_good(
         out = by_mode[Mode.TERMINATED]
 
 
-@quick
 @given(topologies(), st.data())
 def test_a_branch_has_as_many_healthy_ranks_as_it_needs_or_none(
     topology: Topology, draw: st.DataObject
@@ -252,7 +246,6 @@ def test_a_branch_has_as_many_healthy_ranks_as_it_needs_or_none(
             assert left == 0 or left >= branch.layer.min_ranks
 
 
-@quick
 @given(topologies())
 def test_at_the_beginning_no_branch_has_too_many_active_and_nobody_waits_without_need(
     topology: Topology,
@@ -271,7 +264,6 @@ def test_at_the_beginning_no_branch_has_too_many_active_and_nobody_waits_without
         assert any(counts[branch] == bounds[branch] for branch in topology.above[leaf])
 
 
-@quick
 @given(topologies(), st.data(), st.sampled_from([None, 2, 3]))
 def test_without_a_loss_nothing_changes(
     topology: Topology, draw: st.DataObject, number: int | None
@@ -280,7 +272,6 @@ def test_without_a_loss_nothing_changes(
     assert reseat(topology, seats, (), multiple_of(number)) == seats
 
 
-@quick
 @given(topologies(st.just(RESERVE)), st.data())
 def test_where_all_may_come_from_reserve_none_waits_while_an_active_one_is_missing(
     topology: Topology, draw: st.DataObject
@@ -293,7 +284,6 @@ def test_where_all_may_come_from_reserve_none_waits_while_an_active_one_is_missi
             assert all(active(before)[leaf] == active(seats)[leaf] for leaf in still)
 
 
-@quick
 @given(topologies(st.sampled_from([None, RESERVE])), st.data())
 def test_without_backfill_those_that_stay_active_keep_their_order(
     topology: Topology, draw: st.DataObject
@@ -304,7 +294,6 @@ def test_without_backfill_those_that_stay_active_keep_their_order(
         assert after == sorted(after)
 
 
-@quick
 @given(topologies(st.just(BACKFILL)), st.data())
 def test_with_backfill_everywhere_one_loss_moves_one_rank(
     topology: Topology, draw: st.DataObject
