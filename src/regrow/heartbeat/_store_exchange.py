@@ -33,9 +33,9 @@ from regrow.store import (
 if TYPE_CHECKING:
     from regrow.store import StoreClient
 
-EARLY: Final = 0.1
+EARLY: Final = 0.2
 """The part of a time-out that the server's answer is given to arrive; at most `MOST_EARLY`."""
-MOST_EARLY: Final = 0.25
+MOST_EARLY: Final = 0.5
 """Seconds."""
 FAREWELL: Final = 2.0
 """Seconds that a goodbye may take: the server need not wait for anybody to answer it."""
