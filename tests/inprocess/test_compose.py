@@ -265,10 +265,13 @@ def test_all_ranks_are_active_after_an_older_assignment_also_the_second_time() -
     assert (again.active_rank, again.active_world_size, again.world_size) == (0, 2, 2)
 
 
+@pytest.mark.parametrize(
+    "chosen", [OldFilter(), Compose(OldFilter(), OldFilter()), MaxActiveWorldSize(2)]
+)
 @pytest.mark.parametrize(("rank", "mode"), [(1, Mode.ACTIVE), (2, Mode.INACTIVE)])
-def test_an_older_filter_chooses_after_any_assignment(rank: int, mode: Mode) -> None:
+def test_a_filter_chooses_after_any_assignment(chosen: Any, rank: int, mode: Mode) -> None:
     for assignment in (OldAssignment(), ShiftRanks()):
-        state = assign(assignment, ctx(rank), OldFilter())
+        state = assign(assignment, ctx(rank), chosen)
         assert (state.mode, state.active_world_size) == (mode, 2)
         assert state.active_rank == (rank if mode is Mode.ACTIVE else None)
 

@@ -51,14 +51,16 @@ def call(plugin: Callable[..., Any], state: FrozenState) -> FrozenState:
 
 
 def assign(
-    assignment: Callable[..., Any], ctx: RankAssignmentCtx, rank_filter: RankFilter | None = None
+    assignment: Callable[..., Any],
+    ctx: RankAssignmentCtx,
+    rank_filter: Callable[..., Any] | None = None,
 ) -> State:
     """Number the living ranks and choose the active ones.
 
     Args:
         assignment: the rank assignment, of either generation.
         ctx: what it is given; `ctx.state.store` is set to its store.
-        rank_filter: the first generation's choice of active ranks, made at the end.
+        rank_filter: a choice of active ranks that is made at the end, of either generation.
 
     Returns:
         this rank's state in the next iteration; its mode is active or inactive.
@@ -75,7 +77,7 @@ def assign(
         )
     if left.state.mode is Mode.INITIALIZED:
         left.state.activate_all_ranks()
-    return left.state if rank_filter is None else rank_filter(left.state)
+    return left.state if rank_filter is None else _assigned(rank_filter, left).state
 
 
 def apply(part: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
