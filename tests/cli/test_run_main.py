@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import pytest
 from regrow import run
 from regrow.cli import main
 from regrow.cli._console import Console
+from regrow.cli._platform import platform_fault
 from regrow.events import Event, EventSource
 from regrow.launch import LaunchConfig
 from regrow.rendezvous import (
@@ -491,6 +493,29 @@ def test_the_start_is_told_where_it_was_asked_for(
         "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
         " logs in /logs/job_1"
     )
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
+def test_a_kernel_without_pidfds_is_a_mistake_told_in_a_line(
+    number: int,
+    launcher: Launcher,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert main(["run", "train.py"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("regrow run: Linux 5.3 or newer is needed")
+    assert not launcher.launched
+
+
+def test_another_system_than_linux_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "this is 'darwin'" in (platform_fault("darwin") or "")
+    monkeypatch.delattr(os, "pidfd_open")
+    assert "this Python was built without" in (platform_fault("linux") or "")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,18 @@ def guarded(call: Callable[[], object]) -> int:
         return code
 
 
+def refuse_platform(prog: str) -> None:
+    """End with a line signed by `prog`, and exit code 2, where no worker could be watched."""
+    from regrow.cli._platform import platform_fault
+
+    fault = platform_fault()
+    if fault is not None:
+        from regrow.cli._console import say
+
+        say(sys.stderr, f"{prog}: {fault}")
+        sys.exit(2)
+
+
 def _fill_standard_descriptors() -> None:
     """Open /dev/null in the place of each standard stream that is closed.
 
@@ -77,6 +89,7 @@ def _dispatch(arguments: list[str]) -> None:
     command = arguments[0] if arguments else None
     match command:
         case "run":
+            refuse_platform("regrow run")
             from regrow.run import main as run
 
             run(arguments[1:])

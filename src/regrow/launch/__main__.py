@@ -9,9 +9,10 @@ from __future__ import annotations
 if __name__ == "__main__":
     import sys
 
-    from regrow.cli import guarded
+    from regrow.cli import guarded, refuse_platform
 
     def _main() -> None:
+        refuse_platform("python -m regrow.launch")
         from regrow.launch.__main__ import main
 
         main()
