@@ -71,6 +71,34 @@ def test_there_is_no_alarm_without_a_fault(
     assert all(p.state.beats > before for p, before in zip(world.procs, beaten, strict=True))
 
 
+@given(SIZES, SEEDS, RANKS, st.floats(0.0, 12.0), st.floats(0.0, 20.0))
+def test_who_was_held_up_for_longer_than_the_time_out_is_met_again(
+    size: int, seed: int, rank: int, when: float, seconds: float
+) -> None:
+    """However a period much longer than the time-out falls on the hold-up; all die after 36 s."""
+    world = World(size, seed, period=10.0, timeout=2.0, start_timeout=30.0)
+    workers = world.start_all()
+    world.run(1.0 + when)
+    world.stop(workers[rank % size], seconds)
+    world.run(50.0)
+    assert alarms(world) == []
+    assert all(worker.state.beats >= 3 for worker in workers)
+
+
+def test_workers_of_whom_only_some_were_told_of_a_beat_meet_again() -> None:
+    """The server lost its memory between two answers, so nobody can tell them apart."""
+    for seed in range(100):
+        world = World(2, seed)
+        one, other = world.start_all()
+        world.run_until(lambda one=one: one.state.beats == 2)  # type: ignore[misc]
+        if other.state.beats == 1:
+            world.restart_server(0.0)
+            world.run(2 * BOUND)
+            assert alarms(world) == []
+            return
+    raise AssertionError("the other one was always told first")
+
+
 @given(SIZES, SEEDS, st.integers(1, 8))
 def test_a_beat_is_one_question_and_one_answer_for_each_worker(
     size: int, seed: int, beats: int
