@@ -160,7 +160,6 @@ def test_a_plugin_of_today_gets_the_state() -> None:
 
 
 @pytest.mark.parametrize("make", [OldCheck, OldCheckWithAnOption, OldCheckThatReturnsNothing])
-@pytest.mark.filterwarnings("ignore:.*returned nothing")
 def test_an_older_plugin_gets_the_exception_too(make: type[Any]) -> None:
     check, state = make(), frozen()
     assert call(check, state) is state

@@ -15,7 +15,8 @@ may be of either, and each is looked at by itself. Other code calls plug-ins, to
 from a built-in one calls that with the arguments that it got. `both_generations` lets the built-in
 answer in kind.
 
-A plug-in that returns nothing has passed on what it was given; a chain warns of it.
+A plug-in that returns nothing has passed on what it was given. In a chain, where the next one waits
+for what it returns, that is warned of.
 """
 
 from __future__ import annotations
@@ -84,14 +85,15 @@ def apply(part: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
     """Call one part of a `Compose`; take and return the arguments that are passed along."""
     match given:
         case (RankAssignmentCtx() as ctx,):
-            return (_assigned(part, ctx),)
+            return (_assigned(part, ctx, warn=True),)
         case (State() | FrozenState() as state,):
-            return (_called(part, state),)
+            return (_called(part, state, warn=True),)
         case (State() as state, Collection() as terminated):
-            ctx = _assigned(part, RankAssignmentCtx(state, state.store, set(terminated)))
+            ctx = RankAssignmentCtx(state, state.store, set(terminated))
+            ctx = _assigned(part, ctx, warn=True)
             return (ctx.state, ctx.terminated_ranks)
         case (State() | FrozenState() as state, BaseException() | None as error):
-            state = _called(part, _with_exception(state, error))
+            state = _called(part, _with_exception(state, error), warn=True)
             return (state, state.fn_exception)
     returned = part(*given)
     if returned is None and given == ():
@@ -114,28 +116,37 @@ def both_generations(method: Method) -> Method:
     return cast(Method, called)
 
 
-def _called(plugin: Callable[..., Any], state: _State) -> _State:
+def _called(plugin: Callable[..., Any], state: _State, *, warn: bool = False) -> _State:
     if _takes_two(plugin):
         returned = plugin(state, state.fn_exception)
         returned = returned[0] if isinstance(returned, tuple) else returned
     else:
         returned = plugin(state)
-    return _with_store(cast(_State, _or_given(returned, state, plugin)), state.store)
+    if returned is None:
+        if warn:
+            _warn_of_nothing(plugin, "what it was given")
+        return state
+    return _with_store(cast(_State, returned), state.store)
 
 
-def _assigned(assignment: Callable[..., Any], ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+def _assigned(
+    assignment: Callable[..., Any], ctx: RankAssignmentCtx, *, warn: bool = False
+) -> RankAssignmentCtx:
     ctx.state.store = ctx.store
+    returned: Any
     if isinstance(assignment, RankFilter):
-        ctx.state = _or_given(assignment(ctx.state), ctx.state, assignment)
+        returned = assignment(ctx.state)
+        ctx.state = returned or ctx.state
     elif _takes_two(assignment):
         returned = assignment(ctx.state, ctx.terminated_ranks)
-        state, ctx.terminated_ranks = _or_given(
-            returned, (ctx.state, ctx.terminated_ranks), assignment
-        )
+        state, ctx.terminated_ranks = returned or (ctx.state, ctx.terminated_ranks)
         # The first generation's assignments choose no active ranks: filters do, after them.
         ctx.state = without_active(state)
     else:
-        ctx = _or_given(assignment(ctx), ctx, assignment)
+        returned = assignment(ctx)
+        ctx = returned or ctx
+    if returned is None and warn:
+        _warn_of_nothing(assignment, "what it was given")
     ctx.state.store = ctx.store
     return ctx
 
@@ -155,13 +166,6 @@ def positional(called: Callable[..., Any]) -> tuple[int, int]:
 def _takes_two(plugin: Callable[..., Any]) -> bool:
     needed, taken = positional(plugin)  # the exception may have had a default
     return needed <= 2 <= taken
-
-
-def _or_given(returned: Any, given: Any, plugin: object) -> Any:
-    if returned is None:
-        _warn_of_nothing(plugin, "what it was given")
-        return given
-    return returned
 
 
 def _warn_of_nothing(plugin: object, instead: str) -> None:
