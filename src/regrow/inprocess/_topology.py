@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -156,20 +157,23 @@ def grow(layers: Sequence[Layer], members: Iterable[Member]) -> Topology:
 
 def first_seats(topology: Topology) -> Seats:
     """Everybody's part before anybody was lost."""
-    counts = dict.fromkeys(topology.branches, 0)
+    counts: Counter[tuple[int, int]] = (
+        Counter()
+    )  # active leaves by height and first leaf of a branch
     modes: list[Mode] = []
     active_ranks: list[int | None] = []
     size = 0
     for above in topology.above:
+        branches = [(height, branch.first) for height, branch in enumerate(above)]
         fits = all(
-            branch.layer.max_ranks is None or counts[branch] < branch.layer.max_ranks
-            for branch in above
+            branch.layer.max_ranks is None or counts[at] < branch.layer.max_ranks
+            for at, branch in zip(branches, above, strict=True)
         )
         modes.append(Mode.ACTIVE if fits else Mode.INACTIVE)
         active_ranks.append(size if fits else None)
         if fits:
             size += 1
-            counts.update({branch: counts[branch] + 1 for branch in above})
+            counts.update(branches)
     reserve = tuple(leaf for leaf, mode in enumerate(modes) if mode is Mode.INACTIVE)
     return Seats(tuple(modes), tuple(active_ranks), reserve, size)
 
