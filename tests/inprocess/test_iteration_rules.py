@@ -1,0 +1,233 @@
+"""The rules of a group, by what must hold whatever happens in whatever order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.inprocess import _messages as messages
+from regrow.inprocess._group import Group, Phase, bit, ranks_of
+from regrow.inprocess._iteration import Lost, Tick, step
+from regrow.inprocess._link import Timeouts
+from regrow.inprocess._reply import reply
+
+TIMEOUTS = Timeouts(barrier=10.0, completion=8.0, last_call=1.0)
+SIZE = 4
+
+Told = messages.Told | None
+
+
+def me(rank: int) -> tuple[str, int, str]:
+    return "group", rank, f"process-{rank}"
+
+
+def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.Asked:
+    """Something that a rank of four may say, sensible or not."""
+    match kind:
+        case "join":
+            return messages.Join(*me(rank), SIZE, TIMEOUTS)
+        case "enter":
+            return messages.Enter(*me(rank), iteration, rank, SIZE)
+        case "report":
+            return messages.Report(*me(rank), iteration, number, "EXCEPTION", "a mistake")
+        case "leave":
+            return messages.Leave(*me(rank), iteration, "BASE_EXCEPTION", "exits", False)
+        case "discarded":
+            return messages.Leave(*me(rank), iteration, "EXCEPTION", "no place", True)
+        case "accuse":
+            return messages.Accuse(*me(rank), "HARD_TIMEOUT", "it hangs")
+    of: dict[str, Any] = {
+        "follow": messages.Follow,
+        "heard": messages.Heard,
+        "ready": messages.Ready,
+        "completed": messages.Completed,
+        "wait": messages.WaitCompleted,
+        "done": messages.Done,
+    }
+    asked: messages.Asked = of[kind](*me(rank), iteration)
+    return asked
+
+
+KINDS = ("enter", "heard", "ready", "follow", "wait", "completed", "done", "report")
+TOGETHER = {"all enter": "enter", "all heard": "heard", "all ready": "ready"}
+ENDS = ("leave", "discarded", "accuse", "lost")
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from((*KINDS, *KINDS, *ENDS, *TOGETHER, "join", "tick")),
+        st.integers(0, SIZE - 1),
+        st.integers(-1, 1),  # of how many iterations from now it speaks
+        st.integers(0, 3),
+        st.sampled_from([0.0, 0.0, 0.1, 1.0, 9.0]),
+    ),
+    max_size=60,
+)
+
+
+def joined() -> Group:
+    group = Group(SIZE, TIMEOUTS)
+    for rank in range(SIZE):
+        group = step(group, question("join", rank, 0), 0.0)
+    return group
+
+
+def happen(group: Group, kind: str, rank: int, iteration: int, number: int, now: float) -> Group:
+    """Let something happen; what makes no sense is refused, and changes nothing."""
+    if kind in TOGETHER:
+        for each in ranks_of(group.living):
+            group = happen(group, TOGETHER[kind], each, group.iteration, number, now)
+        return group
+    if kind == "tick":
+        return step(group, Tick(), now)
+    if kind == "lost":
+        return step(group, Lost(rank, "TERMINATED", "gone"), now)
+    try:
+        return step(group, question(kind, rank, max(iteration, 0), number), now)
+    except ValueError:
+        return group
+
+
+@given(events)
+def test_time_and_iterations_only_go_on_and_who_has_ended_stays_so(happened: list[Any]) -> None:
+    group, now = joined(), 0.0
+    for kind, rank, off, number, passes in happened:
+        now += passes
+        before = group
+        group = happen(group, kind, rank, group.iteration + off, number, now)
+        assert group.iteration - before.iteration in (0, 1)
+        assert group.living & ~before.living == 0
+        assert group.here & ~group.living == 0 or group.here & ~before.here == 0
+        assert len(group.ends) + group.living.bit_count() == SIZE
+        assert group is before or group.deadline is None or group.deadline > now
+        if before.finished:
+            assert group is before
+        if group.iteration == before.iteration:
+            assert group.faults[: len(before.faults)] == before.faults
+        else:
+            assert group.before is not None
+            assert group.before.faults.records[: len(before.faults)] == before.faults
+
+
+@given(events)
+def test_the_same_word_twice_is_the_same_as_once(happened: list[Any]) -> None:
+    group, now = joined(), 0.0
+    for kind, rank, off, number, passes in happened:
+        now += passes
+        iteration = group.iteration + off
+        group = happen(group, kind, rank, iteration, number, now)
+        if kind != "ready" and kind not in TOGETHER:  # of the next iteration
+            assert happen(group, kind, rank, iteration, number, now) is group
+
+
+@given(events)
+def test_what_was_answered_once_is_answered_again_and_alike_for_all(happened: list[Any]) -> None:
+    group, now = joined(), 0.0
+    for kind, rank, off, number, passes in happened:
+        now += passes
+        group = happen(group, kind, rank, group.iteration + off, number, now)
+        living = ranks_of(group.living)
+        for wanted in ("enter", "follow", "heard", "ready", "wait", "done"):
+            for iteration in {group.iteration, max(group.iteration - 1, 0)}:
+                told = [reply(group, question(wanted, r, iteration), now) for r in living]
+                assert all(answer == told[0] for answer in told)
+                past = iteration < group.iteration
+                assert not past or None not in told
+                assert not any(isinstance(answer, messages.Problem) for answer in told)
+
+
+@given(events)
+def test_nobody_waits_for_ever_once_somebody_waits_for_all(happened: list[Any]) -> None:
+    group, now = joined(), 0.0
+    for kind, rank, off, number, passes in happened:
+        now += passes
+        group = happen(group, kind, rank, group.iteration + off, number, now)
+    waits_for = {
+        Phase.ENTERING: "enter",
+        Phase.RUNNING: "done",
+        Phase.LAST_CALL: "heard",
+        Phase.ENDING: "ready",
+    }
+    while group.living and not group.finished:  # one of them does what is waited for, and waits
+        one = ranks_of(group.living)[0]
+        asked = question(waits_for[group.phase], one, group.iteration)
+        if group.phase is Phase.ENDING:
+            group = happen(group, "enter", one, group.iteration, 0, now)
+        group = step(group, asked, now)
+        if reply(group, asked, now) is None:
+            assert group.deadline is not None
+            now = group.deadline
+            group = step(group, Tick(), now)
+            assert reply(group, asked, now) is not None
+
+
+def entered(worlds: list[tuple[int, int]]) -> Group:
+    group = joined()
+    for rank, (place, size) in enumerate(worlds):
+        group = step(group, messages.Enter(*me(rank), 0, place, size), 0.0)
+    return group
+
+
+@pytest.mark.parametrize(
+    ("worlds", "said"),
+    [
+        ([(0, 4), (1, 4), (2, 4), (2, 4)], "initial ranks 2 and 3 both entered as rank 2"),
+        ([(0, 4), (1, 4), (2, 4), (3, 5)], "rank 0 entered a world of 4 ranks, and initial rank 3"),
+        ([(0, 5), (1, 5), (2, 5), (3, 5)], "4 ranks entered a world of 5 ranks"),
+    ],
+)
+def test_a_world_that_the_ranks_disagree_about_never_runs(
+    worlds: list[tuple[int, int]], said: str
+) -> None:
+    group = entered(worlds)
+    assert group.phase is Phase.ENTERING
+    assert group.failure is not None
+    assert said in group.failure.text
+
+
+def test_the_first_rank_to_come_decides_how_long_the_others_may_take() -> None:
+    group = joined()
+    assert group.deadline is None
+    group = step(group, question("enter", 1, 0), 3.0)
+    group = step(group, question("enter", 2, 0), 9.0)
+    assert group.deadline == 13.0
+    group = step(group, Tick(), 13.0)
+    assert group.failure is not None
+    assert group.failure.text.startswith("2 of 4 ranks (0, 3) did not come to the barrier")
+
+
+def test_another_process_takes_the_place_of_one_that_died_before_all_had_joined() -> None:
+    group = Group(2, TIMEOUTS)
+    group = step(group, messages.Join(*me(0), 2, TIMEOUTS), 0.0)
+    group = step(group, Lost(0, "TERMINATED", "gone"), 0.0)
+    assert group.faults
+    group = step(group, messages.Join(*me(0), 2, TIMEOUTS), 0.0)
+    group = step(group, messages.Join(*me(1), 2, TIMEOUTS), 0.0)
+    assert (group.phase, group.faults, group.ends) == (Phase.ENTERING, (), ())
+
+
+def test_a_report_that_comes_when_all_have_met_is_of_the_iteration_it_names() -> None:
+    group = entered([(0, 4), (1, 4), (2, 4), (3, 4)])
+    group = step(group, question("report", 0, 0), 0.0)
+    for kind in ("heard", "ready"):
+        for rank in range(SIZE):
+            group = step(group, question(kind, rank, 0), 0.0)
+    group = step(group, question("report", 3, 0, number=1), 1.0)
+    assert (group.iteration, group.faults) == (1, ())
+    assert group.before is not None
+    assert [fault.rank for fault in group.before.faults.records] == [0, 3]
+
+
+def test_many_faults_keep_their_records_and_the_first_of_them_their_messages() -> None:
+    size = 40
+    group = Group(size, TIMEOUTS)
+    for rank in range(size):
+        group = step(group, messages.Join(*me(rank), size, TIMEOUTS), 0.0)
+    for rank in range(size):
+        group = step(group, messages.Leave(*me(rank), 0, "EXCEPTION", "x" * 5000, False), 0.0)
+    assert [fault.rank for fault in group.faults] == list(range(size))
+    lengths = [len(fault.message) for fault in group.faults]
+    assert lengths == [messages.TEXT] * messages.TEXTS + [0] * (size - messages.TEXTS)
+    assert group.living & bit(0) == 0
