@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import regrow
+from regrow._progress import PROGRESS_ENV, _open_reporter
 from regrow.agent import LocalElasticAgent, WorkerSpec, WorkerState
 from regrow.agent._health import HealthCheckServer
 from regrow.agent._progress import ProgressBoard
@@ -202,6 +203,20 @@ def test_steps_are_none_once_the_board_is_closed() -> None:
     board = ProgressBoard(2, lambda: None)
     board.close()
     assert board.read() == {}
+
+
+def test_a_worker_can_see_how_far_it_said_it_is_and_that_it_is_being_stopped() -> None:
+    board = ProgressBoard(2, lambda: None)
+    reporter = _open_reporter(board.environment(1)[PROGRESS_ENV])
+    assert reporter is not None
+    assert (reporter.latest(), reporter.stopping()) == (None, False)
+    reporter.report(7)
+    reporter.report(8)
+    board.stop()
+    assert (reporter.latest(), reporter.stopping()) == (8, True)
+    assert board.read()[1].last_step == 8
+    board.close()
+    board.stop()  # nobody is left to see it
 
 
 def test_the_health_server_is_healthy_while_the_loop_turns(

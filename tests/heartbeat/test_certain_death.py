@@ -13,6 +13,8 @@ import dying
 import pytest
 from dying import REASON, died
 
+from regrow.heartbeat._kernel_timer import STAND_IN
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -116,3 +118,20 @@ def test_a_forked_child_has_no_timers_and_cannot_put_off_its_parents() -> None:
     with dying.dying(dying.parent_of_a_child) as process:
         out, err = process.communicate(timeout=40)
     assert (process.returncode, out) == (-signal.SIGABRT, "0 bytes of timers\n"), err
+
+
+@pytest.mark.parametrize(
+    ("way", "ended"),
+    [
+        pytest.param(dying.sleeping, (-signal.SIGSEGV, 128 + signal.SIGSEGV), id="time.sleep"),
+        pytest.param(dying.native_code_with_the_gil_and_a_mask, (STAND_IN,), id="with the GIL"),
+    ],
+)
+def test_the_first_process_of_a_container_ends_though_the_kernel_protects_it(
+    way: Callable[[], None], ended: tuple[int, ...]
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("making a namespace of processes takes root")
+    container = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+    code, err = died(way, container=container)
+    assert code in ended, err

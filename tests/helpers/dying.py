@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,16 +29,17 @@ REASON = "rank 2 is missing"
 
 @contextmanager
 def dying(
-    way: Callable[..., None], *args: str | Path, **env: str
+    way: Callable[..., None], *args: str | Path, container: Sequence[str] = (), **env: str
 ) -> Iterator[subprocess.Popen[str]]:
     """A process that is about to end, or does already; killed at the end.
 
     Args:
         way: a function below.
         args: for it.
+        container: a command that starts another in a container.
         env: added to the environment.
     """
-    command = [sys.executable, __file__, way.__name__, *map(str, args)]
+    command = [*container, sys.executable, __file__, way.__name__, *map(str, args)]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -52,9 +53,11 @@ def dying(
             process.kill()
 
 
-def died(way: Callable[..., None], *args: str | Path, **env: str) -> tuple[int, str]:
+def died(
+    way: Callable[..., None], *args: str | Path, container: Sequence[str] = (), **env: str
+) -> tuple[int, str]:
     """How such a process ended, negative for a signal, and what it said on stderr."""
-    with dying(way, *args, **env) as process:
+    with dying(way, *args, container=container, **env) as process:
         _, err = process.communicate(timeout=40)
         return process.returncode, err
 

@@ -20,8 +20,7 @@ An agent that has begun to stop its workers, as another one failed or the job is
 the grace to save what it has. That the others have gone by then is no reason to die (`is_spared`).
 
 A job that is suspended as a whole, by `scontrol suspend` or the like, is over its bound when it
-goes on, and ends. A process with the PID 1 of a container is protected by the kernel from steps 2
-and 3; it is warned of that.
+goes on, and ends.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from signal import SIGABRT, SIGKILL
+from signal import SIGABRT
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from regrow._progress import stopping
 from regrow.heartbeat._agent_timer import AgentTimer
-from regrow.heartbeat._kernel_timer import KernelTimer, is_shielded
+from regrow.heartbeat._kernel_timer import KernelTimer, fatal_signal
 from regrow.heartbeat._terms import KILL_S
 from regrow.utils import get_logger
 from regrow.workers.errors import get_error_handler
@@ -141,18 +140,16 @@ def die(failure: HeartbeatFailure) -> NoReturn:
 def _kernel_timers(*, warn: bool) -> list[tuple[KernelTimer, float]]:
     """The timers, each with its seconds after the deadline; none where there are none."""
     try:
-        timers = [(KernelTimer(SIGABRT), ABORT_S), (KernelTimer(SIGKILL), KILL_S)]
-        why = "it is PID 1 of its container: start that with an init" if is_shielded() else ""
+        return [(KernelTimer(SIGABRT), ABORT_S), (KernelTimer(fatal_signal()), KILL_S)]
     except (OSError, ImportError) as error:
-        timers, why = [], str(error)
-    if why and warn:
-        logger.warning(
-            "heartbeat: should native code hold the interpreter's lock, or should this process (%d)"
-            " be stopped, the kernel will not end it: %s",
-            os.getpid(),
-            why,
-        )
-    return timers
+        if warn:
+            logger.warning(
+                "heartbeat: should native code hold the interpreter's lock, or should this process"
+                " (%d) be stopped, the kernel will not end it: %s",
+                os.getpid(),
+                error,
+            )
+        return []
 
 
 def _all_within(seconds: float, *calls: Callable[[], object]) -> None:

@@ -7,9 +7,11 @@ ends a stopped process, too. There is no helper process to start, to watch and t
 A forked child has no timers of its parent's, and `exec` ends them. The standard library has no call
 for them, so it is made by ctypes.
 
-What the kernel does not do: a signal that this process has not caught does nothing to the first
-process of a PID namespace (PID 1 of a container that runs the training without an init), SIGKILL
-included, if it comes from within. `is_shielded` says so.
+What the kernel does not do: a signal that is not caught does nothing to the first process of a PID
+namespace (PID 1 of a container that runs the training without an init), SIGKILL included, if it
+comes from within. There another signal stands in, whose handler is C's own `_exit`. It runs where
+Python does not, but not in a process that is stopped, which for PID 1 only somebody outside of the
+container can do.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import signal
 import time
 from functools import cache
+
+STAND_IN = 60
+"""A real-time signal, and the exit code of a PID 1 that it ends. Other runtimes take theirs from
+the ends of the range, and `timer._stacks` has 44 to 55."""
 
 _SIGEV_SIGNAL = 0
 
@@ -83,9 +90,13 @@ class KernelTimer:
             _call("timer_delete", self._id)
 
 
-def is_shielded() -> bool:
-    """Whether the kernel keeps this process's own signals from it, as it is PID 1."""
-    return os.getpid() == 1
+def fatal_signal() -> int:
+    """Return a signal by which a timer ends this process for certain."""
+    if os.getpid() != 1:
+        return signal.SIGKILL
+    library = _library()
+    library.signal(STAND_IN, ctypes.cast(library._exit, ctypes.c_void_p))
+    return STAND_IN
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -211,13 +211,17 @@ def _stamps(data: dict[str, Any]) -> tuple[int | None, float | None]:
 def first_of(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose failure is the root cause.
 
-    That is the earliest, unless it says itself that another worker was the reason: then it is that
-    one's, if it has failed too. A worker that is stopped, for instance, ends after those which have
-    waited for it in vain.
+    That is the earliest, unless it says itself that other workers were the reason: then it is the
+    earliest of these, if they have failed too, and so on. A worker that is stopped, for instance,
+    ends after those which have waited for it in vain.
 
     Args:
         failures: by global rank; at least one.
     """
-    first = min(failures, key=lambda rank: failures[rank].failed_monotonic)
-    blamed = {rank: failures[rank] for rank in failures[first].blames - {first} if rank in failures}
-    return first_of(blamed) if blamed else first
+    others = set(failures)
+    candidates: Set[int] = failures.keys()
+    while candidates:
+        first = min(candidates, key=lambda rank: failures[rank].failed_monotonic)
+        others.discard(first)
+        candidates = failures[first].blames & others
+    return first
