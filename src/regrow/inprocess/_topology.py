@@ -157,9 +157,7 @@ def grow(layers: Sequence[Layer], members: Iterable[Member]) -> Topology:
 
 def first_seats(topology: Topology) -> Seats:
     """Everybody's part before anybody was lost."""
-    counts: Counter[tuple[int, int]] = (
-        Counter()
-    )  # active leaves by height and first leaf of a branch
+    counts: Counter[tuple[int, int]] = Counter()  # of active leaves; a branch's height, first leaf
     modes: list[Mode] = []
     active_ranks: list[int | None] = []
     size = 0
