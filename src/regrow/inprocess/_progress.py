@@ -1,0 +1,112 @@
+"""Whether a rank makes progress.
+
+Two kinds of progress are judged. The *automatic* one is that the main thread executes Python code
+at all; whoever finds that out (`Watch`) says so here. The *manual* one is the wrapped function's
+own `ping`, which counts from its first `ping` of an iteration on. Either one that is older than the
+soft time-out ends the iteration.
+
+Only the wrapped function is judged, and what is called just before it. Who waits for other ranks,
+or was interrupted, is `at rest`: there the time-outs of the barriers hold, and other ranks'. So is
+who has asked for it (`CallWrapper.disable_hang_protection`).
+
+`Progress` decides and knows no clock; times are seconds of a monotonic one.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Which = Literal["automatic", "manual"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is known of a rank's progress. Threads may tell and ask at once."""
+
+    allowed: float
+    """Seconds that either progress may be old: the soft time-out."""
+    automatic_at: float | None = None
+    """When the main thread was last seen to execute Python code; None while nobody judges."""
+    manual_at: float | None = None
+    """When the function last said that it makes progress; None if it did not in this iteration."""
+    unjudged: int = 0
+    """How many sections without hang protection the function is in."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, now: float) -> None:
+        """An iteration begins: automatic progress is due from now on, manual is not yet."""
+        with self._lock:
+            self.automatic_at, self.manual_at, self.unjudged = now, None, 0
+
+    def rest(self) -> None:
+        """The function was left: nothing is due."""
+        with self._lock:
+            self.automatic_at = self.manual_at = None
+
+    def ran(self, now: float) -> None:
+        """The main thread has executed Python code."""
+        with self._lock:
+            if self.automatic_at is not None:
+                self.automatic_at = now
+
+    def ping(self, now: float) -> None:
+        """The function says that it makes progress."""
+        with self._lock:
+            if self.automatic_at is not None:
+                self.manual_at = now
+
+    def suspend(self) -> None:
+        """Judge nothing until `resume` was called as often."""
+        with self._lock:
+            self.unjudged += 1
+
+    def resume(self, now: float) -> None:
+        """Judge again; what was not judged meanwhile is not held against the rank."""
+        with self._lock:
+            self.unjudged = max(self.unjudged - 1, 0)
+            if self.automatic_at is not None:
+                self.automatic_at = now
+            if self.manual_at is not None:
+                self.manual_at = now
+
+    @property
+    def due(self) -> float | None:
+        """When one of them will be stale if nothing happens; None if none is judged."""
+        with self._lock:
+            times = [at for at in (self.automatic_at, self.manual_at) if at is not None]
+            return min(times) + self.allowed if times and not self.unjudged else None
+
+    def stale(self, now: float) -> Which | None:
+        """Say which of them is older than allowed, if any; the automatic one if both are."""
+        due = self.due
+        if due is None or now < due:
+            return None
+        at = self.automatic_at
+        return "automatic" if at is not None and now >= at + self.allowed else "manual"
+
+
+class Watch(Protocol):
+    """Watches one rank's progress, from the main thread's first iteration to its last.
+
+    It has the soft time-out reported, for which it is made with a function to call, from a thread
+    of its own; at most once an iteration.
+    """
+
+    def begin(self, iteration: int) -> None:
+        """The main thread begins an iteration."""
+
+    def rest(self) -> None:
+        """The function was left, or has returned; what the main thread does now is not judged."""
+
+    def ping(self) -> None:
+        """Manual progress; as cheap as the wrapped function may call it in each of its steps."""
+
+    def unjudged(self) -> AbstractContextManager[None]:
+        """A section that may take as long as it likes."""
+        ...
+
+    def close(self) -> None:
+        """The call is over."""
