@@ -31,4 +31,16 @@ def _begin_heartbeat() -> None:
         begin()
 
 
+def _arm() -> None:
+    """Let this process be asked where it stands, where `regrow run --timers` may do so.
+
+    Whoever is compared with a worker that hangs need not have come to a timer of its own.
+    """
+    if os.environ.get("TORCHELASTIC_TIMER_FILE"):
+        from regrow.timer._stacks import arm
+
+        arm()
+
+
 _begin_heartbeat()
+_arm()

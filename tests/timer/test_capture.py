@@ -42,7 +42,7 @@ from regrow.timer._frames import Dump, where
 from regrow.timer._stacks import CANDIDATES, Marker, Signals
 
 QUICK = 0.02
-NEVER_ARMED = "no timer of regrow was ever armed in it"
+NEVER_ARMED = "it has neither imported regrow nor set a timer"
 
 
 def status(pid: int) -> bytes:
@@ -199,6 +199,21 @@ def test_a_stranger_is_not_signalled(why: str) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize(("pipe", "outcome"), [("/a/pipe", "dumped"), ("", "no handler")])
+def test_who_imports_regrow_can_be_asked_where_timers_are_served(pipe: str, outcome: str) -> None:
+    script = "import regrow, time; print('up', flush=True); time.sleep(1000)"
+    env = {**os.environ, "TORCHELASTIC_TIMER_FILE": pipe}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pidfd = os.pidfd_open(process.pid)
+        assert ask(Target(process.pid, pidfd)).outcome == outcome
+        os.close(pidfd)
+        process.kill()
+
+
 def test_a_child_that_did_not_arm_itself_is_not_taken_for_its_parent() -> None:
     with hanging(child) as hung:
         pid = int(hung.said)
@@ -278,11 +293,13 @@ def test_a_process_that_has_its_own_use_for_the_signal_is_silent() -> None:
         assert hung.process.poll() is None
 
 
-def test_a_process_that_waits_for_a_processor_has_more_time() -> None:
+def test_a_process_that_waits_for_a_processor_has_more_time_if_it_is_to_be_killed() -> None:
     with hanging(otherwise, "looping") as hung:
         wait_until(lambda: state(hung.target.pid) == "R", "it loops")
-        silent = ask(hung.target, QUICK)
+        silent = ask(hung.target._replace(doomed=True), QUICK)
         assert (silent.outcome, silent.note) == ("silent", "no answer within 200 ms (state R)")
+        silent = ask(hung.target, QUICK)  # which another one's end would wait for
+        assert (silent.outcome, silent.note) == ("silent", "no answer within 20 ms (state R)")
 
 
 def test_whoever_asks_itself_is_not_endangered() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.timer import _stacks
-from regrow.timer._frames import Dump, Frame, Thread, compare, parse, top, where
+from regrow.timer._frames import Dump, Frame, Outcome, Thread, compare, parse, top, where
 
 PYTHON = "/opt/conda/lib/python3.11"
 SITE = f"{PYTHON}/site-packages"
@@ -150,13 +151,22 @@ def test_a_process_without_stacks_is_told_by_why() -> None:
 
 def test_equal_stacks_are_grouped_and_the_odd_ones_named() -> None:
     dumps = {rank: dump(REDUCE, TRAIN) for rank in (0, 2, 3, 4, 7)}
-    dumps |= {1: dump(TRAIN), 5: Dump(5, "stopped"), 6: Dump(6, "silent", "no answer")}
+    dumps |= {1: dump(TRAIN), 5: Dump(5, "stopped")}
     assert compare(dumps) == [
         "ranks 0, 2-4, 7 stand in all_reduce (distributed_c10d.py:2810),"
         " called by step (train.py:42)",
         "rank 1 alone stands in step (train.py:42)",
         "rank 5 alone is stopped by a signal (SIGSTOP or a debugger)",
-        "rank 6 alone: unknown: no answer",
+    ]
+
+
+@pytest.mark.parametrize("outcome", ["no handler", "silent"])
+def test_no_rank_is_said_to_stand_alone_while_another_could_not_be_asked(outcome: Outcome) -> None:
+    dumps = {0: dump(TRAIN), 1: dump(REDUCE), 2: dump(REDUCE), 3: Dump(3, outcome, "no answer")}
+    assert compare(dumps) == [
+        "ranks 1, 2 stand in all_reduce (distributed_c10d.py:2810)",
+        "rank 0 stands in step (train.py:42)",
+        "rank 3 could not be asked: no answer",
     ]
 
 

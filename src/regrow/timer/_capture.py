@@ -25,8 +25,8 @@ that took it, as the kernel blocks a signal while its handler runs.
 
 Nothing in Linux wakes anybody at the end of a signal handler, so that is looked for every half
 millisecond, for the 50 that it may take. After them the caller has what there is. Only where the
-machine is so loaded that a process has not come to answer, it is worth more to know where it stands
-than to have it killed at once.
+machine is so loaded that a process which is to be killed has not come to answer, it is worth more
+to know where it stood than to have it killed at once; for one that is merely compared nobody waits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from regrow.timer._stacks import Marker, Signals
 
 #: Between two looks at the processes that were asked, s.
 STEP_S = 0.0005
-#: Times the budget that a process may be in the queue for a processor.
+#: Times the budget that a process which is to be killed may be in the queue for a processor.
 QUEUED = 10
 #: A main thread that blocks the signals at this many looks in a row does so for good; while it
 #: starts a thread or forks, the C library blocks them for a moment.
@@ -77,8 +77,8 @@ def capture(
 
     Args:
         targets: the processes.
-        budget: s, in all, for the Python stacks; ten times that where a process would answer, but
-            is waiting for a processor.
+        budget: s, in all, for the Python stacks; ten times that where a process which is to be
+            killed would answer, but is waiting for a processor.
         native: s, in all, for native stacks by py-spy, where that is installed; 0: without.
 
     Returns:
@@ -109,13 +109,14 @@ class _Asked:
     def __init__(self, target: Target) -> None:
         self.pid = target.pid
         self._pidfd = target.pidfd
+        self._dies = target.doomed
         self._doomed = target.doomed and target.pid != os.getpid()  # who asks goes on to live
         self._marker: Marker | None = None
         self._memory = -1
         self._deaf = 0  # looks in a row at which its main thread blocked the signals
         self._hearing: list[str] = []  # then, the threads that do not
         self._sent: list[int] = []
-        self.queued = False  # it was asked, and is runnable
+        self.queued = False  # it is to be killed, was asked, and is runnable
         self._begin = self._asked = 0  # size of its memory before all, and when it was last asked
         self._outcome: Outcome | None = None
         self._note = ""
@@ -130,7 +131,7 @@ class _Asked:
             return self._end("gone", "it ended while its stacks were dumped" if self._sent else "")
         if state in "Tt":
             return self._end("stopped")
-        self.queued = state == "R" and bool(self._sent)
+        self.queued = self._dies and state == "R" and bool(self._sent)
         signals = Signals.of(status)
         return self._listen(begun, signals) if self._sent else self._ask(state, signals)
 
@@ -215,7 +216,7 @@ class _Asked:
                     return ""
         except OSError as error:
             return f"its descriptors may not be looked at: {error.strerror}"
-        return "no timer of regrow was ever armed in it"
+        return "it has neither imported regrow nor set a timer"
 
     def _text(self) -> str:
         text = os.pread(self._memory, MOST_BYTES, self._begin).decode("utf-8", "backslashreplace")

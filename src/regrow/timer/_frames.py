@@ -113,6 +113,7 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/")
+_UNKNOWN = "unknown: "
 _PLUMBING = re.compile(r"/(?:threading|contextlib|functools|runpy)\.py$")
 
 
@@ -160,10 +161,10 @@ def where(dump: Dump) -> str:
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
         note = _printable(dump.note or dump.outcome, 120)
-        return note if note.startswith("in ") else f"unknown: {note}"
+        return note if note.startswith("in ") else f"{_UNKNOWN}{note}"
     thread = main_thread(dump.threads)
     if thread is None:
-        return "unknown: its main thread is not in the dump"
+        return f"{_UNKNOWN}its main thread is not in the dump"
     innermost, own = top(thread.frames)
     place = "in native code that no Python code called"
     if innermost is not None:
@@ -176,6 +177,8 @@ def where(dump: Dump) -> str:
 def compare(dumps: Mapping[int, Dump]) -> list[str]:
     """Which ranks stand together, and which elsewhere.
 
+    That one stands elsewhere alone is said only where it is known of all where they stand.
+
     Args:
         dumps: by rank.
 
@@ -187,13 +190,14 @@ def compare(dumps: Mapping[int, Dump]) -> list[str]:
         groups.setdefault(where(dumps[rank]), []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
     most = len(ordered[0][1]) if ordered else 0
-    return [_line(place, ranks, len(dumps), most) for place, ranks in ordered]
+    known = not any(place.startswith(_UNKNOWN) for place in groups)
+    return [_line(place, ranks, len(dumps), most, known) for place, ranks in ordered]
 
 
-def _line(place: str, ranks: Sequence[int], total: int, most: int) -> str:
+def _line(place: str, ranks: Sequence[int], total: int, most: int, known: bool) -> str:
     one = len(ranks) == 1
     who = f"rank {ranks[0]}" if one else f"ranks {_numbers(ranks)}"
-    if one and most > 1:
+    if one and most > 1 and known:
         who += " alone"
     elif not one and most == total:
         who = f"all {total} ranks"
@@ -201,7 +205,7 @@ def _line(place: str, ranks: Sequence[int], total: int, most: int) -> str:
         return f"{who} {'stands' if one else 'stand'} {place}"
     if place.startswith("stopped "):
         return f"{who} {'is' if one else 'are'} {place}"
-    return f"{who}: {place}"
+    return f"{who} could not be asked: {place.removeprefix(_UNKNOWN)}"
 
 
 def _numbers(ranks: Iterable[int]) -> str:
