@@ -134,7 +134,7 @@ def test_the_settings_are_what_they_were_given(job: Job) -> None:
     assert settings.keep_alive_interval == timedelta(seconds=7)
     assert settings.keep_alive_max_attempt == 9
     default = job.handler("node1", 1, 2).settings
-    assert default.keep_alive_interval == timedelta(seconds=5)
+    assert default.keep_alive_interval == timedelta(seconds=1)
     assert default.keep_alive_max_attempt == 3
 
 

@@ -23,7 +23,13 @@ from regrow.rendezvous._api import (
 )
 from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._member import Member
-from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout, read_settings
+from regrow.rendezvous._settings import (
+    KEEP_ALIVE,
+    MISSES,
+    RendezvousSettings,
+    RendezvousTimeout,
+    read_settings,
+)
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -86,8 +92,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         max_nodes: int,
         local_addr: str | None = None,
         timeout: RendezvousTimeout | None = None,
-        keep_alive_interval: float = 5,
-        keep_alive_max_attempt: int = 3,
+        keep_alive_interval: float = KEEP_ALIVE,
+        keep_alive_max_attempt: int = MISSES,
     ) -> DynamicRendezvousHandler:
         """Create the handler of a node that runs the rounds with the others over a backend.
 
@@ -100,7 +106,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             local_addr: this node's address as the others reach it; None: the backend's
                 `local_addr` where it has one, else the name of this host.
             timeout: how long the steps may take.
-            keep_alive_interval: seconds between two beats.
+            keep_alive_interval: seconds between two beats; torch's are 5.
             keep_alive_max_attempt: how many beats may fail to come before a node is given up.
 
         Raises:
