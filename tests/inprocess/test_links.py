@@ -38,7 +38,7 @@ def opens(request: pytest.FixtureRequest) -> Iterator[Opens]:
         link: Link
         if request.param == "service":
             link = ServiceLink(
-                lambda: server.connect(session_grace=0.2), "group", rank, size, timeouts
+                lambda _: server.connect(session_grace=0.2), "group", rank, size, timeouts
             )
         else:
             link = C10dLink(lambda: shared, "group", rank, size, timeouts)

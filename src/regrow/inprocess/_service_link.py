@@ -52,6 +52,9 @@ ANSWER: Final = 30.0
 """Seconds within which what is answered at once has to be answered."""
 SLACK: Final = 10.0
 """Seconds by which the server may be late to end a barrier."""
+RECONNECT: Final = 5.0
+"""Seconds within which a server must be there when the session with it is lost; until then the
+session has been trying already."""
 NUDGE: Final = 0.25
 """Seconds after which a call that is answered at once is taken to be lost on the way."""
 
@@ -60,8 +63,8 @@ class ServiceLink:
     """One rank's side of its group, over a store server; a `Link`.
 
     Args:
-        connect: begins a session with the server, for this link alone; called now, and again when
-            the session is lost. Raises StoreError if it cannot.
+        connect: begins a session with the server, for this link alone, within so many seconds;
+            called now, and again when the session is lost. Raises StoreError if it cannot.
         group: the name of the group, the same on all ranks, and of no other call of a wrapped
             function in this store, in this process or before it.
         rank: the initial rank of this process.
@@ -74,7 +77,7 @@ class ServiceLink:
 
     def __init__(
         self,
-        connect: Callable[[], StoreClient],
+        connect: Callable[[float], StoreClient],
         group: str,
         rank: int,
         size: int,
@@ -89,7 +92,7 @@ class ServiceLink:
         self._closed = False
         self._reports = itertools.count(1)
         self._client: StoreClient | None = None
-        self._session()
+        self._begin(timeouts.barrier)
 
     def join(self) -> int:
         """See `Link.join`."""
@@ -224,11 +227,11 @@ class ServiceLink:
     def _known(self) -> StoreClient | None:
         return self._client
 
-    def _begin(self) -> StoreClient:
+    def _begin(self, seconds: float = RECONNECT) -> StoreClient:
         if self._is_closed():
             raise LinkClosedError("the link was closed")
         try:
-            client = self._connect()
+            client = self._connect(seconds)
         except StoreError as error:
             raise LinkLostError(self._gone(error)) from error
         with self._lock:

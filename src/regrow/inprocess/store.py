@@ -294,9 +294,14 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         client.set_timeout(timeout)
         super().__init__("inprocess", client)
 
-    def session(self) -> StoreClient:
-        """Begin another session with the same server; the caller closes it."""
-        return stores.worker_store(**self._options)
+    def session(self, timeout: float | None = None) -> StoreClient:
+        """Begin another session with the same server; the caller closes it.
+
+        Args:
+            timeout: seconds within which the server must be reached; default that of the store.
+        """
+        within = {} if timeout is None else {"timeout": timeout}
+        return stores.worker_store(**self._options | within)
 
 
 def _by_agent(host_name: str | None) -> bool:

@@ -1,0 +1,171 @@
+"""The service that runs groups: sessions, processes, what it refuses, and what it forgets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regrow.inprocess import _messages as messages
+from regrow.inprocess._link import Timeouts
+from regrow.inprocess._service import FORGET, InprocessService
+
+TIMEOUTS = Timeouts()
+
+
+class Asking:
+    """Sessions that ask a service, and what each was told."""
+
+    def __init__(self) -> None:
+        self.service = InprocessService()
+        self.now = 0.0
+        self.told: dict[tuple[object, int], messages.Told] = {}
+        self._number = 0
+
+    def ask(self, session: str, question: messages.Asked) -> int:
+        """Put a question; returns its number."""
+        self._number += 1
+        self.take(self.service.asked(session, self._number, messages.encode(question), self.now))
+        return self._number
+
+    def answer(self, session: str, question: messages.Asked) -> Any:
+        """Put a question that is answered at once."""
+        return self.told[session, self.ask(session, question)]
+
+    def due_at(self) -> float | None:
+        """When the service wants to be called."""
+        return self.service.deadline
+
+    def take(self, answers: Any) -> None:
+        for answer in answers:
+            assert (answer.session, answer.id) not in self.told, "answered twice"
+            self.told[answer.session, answer.id] = messages.decode_answer(answer.body)
+
+
+def me(rank: int, process: str = "") -> tuple[str, int, str]:
+    return "group", rank, process or f"process-{rank}"
+
+
+def join(rank: int, size: int, process: str = "") -> messages.Join:
+    return messages.Join(*me(rank, process), size, TIMEOUTS)
+
+
+def running(size: int) -> Asking:
+    asking = Asking()
+    for rank in range(size):
+        asking.ask(f"session-{rank}", join(rank, size))
+    for rank in range(size):
+        asking.ask(f"session-{rank}", messages.Enter(*me(rank), 0, rank, size))
+    return asking
+
+
+def test_a_question_that_waits_is_answered_once_and_forgotten_with_its_connection() -> None:
+    asking = running(2)
+    lost = asking.ask("session-0", messages.Follow(*me(0), 0))
+    asking.take(asking.service.suspended("session-0", 0.0))
+    asking.take(asking.service.resumed("session-0", 0.1))
+    again = asking.ask("session-0", messages.Follow(*me(0), 0))
+    asking.ask("session-1", messages.Report(*me(1), 0, 1, "EXCEPTION", "a mistake"))
+    assert ("session-0", lost) not in asking.told
+    assert isinstance(asking.told["session-0", again], messages.Interrupted)
+
+
+def test_a_question_that_was_given_up_is_not_answered() -> None:
+    asking = running(2)
+    given_up = asking.ask("session-0", messages.WaitCompleted(*me(0), 0))
+    asking.service.cancelled("session-0", given_up)
+    asking.ask("session-1", messages.Completed(*me(1), 0))
+    assert ("session-0", given_up) not in asking.told
+
+
+def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
+    for closed, kind in ((True, "TERMINATED"), (False, "UNRESPONSIVE")):
+        asking = running(2)
+        following = asking.ask("session-1", messages.Follow(*me(1), 0))
+        asking.take(asking.service.ended("session-0", "it is over", closed, 7.0))
+        told = asking.told["session-1", following]
+        assert isinstance(told, messages.Interrupted)
+        assert [(f.kind, f.rank, f.at) for f in told.faults.records] == [(kind, 0, 7.0)]
+
+
+def test_a_process_that_speaks_over_another_session_outlives_the_old_one() -> None:
+    asking = running(2)
+    asking.ask("another", messages.Follow(*me(0), 0))
+    asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
+    told = asking.answer("session-1", messages.Report(*me(1), 0, 1, "EXCEPTION", ""))
+    assert isinstance(told, messages.Noted)
+    assert len(asking.told) == 4 + 2, "the follower over the other session was told too"
+
+
+def test_a_process_whose_connection_is_gone_gives_its_place_away_before_all_have_joined() -> None:
+    asking = Asking()
+    asking.ask("session-0", join(0, 2))
+    refused = asking.answer("another", join(0, 2, "another process"))
+    assert isinstance(refused, messages.Failed)
+    assert "rank 0 has joined already, from another process" in refused.text
+    asking.take(asking.service.suspended("session-0", 1.0))
+    waiting = asking.ask("another", join(0, 2, "another process"))
+    asking.ask("session-1", join(1, 2))
+    assert asking.told["another", waiting] == messages.Go(0)
+    asking.take(asking.service.ended("session-0", "it is over", True, 2.0))
+    assert asking.ask("another", messages.Follow(*me(0, "another process"), 0))
+    assert isinstance(asking.answer("session-0", messages.Follow(*me(0), 0)), messages.Unknown)
+
+
+def test_a_rank_that_was_counted_out_is_told_that_the_others_have_begun() -> None:
+    asking = running(2)
+    asking.ask("watcher", messages.Accuse("group", 0, "", "HARD_TIMEOUT", "it hangs"))
+    refused = asking.answer("another", join(0, 2, "another process"))
+    assert isinstance(refused, messages.Failed)
+    assert "rank 0 of the group 'group' was counted out, and the others have begun" in refused.text
+
+
+def test_an_accusation_of_a_process_does_not_meet_another_one() -> None:
+    asking = running(2)
+    old = messages.Accuse("group", 0, "an older process", "TERMINATED", "it was killed")
+    assert asking.answer("watcher", old) == messages.Noted(False)
+    now = messages.Accuse("group", 0, "process-0", "TERMINATED", "it was killed")
+    assert asking.answer("watcher", now) == messages.Noted(True)
+
+
+def test_ranks_that_mean_other_groups_are_refused_with_what_differs() -> None:
+    asking = Asking()
+    asking.ask("session-0", join(0, 2))
+    refused = asking.answer("session-1", join(1, 3))
+    assert isinstance(refused, messages.Problem)
+    assert "set up by the first rank with 2 ranks" in refused.text
+    assert "there is no rank 2 among 2 ranks" in asking.answer("session-2", join(2, 2)).text
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
+    asking = running(2)
+    for question, said in (
+        (messages.Enter(*me(0), 5, 0, 2), "rank 0 is in iteration 5, and the others in 0"),
+        (messages.Ready(*me(0), 0), "in which nothing has failed"),
+        (messages.Follow("other", 0, "process-0", 0), "there is no group 'other'"),
+        (messages.Follow(*me(0, "a stranger"), 0), "this process is not rank 0"),
+    ):
+        assert said in asking.answer("session-0", question).text
+    asking.take(asking.service.asked("session-0", 99, b"\x93\x01nonsense", 0.0))
+    assert isinstance(asking.told["session-0", 99], messages.Problem)
+    following = asking.ask("session-0", messages.Follow(*me(0), 0))
+    assert ("session-0", following) not in asking.told
+
+
+def test_a_group_is_forgotten_a_while_after_everybody_is_gone() -> None:
+    asking = running(1)
+    asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
+    assert asking.due_at() == 1.0 + FORGET
+    told = asking.answer("late", messages.Ready(*me(0), 0))
+    assert isinstance(told, messages.CountedOut)
+    asking.take(asking.service.ended("late", "it is over", True, 2.0))
+    asking.now = 2.0 + FORGET
+    asking.take(asking.service.due(asking.now))
+    assert asking.due_at() is None
+    assert isinstance(asking.answer("later", messages.Ready(*me(0), 0)), messages.Unknown)
+
+
+def test_a_group_that_is_over_makes_room_for_another_of_its_name() -> None:
+    asking = running(1)
+    asking.ask("session-0", messages.Done(*me(0), 0))
+    assert asking.answer("session-0", join(0, 1, "the next call")) == messages.Go(0)
+    entered = messages.Enter(*me(0, "the next call"), 0, 0, 1)
+    assert asking.answer("session-0", entered) == messages.Go(0)
