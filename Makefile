@@ -56,6 +56,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/node_loss.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/timers.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/hangs.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/heartbeat.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
 	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)

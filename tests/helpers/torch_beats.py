@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regrow.heartbeat._torch_exchange import TorchExchange
+from regrow import heartbeat
+from regrow.heartbeat import HeartbeatFailure, TorchExchange
 
 PATIENCE = timedelta(seconds=40)
 ALIVE = 30.0  # seconds of an exchange that all take part in
@@ -101,6 +103,8 @@ class Rank:
         self.together("after late")
         self.beat("after late")
 
+        self.start()
+
         dist.destroy_process_group()
         self.beat("without the training")
         self.together("before the kill")
@@ -108,6 +112,25 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
         self.beat("killed", DEAD)
         self.reborn()
+
+    def start(self) -> None:
+        """Beat by what a user calls, until rank 0 leaves."""
+        alarms: list[HeartbeatFailure] = []
+        exchange = TorchExchange(name="started")
+        stop = heartbeat.start(0.05, exchange=exchange, timeout=ALIVE, on_failure=alarms.append)
+        heartbeat.step(self.rank)
+        deadline = time.monotonic() + ALIVE
+        while [row.step for row in heartbeat.progress()] != list(range(SIZE)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.together("before rank 0 leaves")
+        if self.rank == 0:
+            stop.set()
+        stop.wait(ALIVE)
+        for thread in threading.enumerate():
+            if thread.name == "regrow-heartbeat":
+                thread.join(ALIVE)
+        self.found["alarms"] = list(map(str, alarms))
 
     def reborn(self) -> None:
         """The last scene, in which the last rank is another process."""

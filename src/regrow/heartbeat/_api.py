@@ -210,9 +210,8 @@ def _of(
     exchange: object, rank: int | None, world_size: int | None
 ) -> tuple[int | None, int | None]:
     """The rank and world size that were given, here or to the exchange."""
-    if isinstance(exchange, StoreExchange):
-        rank = exchange.rank if rank is None else rank
-        world_size = exchange.world_size if world_size is None else world_size
+    rank = getattr(exchange, "rank", None) if rank is None else rank
+    world_size = getattr(exchange, "world_size", None) if world_size is None else world_size
     return rank, world_size
 
 

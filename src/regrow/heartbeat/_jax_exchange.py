@@ -101,8 +101,8 @@ class JaxExchange:
                 f"StoreExchange"
             )
         self._client = client
-        self._rank: int = rank
-        self._size: int = world_size
+        self.rank: int = rank
+        self.world_size: int = world_size
         self._prefix = f"regrow/{name}"
         self._round = 0
         """The next one."""
@@ -134,10 +134,10 @@ class JaxExchange:
                 return list(struct.unpack(f"<{len(vector)}q", sums))
             came.update(rank for rank, _ in self._written(here))
             if time.monotonic() >= deadline:
-                absent = set(range(self._size)) - came
+                absent = set(range(self.world_size)) - came
                 at_once = "" if absent else ", but never all at the same time"
                 raise MissingRanks(
-                    f"{len(came)} of {self._size} processes came to the exchange within "
+                    f"{len(came)} of {self.world_size} processes came to the exchange within "
                     f"{timeout:.3g} s{at_once}",
                     absent,
                 )
@@ -148,7 +148,7 @@ class JaxExchange:
         # Adding nothing reads a count, and one that is not there yet is 0.
         latest = self._client.key_value_increment(f"{self._prefix}/latest", 0)
         self._round = max(self._round, latest)
-        while not self._write_once(f"{self._prefix}/{self._round}/beat/{self._rank}", mine):
+        while not self._write_once(f"{self._prefix}/{self._round}/beat/{self.rank}", mine):
             self._round += 1
         here = f"{self._prefix}/{self._round}"
         self._round += 1
@@ -162,7 +162,7 @@ class JaxExchange:
     def _finish(self, here: str, length: int, deadline: float) -> bytes | None:
         """Return the packed sums of a round; None: it is void."""
         client, place = self._client, f"{here}/sums"
-        if client.key_value_increment(f"{here}/count", 1) == self._size:
+        if client.key_value_increment(f"{here}/count", 1) == self.world_size:
             self._write_once(place, self._add_up(here, length))
         try:
             left = int((deadline - time.monotonic()) * 1000)
@@ -182,7 +182,7 @@ class JaxExchange:
                 if at >= length:
                     raise RuntimeError(
                         f"process {rank} gave more numbers than the {length} of process "
-                        f"{self._rank}; give all the same world_size"
+                        f"{self.rank}; give all the same world_size"
                     )
                 sums[at] += number
         for old in range(self._kept, self._round - 1):

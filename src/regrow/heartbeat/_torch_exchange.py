@@ -84,15 +84,15 @@ class TorchExchange:
                 )
             store = dist.distributed_c10d._get_default_store()
         if ready:
-            self._rank = dist.get_rank() if rank is None else rank
-            self._size = dist.get_world_size() if world_size is None else world_size
+            self.rank = dist.get_rank() if rank is None else rank
+            self.world_size = dist.get_world_size() if world_size is None else world_size
         else:
-            self._rank = _from_environment("RANK") if rank is None else rank
-            self._size = _from_environment("WORLD_SIZE") if world_size is None else world_size
-        if not 0 <= self._rank < self._size:
+            self.rank = _from_environment("RANK") if rank is None else rank
+            self.world_size = _from_environment("WORLD_SIZE") if world_size is None else world_size
+        if not 0 <= self.rank < self.world_size:
             raise ValueError(
-                f"rank {self._rank} of {self._size}: ranks are numbered from 0, below the world "
-                f"size"
+                f"there is no rank {self.rank} in a world of {self.world_size}: ranks are 0 to "
+                f"world_size - 1"
             )
         # In older versions of torch a store cannot be cloned, and shares its connection.
         own = store.clone() if hasattr(store, "clone") else store
@@ -162,32 +162,32 @@ class TorchExchange:
         try:
             self._store.wait([f"{here}/all"], _left(deadline))
         except dist.DistStoreError:
-            absent = [r for r in range(self._size) if not self._store.check([f"{here}/{r}"])]
+            absent = [r for r in range(self.world_size) if not self._store.check([f"{here}/{r}"])]
         else:
             return
-        come = self._size - len(absent)
-        if self._store.add(f"{here}/sizes", 0) != come * self._size:
+        size, come = self.world_size, self.world_size - len(absent)
+        if self._store.add(f"{here}/sizes", 0) != come * size:
             raise RuntimeError(
-                f"the ranks do not agree on how many they are: this one expects {self._size}; give "
-                f"all the same world_size"
+                f"the ranks do not agree on how many they are: this one expects {size}; give all "
+                f"the same world_size"
             )
         raise MissingRanks(
-            f"{come} of {self._size} ranks came within {timeout:.3g} s to meet in a new gloo group",
+            f"{come} of {size} ranks came within {timeout:.3g} s to meet in a new gloo group",
             absent,
         )
 
     def _come(self) -> None:
         self._generation = max(self._generation, self._store.add("generation", 0))
-        while self._store.add(f"{self._generation}/{self._rank}", 1) > 1:
+        while self._store.add(f"{self._generation}/{self.rank}", 1) > 1:
             self._end()
         self._joined = self._generation
-        self._store.add(f"{self._generation}/sizes", self._size)
-        if self._store.add(f"{self._generation}/here", 1) == self._size:
+        self._store.add(f"{self._generation}/sizes", self.world_size)
+        if self._store.add(f"{self._generation}/here", 1) == self.world_size:
             self._store.set(f"{self._generation}/all", "1")
 
     def _make(self, deadline: float) -> None:
         place = dist.PrefixStore(f"{self._generation}/gloo", self._store)
-        self._group = dist.ProcessGroupGloo(place, self._rank, self._size, _left(deadline))
+        self._group = dist.ProcessGroupGloo(place, self.rank, self.world_size, _left(deadline))
 
     def _leave(self) -> None:
         # The end of a group waits for its threads, and those for an operation that is stuck.

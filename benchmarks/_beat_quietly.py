@@ -1,0 +1,64 @@
+"""A worker that beats while its main thread leaves nobody a moment's peace; see `heartbeat.py`.
+
+    RANK=... WORLD_SIZE=... python benchmarks/_beat_quietly.py ENDPOINT TOKEN PERIOD SECONDS
+
+Printed is one line of JSON: for how many seconds it ran, how many beats there were, what was logged
+of failed exchanges, and the alarm if there was one. The main thread computes without end, in
+Python, so that the thread that beats has to ask for the interpreter's lock and for the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+
+from regrow import heartbeat
+from regrow.heartbeat import HeartbeatFailure, _api
+from regrow.store import connect
+
+
+class Failures(logging.Handler):
+    """Counts the exchanges that failed, as the log tells them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def main() -> None:
+    """Beat and compute."""
+    endpoint, token, period, seconds = sys.argv[1:]
+    failures = Failures()
+    logging.getLogger("regrow").addHandler(failures)
+    alarms: list[HeartbeatFailure] = []
+    stop = heartbeat.start(
+        float(period),
+        store=connect(endpoint, token=token.encode()),
+        on_failure=alarms.append,
+        start_timeout=60.0,
+    )
+    began, rounds = time.monotonic(), 0
+    while (ran := time.monotonic() - began) < float(seconds) and not stop.is_set():
+        sum(range(100_000))
+        rounds += 1
+        heartbeat.step(rounds)
+    assert _api._beating is not None
+    said = {
+        "seconds": ran,
+        "beats": _api._beating.beater._state.beats,
+        "failed": failures.lines,
+        "alarm": str(alarms[0]) if alarms else None,
+    }
+    print(json.dumps(said), flush=True)
+    if alarms:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

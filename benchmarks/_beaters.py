@@ -1,0 +1,279 @@
+"""Many simulated workers in one process: real connections, the real rules, no thread for each.
+
+    python benchmarks/_beaters.py ENDPOINT TOKEN SIZE FIRST COUNT PERIOD TIMEOUT
+
+Started by `heartbeat.py`, which tells it by lines on standard input what to do, and is answered
+with one line of JSON each; the first answer is the seconds that connecting took.
+
+    form             all workers of this process begin; answered when all have beaten together
+    hold S           they beat for S seconds; answered with the messages and bytes of one worker and
+                     beat, both ways together, and the beats that were counted
+    lose HOW RANK P  RANK is lost P periods after the next beat, by HOW: "killed" closes its
+                     connection as the kernel does for a process that ends, "silent" leaves it open
+                     and says nothing more. Answered when all others of this process know: when it
+                     was lost (null in another process), when the last of them knew, and of what
+                     kinds they said it was. Times are of the host's monotonic clock.
+
+A worker does what the thread of a real one does: the rules are `regrow.heartbeat._beats`, and what
+is on the wire is what `StoreExchange` sends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import resource
+import secrets
+import select
+import sys
+import time
+from collections.abc import Callable
+from itertools import count
+
+from regrow.heartbeat import HeartbeatFailure
+from regrow.heartbeat import _beats as beats
+from regrow.heartbeat import _questions as questions
+from regrow.heartbeat._failure import Kind
+from regrow.heartbeat._merge import Agreed, Failed, Outcome
+from regrow.heartbeat._store_exchange import EARLY, MOST_EARLY
+from regrow.store import _wire as wire
+from regrow.store._channel import Channel
+from regrow.store._dial import Dialer
+
+PATIENCE_S = 120.0
+FAILURES = 3
+GROUP = "bench"
+
+
+class Timers:
+    """What is to be done when, one after the other."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (when, next(self._order), call))
+
+    def run(self) -> float:
+        """Do what is due, and return the seconds until the next; a while if there is none."""
+        while self._due and (left := self._due[0][0] - time.monotonic()) <= 0:
+            heapq.heappop(self._due)[2]()
+        return min(left, 1.0) if self._due else 1.0
+
+
+class Worker:
+    """One simulated worker and its connection."""
+
+    def __init__(self, channel: Channel, received: bytes, plan: beats.Plan, timers: Timers):
+        self.channel = channel
+        self.plan = plan
+        self.failure: HeartbeatFailure | None = None
+        self.failed_at = 0.0
+        self.lost_at: float | None = None
+        self.messages = self.bytes = 0
+        self._timers = timers
+        self._rest = bytearray(received)
+        self._asked = 0
+        self._beat = 0  # the question that waits for all, if any
+        self._seen = 0
+        self._alarm = 0
+        self._incarnation = secrets.randbelow(2**62) + 1
+        self._state: beats.Beating
+
+    @property
+    def beaten(self) -> int:
+        return self._state.beats
+
+    @property
+    def last_beat(self) -> float:
+        return self._state.since
+
+    def begin(self) -> None:
+        token = secrets.randbelow(65535) + 1 if self.plan.rank == 0 else 0
+        self._state, actions = beats.begin(self.plan, token, time.monotonic())
+        self._do(actions)
+
+    def lose(self, how: str) -> None:
+        self.lost_at = time.monotonic()
+        if how == "killed":
+            self.channel.close()
+
+    def _happen(self, event: beats.Event) -> None:
+        if self.lost_at is None and self.failure is None:
+            self._state, actions = beats.step(self._state, event)
+            self._do(actions)
+
+    def _do(self, actions: tuple[beats.Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case beats.Exchange(timeout, final):
+                    self._exchange(timeout, final)
+                case beats.Sleep(until):
+                    self._set_alarm(until, lambda: self._happen(beats.Woke(time.monotonic())))
+                case beats.Listen():
+                    follow = questions.Follow(GROUP, self.plan.rank, self._incarnation, on=True)
+                    self._ask(follow)
+                case beats.Fail(failure):
+                    self.failure, self.failed_at = failure, time.monotonic()
+
+    def _set_alarm(self, at: float, call: Callable[[], None]) -> None:
+        self._alarm += 1
+        mine = self._alarm
+        self._timers.at(at, lambda: call() if self._alarm == mine else None)
+
+    def _exchange(self, timeout: float, final: bool) -> None:
+        state = self._state
+        beat = questions.Beat(
+            GROUP,
+            self.plan.rank,
+            self.plan.size,
+            self._incarnation,
+            state.token,
+            bool(state.beats),
+            state.beats,
+            "train",
+            False,
+            final,
+            self._seen,
+            timeout - min(EARLY * timeout, MOST_EARLY),
+        )
+        self._beat = self._ask(beat)
+        late = Failed(f"no answer within {timeout:g} s")
+        self._set_alarm(time.monotonic() + timeout, lambda: self._heard(late))
+
+    def _heard(self, outcome: Outcome) -> None:
+        self._alarm += 1
+        self._beat = 0
+        self._happen(beats.Heard(outcome, time.monotonic()))
+
+    def _ask(self, question: questions.Question) -> int:
+        self._asked += 1
+        data = wire.frame(wire.Ask(self._asked, questions.NAME, questions.encode(question)))
+        self.messages += 1
+        self.bytes += len(data)
+        if not self.channel.send(data):
+            raise SystemExit("benchmark: the server does not keep up")
+        return self._asked
+
+    def receive(self) -> None:
+        self._rest += self.channel.recv()
+        while len(self._rest) >= wire.HEADER:
+            end = wire.HEADER + int.from_bytes(self._rest[: wire.HEADER], "big")
+            if len(self._rest) < end:
+                return
+            reply = wire.decode_reply(bytes(self._rest[wire.HEADER : end]))
+            del self._rest[:end]
+            self.messages += 1
+            self.bytes += end
+            if not isinstance(reply, wire.Done) or not isinstance(reply.result, bytes):
+                raise SystemExit(f"benchmark: the server answered {reply}")
+            self._answered(reply.id, questions.decode_answer(reply.result))
+
+    def _answered(self, id: int, answer: questions.Answer) -> None:
+        match answer:
+            case questions.Together(number, token, standing, age) if id == self._beat:
+                self._seen = number
+                self._heard(Agreed(token, standing, age))
+            case questions.Missing(ranks) if id == self._beat:
+                self._heard(Failed("not all came", ranks))
+            case questions.Over():
+                self._heard(answer.outcome())
+
+
+class Crowd:
+    """The workers of this process."""
+
+    def __init__(self, endpoint: str, token: str, plans: list[beats.Plan]):
+        self._poll = select.epoll()
+        self._timers = Timers()
+        self._workers: dict[int, Worker] = {}
+        for plan in plans:
+            dialer = Dialer(endpoint, token.encode(), None, None, f"rank{plan.rank}", 0.0)
+            channel, _, received = dialer.dial(b"", 0.5, time.monotonic() + PATIENCE_S)
+            worker = Worker(channel, received, plan, self._timers)
+            self._workers[channel.fileno()] = worker
+            self._poll.register(channel.fileno(), select.EPOLLIN)
+        self._all = list(self._workers.values())
+
+    def form(self) -> int:
+        for worker in self._all:
+            worker.begin()
+        self._until(lambda: all(worker.beaten for worker in self._all))
+        return len(self._all)
+
+    def hold(self, seconds: float) -> tuple[float, float, int]:
+        """Return messages and bytes of a worker and beat, and the number of these beats."""
+        for worker in self._all:
+            worker.messages = worker.bytes = 0
+        before = sum(worker.beaten for worker in self._all)
+        self._serve_for(seconds)
+        done = sum(worker.beaten for worker in self._all) - before
+        if any(worker.failure for worker in self._all):
+            raise SystemExit("benchmark: a false alarm")
+        messages = sum(worker.messages for worker in self._all)
+        size = sum(worker.bytes for worker in self._all)
+        return messages / done, size / done, done
+
+    def lose(self, how: str, rank: int, phase: float) -> tuple[float | None, float, list[Kind]]:
+        mine = next((worker for worker in self._all if worker.plan.rank == rank), None)
+        if mine is not None:
+            next_one = mine.beaten + 1
+            self._until(lambda: mine.beaten == next_one)
+            self._timers.at(mine.last_beat + phase * mine.plan.period, lambda: mine.lose(how))
+        others = [worker for worker in self._all if worker is not mine]
+        self._until(lambda: mine is None or mine.lost_at is not None)
+        self._until(lambda: all(worker.failure for worker in others))
+        kinds = sorted({worker.failure.kind for worker in others if worker.failure})
+        knew = max((worker.failed_at for worker in others), default=0.0)
+        return (mine.lost_at if mine else None), knew, kinds
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                raise SystemExit("benchmark: nothing happens any more")
+            self._serve(self._timers.run())
+
+    def _serve_for(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            self._serve(min(self._timers.run(), left))
+
+    def _serve(self, timeout: float) -> None:
+        for fd, _ in self._poll.poll(max(timeout, 0.0), 1024):
+            worker = self._workers[fd]
+            if worker.lost_at is None:
+                worker.receive()
+            else:
+                self._poll.unregister(fd)
+
+
+def main() -> None:
+    """Do what standard input says."""
+    endpoint, token, size, first, share, period, timeout = sys.argv[1:]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    began = time.monotonic()
+    plans = [
+        beats.Plan(rank, int(size), float(period), float(timeout), FAILURES, PATIENCE_S)
+        for rank in range(int(first), int(first) + int(share))
+    ]
+    crowd = Crowd(endpoint, token, plans)
+    answer: object = time.monotonic() - began
+    while True:
+        print(json.dumps(answer), flush=True)
+        match sys.stdin.readline().split():
+            case ["form"]:
+                answer = crowd.form()
+            case ["hold", seconds]:
+                answer = crowd.hold(float(seconds))
+            case ["lose", how, rank, phase]:
+                answer = crowd.lose(how, int(rank), float(phase))
+            case _:
+                os._exit(0)  # as processes that are killed: hundreds of farewells say no more
+
+
+if __name__ == "__main__":
+    main()
