@@ -166,6 +166,7 @@ class Job:
             "--rdzv-id=job",
             f"--max-restarts={max_restarts}",
             *([f"--rdzv-conf={conf}"] if conf else []),
+            *(["--insecure"] if backend == "etcd" else []),  # that of the tests has no users
         ]
 
     def agent(self, host: Host, *flags: str) -> Agent:

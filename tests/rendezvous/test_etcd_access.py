@@ -17,7 +17,7 @@ import pytest
 from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, etcd, require_etcd
 from storing import PATIENCE, Background
 
-from regrow.rendezvous import RendezvousConnectionError, RendezvousParameters
+from regrow.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from regrow.rendezvous._config import unknown_config_keys
 from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
 from regrow.rendezvous._etcd_config import read_access, read_prefix
@@ -28,6 +28,20 @@ SECRET = "correct horse"
 
 def params(endpoint: str, **config: Any) -> RendezvousParameters:
     return RendezvousParameters("etcd", endpoint, "job", 1, 1, **config)
+
+
+@pytest.mark.parametrize("config", [{}, {"protocol": "https"}, {"insecure": "0"}])
+def test_an_etcd_of_other_hosts_that_nothing_is_proved_to_is_refused(
+    config: dict[str, str],
+) -> None:
+    with pytest.raises(RendezvousError, match=r"neither a user nor a certificate.* --insecure"):
+        connect_job(params("127.0.0.1:1,192.0.2.1:1", **config))
+
+
+def test_who_proves_something_to_etcd_or_says_that_nobody_need_is_let_go_on() -> None:
+    for proof in ({"user": "u", "password": SECRET}, {"insecure": "1"}):
+        connect_job(params("192.0.2.1:1", **proof))
+    connect_job(params("127.0.0.1:1"))
 
 
 def access(endpoint: str = "h", environment: dict[str, str] | None = None, **config: Any) -> Access:

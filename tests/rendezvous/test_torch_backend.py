@@ -16,6 +16,7 @@ from storing import PATIENCE, Background, eventually
 
 from regrow.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
     RendezvousStateError,
@@ -109,7 +110,12 @@ def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         RendezvousConnectionError, match=r"no-such-host\.invalid:1: .*, the last of 1 s$"
     ):
-        handler("no-such-host.invalid:1", "a", store_type="tcp", read_timeout="1")
+        handler("no-such-host.invalid:1", "a", store_type="tcp", read_timeout="1", insecure="1")
+
+
+def test_a_store_without_a_password_is_not_for_several_hosts_unless_that_is_said() -> None:
+    with pytest.raises(RendezvousError, match=r"--rdzv-token-file ~/job.token .* --insecure does"):
+        handler("192.0.2.1:1", "a", store_type="tcp")
 
 
 def test_a_host_whose_name_is_not_known_yet_as_its_own_serves_when_it_is(

@@ -30,6 +30,7 @@ _ETCD = frozenset(
         "cacert",
         "cert",
         "etcd_prefix",
+        "insecure",
         "key",
         "password",
         "password_file",

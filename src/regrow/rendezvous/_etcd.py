@@ -35,7 +35,7 @@ from regrow.rendezvous._backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousStateError
 from regrow.rendezvous._etcd_client import EtcdClient, get, put, unchanged
-from regrow.rendezvous._etcd_config import read_access, read_prefix
+from regrow.rendezvous._etcd_config import check_credentials, read_access, read_prefix
 from regrow.rendezvous._etcd_feed import EtcdFeed
 from regrow.rendezvous._etcd_http import EtcdHttp
 from regrow.rendezvous._etcd_job import LIFE, EtcdJob
@@ -230,10 +230,12 @@ def connect_job(params: RendezvousParameters) -> EtcdJob:
 
     Raises:
         ValueError: a value makes no sense.
+        RendezvousError: as `check_credentials`.
     """
     timeout = min(timeout_option(params, "read_timeout", default=REACH), CALL)
-    http = EtcdHttp(read_access(params, os.environ))
-    return EtcdJob(EtcdClient(http), read_prefix(params), params.run_id, timeout)
+    access = read_access(params, os.environ)
+    check_credentials(access, params)
+    return EtcdJob(EtcdClient(EtcdHttp(access)), read_prefix(params), params.run_id, timeout)
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:

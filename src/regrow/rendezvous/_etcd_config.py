@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._etcd_http import Access
 from regrow.rendezvous.utils import check_host, parse_rendezvous_endpoint
+from regrow.store._own_secret import is_loopback
 
 if TYPE_CHECKING:
     import ssl
@@ -84,6 +86,25 @@ def read_access(params: RendezvousParameters, environment: Mapping[str, str]) ->
             f"'user' and 'password_file', or {USER} and {PASSWORD} or {PASSWORD_FILE}."
         )
     return Access(endpoints, _context(ca, cert, key) if secure else None, user, password)
+
+
+def check_credentials(access: Access, params: RendezvousParameters) -> None:
+    """Refuse an etcd of other hosts that nobody has to prove anything to.
+
+    Raises:
+        RendezvousError: there is neither a user nor a certificate, and no key `insecure`.
+    """
+    proves = access.user or _first(params, "tls_cert", "ssl_cert", "cert")
+    if proves or params.get_as_bool("insecure"):
+        return
+    if all(is_loopback(host) for host, _ in access.endpoints):
+        return
+    raise RendezvousError(
+        f"the etcd at {params.endpoint} is given neither a user nor a certificate, so whoever "
+        f"reaches it could take part in the job. Set {USER} and {PASSWORD_FILE}, or start every "
+        f"node with --rdzv-tls-ca CA --rdzv-tls-cert CERT --rdzv-tls-key KEY. Where nobody else "
+        f"can reach etcd, --insecure does without"
+    )
 
 
 def _endpoints(text: str) -> tuple[set[str], tuple[tuple[str, int], ...]]:

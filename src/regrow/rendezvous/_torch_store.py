@@ -2,7 +2,7 @@
 
 They are there for programs that have one already, or must not change; regrow's own store server is
 the default. There is no password on a TCPStore: whoever can reach its port can take part in the
-job.
+job. So one for several hosts is refused unless the user says that nobody else can.
 
 The TCPStore is served by the first node on the endpoint's host, which is found out by binding and
 not by comparing names: an address that can be bound is this host's, and whoever then finds the
@@ -31,6 +31,7 @@ from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousError
 from regrow.rendezvous._round import watched
 from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
+from regrow.store._own_secret import is_loopback
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
     Raises:
         ValueError: an option makes no sense.
-        RendezvousConnectionError: the store cannot be reached.
+        RendezvousError: the store is one for several hosts, and `insecure` was not said.
+        RendezvousConnectionError: it cannot be reached.
     """
     kind = str(params.get("store_type", "tcp")).strip().lower()
     if kind not in ("tcp", "file"):
@@ -122,6 +124,13 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
     from regrow.rendezvous.utils import parse_rendezvous_endpoint
 
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    if not (is_loopback(host) or params.get_as_bool("insecure")):
+        raise RendezvousError(
+            f"the TCPStore at {host}:{port} has no password, so whoever reaches it could take part "
+            f"in the job. Start every node without store_type=tcp, and with --rdzv-token-file "
+            f"~/job.token (made once by: regrow token ~/job.token). Where nobody else can reach "
+            f"the hosts, --insecure does without"
+        )
     timeout = params.get_as_int("read_timeout", READ_TIMEOUT)
     if timeout is None or timeout <= 0:
         raise ValueError(
