@@ -60,6 +60,11 @@ def test_a_heartbeat_over_gloo_tells_all_steps_to_all_and_ends_in_peace(
     assert survivors("alarms") == [[], []]
 
 
+def test_ranks_that_expect_different_world_sizes_are_told_so(survivors: Survivors) -> None:
+    for expected, (text, *_) in zip((4, 3), survivors("wrong size"), strict=True):
+        assert f"this one expects {expected}; give all the same world_size" in text
+
+
 @pytest.mark.parametrize("misses", [1, 2])
 def test_failed_exchanges_are_survived(survivors: Survivors, misses: int) -> None:
     for miss in range(misses):

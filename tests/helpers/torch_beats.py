@@ -76,6 +76,11 @@ class Rank:
         self.exchange = own
         self.beat("own store")
 
+        wrong = SIZE + 1 if self.rank == 0 else SIZE
+        self.exchange = TorchExchange(self.store, rank=self.rank, world_size=wrong, name="sizes")
+        self.beat("wrong size")
+        self.exchange = own
+
         # A training that is stuck: the last rank does not come to it before the beat was heard.
         stuck = threading.Thread(target=lambda: dist.all_reduce(torch.ones(1)))
         if self.rank != SIZE - 1:

@@ -158,23 +158,23 @@ class TorchExchange:
         """Wait until all ranks have come to the same group."""
         if self._joined < max(self._generation, self._store.add("generation", 0)):
             self._come()
-        here = self._generation
+        here, size = self._generation, self.world_size
+        absent: list[int] | None = None
         try:
             self._store.wait([f"{here}/all"], _left(deadline))
-        except dist.DistStoreError:
-            absent = [r for r in range(self.world_size) if not self._store.check([f"{here}/{r}"])]
-        else:
-            return
-        size, come = self.world_size, self.world_size - len(absent)
+        except RuntimeError:  # of which kind depends on the store
+            absent = [rank for rank in range(size) if not self._store.check([f"{here}/{rank}"])]
+        come = size - len(absent or ())
         if self._store.add(f"{here}/sizes", 0) != come * size:
             raise RuntimeError(
                 f"the ranks do not agree on how many they are: this one expects {size}; give all "
                 f"the same world_size"
             )
-        raise MissingRanks(
-            f"{come} of {size} ranks came within {timeout:.3g} s to meet in a new gloo group",
-            absent,
-        )
+        if absent is not None:
+            raise MissingRanks(
+                f"{come} of {size} ranks came within {timeout:.3g} s to meet in a new gloo group",
+                absent,
+            )
 
     def _come(self) -> None:
         self._generation = max(self._generation, self._store.add("generation", 0))
