@@ -1,0 +1,190 @@
+"""The rules of a group, as its ranks run them by counting in a c10d store.
+
+At each barrier every rank adds one, and whoever completes the number tells the others by setting a
+key, for which all of them wait. A rank that has ended is counted by whoever ended it.
+
+**One truth.** `N/end` says how iteration N ended, by a fault or for good, and is set once: who
+comes second finds what the first one said. `N/entered` is set by the last rank to enter, or by any
+rank that has seen the end. Everything that has to be known before is written before.
+
+The keys of iteration N, all under `N/`:
+
+    count                    how many ranks are living when it begins
+    entereds heards ...      how many have come to each barrier; `entered/R` that rank R has
+    end entered completed    how the iteration, the wait to enter and the wait in reserve ended
+    heard/over met           the last call is over; how the ranks met after it
+    places                   a line for each rank: its initial rank, its place, the world's size
+    faults gone discarded    a line for each fault, and each rank that ended by one or without one
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final, NamedTuple
+
+from regrow.inprocess._c10d_keys import Keys
+from regrow.inprocess._link import Fault, Faults
+from regrow.inprocess._messages import TEXT
+
+SHOWN: Final = 8
+"""How many ranks an error names."""
+
+FAULT, OVER, GO = "fault", "over", "go"
+"""What the keys say that end a wait: a fault, the end of the call, and that one may go on."""
+
+_BARRIERS = ("entered", "heard", "ready", "done")
+_ONCE = ("count", "end", "entered", "completed", "heard/over", "met", "late")
+_LISTS = ("places", "faults", "gone", "discarded")
+
+
+class Meeting(NamedTuple):
+    """How the ranks met after an iteration."""
+
+    terminated: list[int]
+    """Places that no living rank holds."""
+    lost: list[int]
+    """Initial ranks that ended by a fault."""
+    discarded: list[int]
+    """Initial ranks that their assignment had no place for."""
+
+
+def arrive(keys: Keys, iteration: int, barrier: str, rank: int) -> None:
+    """Count a rank at a barrier, once; tell the others if it was the last."""
+    if keys.add(f"{iteration}/{barrier}/{rank}") > 1:
+        return
+    if keys.add(f"{iteration}/{barrier}s") < _count(keys, iteration):
+        return
+    if barrier == "entered":
+        keys.set_first(f"{iteration}/entered", _clash(keys, iteration) or GO)
+    elif barrier == "heard":
+        keys.set(f"{iteration}/heard/over", "1")
+    elif barrier == "ready":
+        _meet(keys, iteration)
+    else:
+        keys.set_first(f"{iteration}/end", OVER)
+
+
+def record(keys: Keys, iteration: int, fault: Fault) -> None:
+    """Record a fault, and end the iteration by it unless it has ended."""
+    line = json.dumps([fault.kind, fault.rank, fault.message[:TEXT]])
+    keys.append(f"{iteration}/faults", line)
+    if keys.set_first(f"{iteration}/end", FAULT) == FAULT:
+        free(keys, iteration)
+
+
+def free(keys: Keys, iteration: int) -> None:
+    """Let those go who wait for what will not come any more."""
+    keys.set_first(f"{iteration}/entered", FAULT)
+    keys.set_first(f"{iteration}/completed", FAULT)
+
+
+def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = False) -> bool:
+    """Count a rank out; returns whether nobody had.
+
+    Args:
+        keys: of the group.
+        iteration: in which it ends.
+        fault: by which it does.
+        discarded: it has no place in this iteration, and the others know.
+    """
+    rank = fault.rank
+    if keys.add(f"{iteration}/gone/{rank}") > 1:
+        return False
+    if discarded:
+        keys.append(f"{iteration}/discarded", str(rank))
+    else:
+        keys.append(f"{iteration}/gone", str(rank))
+        record(keys, iteration, fault)
+    for barrier in _BARRIERS if discarded else ("heard", "ready"):
+        arrive(keys, iteration, barrier, rank)
+    return True
+
+
+def accuse(keys: Keys, fault: Fault) -> bool:
+    """Count a rank out in whichever iteration it is; returns whether that was news."""
+    said = keys.lines("iteration")
+    iteration = int(said[0]) if said else 0
+    if keys.lines(f"{iteration}/end") == [OVER]:
+        return False
+    news = end_rank(keys, iteration, fault)
+    met = meeting(keys, iteration)
+    if met is not None and fault.rank not in met.lost:  # they met before they heard of it
+        return end_rank(keys, iteration + 1, fault)
+    return news
+
+
+def faults_of(keys: Keys, iteration: int) -> Faults:
+    """Return what was recorded in an iteration."""
+    lines = map(json.loads, keys.lines(f"{iteration}/faults"))
+    records = tuple(Fault(kind, rank, message, 0.0) for kind, rank, message in lines)
+    return Faults(iteration, records, 0.0)
+
+
+def meeting(keys: Keys, iteration: int) -> Meeting | None:
+    """Return how the ranks met after an iteration, if they have."""
+    said = keys.lines(f"{iteration}/met")
+    return read_meeting(said[0]) if said else None
+
+
+def read_meeting(text: str) -> Meeting:
+    """Return what the key `met` says."""
+    return Meeting(**json.loads(text))
+
+
+def missing(keys: Keys, iteration: int, barrier: str, living: set[int]) -> list[int]:
+    """Return which of the living ranks have not come to a barrier."""
+    return [rank for rank in sorted(living) if not keys.there(f"{iteration}/{barrier}/{rank}")]
+
+
+def forget(keys: Keys, iteration: int, rank: int, *, leads: bool) -> None:
+    """Delete the keys of an iteration that nobody asks about any more.
+
+    Args:
+        keys: of the group.
+        iteration: which.
+        rank: who deletes: the keys of its own.
+        leads: delete those of all and of the ranks that ended, too; one rank does.
+    """
+    ranks = [rank]
+    if leads:
+        met = meeting(keys, iteration)
+        ranks += [*met.lost, *met.discarded] if met is not None else []
+        counts = [f"{barrier}s" for barrier in _BARRIERS]
+        keys.delete([f"{iteration}/{key}" for key in (*_ONCE, *_LISTS, *counts)])
+    for each in ranks:
+        keys.delete([f"{iteration}/{key}/{each}" for key in (*_BARRIERS, "gone")])
+
+
+def _count(keys: Keys, iteration: int) -> int:
+    return int(keys.lines(f"{iteration}/count")[0])
+
+
+def _meet(keys: Keys, iteration: int) -> None:
+    gone = set(map(int, keys.lines(f"{iteration}/gone")))
+    discarded = list(map(int, keys.lines(f"{iteration}/discarded")))
+    living = {r: place for r, place in _places(keys, iteration).items() if r not in gone}
+    size = max((size for _, size in living.values()), default=0)
+    held = {place for place, _ in living.values()}
+    terminated = [place for place in range(size) if place not in held]
+    left = _count(keys, iteration) - len(gone) - len(discarded)
+    keys.set(f"{iteration + 1}/count", str(left))
+    keys.set("iteration", str(iteration + 1))
+    met = Meeting(terminated, sorted(gone), discarded)
+    keys.set(f"{iteration}/met", json.dumps(met._asdict()))
+
+
+def _places(keys: Keys, iteration: int) -> dict[int, tuple[int, int]]:
+    lines = (line.split() for line in keys.lines(f"{iteration}/places"))
+    return {int(rank): (int(place), int(size)) for rank, place, size in lines}
+
+
+def _clash(keys: Keys, iteration: int) -> str:
+    """Return how the ranks disagree about the world, if they do."""
+    places = _places(keys, iteration)
+    if sorted(places.values()) == [(place, len(places)) for place in range(len(places))]:
+        return ""
+    said = ", ".join(f"{r}: {p} of {n}" for r, (p, n) in sorted(places.items())[:SHOWN])
+    return (
+        f"the ranks disagree about the world of iteration {iteration} (initial rank: rank of "
+        f"world size; {said}): the rank assignment must come to the same on all ranks"
+    )
