@@ -126,6 +126,21 @@ def test_an_accusation_of_a_process_does_not_meet_another_one() -> None:
     assert asking.answer("watcher", now) == messages.Noted(True)
 
 
+def test_a_watcher_that_knows_no_names_accuses_in_all_groups() -> None:
+    asking = running(2)
+    asking.ask("session-1", messages.Join("another", 1, "process-1", 2, TIMEOUTS))
+    following = asking.ask("session-0", messages.Follow(*me(0), 0))
+    accused = messages.Accuse("", 1, "", "TERMINATED", "it was killed")
+    assert asking.answer("agent", accused) == messages.Noted(True)
+    assert isinstance(asking.told["session-0", following], messages.Interrupted)
+    joining = asking.ask("session-0", messages.Join("another", 0, "process-0", 2, TIMEOUTS))
+    assert asking.told["session-0", joining] == messages.Go(0)
+    entered = asking.answer("session-0", messages.Enter("another", 0, "process-0", 0, 0, 2))
+    assert [fault.message for fault in entered.faults.records] == ["it was killed"]
+    nobody = messages.Accuse("", 5, "", "TERMINATED", "it was killed")
+    assert asking.answer("agent", nobody) == messages.Noted(False)
+
+
 def test_ranks_that_mean_other_groups_are_refused_with_what_differs() -> None:
     asking = Asking()
     asking.ask("session-0", join(0, 2))

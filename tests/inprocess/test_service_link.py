@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from storing import Background, CuttingProxy, ServerThread, eventually
 
+from regrow.inprocess._accuse import accuse
 from regrow.inprocess._link import CountedOutError, LinkLostError, Timeouts
 from regrow.inprocess._service import InprocessService
 from regrow.inprocess._service_link import ServiceLink
@@ -89,6 +90,17 @@ def test_a_process_that_was_away_for_too_long_is_told_that_it_was_counted_out(
     watch.close()
     for link in links:
         link.close()
+
+
+def test_a_watcher_needs_no_link_to_have_a_rank_counted_out(served: Served) -> None:
+    link = served.link(0, 1)
+    link.join()
+    with served.server.connect() as watcher:
+        assert accuse(watcher, 0, "HARD_TIMEOUT", "it hangs")
+        assert not accuse(watcher, 0, "TERMINATED", "it was killed")
+    with pytest.raises(CountedOutError, match="HARD_TIMEOUT: it hangs"):
+        link.follow(0)
+    link.close()
 
 
 def test_the_end_of_the_server_ends_every_wait() -> None:

@@ -29,7 +29,7 @@ TEXT: Final = 1000
 TEXTS: Final = 16
 """How many faults of an iteration keep their messages."""
 
-Name = Annotated[str, Meta(min_length=1, max_length=500)]
+Name = Annotated[str, Meta(max_length=500)]
 Rank = Annotated[int, Meta(ge=0, lt=RANKS)]
 Size = Annotated[int, Meta(ge=1, le=RANKS)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
@@ -110,7 +110,7 @@ class Leave(OfIteration, tag=10, frozen=True, gc=False):
 
 
 class Accuse(Question, tag=11, frozen=True, gc=False):
-    """`Link.accuse`; `process` may be empty, for whichever there is."""
+    """`Link.accuse`; an empty `process` means whichever there is, an empty `group` all groups."""
 
     kind: Kind
     message: str

@@ -162,21 +162,16 @@ class InprocessService:
             if not isinstance(joined, list):
                 return joined
             out += joined
+        elif isinstance(question, messages.Accuse):
+            return self._accuse(session, id, question, now)
         entry = self._groups.get(question.group)
         if entry is None:
-            if isinstance(question, messages.Accuse):
-                return messages.Noted(False)
             return messages.Unknown(f"there is no group {question.group!r} in this store")
-        process = entry.processes.get(question.rank)
-        if isinstance(question, messages.Accuse):
-            if question.process and question.process != process:
-                return messages.Noted(False)
-        elif process != question.process:
+        if entry.processes.get(question.rank) != question.process:
             return messages.Unknown(
                 f"this process is not rank {question.rank} of the group {question.group!r}"
             )
-        else:
-            self._bind(entry, question.rank, session)
+        self._bind(entry, question.rank, session)
         out += self._apply(entry, question, now)
         told = reply(entry.state, question, now)
         if told is None:
@@ -189,6 +184,8 @@ class InprocessService:
     ) -> messages.Told | list[Answer]:
         """Have the process speak for its rank, or say why not."""
         name, rank = question.group, question.rank
+        if not name:
+            raise ValueError("a group needs a name")
         entry = self._groups.get(name)
         known = entry is not None and entry.processes.get(rank) == question.process
         if entry is None or (entry.state.finished and not known):
@@ -219,6 +216,20 @@ class InprocessService:
         out = self._apply(entry, gone, now)
         entry.processes[rank] = question.process
         return out
+
+    def _accuse(
+        self, session: Hashable, id: int, question: messages.Accuse, now: float
+    ) -> list[Answer]:
+        out: list[Answer] = []
+        news = False
+        for entry in list(self._groups.values()):
+            process = entry.processes.get(question.rank)
+            meant = question.group in ("", entry.name) and question.process in ("", process)
+            if meant and process is not None:
+                out += self._apply(entry, question, now)
+                told = reply(entry.state, question, now)
+                news = news or (isinstance(told, messages.Noted) and told.news)
+        return [Answer(session, id, messages.encode(messages.Noted(news))), *out]
 
     def _begin(self, question: messages.Join) -> _Entry:
         old = self._groups.get(question.group)

@@ -157,8 +157,7 @@ class ServiceLink:
 
     def accuse(self, rank: int, kind: str, message: str) -> bool:
         """See `Link.accuse`."""
-        text = message[: messages.TEXT]
-        told = self._say(messages.Accuse(self._me[0], rank, "", kind, text))
+        told = self._say(messages.Accuse(self._me[0], rank, "", kind, message[: messages.TEXT]))
         return isinstance(told, messages.Noted) and told.news
 
     def close(self) -> None:
