@@ -5,27 +5,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import queue
 import random
+import select
+import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from interrupting import Striker, sweep
+from processes import PATIENCE, wait_until
 
-from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
+from regrow.inprocess import _interrupt
+from regrow.inprocess._interrupt import GuardedCall, Interrupter, RankShouldRestart
+from regrow.timer._stacks import CANDIDATES
 
-PATIENCE = 30.0
 SEED = 20261121
-
-
-class Interruptible(Protocol):
-    """What the tests need of a call; the one with the classical race has it as well."""
-
-    def run(self, fn: Callable[[], Any], /) -> Any: ...
-    def interrupt(self) -> bool: ...
 
 
 @pytest.fixture(autouse=True)
@@ -40,35 +43,6 @@ def threads_take_turns_quickly() -> Iterator[None]:
 def interrupter() -> Iterator[Interrupter]:
     with Interrupter() as interrupter:
         yield interrupter
-
-
-class Striker:
-    """A thread that interrupts calls as they are handed to it."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Interruptible, float] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        while (job := self._calls.get()) is not None:
-            call, delay = job
-            end = time.monotonic() + delay
-            while time.monotonic() < end:
-                time.sleep(0)
-            self._results.put(call.interrupt())
-
-    def strike(self, call: Interruptible, delay: float = 0.0) -> None:
-        """Interrupt a call `delay` seconds from now."""
-        self._calls.put((call, delay))
-
-    def result(self) -> bool:
-        return self._results.get(timeout=PATIENCE)
-
-    def close(self) -> None:
-        self._calls.put(None)
-        self._thread.join()
 
 
 @pytest.fixture
@@ -259,3 +233,401 @@ def test_they_do_in_another_thread_than_the_main_one(striker: Striker) -> None:
             interrupt_everywhere(interrupter, striker, 200, exact=False)
 
     in_another_thread(work)
+
+
+# --- never after the call
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_no_exception_outlives_the_call_whenever_it_is_asked_for(
+    interrupter: Interrupter,
+    striker: Striker,
+    monkeypatch: pytest.MonkeyPatch,
+    late: bool,
+    by_signal: bool,
+) -> None:
+    def make() -> GuardedCall:
+        return interrupter.call() if by_signal else GuardedCall(None, time.monotonic)
+
+    found = sweep(make, striker, monkeypatch, late=late)
+    assert found.strays == []
+    assert found.instructions > 20
+    assert found.interrupted > 5
+
+
+class ClassicalCall:
+    """Its interrupt is asked for while the function runs, and arrives whenever it does."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._running = False
+
+    def run(self, fn: Callable[[], Any], /) -> Any:
+        self._running = True
+        try:
+            return fn()
+        finally:
+            self._running = False
+
+    def interrupt(self) -> bool:
+        if self._running:
+            _interrupt._set_async_exception(self._thread, RankShouldRestart)
+            return True
+        return False
+
+
+def test_such_a_sweep_finds_the_classical_race(
+    striker: Striker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sweep(ClassicalCall, striker, monkeypatch, late=True).strays
+
+
+# --- calls that block
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[dict[str, Callable[[], object]]]:
+    """Calls that last for ever."""
+    lock = threading.Lock()
+    condition = threading.Condition()
+    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
+    forever = threading.Thread(target=lock.acquire)
+
+    def wait_for_a_child() -> None:
+        with subprocess.Popen(["sleep", "1000"]) as child:
+            try:
+                child.wait()
+            finally:
+                child.kill()
+
+    def wait_for_a_notice() -> None:
+        with condition:
+            condition.wait()
+
+    with ours, theirs, os.fdopen(reading), os.fdopen(writing, "w"):
+        lock.acquire()
+        forever.start()
+        yield {
+            "sleep": lambda: time.sleep(1000),
+            "lock": lock.acquire,
+            "condition": wait_for_a_notice,
+            "event": threading.Event().wait,
+            "queue": queue.Queue[int]().get,
+            "thread": forever.join,
+            "select": lambda: select.select([reading], [], []),
+            "read": lambda: os.read(reading, 1),
+            "recv": lambda: ours.recv(1),
+            "child": wait_for_a_child,
+        }
+        lock.release()
+        forever.join()
+
+
+def blocked(thread: int) -> Callable[[], bool]:
+    """Tells whether a thread has been in one system call for some looks."""
+    seen: list[str] = []
+
+    def look() -> bool:
+        seen.append(Path(f"/proc/self/task/{thread}/syscall").read_text())
+        return len(seen) > 4 and len(set(seen[-4:])) == 1 and not seen[-1].startswith("running")
+
+    return look
+
+
+def test_calls_that_block_are_woken(interrupter: Interrupter, striker: Striker) -> None:
+    with waits() as endless:
+        for name, wait in endless.items():
+            call = interrupter.call()
+            striker.strike(call, when=blocked(threading.get_native_id()))
+            with pytest.raises(RankShouldRestart):
+                call.run(wait)
+            assert striker.result(), name
+
+
+# --- what is spared
+
+
+class Requests:
+    """Counts the signals that are sent, and keeps the time that patience is measured by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        self.now = 0.0
+        kill = signal.pthread_kill
+
+        def counting(thread: int, signum: int) -> None:
+            self.sent += 1
+            kill(thread, signum)
+
+        monkeypatch.setattr(signal, "pthread_kill", counting)
+
+    def clock(self) -> float:
+        return self.now
+
+    def await_some(self) -> None:
+        """Return when the thread that calls this has been asked some more times."""
+        before = self.sent
+        wait_until(lambda: self.sent >= before + 3, "asked again and again")
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> Requests:
+    return Requests(monkeypatch)
+
+
+def test_an_import_is_completed_first(
+    requests: Requests, striker: Striker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "spared_module.py").write_text(
+        "import spared_by_test\nspared_by_test.wait()\ncomplete = True\n"
+    )
+    helper = ModuleType("spared_by_test")
+    helper.__dict__["wait"] = requests.await_some
+    monkeypatch.setitem(sys.modules, "spared_by_test", helper)
+    monkeypatch.syspath_prepend(tmp_path)
+    with Interrupter(requests.clock) as interrupter:
+        call = interrupter.call()
+        striker.strike(call)
+
+        def load() -> None:
+            __import__("spared_module")
+            time.sleep(1000)
+
+        with pytest.raises(RankShouldRestart):
+            call.run(load)
+        assert striker.result()
+    assert sys.modules.pop("spared_module").complete
+
+
+def test_a_destructor_is_completed_and_loses_no_exception(
+    requests: Requests, striker: Striker
+) -> None:
+    completed = []
+
+    class Held:
+        def __del__(self) -> None:
+            requests.await_some()
+            completed.append(True)
+
+    def let_go() -> None:
+        Held()
+        time.sleep(1000)
+
+    with Interrupter(requests.clock) as interrupter:
+        call = interrupter.call()
+        striker.strike(call)
+        with pytest.raises(RankShouldRestart):
+            call.run(let_go)
+        assert striker.result()
+    assert completed == [True]
+
+
+def test_who_handles_the_exception_is_let_clean_up(requests: Requests, striker: Striker) -> None:
+    steps = []
+
+    def clean_up() -> None:
+        with contextlib.suppress(KeyError):
+            raise KeyError
+        try:
+            raise KeyError
+        except KeyError:  # which now hides the exception that is being handled
+            requests.await_some()
+        steps.append("cleaned up")
+
+    def work() -> None:
+        try:
+            time.sleep(1000)
+        finally:
+            clean_up()
+            requests.await_some()
+            steps.append("done")
+
+    with Interrupter(requests.clock) as interrupter:
+        call = interrupter.call()
+        striker.strike(call, when=blocked(threading.get_native_id()))
+        with pytest.raises(RankShouldRestart):
+            call.run(work)
+        assert striker.result()
+    assert steps == ["cleaned up", "done"]
+
+
+def test_who_takes_too_long_for_it_is_interrupted_again(
+    requests: Requests, striker: Striker
+) -> None:
+    def work() -> None:
+        try:
+            time.sleep(1000)
+        finally:
+            requests.await_some()
+            requests.now += _interrupt.PATIENCE
+            time.sleep(1000)
+
+    with Interrupter(requests.clock) as interrupter:
+        call = interrupter.call()
+        striker.strike(call)
+        with pytest.raises(RankShouldRestart):
+            call.run(work)
+        assert striker.result()
+
+
+def test_a_lock_that_is_waited_for_is_no_lock_that_is_just_taken(
+    interrupter: Interrupter, striker: Striker
+) -> None:
+    condition = threading.Condition()
+    taken, release = threading.Event(), threading.Event()
+
+    def take() -> None:
+        with condition:
+            taken.set()
+            release.wait(PATIENCE)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    taken.wait(PATIENCE)
+
+    def enter() -> None:
+        with condition:
+            pytest.fail("it is taken")
+
+    call = interrupter.call()
+    striker.strike(call)
+    with pytest.raises(RankShouldRestart):
+        call.run(enter)
+    assert striker.result()
+    release.set()
+    thread.join()
+
+
+# --- how a call ends
+
+
+def interrupted_while(interrupter: Interrupter, striker: Striker, error: BaseException) -> Any:
+    """Run a function that raises `error` when it is interrupted."""
+    call = interrupter.call()
+
+    def work() -> None:
+        try:
+            time.sleep(1000)
+        except RankShouldRestart:
+            raise error from None
+
+    striker.strike(call)
+    call.run(work)
+
+
+def test_an_exception_of_the_functions_own_is_the_cause(
+    interrupter: Interrupter, striker: Striker
+) -> None:
+    error = KeyError("of its own")
+    with pytest.raises(RankShouldRestart) as raised:
+        interrupted_while(interrupter, striker, error)
+    assert raised.value.__cause__ is error
+    assert striker.result()
+
+
+def test_who_leaves_for_good_is_not_kept(interrupter: Interrupter, striker: Striker) -> None:
+    with pytest.raises(SystemExit):
+        interrupted_while(interrupter, striker, SystemExit(3))
+    assert striker.result()
+
+
+def test_a_call_that_is_over_is_not_interrupted(interrupter: Interrupter, striker: Striker) -> None:
+    call = interrupter.call()
+    assert call.run(int, "7") == 7
+    striker.strike(call)
+    assert not striker.result()
+    assert not call.requested
+
+
+def test_what_is_asked_for_before_the_call_begins_holds(
+    interrupter: Interrupter, striker: Striker
+) -> None:
+    call = interrupter.call()
+    striker.strike(call)
+    assert striker.result()
+    with pytest.raises(RankShouldRestart):
+        call.run(pytest.fail)
+
+
+def test_what_the_caller_handles_is_no_exception_of_the_call(
+    requests: Requests, striker: Striker
+) -> None:
+    with Interrupter(requests.clock) as interrupter:
+        try:
+            raise RankShouldRestart
+        except RankShouldRestart:  # as in a wrapper that calls again where it caught
+            call = interrupter.call()
+            striker.strike(call)
+            with pytest.raises(RankShouldRestart):
+                call.run(lambda: time.sleep(1000))
+    assert striker.result()
+
+
+# --- the signal
+
+
+def test_the_signal_is_one_that_nobody_has() -> None:
+    last = CANDIDATES[-1]
+    signal.signal(last, lambda *_: None)
+    signal.signal(last - 1, signal.SIG_IGN)
+    try:
+        with Interrupter() as interrupter:
+            assert interrupter.call()._signum == last - 2
+        assert signal.getsignal(last - 2) is signal.SIG_DFL
+    finally:
+        signal.signal(last, signal.SIG_DFL)
+        signal.signal(last - 1, signal.SIG_DFL)
+
+
+def test_without_a_free_signal_code_is_interrupted_and_calls_are_not(
+    striker: Striker, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in CANDIDATES:
+        signal.signal(number, lambda *_: None)
+    try:
+        with Interrupter() as interrupter:
+            call = interrupter.call()
+            striker.strike(call)
+            with pytest.raises(RankShouldRestart):
+                call.run(Sites().nested)
+    finally:
+        for number in CANDIDATES:
+            signal.signal(number, signal.SIG_DFL)
+    assert striker.result()
+    assert "catches or ignores the signals 44 to 55" in caplog.text
+
+
+IN_A_PROCESS_OF_ITS_OWN = """
+import signal, threading
+from regrow.inprocess._interrupt import Interrupter
+from regrow.timer import _stacks
+
+with Interrupter() as interrupter:
+    mine = interrupter.call()._signum
+    _stacks.arm()
+    marker = _stacks._armed.marker
+    assert mine not in (marker.all_threads, marker.one_thread)
+with Interrupter() as interrupter:
+    assert interrupter.call()._signum == mine
+    signal.pthread_sigmask(signal.SIG_BLOCK, {mine})
+    signal.pthread_kill(threading.get_ident(), mine)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {mine})
+signal.pthread_sigmask(signal.SIG_BLOCK, {mine})
+with Interrupter() as interrupter:
+    assert mine not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+assert mine in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+print("alive")
+"""
+
+
+def test_a_late_signal_kills_nobody_and_those_for_stacks_are_others() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr

@@ -26,8 +26,10 @@ has nobody to hand it to. So the request is repeated, at growing pauses, until t
 Signals reach the main thread only. Where the function runs in another, or no signal is free, the
 asynchronous exception is what is left. It is aimed as follows: requests are made under a lock, and
 never again once the thread has begun to leave; leaving begins with a plain store, before which
-nothing can be raised, and ends with taking back, under the lock, what was asked for and has not
-been raised. Calls that block are not woken then, and what is spared is judged from outside.
+nothing can be raised, and ends with waiting, under the lock, for what was asked for and has not
+been raised. (Taking it back, by setting NULL, makes CPython 3.11 check for an exception at every
+turn from then on, and for ever while it is traced.) Calls that block are not woken then, and what
+is spared is judged from outside.
 """
 
 from __future__ import annotations
@@ -223,7 +225,7 @@ class GuardedCall:
         """Call the function so that no asynchronous exception outlives it.
 
         When `_leaving` is set, at most two can come yet: one that is pending, and one whose
-        request had seen it unset. Each can end one attempt to take back what is pending.
+        request had seen it unset. The last of them is raised in the last line here, at the latest.
         """
         try:
             try:
@@ -233,14 +235,17 @@ class GuardedCall:
                 return fn(*args, **kwargs)
             finally:
                 self._leaving = True
-                self._take_back()
+                self._let_it_come()
         except RankShouldRestart:
-            self._take_back()
+            self._leaving = True  # unset yet if it was raised in the very store above
+            self._let_it_come()
             raise
 
-    def _take_back(self) -> None:
+    def _let_it_come(self) -> None:
+        """Wait for a request that is being made; what is pending is then raised."""
         with self._lock:
-            _set_async_exception(self._thread, None)
+            pass
+        _look_up()
 
     def _end(self) -> bool:
         """Let no more requests be made, and the one that waits go on; whether there was one."""
@@ -342,7 +347,9 @@ def _free_signal() -> int | None:
     return next((n for n in reversed(CANDIDATES) if not taken >> n - 1 & 1), None)
 
 
-def _set_async_exception(thread: int, kind: type[BaseException] | None) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind)
-    )
+def _look_up() -> None:
+    """Do nothing; CPython raises what is pending when a function is entered."""
+
+
+def _set_async_exception(thread: int, kind: type[BaseException]) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))

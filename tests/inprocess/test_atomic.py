@@ -1,0 +1,123 @@
+"""A section and the termination procedure never run at once, and neither waits for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from interrupting import Striker
+from processes import PATIENCE, wait_until
+
+from regrow.inprocess._atomic import Atomic
+from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
+
+
+class Monitor:
+    """A thread that goes through a termination procedure."""
+
+    def __init__(self, atomic: Atomic) -> None:
+        self.inside, self.finish = threading.Event(), threading.Event()
+        self._atomic = atomic
+        self._thread = threading.Thread(target=self._terminate)
+        self._thread.start()
+
+    def _terminate(self) -> None:
+        with self._atomic.termination(), self._atomic.section():  # an abort may use one
+            self.inside.set()
+            self.finish.wait(PATIENCE)
+
+    def close(self) -> None:
+        self.finish.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def striker() -> Iterator[Striker]:
+    striker = Striker()
+    yield striker
+    striker.close()
+
+
+def test_the_procedure_begins_when_the_section_is_over() -> None:
+    atomic = Atomic()
+    with atomic.section():
+        monitor = Monitor(atomic)
+        wait_until(lambda: atomic._closed, "about to begin")
+        with atomic.section():  # they nest, also now
+            pass
+        assert not monitor.inside.is_set()
+    assert monitor.inside.wait(PATIENCE)
+    monitor.close()
+
+
+def test_sections_without_a_pause_do_not_keep_it_out() -> None:
+    atomic = Atomic()
+    monitor = Monitor(atomic)
+
+    def let_it_begin() -> None:
+        monitor.inside.wait(PATIENCE)
+        monitor.finish.set()
+
+    helper = threading.Thread(target=let_it_begin)
+    helper.start()
+    deadline = time.monotonic() + PATIENCE
+    while not monitor.finish.is_set():
+        with atomic.section():
+            assert not monitor.inside.is_set() or monitor.finish.is_set()
+            assert time.monotonic() < deadline
+    helper.join()
+    monitor.close()
+
+
+def test_who_waits_for_a_section_is_interrupted_there(striker: Striker) -> None:
+    atomic = Atomic()
+    entering = threading.Event()
+
+    def enter() -> None:
+        entering.set()
+        with atomic.section():
+            pytest.fail("the procedure is in progress")
+
+    with Interrupter() as interrupter:
+        call = interrupter.call()
+        monitor = Monitor(atomic)
+        monitor.inside.wait(PATIENCE)
+        striker.strike(call, when=entering.is_set)
+        with pytest.raises(RankShouldRestart):
+            call.run(enter)
+        assert striker.result()
+        monitor.close()
+    with atomic.section():  # as the procedure is over
+        pass
+
+
+def test_no_interrupt_arrives_in_a_section(striker: Striker) -> None:
+    atomic = Atomic()
+    done = []
+
+    def work() -> None:
+        while True:
+            with atomic.section():
+                done.append("begun")
+                done.append("ended")
+
+    class Terminating:
+        """What a monitor does: it interrupts within the procedure."""
+
+        def run(self, fn: object, /) -> None: ...
+
+        def interrupt(self) -> bool:
+            with atomic.termination():
+                return call.interrupt()
+
+    with Interrupter() as interrupter:
+        for _ in range(100):
+            call = interrupter.call()
+            striker.strike(Terminating(), when=lambda: bool(done))
+            with pytest.raises(RankShouldRestart):
+                call.run(work)
+            assert striker.result()
+            assert done.count("begun") == done.count("ended")
+            done.clear()
