@@ -1,4 +1,4 @@
-"""What schedulers say of an agent, in environments that were recorded; see their comments."""
+"""What schedulers say of an agent, in environments recorded or put together; see their comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENTS = Path(__file__).with_name("environments")
 
 
 def recorded(name: str, **changes: str | None) -> dict[str, str]:
-    """An environment as it was recorded, but for some variables; None takes one away."""
+    """An environment of the folder, but for some variables; None takes one away."""
     lines = (ENVIRONMENTS / f"{name}.env").read_text().splitlines()
     environ = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     changed = {**environ, **changes}

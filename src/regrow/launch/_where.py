@@ -2,7 +2,7 @@
 
 Slurm, Kubernetes and Open MPI tell every process that they start how many there are and which one
 it is. This file reads that, and nothing else: from a mapping of variables to a `Placement`. It
-opens no file and asks no name service, so every environment that somebody once recorded is a test.
+opens no file and asks no name service, so any environment can be a test.
 
 What counts is that the *scheduler* started this process as one of several. A shell inside an
 allocation, a batch script, and a worker that launches something of its own see many of the same
