@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-ABORT_S = 1.0
-"""Seconds after its deadline at which a process gets SIGABRT."""
-LAST_WORDS_S = 0.5
+LAST_WORDS_S = 0.9
 """Seconds that a dying process may take to say why."""
+ABORT_S = 1.0
+"""Seconds after its deadline at which a process gets SIGABRT that has not begun to die."""
 
 _MOST_FRAMES = 40
 
@@ -126,7 +126,7 @@ def die(failure: HeartbeatFailure) -> NoReturn:
     failed = time.monotonic()
     for timer, more in _kernel_timers(warn=False):
         with suppress(OSError):
-            timer.set(more)
+            timer.set(max(more, LAST_WORDS_S + 0.5))
     _all_within(
         LAST_WORDS_S,
         lambda: _write_error_file(failure, failed),
