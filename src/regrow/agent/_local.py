@@ -212,11 +212,13 @@ class LocalElasticAgent(BeatingAgent):
                 signal=signal.Signals(change.status).name if change.status else None,
             )
             if change.kind == "suspended":
+                waits = "the job waits for it" if self._heartbeat is None else "it does not beat"
                 logger.warning(
-                    "rank %s (pid %s) was stopped by %s; the job waits for it: kill -CONT %s",
+                    "rank %s (pid %s) was stopped by %s; %s: kill -CONT %s",
                     worker.global_rank,
                     change.pid,
                     signal.Signals(change.status).name,
+                    waits,
                     change.pid,
                 )
             return None
