@@ -258,3 +258,18 @@ def test_with_etcd_the_loss_of_a_member_costs_nothing_and_the_next_loss_is_heale
     fault.healed(after)
     survived(job, world, agents[2], after, BROKEN["etcd"])
     job.finish(agents[0], agents[1], agents[3])
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_hosts_whose_number_is_fixed_stop_when_any_of_them_is_lost(
+    start_job: Callable[..., Job], hosts: list[Host], lost: int
+) -> None:
+    conf = "reconnect_timeout=1"
+    job = start_job(hosts[0], nodes="3", mode="plain", backend="static", conf=conf)
+    agents = [job.agent(host, f"--node-rank={rank}") for rank, host in enumerate(hosts[:3])]
+    assert job.world(3).hosts == ("node1", "node2", "node3"), job
+    hosts[lost].lose_power()
+    for agent in agents[:lost] + agents[lost + 1 :]:
+        assert agent.finish() == 75, agent
+        assert ("its nodes are fixed" in agent.output) == (lost != 0), agent
+    job.assert_one_world_at_a_time()
