@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-import pytest
 from processes import PATIENCE, wait_until
 
 from regrow.inprocess import _interrupt
 from regrow.inprocess._interrupt import RankShouldRestart
+
+if TYPE_CHECKING:
+    import pytest
 
 #: Seconds in which a thread that is not held up by the other gets on.
 A_MOMENT = 0.002
@@ -64,6 +67,17 @@ class Striker:
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+
+
+def blocked(thread: int) -> Callable[[], bool]:
+    """Tells whether a thread has been in one system call for some looks."""
+    seen: list[str] = []
+
+    def look() -> bool:
+        seen.append(Path(f"/proc/self/task/{thread}/syscall").read_text())
+        return len(seen) > 4 and len(set(seen[-4:])) == 1 and not seen[-1].startswith("running")
+
+    return look
 
 
 class Sweep(NamedTuple):

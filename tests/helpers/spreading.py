@@ -33,6 +33,7 @@ ETCD = (
 """Where tests share an etcd."""
 TOGETHER = (
     "tests/heartbeat/test_torch_exchange.py::",
+    "tests/inprocess/test_torch_abort.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/store/test_store_abuse.py::",
     "tests/store/test_store_drops.py::",
@@ -47,6 +48,7 @@ LONGEST = (
     "etcd",
     "tests/cli/test_run_config.py::test_flags_and_command_lines",
     "tests/heartbeat/test_torch_exchange.py::",
+    "tests/inprocess/test_torch_abort.py::",
     "tests/store/test_store_torch.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/rendezvous/test_etcd_cluster.py::",

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from interrupting import Striker, sweep
+from interrupting import Striker, blocked, sweep
 from processes import PATIENCE, wait_until
 
 from regrow.inprocess import _interrupt
@@ -323,17 +323,6 @@ def waits() -> Iterator[dict[str, Callable[[], object]]]:
         }
         lock.release()
         forever.join()
-
-
-def blocked(thread: int) -> Callable[[], bool]:
-    """Tells whether a thread has been in one system call for some looks."""
-    seen: list[str] = []
-
-    def look() -> bool:
-        seen.append(Path(f"/proc/self/task/{thread}/syscall").read_text())
-        return len(seen) > 4 and len(set(seen[-4:])) == 1 and not seen[-1].startswith("running")
-
-    return look
 
 
 def test_calls_that_block_are_woken(interrupter: Interrupter, striker: Striker) -> None:

@@ -1,0 +1,121 @@
+"""Ranks that wait in torch's collectives are woken by an abort, and nothing else is harmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.inprocess import _torch_abort
+
+SCRIPT = Path(__file__).parent.parent / "helpers" / "aborting_ranks.py"
+CALLS = (
+    "all_reduce",
+    "large all_reduce",
+    "all_reduce in a group of the user's",
+    "barrier",
+    "monitored_barrier",
+    "send",
+    "recv",
+    "broadcast_object_list",
+    "all_gather_object",
+    "wait",
+)
+
+pytestmark = [pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """Everything that needs torch happens once, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert not any("error" in rank for rank in found), (found, done.stderr)
+    return found
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_waits_for_a_rank_is_woken(ranks: list[dict[str, Any]], call: str) -> None:
+    ended = [rank[call] for rank in ranks]
+    assert ended[0] == "left"
+    assert all(other.endswith("Error") for other in ended[1:])
+
+
+def test_aborted_groups_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["after"] for rank in ranks] == [rank["before"] for rank in ranks]
+
+
+def test_exactly_the_connections_of_all_gloo_groups_are_ended(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["nothing to end"] for rank in ranks] == [0] * 3
+    # Two groups, two others in each; a rank whose other was faster has fewer left.
+    assert sum(rank["connections"] for rank in ranks) in range(6, 13)
+
+
+@pytest.mark.parametrize("other", ["torch's store", "regrow's store", "bystander"])
+def test_what_is_not_of_a_group_survives(ranks: list[dict[str, Any]], other: str) -> None:
+    expected = {"torch's store": ["yes"] * 3, "regrow's store": "yes", "bystander": True}
+    assert [rank[other] for rank in ranks] == [expected[other]] * 3
+
+
+def test_groups_that_were_half_made_are_forgotten(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["half made"] for rank in ranks] == [0] * 3
+
+
+def test_who_waits_for_others_in_a_regrow_store_is_interrupted(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["in init"] == "interrupted"
+
+
+def test_short_timeouts_are_warned_of(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert [line.partition(" which")[0] for line in rank["warnings"]] == [
+            "process group 1 (gloo) has a time-out of 40.0 s,"
+        ]
+
+
+class OldGroup:
+    """A process group of a torch that has no abort of all groups."""
+
+    def __init__(self, meeting: threading.Barrier) -> None:
+        self._device_types = ["cpu", "cuda"]
+        self._meeting = meeting
+        self.aborted = 0
+
+    def _get_backend(self, device: str) -> Any:
+        return self  # one for both kinds
+
+    def _abort(self) -> None:
+        self._meeting.wait(30)
+        self.aborted += 1
+
+
+def test_without_an_abort_of_all_groups_backends_are_aborted_at_once() -> None:
+    meeting = threading.Barrier(2)
+    groups = [OldGroup(meeting), OldGroup(meeting)]
+
+    class OldTorch:
+        class _world:
+            pg_names = dict.fromkeys(groups, "")
+
+        destroyed = False
+
+        @classmethod
+        def destroy_process_group(cls) -> None:
+            cls.destroyed = True
+
+    _torch_abort._abort(OldTorch)
+    assert [group.aborted for group in groups] == [1, 1]
+    assert OldTorch.destroyed
