@@ -19,6 +19,7 @@ TORCH = (
     "tests/events/test_ports.py::test_torchs_store",
     "tests/events/test_store_helpers.py::",
     "tests/events/test_utils.py::",
+    "tests/inprocess/test_cuda_health_check.py::",
     "tests/rendezvous/test_rendezvous_api.py::test_any_",
     "tests/rendezvous/test_rendezvous_api.py::test_what_torch_has",
     "tests/rendezvous/test_torch_backend.py::",

@@ -35,6 +35,9 @@ NAMES = [
     "Limits",
     "MemoryStore",
     "PrefixStore",
+    "STORE_ENV",
+    "STORE_PORT_ENV",
+    "STORE_TOKEN_ENV",
     "ServerProcess",
     "Service",
     "Store",
@@ -48,6 +51,7 @@ NAMES = [
     "make_token",
     "require",
     "start_server",
+    "worker_store",
 ]
 
 
