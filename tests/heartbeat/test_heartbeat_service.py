@@ -374,6 +374,8 @@ def test_vectors_that_cannot_be_summed_up_are_refused(question: questions.Reduce
     desk.ask("a", reduce(0, [1]))
     with pytest.raises(StoreServiceError, match=why):
         desk.ask("b", question)
+    assert desk.ask("a", reduce(0, [1])) == {}
+    assert desk.ask("b", reduce(1, [2]))["a"] == Sums(1, [3])
 
 
 def test_a_sum_that_nobody_is_there_for_is_forgotten() -> None:

@@ -14,7 +14,7 @@ from regrow.heartbeat import Exchange, StoreExchange, _store_exchange
 from regrow.heartbeat._failure import Ranks
 from regrow.heartbeat._merge import Agreed, Beat, Broken, Failed, Left, Outcome
 from regrow.heartbeat._service import HeartbeatService
-from regrow.store import ConnectionState, StoreClient, StoreError, connect
+from regrow.store import ConnectionState, StoreClient, StoreError, StoreTimeout, connect
 
 TOKEN = 4711
 
@@ -97,6 +97,28 @@ def test_a_goodbye_does_not_wait_for_anybody(server: ServerThread) -> None:
     left = Left(Ranks.of([0]))
     assert one.beat(beat(0)._replace(leaving=True), PATIENCE) == left
     assert other.beat(beat(1), PATIENCE) == left
+
+
+def test_a_beat_that_is_under_way_ends_when_its_worker_leaves(server: ServerThread) -> None:
+    one, other = pair(server)
+    agree(one, other)
+    waiting = Background(one.beat, beat(0), PATIENCE)
+    one.leave(beat(0)._replace(leaving=True))
+    assert waiting.result() == Left(Ranks.of([0]))
+
+
+def test_a_goodbye_does_not_wait_for_a_server_that_is_out_of_reach() -> None:
+    waits = []
+
+    class OutOfReach:
+        def ask(self, service: str, body: bytes, timeout: float) -> bytes:
+            waits.append(timeout)
+            raise StoreTimeout("no answer")
+
+    one = StoreExchange(OutOfReach(), rank=0, world_size=2)  # type: ignore[arg-type]
+    with pytest.raises(StoreTimeout):
+        one.beat(beat(0)._replace(leaving=True), 100.0)
+    assert waits[0] <= _store_exchange.FAREWELL
 
 
 def test_a_store_that_was_given_is_left_open_and_nobody_listens_there_any_more(

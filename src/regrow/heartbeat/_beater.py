@@ -65,6 +65,7 @@ class Beater:
         self._how_far = how_far
         self._clock = clock
         self._inbox: queue.SimpleQueue[beats.Event] = queue.SimpleQueue()
+        self._exchanging = False
         self._incarnation = secrets.randbelow(2**62) + 1
         token = secrets.randbelow(65535) + 1 if plan.rank == 0 else 0
         self._state, self._due = beats.begin(plan, token, clock())
@@ -103,8 +104,11 @@ class Beater:
     def leave(self) -> None:
         """Stop, and wait until the others know it; there is none of them before the first beat."""
         self.event.set()
-        if self._state.beats:
-            self._thread.join(self.plan.cycle + self.plan.timeout)
+        if not self._state.beats:
+            return
+        if self._exchanging:
+            self.meeting.leave(self._beat(self._state)._replace(leaving=True))
+        self._thread.join(self.plan.cycle + self.plan.timeout)
 
     def _run(self) -> None:
         try:
@@ -144,9 +148,19 @@ class Beater:
         return None
 
     def _exchange(self, timeout: float, final: bool) -> beats.Event:
-        state = self._state
+        self._fate.alive()
+        self._exchanging = True
+        outcome: Outcome
+        try:
+            outcome = self.meeting.beat(self._beat(self._state)._replace(final=final), timeout)
+        except Exception as error:  # noqa: BLE001 - whatever it was, there was no exchange
+            outcome = Failed(f"{type(error).__name__}: {error}")
+        self._exchanging = False
+        return beats.Heard(outcome, self._clock())
+
+    def _beat(self, state: beats.Beating) -> Beat:
         step, phase = self._how_far()
-        beat = Beat(
+        return Beat(
             self.plan.rank,
             state.token,
             self._incarnation,
@@ -154,15 +168,7 @@ class Beater:
             step,
             phase,
             state.leaving,
-            final,
         )
-        self._fate.alive()
-        outcome: Outcome
-        try:
-            outcome = self.meeting.beat(beat, timeout)
-        except Exception as error:  # noqa: BLE001 - whatever it was, there was no exchange
-            outcome = Failed(f"{type(error).__name__}: {error}")
-        return beats.Heard(outcome, self._clock())
 
     def _sleep(self, until: float) -> beats.Event:
         left = min(max(until - self._clock(), 0.0), threading.TIMEOUT_MAX)

@@ -69,6 +69,14 @@ class Meeting(Protocol):
         """
         ...
 
+    def leave(self, beat: Beat) -> None:
+        """Have a beat that is under way end soon, if that can be; called in another thread.
+
+        Args:
+            beat: the `leaving` one of this worker.
+        """
+        ...
+
     def listen(self, tell: Callable[[Outcome], None]) -> None:
         """From now on, tell what becomes known between beats and is final, if anything does.
 

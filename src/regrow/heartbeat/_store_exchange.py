@@ -16,6 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from regrow.heartbeat import _questions as questions
@@ -142,6 +143,11 @@ class StoreExchange:
                 return Failed(f"the store says after {timeout:.3g} s: {_absent(answer)}", ranks)
             case _:
                 raise _nonsense(answer)
+
+    def leave(self, beat: Beat) -> None:
+        """See `Meeting`; the goodbye is told to all who wait, and this worker is one of them."""
+        with suppress(StoreError):
+            self.beat(beat, FAREWELL)
 
     def listen(self, tell: Callable[[Outcome], None]) -> None:
         """See `Meeting`."""

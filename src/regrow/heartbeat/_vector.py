@@ -115,6 +115,9 @@ class VectorMeeting:
         self._memory, outcome = merge(self._memory, beats)
         return outcome
 
+    def leave(self, beat: Beat) -> None:
+        """See `Meeting.leave`: a sum takes all of them, and ends when it ends."""
+
     def listen(self, tell: Callable[[Outcome], None]) -> None:
         """See `Meeting.listen`: nothing becomes known between two exchanges."""
 
