@@ -121,7 +121,7 @@ def latest() -> int | None:
     return reporter.latest() if reporter is not None else None
 
 
-def stopping() -> bool:
-    """Whether the agent has begun to stop this worker, with all others; never outside of regrow."""
+def stopping() -> bool | None:
+    """Whether the agent has begun to stop this worker, with all others; None outside of regrow."""
     reporter = _own()
-    return reporter is not None and reporter.stopping()
+    return None if reporter is None else reporter.stopping()

@@ -13,6 +13,8 @@ from host_jobs import Agent, Job
 from netns import Host, Process
 from processes import wait_until
 
+from regrow.events import read_events, story
+
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
 StartJob = Callable[..., Job]
@@ -44,6 +46,27 @@ def test_a_host_whose_link_is_cut_is_to_blame_and_not_the_workers_that_miss_it(
     again = job.world(3, after=after)
     assert again.restarts == 0, job
     job.finish(*agents)
+
+
+def test_a_lost_agent_is_to_blame_though_its_workers_are_missed_at_the_same_moment(
+    start_job: StartJob, hosts: list[Host]
+) -> None:
+    job = start_job(hosts[0], nodes="2:3", mode="beating")
+    agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
+    world = job.world(3)
+    victim = next(agent for agent in agents if agent.host.name == world.hosts[2])
+    victim.kill()
+    after = job.world(2, after=world)
+    assert after.restarts == 0, job
+    others = [agent for agent in agents if agent is not victim]
+    for agent in others:
+        node, _ = job.blamed(world, agent)
+        assert victim.host.addr in node, agent
+    job.finish(*others)
+    for agent in others:
+        told = story(read_events(agent.log_dir))
+        assert victim.host.addr in told.render(1000), agent
+        assert all(victim.host.addr in failure.what for failure in told.failures), agent
 
 
 def test_a_stopped_worker_is_the_root_cause_on_every_host(

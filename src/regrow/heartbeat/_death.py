@@ -18,6 +18,7 @@ there before they are needed. An agent is faster than that, and looks at the sta
 
 An agent that has begun to stop its workers, as another one failed or the job is to end, gives each
 the grace to save what it has. That the others have gone by then is no reason to die (`is_spared`).
+Since agents and workers may hear of a loss at the same moment, the agent has a moment to begin.
 
 A job that is suspended as a whole, by `scontrol suspend` or the like, is over its bound when it
 goes on, and ends.
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+NEWS_S = 0.25
+"""Seconds that an agent has to begin to stop a worker, after which this ends by itself."""
 LAST_WORDS_S = 0.9
 """Seconds that a dying process may take to say why."""
 ABORT_S = 1.0
@@ -109,8 +112,15 @@ class Deadline:
 
 
 def is_spared() -> bool:
-    """Whether the agent is stopping this worker anyway, so that it should be left its grace."""
-    return stopping()
+    """Whether the agent is stopping this worker anyway, so that it should be left its grace.
+
+    An agent may hear at the same moment as the workers that another host is lost. So where there is
+    one, it is given `NEWS_S` to say so; the byte that it says it by wakes nobody.
+    """
+    until = time.monotonic() + NEWS_S
+    while (stopped := stopping()) is False and time.monotonic() < until:
+        time.sleep(0.01)
+    return bool(stopped)
 
 
 def die(failure: HeartbeatFailure) -> NoReturn:
@@ -126,7 +136,7 @@ def die(failure: HeartbeatFailure) -> NoReturn:
     failed = time.monotonic()
     for timer, more in _kernel_timers(warn=False):
         with suppress(OSError):
-            timer.set(max(more, LAST_WORDS_S + 0.5))
+            timer.set(max(more, LAST_WORDS_S + 0.5) - NEWS_S)
     _all_within(
         LAST_WORDS_S,
         lambda: _write_error_file(failure, failed),
