@@ -29,9 +29,9 @@ PUBLIC = {
         progress start step
     """,
     "regrow.inprocess": """
-        Compose FrozenState Mode State Status abort attribution completion exception
-        finalize health_check initialize nested_restarter rank_assignment rank_filter
-        state store terminate
+        CallWrapper Compose FrozenState Mode State Status Wrapper abort attribution
+        completion exception finalize health_check initialize monitor_thread
+        nested_restarter rank_assignment rank_filter state store terminate wrap
     """,
     "regrow.inprocess.rank_assignment": """
         ActivateAllRanks ActiveWorldSizeDivisibleBy FillGaps FilterCountGroupedByKey

@@ -1,6 +1,10 @@
 """In-process restart: a fault ends the present call of a function on all ranks, and no process.
 
-The plug-in families, each a module with a base class and its built-ins:
+    @Wrapper(initialize=RetryController(max_iterations=10))
+    def train(call: CallWrapper): ...
+
+`Wrapper` decorates the function, and takes plug-ins. Their families, each a module with a base
+class and its built-ins:
 
 | module | called |
 |---|---|
@@ -34,22 +38,28 @@ if TYPE_CHECKING:
         finalize,
         health_check,
         initialize,
+        monitor_thread,
         nested_restarter,
         rank_assignment,
         rank_filter,
         state,
         store,
         terminate,
+        wrap,
     )
+    from ._call import CallWrapper
+    from ._wrapper import Wrapper
     from .compose import Compose
     from .state import FrozenState, Mode, State, Status
 
 __all__ = [
+    "CallWrapper",
     "Compose",
     "FrozenState",
     "Mode",
     "State",
     "Status",
+    "Wrapper",
     "abort",
     "attribution",
     "completion",
@@ -57,20 +67,24 @@ __all__ = [
     "finalize",
     "health_check",
     "initialize",
+    "monitor_thread",
     "nested_restarter",
     "rank_assignment",
     "rank_filter",
     "state",
     "store",
     "terminate",
+    "wrap",
 ]
 
 _NAMES = {
+    "CallWrapper": "_call",
     "Compose": "compose",
     "FrozenState": "state",
     "Mode": "state",
     "State": "state",
     "Status": "state",
+    "Wrapper": "_wrapper",
 }
 _named = lazily(globals(), _NAMES)
 

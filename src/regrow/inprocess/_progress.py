@@ -14,9 +14,8 @@ who has asked for it (`CallWrapper.disable_hang_protection`).
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Which = Literal["automatic", "manual"]
@@ -24,68 +23,66 @@ Which = Literal["automatic", "manual"]
 
 @dataclass(slots=True)
 class Progress:
-    """What is known of a rank's progress. Threads may tell and ask at once."""
+    """What is known of a rank's progress.
+
+    Several threads tell and ask, without a lock: the function is interrupted anywhere, also while
+    it holds one. Each fact is one store; what is true for a moment only is asked again.
+    """
 
     allowed: float
     """Seconds that either progress may be old: the soft time-out."""
-    automatic_at: float | None = None
-    """When the main thread was last seen to execute Python code; None while nobody judges."""
+    judged: bool = False
+    """Whether the function runs; only the thread that runs it says so."""
+    automatic_at: float = 0.0
+    """When the main thread was last seen to execute Python code."""
     manual_at: float | None = None
     """When the function last said that it makes progress; None if it did not in this iteration."""
     unjudged: int = 0
     """How many sections without hang protection the function is in."""
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, now: float) -> None:
         """An iteration begins: automatic progress is due from now on, manual is not yet."""
-        with self._lock:
-            self.automatic_at, self.manual_at, self.unjudged = now, None, 0
+        self.automatic_at, self.manual_at, self.unjudged = now, None, 0
+        self.judged = True
 
     def rest(self) -> None:
         """The function was left: nothing is due."""
-        with self._lock:
-            self.automatic_at = self.manual_at = None
+        self.judged = False
 
     def ran(self, now: float) -> None:
         """The main thread has executed Python code."""
-        with self._lock:
-            if self.automatic_at is not None:
-                self.automatic_at = now
+        self.automatic_at = now
 
     def ping(self, now: float) -> None:
         """The function says that it makes progress."""
-        with self._lock:
-            if self.automatic_at is not None:
-                self.manual_at = now
+        self.manual_at = now
 
     def suspend(self) -> None:
         """Judge nothing until `resume` was called as often."""
-        with self._lock:
-            self.unjudged += 1
+        self.unjudged += 1
 
     def resume(self, now: float) -> None:
         """Judge again; what was not judged meanwhile is not held against the rank."""
-        with self._lock:
-            self.unjudged = max(self.unjudged - 1, 0)
-            if self.automatic_at is not None:
-                self.automatic_at = now
-            if self.manual_at is not None:
-                self.manual_at = now
+        self.automatic_at = now
+        if self.manual_at is not None:
+            self.manual_at = now
+        self.unjudged = max(self.unjudged - 1, 0)
 
     @property
     def due(self) -> float | None:
         """When one of them will be stale if nothing happens; None if none is judged."""
-        with self._lock:
-            times = [at for at in (self.automatic_at, self.manual_at) if at is not None]
-            return min(times) + self.allowed if times and not self.unjudged else None
+        if not self.judged or self.unjudged:
+            return None
+        manual = self.manual_at
+        at = self.automatic_at if manual is None else min(self.automatic_at, manual)
+        return at + self.allowed
 
     def stale(self, now: float) -> Which | None:
         """Say which of them is older than allowed, if any; the automatic one if both are."""
         due = self.due
         if due is None or now < due:
             return None
-        at = self.automatic_at
-        return "automatic" if at is not None and now >= at + self.allowed else "manual"
+        return "automatic" if now >= self.automatic_at + self.allowed else "manual"
 
 
 class Watch(Protocol):

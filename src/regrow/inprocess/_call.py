@@ -1,0 +1,388 @@
+"""One call of a wrapped function: its iterations, from the first meeting of the ranks to the last.
+
+The main thread goes through these steps, each of which is one question to the store or none:
+
+    join ─► assign ─► enter ─► initialize, health check, the function ─► completed ─► done
+              ▲                                   │
+              │                                   ▼ a fault, wherever it was
+              └── ready ◄─ health check ◄─ finalize ◄─ (follower: last call, abort, interrupt)
+
+What leaves this circle, leaves for good: a `BaseException` that is none of the package's, what
+`finalize` or the health check raises, and what the link says. The rank then tells the others, who
+go on without it, and raises what it was.
+
+Garbage. What the function leaves behind may be reachable from itself only (exceptions hold frames,
+frames hold tensors), and has to go before the next call. To look through everything that a process
+with torch has loaded takes a quarter of a second, none of which can be garbage. So what was there
+when the call began is put aside for as long as it lasts (`gc.freeze`), unless somebody else has.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from regrow.inprocess._assignment import RankAssignmentCtx, RankDiscarded
+from regrow.inprocess._atomic import Atomic
+from regrow.inprocess._config import Config
+from regrow.inprocess._follower import Ending, Follower
+from regrow.inprocess._generations import assign, call
+from regrow.inprocess._interrupt import Interrupter
+from regrow.inprocess._link import Faults, Link, LinkError
+from regrow.inprocess._logging import describe, own_log
+from regrow.inprocess._open import group_name, open_link
+from regrow.inprocess._progress import Watch
+from regrow.inprocess._progress_watch import SoftWatch
+from regrow.inprocess._restart import Next, Timeline, after, root_cause
+from regrow.inprocess.attribution import Interruption
+from regrow.inprocess.exception import HealthCheckError, InternalError
+from regrow.inprocess.param_utils import substitute_param_value
+from regrow.inprocess.state import FrozenState, Mode, State
+from regrow.inprocess.store import PrefixStore
+from regrow.utils import get_logger
+
+T = TypeVar("T")
+
+logger = get_logger(__name__)
+
+_live: set[int] = set()
+"""The process, while a call is live in it; a set, so that the child of a fork has none."""
+
+
+def run(config: Config, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a wrapped function until all ranks are done.
+
+    Returns:
+        What it returned, or None on a rank in reserve.
+
+    Raises:
+        ValueError: torch.distributed is initialized.
+        RuntimeError: another call is live in this process.
+        BaseException: what ended this rank.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        raise ValueError(
+            "torch.distributed is initialized: call init_process_group in the wrapped function, "
+            "since it is called anew with each restart"
+        )
+    with _only_one(), own_log(), _heap_put_aside(), CallWrapper(config) as wrapper:
+        return wrapper(fn, args, kwargs)
+
+
+@contextmanager
+def _only_one() -> Iterator[None]:
+    pid = os.getpid()
+    if pid in _live:
+        raise RuntimeError("a wrapped function is running in this process already; end it first")
+    _live.add(pid)
+    try:
+        yield
+    finally:
+        _live.discard(pid)
+
+
+@contextmanager
+def _heap_put_aside() -> Iterator[None]:
+    ours = gc.get_freeze_count() == 0
+    if ours:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if ours:
+            gc.unfreeze()
+
+
+class CallWrapper:
+    """The live call of a wrapped function, for the function itself.
+
+    A parameter annotated `CallWrapper`, or `CallWrapper | None`, is given it.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._state = State.from_env()
+        self._atomic = Atomic()
+        self._stack = ExitStack()
+        self._iteration = 0  # as the link counts; the state's is advanced by the assignment
+        self._timeline: Timeline | None = None  # of the restart that is under way
+        self._groups_seen = False
+
+    def __enter__(self) -> CallWrapper:
+        with ExitStack() as stack:
+            config, state = self._config, self._state
+            assert state.rank is not None  # it is None for a terminated rank only
+            make = partial(config.store_factory, **(config.store_kwargs or {}))
+            self._store = make()
+            clone = getattr(self._store, "clone", None)
+            self._group = group_name()
+            self._link: Link = open_link(
+                self._store,
+                clone or make,
+                self._group,
+                state.rank,
+                state.world_size,
+                config.timeouts,
+            )
+            self._interrupter = stack.enter_context(Interrupter())
+            self._follower = Follower(self._link, self._atomic, config.abort)
+            stack.callback(self._follower.stop)
+            stack.callback(self._link.close)
+            self._watch: Watch = SoftWatch(
+                config.soft_timeout.total_seconds(),
+                config.progress_watchdog_interval.total_seconds(),
+                self._overdue,
+                self._look_at_groups,
+            )
+            stack.callback(self._watch.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    @property
+    def iteration(self) -> int:
+        """The number of the present call of the function, from 0."""
+        return self._state.iteration
+
+    def ping(self) -> None:
+        """Say that the function makes progress.
+
+        From the first time on that it is called in an iteration, it has to be called again within
+        the soft time-out, or all ranks restart.
+        """
+        self._watch.ping()
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """A section of the function in which no restart begins.
+
+        The abort and the interrupt wait until it is left. Where they have begun, the section is not
+        entered.
+        """
+        with self._atomic.section():
+            yield
+
+    @contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """A section of the function that may take as long as it likes; exceptions restart it."""
+        with self._watch.unjudged():
+            yield
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call the function until all ranks are done; for `Wrapper`."""
+        args, kwargs = substitute_param_value(fn, args, kwargs, {CallWrapper: self})
+        try:
+            self._iteration = self._state.iteration = self._link.join()
+            self._assign(set())
+            while True:
+                over, value = self._iterate(fn, args, kwargs)
+                if over:
+                    break
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._at_the_end("completion", self._config.completion)
+        return value
+
+    # ------------------------------------------------------------ one iteration
+
+    def _iterate(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[bool, Any]:
+        """Make one call of the function; returns whether all are done, and its value."""
+        state = self._state
+        assert state.rank is not None  # it is living
+        guarded = self._interrupter.call()
+        ending = self._follower.follow(guarded, state.freeze())
+        ended = self._link.enter(self._iteration, state.rank, state.world_size)
+        value, error = None, None
+        if ended is None:
+            self._restarted()
+            self._watch.begin(self._iteration)
+            try:
+                value, ended = guarded.run(self._body, fn, args, kwargs)
+            except BaseException as raised:  # noqa: BLE001 - looked at below
+                error = raised
+            finally:
+                self._watch.rest()
+        step = after(
+            error,
+            ended=ended is not None,
+            interrupted=guarded.requested,
+            told=ending.faults is not None,
+        )
+        if step is Next.RETURN:
+            return True, value
+        if step is Next.LEAVE:
+            assert error is not None  # or it would have returned
+            raise error.error if isinstance(error, _LinkFailed) else error
+        if step is Next.REPORT:
+            assert isinstance(error, Exception)  # only such are reported
+            self._report(error)
+        self._restart(ending)
+        return False, None
+
+    def _body(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Faults | None]:
+        """What may be interrupted: from the plug-ins before the function to the barrier after."""
+        config, state, iteration = self._config, self._state.freeze(), self._iteration
+        if config.initialize is not None:
+            call(config.initialize, state)
+        self._check_health(state)
+        value = None
+        if state.mode is Mode.ACTIVE:
+            value = fn(*args, **kwargs)
+            self._watch.rest()
+            self._told(self._link.completed, iteration)
+        else:
+            self._watch.rest()
+            ended = self._told(self._link.wait_completed, iteration)
+            if ended is not None:
+                return None, ended
+        return value, self._told(self._link.done, iteration)
+
+    @staticmethod
+    def _told(ask: Callable[[int], T], iteration: int) -> T:
+        """Ask the link where what is raised is taken for the function's."""
+        try:
+            return ask(iteration)
+        except LinkError as error:
+            raise _LinkFailed(error) from None
+
+    def _check_health(self, state: FrozenState) -> None:
+        check = self._config.health_check
+        if check is None:
+            return
+        try:
+            call(check, state)
+        except Exception as error:
+            raise HealthCheckError(
+                f"rank {state.rank} (at first {state.initial_rank}) is not fit to go on: "
+                f"{describe(error)}"
+            ) from error
+
+    # ---------------------------------------------------------------- a restart
+
+    def _report(self, error: Exception) -> None:
+        self._state.fn_exception = error
+        logger.error(
+            "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=error
+        )
+        self._link.report(self._iteration, Interruption.EXCEPTION.name, describe(error))
+
+    def _restart(self, ending: Ending) -> None:
+        """Go from the end of an iteration to the next one, ready to enter."""
+        ending.over.wait()
+        if ending.error is not None:
+            raise ending.error
+        if ending.faults is None:
+            raise InternalError(f"an iteration has ended by no fault: {self._state}")
+        timeline = Timeline(ending.faults, ending.told_at)
+        timeline.reached("aborted", ending.aborted_at)
+        state = self._state.freeze()
+        if self._config.finalize is not None:
+            call(self._config.finalize, state)
+        timeline.reached("finalized", time.monotonic())
+        self._check_health(state)
+        timeline.reached("checked", time.monotonic())
+        met = self._follower.ready(self._iteration)
+        timeline.reached("met", time.monotonic())
+        timeline.faults = met.faults._replace(now=timeline.faults.now)
+        self._iteration = met.iteration
+        self._timeline = timeline
+        self._assign(set(met.terminated))
+        self._state.advance()
+
+    def _assign(self, terminated: set[int]) -> None:
+        """Take this rank's place among the living, and tell the function by the environment."""
+        config = self._config
+        store = PrefixStore(f"{self._group}/{self._iteration}", self._store)
+        ctx = RankAssignmentCtx(self._state, store, terminated)
+        self._state = assign(config.rank_assignment, ctx, config.rank_filter)
+        self._state.store = store
+        self._state.set_distributed_vars()
+
+    def _restarted(self) -> None:
+        """A restart is through: all have entered, and the function is about to be called."""
+        timeline, self._timeline = self._timeline, None
+        if timeline is None:
+            return
+        timeline.reached("called", time.monotonic())
+        root = timeline.root
+        logger.log(
+            logging.WARNING if self._state.rank == 0 else logging.INFO,  # one line a restart
+            "rank %s of %d restarts the function (iteration %d) after %s; ms from the fault: %s",
+            self._state.rank,
+            self._state.world_size,
+            self._iteration,
+            "an unknown fault"
+            if root is None
+            else f"{root.kind} on initial rank {root.rank}: {root.message}",
+            ", ".join(f"{phase} {1000 * s:.1f}" for phase, s in timeline.seconds().items()),
+        )
+
+    def _overdue(self, iteration: int, message: str) -> None:
+        self._link.report(iteration, Interruption.SOFT_TIMEOUT.name, message)
+
+    def _look_at_groups(self) -> None:
+        """Warn, once, of process groups that end the process before the hard time-out would."""
+        distributed = sys.modules.get("torch.distributed")
+        if self._groups_seen or distributed is None or not distributed.is_initialized():
+            return
+        from regrow.inprocess import _torch_abort
+
+        self._groups_seen = True
+        _torch_abort.warn_of_short_timeouts(self._config.hard_timeout)
+
+    # ------------------------------------------------------------------ the end
+
+    def _leave(self, error: BaseException) -> None:
+        """Tell the others that this rank is out, and why."""
+        logger.error(
+            "rank %s leaves in iteration %d: %s", self._state.rank, self._iteration, describe(error)
+        )
+        try:
+            faults = self._link.terminated(
+                self._iteration,
+                Interruption.BASE_EXCEPTION.name,
+                describe(error),
+                discarded=isinstance(error, RankDiscarded),
+            )
+        except LinkError as gone:
+            logger.warning("the others cannot be told: %s", gone)
+        else:
+            root = root_cause(faults)
+            if root is not None and root.rank != self._state.initial_rank:
+                error.add_note(
+                    f"iteration {faults.iteration} ended by {root.kind} on initial rank "
+                    f"{root.rank}: {root.message}"
+                )
+        self._state.mode = Mode.TERMINATED
+        self._at_the_end("terminate", self._config.terminate)
+
+    def _at_the_end(self, name: str, plugin: Callable[..., Any] | None) -> None:
+        if plugin is None:
+            return
+        try:
+            call(plugin, self._state.freeze())
+        except Exception:
+            logger.exception("%s failed on rank %s", name, self._state.rank)
+
+
+class _LinkFailed(BaseException):
+    """The link failed while the function's exceptions are looked for; none of them."""
+
+    def __init__(self, error: LinkError) -> None:
+        super().__init__(str(error))
+        self.error = error

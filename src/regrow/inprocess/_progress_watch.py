@@ -1,0 +1,150 @@
+"""The thread that looks whether the main thread makes progress, and has it restarted if not.
+
+Automatic progress is asked for by a pending call, which the interpreter makes when the main thread
+next executes Python code. It is `sem_post` itself: a function in Python there could be interrupted
+by the restart, whose exception would be lost in it. The thread looks at each interval whether the
+semaphore was posted, or earlier when something may become stale; it sleeps while nothing is
+judged.
+
+What this cannot see is a thread that holds the interpreter's lock: nothing in Python runs then,
+this thread included. That, and a stopped process, is for the hard time-out, from outside.
+
+Pending calls are the main thread's. A function that runs in another one is judged by its pings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from regrow.inprocess._link import LinkError
+from regrow.inprocess._progress import Progress, Which
+from regrow.utils import get_logger
+
+logger = get_logger(__name__)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SEM_T: Final = 32
+"""Bytes of a `sem_t`, of the largest there is."""
+_ran = ctypes.create_string_buffer(_SEM_T)
+"""The semaphore; never freed, since a pending call may come late."""
+_libc.sem_init(_ran, 0, 0)
+_post = ctypes.cast(_libc.sem_post, ctypes.c_void_p)
+
+
+class SoftWatch:
+    """Watches one rank's progress in its own process; a `Watch`.
+
+    Args:
+        allowed: the soft time-out, seconds.
+        interval: between two looks, seconds.
+        report: called with the iteration and what was found, once an iteration.
+        look: called at each look, for what else is to be seen from time to time.
+        clock: seconds; monotonic.
+    """
+
+    def __init__(
+        self,
+        allowed: float,
+        interval: float,
+        report: Callable[[int, str], None],
+        look: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._progress = Progress(allowed)
+        self._interval = interval
+        self._report = report
+        self._look = look
+        self._clock = clock
+        self._runs_in = threading.get_ident()
+        self._automatic = threading.current_thread() is threading.main_thread()
+        self._asked = False
+        self._iteration = 0
+        self._told = -1
+        self._closed = False
+        self._begun = threading.Event()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="regrow-progress", daemon=True)
+        self._thread.start()
+
+    def begin(self, iteration: int) -> None:
+        """See `Watch.begin`."""
+        self._iteration = iteration
+        self._progress.begin(self._clock())
+        self._begun.set()
+
+    def rest(self) -> None:
+        """See `Watch.rest`."""
+        self._progress.rest()
+
+    def ping(self) -> None:
+        """See `Watch.ping`."""
+        self._progress.ping(self._clock())
+
+    @contextmanager
+    def unjudged(self) -> Iterator[None]:
+        """See `Watch.unjudged`."""
+        self._progress.suspend()
+        try:
+            yield
+        finally:
+            self._progress.resume(self._clock())
+
+    def close(self) -> None:
+        """See `Watch.close`."""
+        self._progress.rest()
+        self._end.set()
+        self._begun.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._begun.wait()
+            if self._end.is_set():
+                return
+            self._begun.clear()
+            self._ask()
+            while self._progress.judged and self._told < self._iteration:
+                due = self._progress.due
+                left = self._interval if due is None else due - self._clock()
+                if self._end.wait(max(min(self._interval, left), 0.0)):
+                    return
+                self._tick()
+
+    def _tick(self) -> None:
+        if not self._automatic or _libc.sem_trywait(_ran) == 0:
+            self._progress.ran(self._clock())
+            self._asked = False
+        self._ask()
+        self._look()
+        iteration = self._iteration
+        which = self._progress.stale(self._clock())
+        if which is None or self._told >= iteration:
+            return
+        self._told = iteration
+        try:
+            self._report(iteration, self._message(which))
+        except LinkError as error:
+            logger.warning("a soft time-out cannot be told to the other ranks: %s", error)
+
+    def _ask(self) -> None:
+        if self._automatic and not self._asked:
+            self._asked = ctypes.pythonapi.Py_AddPendingCall(_post, _ran) == 0
+
+    def _message(self, which: Which) -> str:
+        frame = sys._current_frames().get(self._runs_in)
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        logger.error(
+            "no %s progress for %g s; the function stands here:\n%s",
+            which,
+            self._progress.allowed,
+            "".join(stack.format()),
+        )
+        at = f", at {stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
+        return f"no {which} progress for {self._progress.allowed:g} s{at}"

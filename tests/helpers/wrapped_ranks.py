@@ -1,0 +1,495 @@
+"""Ranks that call a wrapped function, as processes without torch, in the cases named below.
+
+Run as a script it loads the package once. Then it reads a line of JSON for each case to play,
+`[name, number of ranks]`, forks the ranks, and answers with what became of each of them: an object
+with `calls` (iteration, RANK and WORLD_SIZE of each call of the function, without those before an
+end by a signal), and `value`, or `raised` with its `text`, or `signal`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper
+from regrow.inprocess._follower import Follower
+from regrow.inprocess._interrupt import RankShouldRestart
+from regrow.inprocess._progress_watch import SoftWatch
+from regrow.inprocess._service_link import ServiceLink
+from regrow.inprocess.abort import Abort
+from regrow.inprocess.completion import Completion
+from regrow.inprocess.finalize import Finalize
+from regrow.inprocess.health_check import FaultCounter, HealthCheck
+from regrow.inprocess.initialize import Initialize, RetryController
+from regrow.inprocess.rank_assignment import (
+    ActivateAllRanks,
+    MaxActiveWorldSize,
+    RankAssignment,
+    RankAssignmentCtx,
+    RankDiscarded,
+    ShiftRanks,
+)
+from regrow.inprocess.store import StoreMixin
+from regrow.inprocess.terminate import Terminate
+from regrow.store import PrefixStore, worker_store
+
+LOADED = (Follower, SoftWatch, ServiceLink)
+"""What the wrapper loads when it is called is loaded once, before the fork."""
+LONG = 60.0
+"""Seconds that a call lasts which somebody has to end; the ranks are killed before."""
+
+
+class Played(Exception):
+    """What a rank raises by intent."""
+
+
+class Rank:
+    """One rank in a case, as the function and plug-ins see it."""
+
+    def __init__(self, rank: int) -> None:
+        self.initial = rank
+        self.calls: list[tuple[int, str, str]] = []
+        self.seen: list[Any] = []
+
+    def called(self, call: CallWrapper) -> int:
+        """Note a call of the function, and return its iteration."""
+        self.calls.append((call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"]))
+        return call.iteration
+
+    def wrapped(
+        self, first: Callable[[CallWrapper], Any], **arguments: Any
+    ) -> Callable[[], int | None]:
+        """A function that does `first` in its first call, and returns its iteration later on."""
+
+        @Wrapper(**arguments)
+        def function(call: CallWrapper) -> int:
+            if self.called(call) == 0:
+                first(call)
+            return call.iteration
+
+        return function  # type: ignore[return-value] # the wrapper fills in the argument
+
+    def failing(self, rank: int, error: BaseException, **arguments: Any) -> int | None:
+        """Have one rank raise in the first call, while the others compute."""
+
+        def first(call: CallWrapper) -> None:
+            if self.initial == rank:
+                raise error
+            compute()
+
+        return self.wrapped(first, **arguments)()
+
+
+def compute(seconds: float = LONG) -> None:
+    """Execute Python code again and again, without computing much."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def count_up() -> None:
+    """Compute without a pause."""
+    while True:
+        sum(range(100))
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plugin(base: type, act: Callable[..., Any]) -> Any:
+    """A plug-in of a family, which does `act` and passes the state on."""
+
+    def call(self: object, state: FrozenState) -> FrozenState:
+        act(state)
+        return state
+
+    return type(f"Played{base.__name__}", (base,), {"__call__": call})()
+
+
+def on(rank: int, act: Callable[[], Any], iteration: int = 0) -> Callable[[FrozenState], None]:
+    """Do something on one initial rank in one iteration."""
+
+    def maybe(state: FrozenState) -> None:
+        if (state.initial_rank, state.iteration) == (rank, iteration):
+            act()
+
+    return maybe
+
+
+def throw(error: BaseException) -> Callable[..., Any]:
+    def act(*_: object) -> None:
+        raise error
+
+    return act
+
+
+# --------------------------------------------------------------------------- the cases
+
+
+def completes(me: Rank) -> Any:
+    return me.wrapped(lambda _: None)()
+
+
+def raises(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 1:
+            raise Played("a mistake")
+        count_up()
+
+    return me.wrapped(first)()
+
+
+def is_killed(me: Rank) -> Any:
+    return me.wrapped(lambda _: die() if me.initial == 0 else compute())()
+
+
+def exits(me: Rank) -> Any:
+    return me.failing(1, SystemExit(3))
+
+
+def is_told_to_stop(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 0:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(LONG)
+
+    return me.wrapped(first)()
+
+
+def fails_in_finalize(me: Rank) -> Any:
+    return me.failing(
+        0, Played("the root"), finalize=plugin(Finalize, on(1, throw(Played("untidy"))))
+    )
+
+
+def dies_in_finalize(me: Rank) -> Any:
+    return me.failing(0, Played("the root"), finalize=plugin(Finalize, on(1, die)))
+
+
+def fails_in_initialize(me: Rank) -> Any:
+    return me.wrapped(
+        lambda _: compute(), initialize=plugin(Initialize, on(1, throw(Played("not yet"))))
+    )()
+
+
+def exits_in_initialize(me: Rank) -> Any:
+    return me.wrapped(
+        lambda _: compute(), initialize=plugin(Initialize, on(1, throw(SystemExit(4))))
+    )()
+
+
+def is_unhealthy_after_a_fault(me: Rank) -> Any:
+    counter = FaultCounter(max_rank_faults=0)
+    return me.failing(1, Played("the last straw"), health_check=counter)
+
+
+def is_unhealthy_at_first(me: Rank) -> Any:
+    sick = [Played("cold")]
+
+    def check() -> None:
+        if sick:
+            raise sick.pop()
+
+    return me.wrapped(lambda _: compute(), health_check=plugin(HealthCheck, on(1, check)))()
+
+
+def all_are_unhealthy(me: Rank) -> Any:
+    def check(state: FrozenState) -> None:
+        if me.calls:
+            raise Played("sick")
+
+    return me.failing(2, Played("the root"), health_check=plugin(HealthCheck, check))
+
+
+def fails_in_abort(me: Rank) -> Any:
+    return me.failing(0, Played("the root"), abort=plugin(Abort, on(1, throw(Played("stuck")))))
+
+
+def two_at_once(me: Rank) -> Any:
+    counter = FaultCounter()
+
+    def first(call: CallWrapper) -> None:
+        if me.initial < 2:
+            raise Played("both")
+        compute()
+
+    value = me.wrapped(first, health_check=counter)()
+    me.seen.append(counter.faults_count)
+    return value
+
+
+def fails_when_another_is_done(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 1:
+            # Rank 0 has completed by then, which only ranks in reserve are told.
+            raise Played("late")
+
+    return me.wrapped(first)()
+
+
+def dies_when_the_others_are_done(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 1:
+            time.sleep(0.1)
+            die()
+
+    return me.wrapped(first)()
+
+
+def is_never_done(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 1:
+            compute()
+
+    return me.wrapped(first, completion_timeout=timedelta(seconds=0.1))()
+
+
+def fails_while_restarting(me: Rank) -> Any:
+    class Fragile(RankAssignment):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            if me.initial == 2 and me.calls:
+                raise Played("cannot count")
+            return ctx
+
+    return me.failing(0, Played("the root"), rank_assignment=Compose(ShiftRanks(), Fragile()))
+
+
+def is_discarded(me: Rank) -> Any:
+    class Pick(RankAssignment):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            if not me.calls:
+                return ctx
+            if ctx.state.rank == 2:
+                raise RankDiscarded("no place")
+            ctx.state = replace(ctx.state, world_size=2)
+            return ctx
+
+    return me.failing(0, Played("the root"), rank_assignment=Compose(ActivateAllRanks(), Pick()))
+
+
+def gives_up_after_three(me: Rank) -> Any:
+    @Wrapper(initialize=RetryController(max_iterations=3))
+    def function(call: CallWrapper) -> None:
+        me.called(call)
+        if me.initial == 1:
+            raise Played("again")
+        compute()
+
+    return function()  # type: ignore[call-arg]
+
+
+def has_a_reserve(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 0:
+            die()
+        compute()
+
+    assignment = Compose(MaxActiveWorldSize(2), ShiftRanks())
+    function = me.wrapped(first, rank_assignment=assignment)
+    return function()
+
+
+def is_in_a_section(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        if me.initial == 0:
+            raise Played("the root")
+        with call.atomic():
+            compute(0.3)
+            me.seen.append("whole")
+        compute()
+
+    return me.wrapped(first)()
+
+
+SOFT = {
+    "soft_timeout": timedelta(seconds=0.4),
+    "progress_watchdog_interval": timedelta(seconds=0.02),
+    "monitor_thread_interval": timedelta(seconds=0.02),
+    "monitor_process_interval": timedelta(seconds=0.02),
+}
+
+
+def sleeps_too_long(me: Rank) -> Any:
+    return me.wrapped(lambda _: time.sleep(LONG) if me.initial == 1 else compute(), **SOFT)()
+
+
+def pings_no_more(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        call.ping()
+        while me.initial == 0:
+            call.ping()
+            time.sleep(0.01)
+        compute()
+
+    return me.wrapped(first, **SOFT)()
+
+
+def takes_its_time(me: Rank) -> Any:
+    def first(call: CallWrapper) -> None:
+        call.ping()
+        with call.disable_hang_protection():
+            time.sleep(0.6)
+
+    return me.wrapped(first, **SOFT)()
+
+
+def uses_both_generations(me: Rank) -> Any:
+    class OldFinalize(Finalize):
+        def __call__(self, state: Any, train_ex: Any = None) -> Any:
+            me.seen.append(["old finalize", repr(train_ex)])
+            return state, train_ex
+
+    class OldAssignment(RankAssignment):
+        def __call__(self, state: State, terminated: set[int]) -> Any:  # type: ignore[override]
+            me.seen.append(["old assignment", sorted(terminated)])
+            return state, terminated
+
+    today = plugin(Finalize, lambda state: me.seen.append(["finalize", repr(state.fn_exception)]))
+    return me.failing(
+        0,
+        Played("x"),
+        finalize=Compose(today, OldFinalize()),
+        rank_assignment=Compose(ShiftRanks(), OldAssignment()),
+    )
+
+
+def ends(me: Rank) -> Any:
+    def note(name: str) -> Callable[[FrozenState], None]:
+        return lambda state: me.seen.append([name, state.mode.name])
+
+    return me.failing(
+        1,
+        SystemExit(1),
+        completion=plugin(Completion, note("completion")),
+        terminate=plugin(Terminate, note("terminate")),
+    )
+
+
+def swallows(me: Rank) -> Any:
+    """User code that catches everything, and a function that cleans up."""
+
+    def first(call: CallWrapper) -> None:
+        if me.initial == 0:
+            raise Played("the root")
+        try:
+            compute()
+        except BaseException as error:  # noqa: BLE001 - as it should not be done
+            me.seen.append(isinstance(error, RankShouldRestart))
+        time.sleep(LONG)
+
+    return me.wrapped(first)()
+
+
+def meets_in_any_store(me: Rank) -> Any:
+    class Foreign(PrefixStore, StoreMixin):
+        """A store that is not the package's own."""
+
+    return me.failing(
+        1, Played("a mistake"), store_factory=lambda: Foreign("foreign", worker_store())
+    )
+
+
+def calls_within_a_call(me: Rank) -> Any:
+    inner = me.wrapped(lambda _: None)
+    return me.wrapped(lambda _: inner(), initialize=RetryController(max_iterations=1))()
+
+
+def calls_one_after_the_other(me: Rank) -> Any:
+    first = me.failing(1, Played("x"))
+    return [first, me.wrapped(lambda _: None)()]
+
+
+def in_another_thread(me: Rank) -> Any:
+    values: list[Any] = []
+    thread = threading.Thread(target=lambda: values.append(me.failing(1, Played("x"))))
+    thread.start()
+    thread.join()
+    return values
+
+
+RESTARTS = 60
+
+
+def restarts_many_times(me: Rank) -> Any:
+    """Fail in turn; note what the process holds after ten restarts, and at the end."""
+
+    @Wrapper()
+    def function(call: CallWrapper) -> int:
+        if call.iteration in (10, RESTARTS):
+            gc.collect()
+            held = len(os.listdir("/proc/self/fd")), threading.active_count()
+            me.seen.append([*held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])
+        if call.iteration < RESTARTS:
+            if call.iteration % 3 == me.initial:
+                raise Played("x")
+            time.sleep(LONG)
+        return call.iteration
+
+    logging.disable()
+    return function()  # type: ignore[call-arg]
+
+
+# -------------------------------------------------------------------------- processes
+
+
+def child(case: str, rank: int, size: int, answer: int) -> None:
+    faulthandler.dump_traceback_later(40, exit=True)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID=case)
+    me = Rank(rank)
+    result: dict[str, Any] = {}
+    try:
+        result["value"] = globals()[case](me)
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        notes = getattr(error, "__notes__", [])
+        result |= {"raised": type(error).__name__, "text": "\n".join([str(error), *notes])}
+    os.write(answer, json.dumps(result | {"calls": me.calls, "seen": me.seen}).encode())
+
+
+def play(case: str, size: int) -> list[dict[str, Any]]:
+    """Fork the ranks of a case; return what became of each."""
+    started = []
+    for rank in range(size):
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(reads)
+                child(case, rank, size, writes)
+            finally:
+                os._exit(0)
+        os.close(writes)
+        started.append((pid, reads))
+    return [fate(pid, reads) for pid, reads in started]
+
+
+def fate(pid: int, reads: int) -> dict[str, Any]:
+    with os.fdopen(reads, "rb") as pipe:
+        text = pipe.read()
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        return {"signal": os.WTERMSIG(status)}
+    told: dict[str, Any] = json.loads(text) if text else {"exit": os.WEXITSTATUS(status)}
+    return told
+
+
+def main() -> None:
+    for line in sys.stdin:
+        case, size = json.loads(line)
+        print(json.dumps(play(case, size)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

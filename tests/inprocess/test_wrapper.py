@@ -1,0 +1,221 @@
+"""What becomes of a wrapped function on each rank when one of them fails, in whatever way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storing import ServerThread
+
+from regrow.inprocess._service import InprocessService
+from regrow.store import STORE_ENV, STORE_TOKEN_ENV
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_ranks.py"
+
+Fates = list[dict[str, Any]]
+Play = Callable[..., Fates]
+
+
+@pytest.fixture(scope="module")
+def play() -> Iterator[Play]:
+    """Plays a case: `play(name, number of ranks)`."""
+    server = ServerThread(services={"inprocess": InprocessService()})
+    unwanted = ("REGROW_", "TORCHELASTIC_", "SLURM_", "LOCAL_")
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
+    environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT)],
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    asks, answers = process.stdin, process.stdout
+    assert asks is not None
+    assert answers is not None
+
+    def play(case: str, size: int = 3) -> Fates:
+        asks.write(json.dumps([case, size]) + "\n")
+        asks.flush()
+        fates: Fates = json.loads(answers.readline())
+        return fates
+
+    yield play
+    process.communicate()
+    server.stop()
+
+
+def values(fates: Fates) -> list[Any]:
+    return [fate.get("value", "none") for fate in fates]
+
+
+def worlds(fate: dict[str, Any]) -> list[list[Any]]:
+    calls: list[list[Any]] = fate["calls"]
+    return calls
+
+
+def seen(fates: Fates) -> list[Any]:
+    return [fate["seen"] for fate in fates]
+
+
+def test_a_function_that_nobody_fails_in_is_called_once(play: Play) -> None:
+    fates = play("completes")
+    assert values(fates) == [0, 0, 0]
+    assert [worlds(fate) for fate in fates] == [[[0, str(r), "3"]] for r in range(3)]
+
+
+def test_an_exception_restarts_the_function_on_all_ranks(play: Play) -> None:
+    fates = play("raises")
+    assert values(fates) == [1, 1, 1]
+    assert [worlds(fate)[1] for fate in fates] == [[1, str(r), "3"] for r in range(3)]
+
+
+def test_the_others_restart_without_a_rank_that_was_killed(play: Play) -> None:
+    killed, *living = play("is_killed")
+    assert killed == {"signal": signal.SIGKILL}
+    assert values(living) == [1, 1]
+    assert [worlds(fate)[1] for fate in living] == [[1, "0", "2"], [1, "1", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "raised"),
+    [
+        ("exits", 1, "SystemExit"),
+        ("is_told_to_stop", 0, "KeyboardInterrupt"),
+        ("exits_in_initialize", 1, "SystemExit"),
+        ("fails_in_finalize", 1, "Played"),
+        ("is_unhealthy_after_a_fault", 1, "HealthCheckError"),
+        ("fails_while_restarting", 2, "Played"),
+        ("is_discarded", 2, "RankDiscarded"),
+    ],
+)
+def test_what_ends_a_rank_is_raised_there_and_the_others_restart_without(
+    play: Play, case: str, rank: int, raised: str
+) -> None:
+    fates = play(case)
+    assert fates[rank]["raised"] == raised
+    living = fates[:rank] + fates[rank + 1 :]
+    assert [worlds(fate)[-1][1:] for fate in living] == [["0", "2"], ["1", "2"]]
+    assert all(value >= 1 for value in values(living))
+
+
+def test_a_rank_without_a_place_is_nothing_that_others_restart_for(play: Play) -> None:
+    assert [len(worlds(fate)) for fate in play("is_discarded")] == [2, 2, 1]
+
+
+def test_who_leaves_says_what_had_ended_the_iteration(play: Play) -> None:
+    fates = play("fails_in_finalize")
+    assert "untidy" in fates[1]["text"]
+    assert "ended by EXCEPTION on initial rank 0: Played('the root')" in fates[1]["text"]
+
+
+def test_when_all_are_unhealthy_all_leave_and_name_one_root_cause(play: Play) -> None:
+    fates = play("all_are_unhealthy")
+    assert [fate["raised"] for fate in fates] == ["HealthCheckError"] * 3
+    assert all("sick" in fate["text"] for fate in fates)
+    assert all("on initial rank 2: Played('the root')" in fate["text"] for fate in fates[:2])
+    assert "on initial rank" not in fates[2]["text"]  # its own
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fails_in_initialize",
+        "is_unhealthy_at_first",
+        "fails_in_abort",
+        "fails_when_another_is_done",
+        "is_never_done",
+        "swallows",
+        "sleeps_too_long",
+        "pings_no_more",
+        "meets_in_any_store",
+    ],
+)
+def test_a_fault_that_a_rank_survives_restarts_all(play: Play, case: str) -> None:
+    fates = play(case)
+    assert values(fates) == [1, 1, 1]
+    assert [worlds(fate)[-1] for fate in fates] == [[1, str(r), "3"] for r in range(3)]
+
+
+def test_faults_of_two_ranks_at_once_are_one_restart_and_each_has_its_own(play: Play) -> None:
+    fates = play("two_at_once")
+    assert values(fates) == [1, 1, 1]
+    assert seen(fates)[2] == [0]
+    assert [1] in seen(fates)[:2]
+
+
+@pytest.mark.parametrize("case", ["dies_in_finalize", "dies_when_the_others_are_done"])
+def test_a_death_at_a_barrier_is_no_end_of_the_others(play: Play, case: str) -> None:
+    first, dead, last = play(case)
+    assert dead == {"signal": signal.SIGKILL}
+    assert [worlds(fate)[-1][1:] for fate in (first, last)] == [["0", "2"], ["1", "2"]]
+
+
+def test_restarts_end_on_all_ranks_when_they_were_too_many(play: Play) -> None:
+    fates = play("gives_up_after_three")
+    assert [fate["raised"] for fate in fates] == ["RestartAbort"] * 3
+    assert [len(worlds(fate)) for fate in fates] == [3] * 3
+
+
+def test_a_rank_in_reserve_takes_the_place_of_a_lost_one_and_others_return_none(
+    play: Play,
+) -> None:
+    dead, one, two, three = play("has_a_reserve", 4)
+    assert dead == {"signal": signal.SIGKILL}
+    assert values([one, two, three]) == [1, 1, None]
+    assert worlds(two) == [[1, "1", "2"]]
+    assert worlds(three) == []
+
+
+def test_no_restart_begins_in_a_section(play: Play) -> None:
+    fates = play("is_in_a_section")
+    assert values(fates) == [1, 1, 1]
+    assert seen(fates) == [[], ["whole"], ["whole"]]
+
+
+def test_a_section_without_hang_protection_may_take_long(play: Play) -> None:
+    assert values(play("takes_its_time")) == [0, 0, 0]
+
+
+def test_plugins_of_both_generations_work_in_one_chain(play: Play) -> None:
+    fates = play("uses_both_generations")
+    assert values(fates) == [1, 1, 1]
+    at_first, later = ["old assignment", []], ["old assignment", []]
+    own, none = "Played('x')", "None"
+    assert seen(fates)[0] == [at_first, ["old finalize", own], ["finalize", own], later]
+    assert seen(fates)[1] == [at_first, ["old finalize", none], ["finalize", none], later]
+
+
+def test_the_end_of_the_call_and_the_end_of_a_rank_have_their_plugins(play: Play) -> None:
+    fates = play("ends")
+    done, gone = [["completion", "ACTIVE"]], [["terminate", "TERMINATED"]]
+    assert seen(fates) == [done, gone, done]
+
+
+def test_a_call_within_a_call_is_refused(play: Play) -> None:
+    fates = play("calls_within_a_call", 1)
+    assert fates[0]["raised"] == "RestartAbort"
+    assert "RuntimeError('a wrapped function is running" in fates[0]["text"] or fates[0]["calls"]
+
+
+def test_calls_may_be_made_one_after_the_other(play: Play) -> None:
+    assert values(play("calls_one_after_the_other", 2)) == [[1, 0], [1, 0]]
+
+
+def test_the_function_may_run_in_another_thread(play: Play) -> None:
+    assert values(play("in_another_thread", 2)) == [[1], [1]]
+
+
+def test_many_restarts_leave_nothing_behind(play: Play) -> None:
+    fates = play("restarts_many_times")
+    assert values(fates) == [60, 60, 60]
+    for early, late in seen(fates):
+        assert late[:2] == early[:2]
+        assert late[2] < early[2] + 4096  # KiB: a leak of 50 KiB a restart is more
