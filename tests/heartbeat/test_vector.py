@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -29,6 +30,22 @@ beats = st.builds(
     leaving=st.booleans(),
     final=st.just(False),  # is for who counts beats that do not come
 )
+
+
+@pytest.fixture(autouse=True)
+def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes the meetings of a test at its end, or their threads would stay."""
+    made: list[VectorMeeting] = []
+    begin = VectorMeeting.__init__
+
+    def begun(self: VectorMeeting, *args: Any, **more: Any) -> None:
+        begin(self, *args, **more)
+        made.append(self)
+
+    monkeypatch.setattr(VectorMeeting, "__init__", begun)
+    yield
+    for each in made:
+        each.close()
 
 
 def crew(size: int) -> list[Beat]:
