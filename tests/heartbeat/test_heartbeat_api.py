@@ -163,6 +163,23 @@ def test_who_says_what_to_do_is_told_in_the_thread_that_beats() -> None:
     assert "the script says so" in str(failure)
 
 
+def test_who_is_told_may_start_anew_at_once() -> None:
+    exchange, events = Scripted(), list[threading.Event]()
+    told = threading.Event()
+
+    def on_failure(failure: HeartbeatFailure) -> None:
+        events.append(alone(exchange=same))
+        told.set()
+
+    first = alone(
+        0.01, timeout=0.01, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
+    )
+    exchange.failing = 1
+    assert told.wait(PATIENCE)
+    assert events[0] is not first
+    assert not events[0].is_set()
+
+
 def test_who_leaves_it_to_the_heartbeat_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
     alone(0.01, timeout=0.01, failures=1, exchange=exchange, start_timeout=9.0)

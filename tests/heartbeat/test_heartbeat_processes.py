@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from beating_workers import Nursery
@@ -137,8 +137,8 @@ def test_a_worker_that_ends_by_an_exception_has_not_left(nursery: Nursery, start
     assert verdicts(nursery, 0, 2) == {("lost", (1,))}
 
 
-def all_beat(server: ServerProcess, client: StoreClient) -> None:
-    """Return when all have beaten together twice from now on."""
+def beat_again(client: StoreClient, ranks: Iterable[int], beats: int = 1) -> None:
+    """Return when these workers have beaten from now on."""
     look = questions.encode(questions.Look(group_name()))
     began = time.monotonic()
 
@@ -146,10 +146,28 @@ def all_beat(server: ServerProcess, client: StoreClient) -> None:
         asked = time.monotonic()
         table = questions.decode_answer(client.ask(questions.NAME, look, 30.0))
         assert isinstance(table, questions.Table)
-        since = asked - 2 * OFTEN["period"] - began
-        return len(table.rows) == SIZE and all(row.age < since for row in table.rows)
+        since = asked - (beats - 1) * 2 * OFTEN["period"] - began
+        return all(table.rows[rank].age < since for rank in ranks)
 
-    wait_until(beaten, "all beat")
+    wait_until(beaten, f"{ranks} beat")
+
+
+def all_beat(client: StoreClient) -> None:
+    """Return when all have beaten together from now on."""
+    beat_again(client, range(SIZE), beats=2)
+
+
+def test_who_ends_well_while_another_is_missing_does_not_wait_for_it(
+    nursery: Nursery, server: ServerProcess, start: Start
+) -> None:
+    pids = beating(nursery, start, period=0.1, timeout=100.0)
+    os.kill(pids[2], signal.SIGSTOP)
+    with connect(server.endpoint, token=TOKEN) as client:
+        beat_again(client, [0])
+    os.kill(pids[0], signal.SIGUSR1)
+    assert nursery.hear("ended", pid=pids[0])["status"] == 0
+    nursery.hear("over", rank=1)
+    assert nursery.said("failed") == []
 
 
 def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
@@ -159,7 +177,7 @@ def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
     with connect(server.endpoint, token=TOKEN) as client:
         for _ in range(2):
             proxy.cut_now()
-            all_beat(server, client)
+            all_beat(client)
     assert nursery.said("failed") == []
 
 
@@ -177,7 +195,7 @@ def test_exchanges_that_fail_once_and_twice_are_survived(
                 while f"heartbeat failure {failures}" not in line["text"]:
                     line = nursery.hear("logged", rank=rank)
             proxy.thaw()
-            all_beat(server, client)
+            all_beat(client)
     assert nursery.said("failed") == []
 
 
@@ -186,7 +204,7 @@ def test_the_end_of_a_forked_child_is_not_the_workers(
 ) -> None:
     beating(nursery, start, **OFTEN, forks=True)
     with connect(server.endpoint, token=TOKEN) as client:
-        all_beat(server, client)
+        all_beat(client)
     assert nursery.said("over") == nursery.said("failed") == []
 
 
@@ -195,5 +213,5 @@ def test_the_wall_clock_may_jump_as_it_likes(
 ) -> None:
     beating(nursery, start, **OFTEN, clock_jumps=True)
     with connect(server.endpoint, token=TOKEN) as client:
-        all_beat(server, client)
+        all_beat(client)
     assert nursery.said("failed") == []

@@ -74,8 +74,8 @@ class Beater:
 
     @property
     def alive(self) -> bool:
-        """Whether it beats, or is about to."""
-        return self._thread.is_alive()
+        """Whether it beats, or is about to; one that is over may still be tidying up."""
+        return self._thread.is_alive() and not self._state.over
 
     def agree(self) -> None:
         """Have the first exchange, in the thread of the caller.
