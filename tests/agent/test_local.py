@@ -205,6 +205,21 @@ def test_steps_are_none_once_the_board_is_closed() -> None:
     assert board.read() == {}
 
 
+@pytest.mark.parametrize("period", [0, -1.0, float("nan"), float("inf"), 0.09])
+def test_what_is_no_period_of_heartbeats_is_refused(tmp_path: Path, period: float) -> None:
+    with pytest.raises(ValueError, match=f"heartbeat: {period} is no period; give the seconds"):
+        config(tmp_path, heartbeat=period)
+
+
+def test_heartbeats_turn_timers_on_and_are_among_the_bounds(tmp_path: Path) -> None:
+    agent = LocalElasticAgent(spec("true"), DefaultLogsSpecs(log_dir=str(tmp_path)), heartbeat=10)
+    assert agent._timers
+    assert agent._job["bounds"]["a missing heartbeat ends all workers"] == 36 + 2
+    without = LocalElasticAgent(spec("true"), DefaultLogsSpecs(log_dir=str(tmp_path)))
+    assert not without._timers
+    assert "a missing heartbeat ends all workers" not in without._job["bounds"]
+
+
 def test_a_worker_can_see_how_far_it_said_it_is_and_that_it_is_being_stopped() -> None:
     board = ProgressBoard(2, lambda: None)
     reporter = _open_reporter(board.environment(1)[PROGRESS_ENV])
