@@ -3,9 +3,10 @@
     RANK=... python benchmarks/_beat_training.py ENDPOINT TOKEN PERIOD PAIRS STEPS
 
 Blocks of STEPS steps follow each other, every second one with a heartbeat, the first of each pair
-alternating, so that what a machine does besides falls on both alike. Rank 0 prints the steps per
-second of all blocks as JSON: [[without, with], ...]. Starting and stopping the heartbeat is not
-part of a block.
+alternating, so that what a machine does besides falls on both alike. Rank 0 prints of all blocks
+the steps per second and the processor time of its process for a step, in milliseconds, as JSON:
+[[without, with], ...], each a pair of the two. Starting and stopping the heartbeat is not part of a
+block.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def main() -> None:
     store = connect(endpoint, token=token.encode())
     done = 0
 
-    def train(count: int) -> float:
-        """Return the steps per second of so many steps."""
+    def train(count: int) -> tuple[float, float]:
+        """Return the steps per second of so many steps, and the milliseconds of processor time."""
         nonlocal done
         dist.barrier()
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         for _ in range(count):
             at = done * BATCH % (len(labels) - BATCH)
             optimizer.zero_grad()
@@ -59,18 +60,19 @@ def main() -> None:
             done += 1
             heartbeat.step(done)  # in both: what it costs to be told is another matter
         dist.barrier()
-        return count / (time.perf_counter() - began)
+        seconds, spent = time.perf_counter() - began, time.process_time() - spent
+        return count / seconds, spent * 1000 / count
 
-    def train_beating(count: int) -> float:
+    def train_beating(count: int) -> tuple[float, float]:
         """Do the same with a heartbeat."""
         stop = heartbeat.start(float(period), store=store)
-        speed = train(count)
+        found = train(count)
         stop.set()
         for thread in threading.enumerate():
             if thread.name == "regrow-heartbeat":
                 thread.join()
         dist.barrier()  # nobody begins anew before all have left
-        return speed
+        return found
 
     train(WARM_UP)
     blocks = []
