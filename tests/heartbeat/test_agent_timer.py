@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from regrow.heartbeat._agent_timer import TIMER_FILE, AgentTimer, tell_stall
 from regrow.heartbeat._death import Deadline
-from regrow.heartbeat._terms import SCOPE, STALLED, lead
+from regrow.heartbeat._terms import SCOPE, STALLED, bound, lead
 
 Read = Callable[[], list[dict[str, Any]]]
 
@@ -40,14 +42,14 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Read]:
 def test_each_sign_of_life_puts_the_timer_off_to_shortly_before_the_others_know(
     read: Read,
 ) -> None:
-    timer = AgentTimer(20.0)
+    timer = AgentTimer(20.0, 5.0)
     timer.alive(20.0)
     timer.alive(0.5)  # the others know already, or nearly
     timer.release()
     armed, late, released = read()
     assert {each["scope_id"] for each in (armed, late, released)} == {SCOPE}
     assert (armed["signal"], armed["pid"]) == (signal.SIGKILL, os.getpid())
-    assert armed["monotonic"] - armed["armed"] == pytest.approx(20.0 - lead(20.0), abs=1e-3)
+    assert armed["monotonic"] - armed["armed"] == pytest.approx(20.0 - lead(20.0, 5.0), abs=1e-3)
     assert late["monotonic"] - late["armed"] == pytest.approx(0.0, abs=1e-3)
     assert released["expiration_time"] < 0
 
@@ -63,7 +65,7 @@ def test_a_stall_is_a_timer_that_is_due_and_asks_for_no_signal(read: Read) -> No
 def test_who_waits_for_the_first_beat_is_not_watched_and_neither_is_who_has_left(
     read: Read,
 ) -> None:
-    deadline = Deadline(1000.0)
+    deadline = Deadline(1000.0, 300.0)
     deadline.alive()
     assert read() == []
     deadline.arm()
@@ -78,7 +80,15 @@ def test_who_waits_for_the_first_beat_is_not_watched_and_neither_is_who_has_left
 
 def test_without_an_agent_nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TIMER_FILE, raising=False)
-    timer = AgentTimer(1.0)
+    timer = AgentTimer(1.0, 0.3)
     timer.alive(1.0)
     timer.release()
     tell_stall("rank 1 stands still")
+
+
+@given(st.floats(0.1, 1e4), st.floats(0.01, 1e4), st.integers(1, 9))
+def test_a_healthy_worker_shows_life_before_its_agent_expects_it(
+    period: float, timeout: float, failures: int
+) -> None:
+    limit = bound(period, timeout, failures)
+    assert period < limit - lead(limit, timeout) < limit

@@ -79,24 +79,24 @@ def hold_the_gil() -> None:
 
 def native_code_with_the_gil() -> None:
     faulthandler.enable()
-    Deadline(0.1).arm()
+    Deadline(0.1, 0.1).arm()
     hold_the_gil()
 
 
 def native_code_with_the_gil_and_a_handler() -> None:
     signal.signal(signal.SIGABRT, lambda *_: None)
-    Deadline(0.1).arm()
+    Deadline(0.1, 0.1).arm()
     hold_the_gil()
 
 
 def native_code_with_the_gil_and_a_mask() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGABRT})
-    Deadline(0.1).arm()
+    Deadline(0.1, 0.1).arm()
     hold_the_gil()
 
 
 def stopped() -> None:
-    Deadline(0.1).arm()
+    Deadline(0.1, 0.1).arm()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -117,7 +117,7 @@ def putting_off() -> None:
 
 def parent_of_a_child() -> None:
     """Its child has none of its timers, and cannot put off or call off its end."""
-    deadline = Deadline(0.1)
+    deadline = Deadline(0.1, 0.1)
     deadline.arm()
     if os.fork() == 0:
         deadline.alive()
@@ -183,7 +183,7 @@ def in_vain(path: str) -> None:
 def without_timers() -> None:
     """The kernel has no timers left for this user."""
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (0, 0))
-    Deadline(0.1).arm()
+    Deadline(0.1, 0.1).arm()
     sleeping()
 
 

@@ -31,12 +31,13 @@ class AgentTimer:
 
     Args:
         bound: seconds within which all others know of a worker that is missing.
+        timeout: seconds that an exchange may take.
     """
 
     __slots__ = ("_client", "_lead")
 
-    def __init__(self, bound: float) -> None:
-        self._lead = lead(bound)
+    def __init__(self, bound: float, timeout: float) -> None:
+        self._lead = lead(bound, timeout)
         self._client = _client()
 
     def alive(self, seconds: float) -> None:

@@ -66,15 +66,16 @@ class Deadline:
 
     Args:
         bound: seconds within which a beat must come to pass.
+        timeout: seconds that the exchange of one may take.
     """
 
     __slots__ = ("_agent", "_armed", "_bound", "_pid", "_timers")
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, bound: float, timeout: float) -> None:
         self._bound = bound
         self._pid = os.getpid()
         self._timers = _kernel_timers(warn=True)
-        self._agent = AgentTimer(bound)
+        self._agent = AgentTimer(bound, timeout)
         self._armed = False
 
     def alive(self) -> None:

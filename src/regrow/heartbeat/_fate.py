@@ -86,7 +86,7 @@ class Death(Callback):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, _death.die)
-        self._deadline = _death.Deadline(plan.bound)
+        self._deadline = _death.Deadline(plan.bound, plan.timeout)
 
     def alive(self) -> None:
         """See `Fate`."""

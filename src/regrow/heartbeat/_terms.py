@@ -41,14 +41,16 @@ def bound(period: float, timeout: float | None = None, failures: int = FAILURES)
     return failures * (period + (timeout_of(period) if timeout is None else timeout))
 
 
-def lead(bound: float) -> float:
+def lead(bound: float, timeout: float) -> float:
     """Return the seconds by which an agent acts before the others notice a worker that is hung.
 
     It has to look at the stacks, kill, and tell the agents of the other hosts: what they then see
     is a worker that failed, and not the silence that it leaves. A tenth of the bound, a second at
-    most.
+    most; and no more than half a time-out, as where one failure is fatal the next sign of life is
+    only a time-out ahead of the bound.
 
     Args:
         bound: seconds within which all know.
+        timeout: seconds that an exchange may take.
     """
-    return min(1.0, bound / 10)
+    return min(1.0, bound / 10, timeout / 2)
