@@ -32,7 +32,7 @@ class Nursery:
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._kept: list[dict[str, Any]] = []
         self._living: set[int] = set()
-        self._thread = threading.Thread(target=self._read)
+        self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def start(self, **spec: Any) -> int:
@@ -54,37 +54,42 @@ class Nursery:
                     self._kept.remove(line)
                     return line
             try:
-                line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.0))
+                self._keep(self._lines.get(timeout=max(deadline - time.monotonic(), 0.0)))
             except queue.Empty:
                 raise AssertionError(f"nobody says {wanted}, but: {self._kept}") from None
-            self._kept.append(line)
-            if line["what"] == "ended":
-                self._living.discard(line["pid"])
 
     def said(self, what: str) -> list[dict[str, Any]]:
         """Return what was said of this so far, and not been heard."""
         while not self._lines.empty():
-            self._kept.append(self._lines.get())
+            self._keep(self._lines.get())
         return [line for line in self._kept if line["what"] == what]
 
     def clear(self) -> None:
         """Kill all workers that are left, and forget what they said."""
+        self.said("ended")  # their pids may be somebody else's by now
         for pid in self._living:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in list(self._living):
-            self.hear("ended", pid=pid)
+        while self._living:
+            self.hear("ended", pid=min(self._living))
         self._kept.clear()
 
     def close(self) -> None:
         """End the program."""
-        self.clear()
         assert self._program.stdin is not None
         assert self._program.stdout is not None
-        self._program.stdin.close()
-        self._program.wait(PATIENCE)
-        self._thread.join(PATIENCE)
-        self._program.stdout.close()
+        try:
+            self.clear()
+        finally:
+            self._program.stdin.close()
+            self._program.wait(PATIENCE)
+            self._thread.join(PATIENCE)
+            self._program.stdout.close()
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        self._kept.append(line)
+        if line["what"] == "ended":
+            self._living.discard(line["pid"])
 
     def _read(self) -> None:
         assert self._program.stdout is not None
