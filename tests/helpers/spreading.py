@@ -50,6 +50,7 @@ LONGEST = (
     "tests/cli/test_run_config.py::test_flags_and_command_lines",
     "tests/heartbeat/test_torch_exchange.py::",
     "tests/inprocess/test_torch_abort.py::",
+    "tests/e2e/test_heartbeats.py::test_a_worker_that_hangs",
     "tests/store/test_store_torch.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/rendezvous/test_etcd_cluster.py::",
