@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -284,3 +285,31 @@ def test_calls_that_wait_end_when_the_link_is_closed(opens: Opens) -> None:
     links[0].close()
     with pytest.raises(LinkClosedError):
         following.result()
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises here."""
+
+
+def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
+    def interrupt(*_: Any) -> None:
+        raise Interrupt
+
+    def interrupted(call: Callable[[int], Any], after: float) -> None:
+        # An exception is lost where Python cannot raise it (a finalizer): then it comes again.
+        signal.setitimer(signal.ITIMER_REAL, after, 5.0)
+        call(0)
+
+    links = begun(opens, 2)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for call in (links[0].wait_completed, links[0].follow, links[0].done):
+            for turn in range(12):
+                with pytest.raises(Interrupt):
+                    interrupted(call, 5e-5 * 1.5**turn)
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    links[1].completed(0)
+    assert links[0].wait_completed(0) is None
+    assert everyone(links, lambda link, _: link.done(0)) == [None, None]

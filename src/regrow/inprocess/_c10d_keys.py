@@ -2,7 +2,9 @@
 
 A thread that waits in a c10d store waits in C++: it hears no signal, and keeps every other call on
 the same handle waiting. So each wait is made by a thread of its own with a handle of its own, taken
-from those that are idle, and whoever wants to know waits for that thread, in Python.
+from those that are idle, and whoever wants to know waits for that thread, in Python. What has to be
+done as a whole is done there too: an exception that a signal's handler raises ends the waiting, and
+leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from regrow.inprocess._link import LinkLostError
+from regrow.inprocess._link import LinkError, LinkLostError
 from regrow.store import StoreError
 
 if TYPE_CHECKING:
@@ -96,20 +98,36 @@ class Keys:
         for key in keys:
             self._call(lambda store, key=key: store.delete_key(self._prefix + key))  # type: ignore[misc]
 
-    def wait(self, key: str, seconds: float) -> str | None:
-        """Return the value of a key once it is there, or None if it is not within that time."""
+    def wait(
+        self, key: str, seconds: float, first: Callable[[], object] | None = None
+    ) -> str | None:
+        """Return the value of a key once it is there, or None if it is not within that time.
+
+        Args:
+            key: which.
+            seconds: how long to wait.
+            first: what is done before, as a whole.
+        """
+        return self._hand_over(_Wanted(first, self._prefix + key, time.monotonic() + seconds))
+
+    def whole(self, action: Callable[[], object]) -> None:
+        """Do something as a whole."""
+        self._hand_over(_Wanted(action, "", 0.0))
+
+    def _hand_over(self, wanted: _Wanted) -> str | None:
         with self._lock:
             waiter = self._idle.pop() if self._idle else None
         if waiter is None:
             waiter = _Waiter(self._new(), self)
             with self._lock:
                 self._all.append(waiter)
-        wanted = _Wanted(self._prefix + key, time.monotonic() + seconds)
         waiter.wanted.put(wanted)
         try:
             wanted.over.wait()
         finally:
             wanted.given_up = True
+        if isinstance(wanted.error, LinkError):
+            raise wanted.error
         if wanted.error is not None:
             raise LinkLostError(f"the store is gone: {wanted.error}") from wanted.error
         return wanted.value
@@ -150,11 +168,12 @@ class Keys:
 
 
 class _Wanted:
-    """One wait."""
+    """Something to do, and then a key to wait for, if any."""
 
-    __slots__ = ("deadline", "error", "given_up", "key", "over", "value")
+    __slots__ = ("deadline", "error", "first", "given_up", "key", "over", "value")
 
-    def __init__(self, key: str, deadline: float) -> None:
+    def __init__(self, first: Callable[[], object] | None, key: str, deadline: float) -> None:
+        self.first = first
         self.key = key
         self.deadline = deadline
         self.over = threading.Event()
@@ -175,8 +194,11 @@ class _Waiter:
     def _run(self) -> None:
         while (wanted := self.wanted.get()) is not None:
             try:
-                wanted.value = self._wait(wanted)
-            except (StoreError, OSError, RuntimeError) as error:
+                if wanted.first is not None:
+                    wanted.first()
+                if wanted.key:
+                    wanted.value = self._wait(wanted)
+            except (LinkError, StoreError, OSError, RuntimeError) as error:
                 wanted.error = error
             wanted.over.set()
             self._keys.back(self)

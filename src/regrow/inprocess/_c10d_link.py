@@ -98,9 +98,12 @@ class C10dLink:
 
     def enter(self, iteration: int, rank: int, world_size: int) -> Faults | None:
         """See `Link.enter`."""
-        self._keys.append(f"{iteration}/places", f"{self._rank} {rank} {world_size}")
-        rules.arrive(self._keys, iteration, "entered", self._rank)
-        said = self._keys.wait(f"{iteration}/entered", self._timeouts.barrier)
+
+        def arrive() -> None:
+            self._keys.append(f"{iteration}/places", f"{self._rank} {rank} {world_size}")
+            rules.arrive(self._keys, iteration, "entered", self._rank)
+
+        said = self._keys.wait(f"{iteration}/entered", self._timeouts.barrier, arrive)
         if said is None:
             raise self._late("entered", iteration)
         if said not in (rules.GO, rules.FAULT):
@@ -113,20 +116,21 @@ class C10dLink:
 
     def report(self, iteration: int, kind: str, message: str) -> None:
         """See `Link.report`."""
-        rules.record(self._keys, iteration, Fault(kind, self._rank, message, 0.0))
+        fault = Fault(kind, self._rank, message, 0.0)
+        self._keys.whole(lambda: rules.record(self._keys, iteration, fault))
 
     def heard(self, iteration: int) -> Faults:
         """See `Link.heard`."""
-        rules.arrive(self._keys, iteration, "heard", self._rank)
-        self._keys.wait(f"{iteration}/heard/over", self._timeouts.last_call)
+        arrive = self._arriving(iteration, "heard")
+        self._keys.wait(f"{iteration}/heard/over", self._timeouts.last_call, arrive)
         if str(self._rank) in self._keys.lines(f"{iteration}/gone"):
             raise self._counted_out(iteration)
         return rules.faults_of(self._keys, iteration)
 
     def ready(self, iteration: int) -> Met:
         """See `Link.ready`."""
-        rules.arrive(self._keys, iteration, "ready", self._rank)
-        said = self._keys.wait(f"{iteration}/met", self._timeouts.barrier)
+        arrive = self._arriving(iteration, "ready")
+        said = self._keys.wait(f"{iteration}/met", self._timeouts.barrier, arrive)
         if said is None:
             raise self._late("ready", iteration)
         met = rules.read_meeting(said)
@@ -158,11 +162,11 @@ class C10dLink:
 
     def done(self, iteration: int) -> Faults | None:
         """See `Link.done`."""
-        rules.arrive(self._keys, iteration, "done", self._rank)
+        self._keys.whole(self._arriving(iteration, "done"))
         try:
             return self._end(iteration, self._timeouts.completion)
         except BarrierTimeout:
-            self._blame(iteration)
+            self._keys.whole(lambda: self._blame(iteration))
         return self._end(iteration, FOREVER)
 
     def terminated(
@@ -170,7 +174,7 @@ class C10dLink:
     ) -> Faults:
         """See `Link.terminated`."""
         fault = Fault(kind, self._rank, message, 0.0)
-        rules.end_rank(self._keys, iteration, fault, discarded=discarded)
+        self._keys.whole(lambda: rules.end_rank(self._keys, iteration, fault, discarded=discarded))
         with self._news:
             self._left = True
             self._news.notify_all()
@@ -259,6 +263,9 @@ class C10dLink:
         if not heard:
             raise self._late("done", iteration)
         return rules.faults_of(self._keys, iteration) if end == rules.FAULT else None
+
+    def _arriving(self, iteration: int, barrier: str) -> Callable[[], None]:
+        return lambda: rules.arrive(self._keys, iteration, barrier, self._rank)
 
     def _missing(self, barrier: str, iteration: int) -> list[int]:
         return rules.missing(self._keys, iteration, barrier, self._living)
