@@ -53,9 +53,7 @@ class Striker:
         def job() -> bool:
             if when is not None:
                 wait_until(when, "time to interrupt")
-            end = time.monotonic() + delay
-            while time.monotonic() < end:
-                time.sleep(0)
+            time.sleep(delay)
             return call.interrupt()
 
         self._jobs.put(job)
@@ -156,6 +154,7 @@ class _AtInstruction:
         self.reached = False
 
     def __enter__(self) -> None:
+        sys._getframe().f_trace_opcodes = True  # or Python 3.12 has none to tell of
         sys.settrace(self._trace)
 
     def __exit__(self, *exc: object) -> None:

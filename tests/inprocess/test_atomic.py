@@ -113,7 +113,7 @@ def test_no_interrupt_arrives_in_a_section(striker: Striker) -> None:
                 return call.interrupt()
 
     with Interrupter() as interrupter:
-        for _ in range(100):
+        for _ in range(30):
             call = interrupter.call()
             striker.strike(Terminating(), when=lambda: bool(done))
             with pytest.raises(RankShouldRestart):

@@ -202,14 +202,16 @@ def interrupt_everywhere(
 ) -> None:
     dice = random.Random(SEED)
     sites = Sites()
-    kinds = sites.kinds()
-    dice.shuffle(kinds)
+    order = list(range(len(sites.kinds())))
+    dice.shuffle(order)
     for number in range(times):
-        fn = kinds[number % len(kinds)]
+        if not exact:
+            sites = Sites()  # as locks may be left locked
+        fn = sites.kinds()[order[number % len(order)]]
         sites.arrivals = 0
         sites.swallow = swallowed = dice.randrange(3) if fn == sites.swallowing else 0
         call = interrupter.call()
-        striker.strike(call, dice.random() * 0.0004)
+        striker.strike(call, dice.random() * 0.0002)
         with contextlib.suppress(RankShouldRestart):  # as pytest.raises, and far cheaper
             call.run(sites.count, fn)
             pytest.fail(f"{fn.__name__} came back in round {number}")
@@ -221,16 +223,14 @@ def interrupt_everywhere(
         assert sites.open == 0, f"{fn.__name__} was not unwound in round {number}"
 
 
-def test_thousands_of_interrupts_arrive_once_each(
-    interrupter: Interrupter, striker: Striker
-) -> None:
-    interrupt_everywhere(interrupter, striker, 2000)
+def test_a_thousand_interrupts_arrive_once_each(interrupter: Interrupter, striker: Striker) -> None:
+    interrupt_everywhere(interrupter, striker, 1000)
 
 
 def test_they_do_in_another_thread_than_the_main_one(striker: Striker) -> None:
     def work() -> None:
         with Interrupter() as interrupter:
-            interrupt_everywhere(interrupter, striker, 200, exact=False)
+            interrupt_everywhere(interrupter, striker, 30, exact=False)
 
     in_another_thread(work)
 

@@ -68,6 +68,9 @@ def end_gloo_connections() -> int:
     """Shut down the connections of all gloo groups of this process; how many there were.
 
     Whoever waits in one of the groups, here or on another rank, then fails.
+
+    Raises:
+        OSError: `/proc/self` cannot be read, as in a process that is not its owner's.
     """
     ended = 0
     with open("/proc/self/mem", "rb", buffering=0) as memory:
