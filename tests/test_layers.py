@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": _TOOLS | {"store"},
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
-    "inprocess": _TOOLS | {"store", "timer", "workers"},
+    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress"},
     "agent": _AGENT | {"heartbeat"},
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},

@@ -10,7 +10,11 @@ In the other direction goes one bit, the last byte of the page: the agent has be
 workers of this attempt. What another thread of a worker was about to end it for, a missed
 heartbeat for instance, has its cause in that then, and the worker is left its grace.
 
-Both are opened through `/proc/<agent>/fd/<n>`, named in the environment variable REGROW_PROGRESS
+A worker has two more things to say. Its slot holds how it stands in an in-process restarter, which
+the agent reads when the worker has ended: whether the others go on without it. And what is worth an
+event of the job (`tell`) goes into the pipe, a JSON object on a line.
+
+All are opened through `/proc/<agent>/fd/<n>`, named in the environment variable REGROW_PROGRESS
 as `<memory path>|<pipe path>|<slot>`, so no descriptor has to survive an exec and a script that
 never reports costs nothing.
 """
@@ -22,16 +26,26 @@ import os
 import struct
 from _thread import allocate_lock  # without the rest of threading, which costs an import
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mmap
 
 PROGRESS_ENV = "REGROW_PROGRESS"
-# first step, its time, latest step, its time; a time of zero means "never reported"
-SLOT = struct.Struct("=qdqd")
+# first step, its time, latest step, its time; a time of zero means "never reported"; the standing
+SLOT = struct.Struct("=qdqdq")
+_STEPS = struct.Struct("=qdqd")
 _LATEST = struct.Struct("=qd")
-_LATEST_OFFSET = SLOT.size - _LATEST.size
+_LATEST_OFFSET = _STEPS.size - _LATEST.size
+_STANDING = struct.Struct("=q")
+_STANDING_OFFSET = _STEPS.size
+_ATOMIC = 4096  # bytes that are written to a pipe as a whole
+
+
+# How a worker stands in an in-process restarter:
+STANDS_ALONE = 0  # it is in none: its end is a failure of all
+IN_RESTARTER = 1  # it is in one, as the others are: they go on when it ends
+LEFT_RESTARTER = 2  # it has told the others to go on without it
 
 
 class _Reporter:
@@ -51,14 +65,21 @@ class _Reporter:
             _LATEST.pack_into(self._memory, self._offset + _LATEST_OFFSET, step, now)
             return
         self._started = True
-        SLOT.pack_into(self._memory, self._offset, step, now, step, now)
+        _STEPS.pack_into(self._memory, self._offset, step, now, step, now)
+        self.send(b"\0")
+
+    def send(self, message: bytes) -> None:
+        """Write to the pipe, at most 4096 bytes."""
         # The agent may be gone, or its pipe full: a training never stops over its own report.
         with contextlib.suppress(OSError):
             pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                os.write(pipe, b"\0")
+                os.write(pipe, message)
             finally:
                 os.close(pipe)
+
+    def stand(self, standing: int) -> None:
+        _STANDING.pack_into(self._memory, self._offset + _STANDING_OFFSET, standing)
 
     def latest(self) -> int | None:
         """The latest step, if any was reported."""
@@ -125,3 +146,31 @@ def stopping() -> bool | None:
     """Whether the agent has begun to stop this worker, with all others; None outside of regrow."""
     reporter = _own()
     return None if reporter is None else reporter.stopping()
+
+
+def stand(standing: int) -> None:
+    """Let the agent know how this worker stands in an in-process restarter.
+
+    Args:
+        standing: one of the three above.
+    """
+    reporter = _own()
+    if reporter is not None:
+        reporter.stand(standing)
+
+
+def tell(name: str, **fields: Any) -> None:
+    """Have the agent record an event of the job.
+
+    Args:
+        name: of the event.
+        fields: what JSON can express. One that takes more than 4 KB in all is not told.
+    """
+    reporter = _own()
+    if reporter is None:
+        return
+    import json
+
+    line = json.dumps({"name": name, "fields": fields}).encode() + b"\n"
+    if len(line) <= _ATOMIC:
+        reporter.send(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import queue
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import regrow
-from regrow._progress import PROGRESS_ENV, _open_reporter
+from regrow._progress import IN_RESTARTER, PROGRESS_ENV, STANDS_ALONE, _open_reporter
 from regrow.agent import LocalElasticAgent, WorkerSpec, WorkerState
 from regrow.agent._health import HealthCheckServer
 from regrow.agent._progress import ProgressBoard
@@ -304,3 +305,24 @@ def test_a_stuck_worker_ends_the_job_without_restarts(
     assert result.state is WorkerState.FAILED
     assert "uninterruptible sleep" in result.failures[0].message
     assert agent._attempt == 0
+
+
+def test_a_worker_says_by_the_board_that_it_is_replaceable_and_what_is_an_event() -> None:
+    told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    steps: queue.SimpleQueue[None] = queue.SimpleQueue()
+    board = ProgressBoard(2, lambda: steps.put(None), told.put)
+    reporter = _open_reporter(board.environment(1)[PROGRESS_ENV])
+    assert reporter is not None
+    assert [board.replaceable(rank) for rank in (0, 1)] == [False, False]
+    reporter.stand(IN_RESTARTER)
+    reporter.send(b'{"name": "quick"}\n')
+    reporter.report(7)
+    reporter.send(b'{"name": "q"}\n')
+    assert [told.get(timeout=30) for _ in range(2)] == [b'{"name": "quick"}', b'{"name": "q"}']
+    steps.get(timeout=30)
+    assert [board.replaceable(rank) for rank in (0, 1)] == [False, True]
+    assert board.read()[1].last_step == 7
+    reporter.stand(STANDS_ALONE)
+    assert not board.replaceable(1)
+    board.close()
+    assert not board.replaceable(1)

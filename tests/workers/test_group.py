@@ -70,3 +70,34 @@ def test_closing_stops_those_that_are_left_and_a_second_time_with_another_grace(
 def test_closing_what_is_over_does_nothing() -> None:
     group, _ = step(_group(1), Gone(0), now=1.0)
     assert step(group, Close(signal.SIGTERM, 1.0), now=2.0) == (group, None)
+
+
+def _lost(rank: int, at: float = 1.0) -> Ended:
+    return Ended(rank, -9, False, False, at, replaceable=True)
+
+
+def test_the_others_go_on_without_a_worker_that_they_can_do_without() -> None:
+    group, stop = step(_group(), _lost(1), now=2.0)
+    assert stop is None
+    assert (group.failed, group.members[1].lost) == ((), True)
+    group, stop = step(group, _ended(0, 0), now=3.0)
+    group, stop = step(group, _lost(2), now=4.0)
+    assert stop is None
+    assert group.failed == ()
+
+
+def test_when_nobody_is_left_to_go_on_all_losses_were_failures() -> None:
+    group = _group()
+    for rank in (1, 0, 2):
+        group, stop = step(group, _lost(rank), now=2.0)
+    assert group.failed == (0, 1, 2)
+    assert stop is not None
+
+
+def test_after_a_loss_a_failure_is_one_as_ever_and_a_loss_while_stopping_is_none() -> None:
+    group, _ = step(_group(4), _lost(1), now=2.0)
+    group, stop = step(group, _ended(0, 1), now=3.0)
+    assert stop is not None
+    assert group.failed == (0,)
+    group, _ = step(group, _lost(3), now=3.1)  # it did not wait for the signal
+    assert (group.failed, group.members[3].lost) == ((0, 3), False)

@@ -17,9 +17,9 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.agent import _words as words
-from regrow.agent._beating import BeatingAgent
 from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, worker_environment
 from regrow.agent._progress import ProgressBoard, Steps
+from regrow.agent._restarting import RestartingAgent, Told
 from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
@@ -61,7 +61,7 @@ class _LeaseOver(NamedTuple):
     lapsed: Lapsed
 
 
-class LocalElasticAgent(BeatingAgent):
+class LocalElasticAgent(RestartingAgent):
     """Runs `spec.local_world_size` workers on this host.
 
     Args:
@@ -134,6 +134,7 @@ class LocalElasticAgent(BeatingAgent):
         self._heartbeat = heartbeat
         self._native_stacks = native_stacks
         self._hung = {}
+        self._lost = set()
         ours = bounds(self._shutdown_timeout, self._reaping_bound(), self._beating_bound())
         more = getattr(spec.rdzv_handler, "bounds", {})
         self._job = {"bounds": ours | dict(more)} | dict(job or {})
@@ -222,6 +223,9 @@ class LocalElasticAgent(BeatingAgent):
                     change.pid,
                 )
             return None
+        if change.kind == "lost":
+            self._heed_loss(change)
+            return None
         if self._noticed is None and change.status != 0:
             self._noticed = monotonic()
             return words.Failing()
@@ -240,6 +244,7 @@ class LocalElasticAgent(BeatingAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         self._release_attempt()
+        self._lost = set()
         if not worker_group.master_port:
             from regrow.utils import PortReservation
 
@@ -247,7 +252,12 @@ class LocalElasticAgent(BeatingAgent):
             self._port = PortReservation()
             worker_group.master_port = self._port.port
         seen = _StepsSeen(self._attempt)
-        board = ProgressBoard(spec.local_world_size, lambda: self._inbox.put(seen))
+        attempt = self._attempt
+        board = ProgressBoard(
+            spec.local_world_size,
+            lambda: self._inbox.put(seen),
+            lambda line: self._inbox.put(Told(attempt, line)),
+        )
         self._board = board
         envs: dict[int, dict[str, str]] = {}
         args: dict[int, tuple[Any, ...]] = {}
@@ -286,6 +296,7 @@ class LocalElasticAgent(BeatingAgent):
             on_change=self._take_change,
             signals_to_handle="",
             before_start=self._watch,
+            replaceable=board.replaceable,
         )
         return dict(self._pcontext.pids())
 

@@ -1,4 +1,4 @@
-"""The agent's side of `regrow.step`: a page of memory that its workers write their steps into.
+"""The agent's side of `regrow._progress`: a page of memory and a pipe that its workers write into.
 
 See `regrow._progress` for the layout and the reasons. The page is made anew for every attempt, so
 that a worker of an old attempt which is slow to die cannot write into the new one's figures.
@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regrow._progress import PROGRESS_ENV, SLOT
+from regrow._progress import PROGRESS_ENV, SLOT, STANDS_ALONE
 
 _CLOSE = b"q"
+_FIRST_STEP = b"\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,18 @@ class ProgressBoard:
     Args:
         slots: number of local ranks.
         on_first_step: called from the thread when a worker has reported its first step.
+        on_told: called from the thread with what a worker has told for an event: a line of JSON.
     """
 
-    def __init__(self, slots: int, on_first_step: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        on_first_step: Callable[[], None],
+        on_told: Callable[[bytes], None] = lambda line: None,
+    ) -> None:
         self._slots = slots
         self._on_first_step = on_first_step
+        self._on_told = on_told
         self._lock = threading.Lock()  # read and close are called from different threads
         size = slots * SLOT.size + 1
         self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
@@ -62,10 +70,18 @@ class ProgressBoard:
         found = {}
         with self._lock:
             for slot in range(0 if self._memory.closed else self._slots):
-                steps = Steps(*SLOT.unpack_from(self._memory, slot * SLOT.size))
+                steps = Steps(*SLOT.unpack_from(self._memory, slot * SLOT.size)[:4])
                 if steps.first_monotonic > 0:
                     found[slot] = steps
         return found
+
+    def replaceable(self, local_rank: int) -> bool:
+        """Whether the others go on when the worker of this local rank ends, or has ended."""
+        with self._lock:
+            if self._memory.closed:
+                return False
+            standing = SLOT.unpack_from(self._memory, local_rank * SLOT.size)[4]
+        return bool(standing != STANDS_ALONE)
 
     def stop(self) -> None:
         """Let the workers know that they are being stopped."""
@@ -83,5 +99,18 @@ class ProgressBoard:
             os.close(fd)
 
     def _listen(self) -> None:
-        while _CLOSE not in os.read(self._read_fd, 4096):
-            self._on_first_step()
+        unread = b""
+        while True:
+            unread += os.read(self._read_fd, 4096)
+            while unread:
+                first, rest = unread[:1], unread[1:]
+                if first == _CLOSE:
+                    return
+                if first == _FIRST_STEP:
+                    self._on_first_step()
+                else:
+                    line, end, rest = unread.partition(b"\n")
+                    if not end:
+                        break
+                    self._on_told(line)
+                unread = rest

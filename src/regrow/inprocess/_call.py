@@ -29,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from regrow import _progress as board
 from regrow.inprocess._assignment import RankAssignmentCtx, RankDiscarded
 from regrow.inprocess._atomic import Atomic
 from regrow.inprocess._config import Config
@@ -52,6 +53,8 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
+SHOWN = 16
+"""How many lost ranks an event names."""
 _live: set[int] = set()
 """The process, while a call is live in it; a set, so that the child of a fork has none."""
 
@@ -115,6 +118,7 @@ class CallWrapper:
         self._iteration = 0  # as the link counts; the state's is advanced by the assignment
         self._timeline: Timeline | None = None  # of the restart that is under way
         self._groups_seen = False
+        self._left = False
 
     def __enter__(self) -> CallWrapper:
         with ExitStack() as stack:
@@ -143,11 +147,16 @@ class CallWrapper:
                 self._look_at_groups,
             )
             stack.callback(self._watch.close)
+            stack.callback(self._stand_alone_again)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self._stack.close()
+
+    def _stand_alone_again(self) -> None:
+        if not self._left:
+            board.stand(board.STANDS_ALONE)
 
     @property
     def iteration(self) -> int:
@@ -184,6 +193,7 @@ class CallWrapper:
         try:
             self._iteration = self._state.iteration = self._link.join()
             self._assign(set())
+            board.stand(board.IN_RESTARTER)
             while True:
                 over, value = self._iterate(fn, args, kwargs)
                 if over:
@@ -299,6 +309,7 @@ class CallWrapper:
         met = self._follower.ready(self._iteration)
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
+        timeline.lost = met.lost
         self._iteration = met.iteration
         self._timeline = timeline
         self._assign(set(met.terminated))
@@ -319,18 +330,33 @@ class CallWrapper:
         if timeline is None:
             return
         timeline.reached("called", time.monotonic())
-        root = timeline.root
+        state, root = self._state, timeline.root
+        seconds = {phase: round(s, 6) for phase, s in timeline.seconds().items()}
         logger.log(
-            logging.WARNING if self._state.rank == 0 else logging.INFO,  # one line a restart
+            logging.WARNING if state.rank == 0 else logging.INFO,  # one line a restart
             "rank %s of %d restarts the function (iteration %d) after %s; ms from the fault: %s",
-            self._state.rank,
-            self._state.world_size,
+            state.rank,
+            state.world_size,
             self._iteration,
             "an unknown fault"
             if root is None
             else f"{root.kind} on initial rank {root.rank}: {root.message}",
-            ", ".join(f"{phase} {1000 * s:.1f}" for phase, s in timeline.seconds().items()),
+            ", ".join(f"{phase} {1000 * s:.1f}" for phase, s in seconds.items()),
         )
+        if state.rank == 0:
+            board.tell(
+                "regrow.inprocess.restarted",
+                iteration=self._iteration,
+                world_size=state.world_size,
+                active_world_size=state.active_world_size,
+                kind=root.kind if root else None,
+                rank=root.rank if root else None,
+                message=root.message if root else "",
+                lost=list(timeline.lost[:SHOWN]),
+                lost_count=len(timeline.lost),
+                faults=len(timeline.faults.records),
+                seconds=seconds,
+            )
 
     def _overdue(self, iteration: int, message: str) -> None:
         self._link.report(iteration, Interruption.SOFT_TIMEOUT.name, message)
@@ -362,6 +388,8 @@ class CallWrapper:
         except LinkError as gone:
             logger.warning("the others cannot be told: %s", gone)
         else:
+            board.stand(board.LEFT_RESTARTER)
+            self._left = True
             root = root_cause(faults)
             if root is not None and root.rank != self._state.initial_rank:
                 error.add_note(

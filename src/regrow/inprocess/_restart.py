@@ -71,6 +71,8 @@ class Timeline:
     """What ended the iteration."""
     told_at: float
     """When this rank knew of it, in seconds of the clock that `reached` is given."""
+    lost: tuple[int, ...] = ()
+    """The initial ranks that are not there any more."""
     reached_at: dict[str, float] = field(default_factory=dict)
     """For each phase after "told" the time of its end."""
 

@@ -9,7 +9,8 @@ connected, so that rank 0 may die of what the others want to hear of. Whether th
 of an earlier rank 0, is decided by binding the port.
 
 A worker that ends is known at once by the end of its connection: its session has half a second to
-come back, and a few round trips of a slow network. A host that vanishes says nothing; then it is
+come back, and a few round trips of a slow network; a tenth of that on the server's own host, where
+no connection breaks but by the end of a process. A host that vanishes says nothing; then it is
 the server's kernel that asks (`_sockets.keep_alive`), and the kernel of a worker answers, also when
 the worker is stopped or holds the interpreter's lock. After 11 s without an answer the connection
 is lost.
@@ -49,6 +50,8 @@ SERVICES: Final = {
 """What the workers' store can be asked besides keys."""
 SESSION_GRACE: Final = 0.5
 """Seconds in which a worker whose connection broke may come back to its session."""
+LOCAL_SESSION_GRACE: Final = 0.05
+"""The same on the host of the server."""
 SPARE_ROUND_TRIPS: Final = 6.0
 """How many round trips it has on top of that: to connect anew takes three, if none is lost."""
 
@@ -85,7 +88,7 @@ def worker_store(
         timeout: seconds within which the store must be reached.
 
     Returns:
-        A session with the store, which ends half a second after this process does.
+        A session with the store, which ends half a second after this process does, or sooner.
 
     Raises:
         ValueError: an argument or a variable is missing, or makes no sense.
@@ -235,13 +238,15 @@ def _connect(
     endpoint: str, token: bytes, timeout: float, *, refusal_is_final: bool = False
 ) -> StoreClient:
     from regrow.store._client import connect
+    from regrow.store._own_secret import is_loopback
 
+    here = is_loopback(_host_of(endpoint))
     return connect(
         endpoint,
         token=token,
         tls=worker_tls(os.environ),
         timeout=timeout,
-        session_grace=SESSION_GRACE,
+        session_grace=LOCAL_SESSION_GRACE if here else SESSION_GRACE,
         spare_round_trips=SPARE_ROUND_TRIPS,
         server_may_start=True,
         refusal_is_final=refusal_is_final,

@@ -54,6 +54,8 @@ class PContext(ABC):
         on_change: called on another thread for each change; must not block.
         signals_to_handle: names of the signals that raise `SignalException`; empty for none; None
             takes them from `TORCHELASTIC_SIGNALS_TO_HANDLE`.
+        replaceable: says of the local rank of a worker that ended whether the others can go on
+            without it; must not block. Default: they cannot.
 
     Raises:
         RuntimeError: the log destinations do not cover the local ranks.
@@ -74,6 +76,7 @@ class PContext(ABC):
         guardian: Guardian | None = None,
         on_change: Callable[[WorkerChange], None] | None = None,
         signals_to_handle: str | None = None,
+        replaceable: Callable[[int], bool] = lambda local_rank: False,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -110,6 +113,7 @@ class PContext(ABC):
             self._exit_code,
             self._ended_well,
             self._abandon,
+            replaceable,
         )
         self._result: RunProcsResult | None = None
         self._error: BaseException | None = None

@@ -40,6 +40,7 @@ class Crew:
         exit_code: the exit code of a worker that ended.
         ended_well: whether a worker that exited with that code did what it was started for.
         abandon: kills a worker that did not die with the guardian.
+        replaceable: whether the others can go on without a worker that ended.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Crew:
         exit_code: Callable[[int, guard.Exited], int],
         ended_well: Callable[[int, int], bool],
         abandon: Callable[[int], None],
+        replaceable: Callable[[int], bool] = lambda rank: False,
     ) -> None:
         self.group = _group.Group((_group.Member(),) * size, grace)
         self.pids: dict[int, int] = {}
@@ -62,6 +64,7 @@ class Crew:
         self._exit_code = exit_code
         self._ended_well = ended_well
         self._abandon = abandon
+        self._replaceable = replaceable
         self._workers: dict[int, int] = {}  # the guardian's numbers
         self._last_stop: tuple[int, float] | None = None  # signal, deadline
         self._guardian_lost = False
@@ -111,8 +114,10 @@ class Crew:
             case guard.Exited(monotonic=at):
                 code = self._exit_code(rank, event)
                 well = self._ended_well(rank, code)
-                self._feed(_group.Ended(rank, code, well, event.stopping, at))
-                return WorkerChange(rank, pid, "exited", code, at)
+                spare = not well and self._replaceable(rank)
+                self._feed(_group.Ended(rank, code, well, event.stopping, at, spare))
+                lost = self.group.members[rank].lost
+                return WorkerChange(rank, pid, "lost" if lost else "exited", code, at)
             case guard.Suspended(signal=signum, monotonic=at):
                 return WorkerChange(rank, pid, "suspended", signum, at)
             case guard.Resumed(signal=signum, monotonic=at):

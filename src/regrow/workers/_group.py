@@ -9,6 +9,10 @@ group is over when every worker is gone, so that no process of one attempt can m
 A worker that ends after it was told to stop has not failed, however it ended: what it did then, it
 did because of us. That one of them had failed before, and only lingered, shows in its error file;
 `_result` looks at those.
+
+A worker may be one that the others can do without: they have an in-process restarter, and so had
+it. Then its end is a *loss*, and they go on, as long as one of them runs or has ended well. What
+became of the others says how the group ended. If none is left, the losses were failures.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ class Member:
     """It did all that it was started for."""
     failed: bool = False
     """It ended by itself, and not well."""
+    lost: bool = False
+    """It did, too, and the others go on without it."""
     gone: bool = False
     """Nothing of it is left."""
 
@@ -65,6 +71,8 @@ class Ended:
     told_to: bool
     """It had been told to stop."""
     at: float
+    replaceable: bool = False
+    """The others can go on without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +108,15 @@ def step(group: Group, event: Ended | Gone | Close, now: float) -> tuple[Group, 
         now: seconds of the monotonic clock.
     """
     match event:
-        case Ended(rank, code, well, told_to, at):
+        case Ended(rank, code, well, told_to, at, replaceable):
             failed = not well and not told_to
-            member = replace(group.members[rank], code=code, exited=at, well=well, failed=failed)
-            group = _with(group, rank, member)
+            lost = failed and replaceable and group.stopped_at is None
+            member = replace(group.members[rank], code=code, exited=at, well=well)
+            group = _with(group, rank, replace(member, failed=failed and not lost, lost=lost))
+            if lost and any(_counts(member) for member in group.members):
+                return group, None
+            if lost:
+                group = _all_lost(group)
             if failed and group.stopped_at is None:
                 return _stop(group, signal.SIGTERM, group.grace, now)
             return group, None
@@ -111,6 +124,17 @@ def step(group: Group, event: Ended | Gone | Close, now: float) -> tuple[Group, 
             return _with(group, rank, replace(group.members[rank], gone=True)), None
         case Close(signum, grace):
             return _stop(group, signum, grace, now)
+
+
+def _counts(member: Member) -> bool:
+    """Whether a worker runs, or did what it was started for."""
+    return member.code is None or member.well
+
+
+def _all_lost(group: Group) -> Group:
+    """Nobody is left who could go on: whoever was lost has failed."""
+    found = (replace(m, failed=True, lost=False) if m.lost else m for m in group.members)
+    return replace(group, members=tuple(found))
 
 
 def _stop(group: Group, signum: int, grace: float, now: float) -> tuple[Group, Stop | None]:

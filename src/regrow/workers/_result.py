@@ -21,11 +21,11 @@ class WorkerChange:
     """Which worker; -1 for the group."""
     pid: int
     """Its process; 0 where there is none."""
-    kind: Literal["exited", "suspended", "resumed", "guardian_lost", "ended"]
-    """`guardian_lost`: the guardian is gone, and all workers with it. `ended`: nothing of the group
-    is left, and `wait` has its result."""
+    kind: Literal["exited", "lost", "suspended", "resumed", "guardian_lost", "ended"]
+    """`lost`: it ended, and the others go on without it. `guardian_lost`: the guardian is gone, and
+    all workers with it. `ended`: nothing of the group is left, and `wait` has its result."""
     status: int
-    """`exited`: the exit code, negative for a signal. `suspended`, `resumed`: the signal.
+    """`exited`, `lost`: the exit code, negative for a signal. `suspended`, `resumed`: the signal.
     `guardian_lost`: -9. `ended`: 0."""
     monotonic: float
     """When, in seconds of the monotonic clock."""
@@ -82,6 +82,7 @@ def work_up(
         lingered = (
             failed.has_error_file
             and not member.well
+            and not member.lost
             and group.stopped_at is not None
             and failed.failed_monotonic < group.stopped_at
         )

@@ -35,6 +35,7 @@ def start_processes(
     on_change: Callable[[WorkerChange], None] | None = None,
     signals_to_handle: str | None = None,
     before_start: Callable[[PContext], None] | None = None,
+    replaceable: Callable[[int], bool] = lambda local_rank: False,
 ) -> PContext:
     """Start one worker process per local rank.
 
@@ -61,6 +62,8 @@ def start_processes(
         signals_to_handle: names of the signals that raise `SignalException` in the main thread;
             empty for none; None takes them from `TORCHELASTIC_SIGNALS_TO_HANDLE`.
         before_start: called with the workers before the first of them is started.
+        replaceable: says of the local rank of a worker that ended whether the others can go on
+            without it; must not block. Default: they cannot, so its failure ends them all.
 
     Returns:
         The running workers.
@@ -82,6 +85,7 @@ def start_processes(
         "guardian": guardian,
         "on_change": on_change,
         "signals_to_handle": signals_to_handle,
+        "replaceable": replaceable,
     }
     context: PContext
     if isinstance(entrypoint, str):
