@@ -20,7 +20,7 @@ PUBLIC = {
     """,
     "regrow.events": """
         EVENTS_FILE Event EventFile EventLog EventMetadataValue EventSource Expiry Failure
-        Move NodeState OtherFailure RdzvEvent Stall Step Story Suspension as_record
+        InPlace Move NodeState OtherFailure RdzvEvent Stall Step Story Suspension as_record
         construct_and_record_rdzv_event find_event_file get_logging_handler print_story
         read_events record record_rdzv_event register_logging_handler story
     """,

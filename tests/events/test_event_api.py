@@ -43,7 +43,8 @@ def test_the_public_names_are_these() -> None:
         *("record", "record_rdzv_event", "construct_and_record_rdzv_event"),
         *("get_logging_handler", "register_logging_handler"),
         *("EVENTS_FILE", "EventFile", "EventLog", "as_record", "find_event_file", "read_events"),
-        *("Expiry", "Failure", "Move", "OtherFailure", "Stall", "Step", "Story", "Suspension"),
+        *("Expiry", "Failure", "InPlace", "Move", "OtherFailure", "Stall", "Step", "Story"),
+        "Suspension",
         *("story", "print_story"),
     }
     assert all(hasattr(events, name) for name in events.__all__)

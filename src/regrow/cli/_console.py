@@ -29,7 +29,14 @@ _SCHEDULED = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "OMPI_COMM_WORLD_SIZE")
 
 EVENTFUL = frozenset(
     f"regrow.{name}"
-    for name in ("worker.failed", "job.restarting", "timer.expired", "heartbeat.stalled")
+    for name in (
+        "worker.failed",
+        "job.restarting",
+        "timer.expired",
+        "heartbeat.stalled",
+        "inprocess.lost",
+        "inprocess.restarted",
+    )
 )
 """The events that make a job's story worth telling."""
 

@@ -91,6 +91,11 @@ def advance(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
             return replace(status, hung=status.hung | {rank}) if killed else status
         case "regrow.heartbeat.stalled":
             return replace(status, news=f"rank {metadata.get('rank')} stands still")
+        case "regrow.inprocess.lost":
+            lost = f"rank {metadata['rank']} is lost; the others go on"
+            return replace(status, workers=max(status.workers - 1, 0), news=lost)
+        case "regrow.inprocess.restarted":
+            return replace(status, news=f"restarted in place after {metadata.get('kind')}")
         case "regrow.round.ended" | "regrow.rendezvous.lost":
             if status.gone:  # by a failure here, which is what matters
                 return status

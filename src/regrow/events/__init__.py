@@ -24,7 +24,18 @@ from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from ._story import Expiry, Failure, Move, OtherFailure, Stall, Step, Story, Suspension, story
+    from ._story import (
+        Expiry,
+        Failure,
+        InPlace,
+        Move,
+        OtherFailure,
+        Stall,
+        Step,
+        Story,
+        Suspension,
+        story,
+    )
     from ._tell import print_story
 
 __all__ = [
@@ -36,6 +47,7 @@ __all__ = [
     "EventSource",
     "Expiry",
     "Failure",
+    "InPlace",
     "Move",
     "NodeState",
     "OtherFailure",
@@ -64,6 +76,7 @@ __getattr__ = lazily(
         "Failure": "_story",
         "Move": "_story",
         "OtherFailure": "_story",
+        "InPlace": "_story",
         "Stall": "_story",
         "Step": "_story",
         "Story": "_story",

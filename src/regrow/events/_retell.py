@@ -14,7 +14,7 @@ from ._describe import describe, one_line, signal_name
 from ._expiries import hung_too, of_failure, unexplained
 from ._fields import Record, integer, real, since, text
 from ._steps import Steps, last_steps, seconds_of, work_lost
-from ._story import Failure, Move, OtherFailure, Stall, Step, Story, Suspension
+from ._story import Failure, InPlace, Move, OtherFailure, Stall, Step, Story, Suspension
 
 __all__ = ["retell"]
 
@@ -105,6 +105,7 @@ class _Reader:
             moves=tuple(self._move(n) for n in starts[:-1] if n not in failed),
             suspensions=self._suspensions(),
             expiries=tuple(e for e in self.loose if all(e not in f.hung_too for f in failures)),
+            in_place=tuple(map(_in_place, sorted(self.by_name.get(_RESTARTED, []), key=_at))),
             stalls=tuple(map(_stall, sorted(self.by_name.get(_STALLED, []), key=_at))),
             reports_steps=self.reports_steps,
             events_lost=sum(
@@ -260,6 +261,7 @@ class _Reader:
 
 
 _STALLED = "regrow.heartbeat.stalled"
+_RESTARTED = "regrow.inprocess.restarted"
 _NO_FILE = "<N/A>"  # what a failure has for a path where its worker left no error file
 _OVER = frozenset({"regrow.round.ended", "regrow.round.judged"})
 _OF_AN_ATTEMPT = _OVER | frozenset(
@@ -346,6 +348,25 @@ def _stall(event: Record) -> Stall:
         what=one_line(text(event, "message") or "it stood still"),
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
+    )
+
+
+def _in_place(event: Record) -> InPlace:
+    lost, seconds = event.get("lost"), event.get("seconds")
+    ranks = [each for each in lost if isinstance(each, int)] if isinstance(lost, list) else []
+    known = seconds if isinstance(seconds, Mapping) else {}
+    phases = ((str(phase), real(known, phase)) for phase in known)
+    kind = text(event, "kind") or "an unknown fault"
+    message = text(event, "message")
+    return InPlace(
+        attempt=integer(event, "attempt") or 0,
+        iteration=integer(event, "iteration") or 0,
+        world_size=integer(event, "world_size"),
+        rank=integer(event, "rank"),
+        what=one_line(f"{kind}: {message}" if message else kind),
+        lost=tuple(ranks),
+        lost_count=integer(event, "lost_count") or len(ranks),
+        phases=tuple((phase, after) for phase, after in phases if after is not None),
     )
 
 

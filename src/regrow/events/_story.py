@@ -31,6 +31,7 @@ from ._fields import Record
 __all__ = [
     "Expiry",
     "Failure",
+    "InPlace",
     "Move",
     "OtherFailure",
     "Stall",
@@ -119,6 +120,28 @@ class Stall:
     """Where it stood, in one line."""
     stacks: str | None
     """The file with the stacks of all its threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """A restart of the workers' function in the same processes."""
+
+    attempt: int
+    """The attempt that it belongs to, and did not end."""
+    iteration: int
+    """The number of the call of the function that it began."""
+    world_size: int | None
+    """How many ranks went on."""
+    rank: int | None
+    """Whose fault it was, by the rank that the worker was started with."""
+    what: str
+    """What happened, in one line."""
+    lost: tuple[int, ...]
+    """Ranks that the others went on without, some of them where they are many."""
+    lost_count: int
+    """How many these are."""
+    phases: tuple[tuple[str, float], ...]
+    """What happened on the new rank 0, in order, and how many seconds after the fault it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +268,8 @@ class Story:
     """The other timers that ran out, in order: those that no failure tells of."""
     stalls: tuple[Stall, ...] = ()
     """The workers whose training stood still, in order."""
+    in_place: tuple[InPlace, ...] = ()
+    """The restarts that no process was started for, in order."""
     reports_steps: bool = False
     """Whether any worker ever reported a training step."""
     events_lost: int = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ._describe import short_scope
 
 if TYPE_CHECKING:
-    from ._story import Expiry, Failure, OtherFailure, Stall, Story, Suspension
+    from ._story import Expiry, Failure, InPlace, OtherFailure, Stall, Story, Suspension
 
 __all__ = ["duration", "render"]
 
@@ -50,6 +50,12 @@ def render(story: Story, width: int) -> str:
         lines += _expiry(expiry)
     if len(story.expiries) > _MOST_EXPIRIES:
         lines.append(f"  ... {len(story.expiries) - _MOST_EXPIRIES} more timers that ran out")
+    shown = [_in_place(each) for each in story.in_place]
+    if (skipped := len(shown) - _MOST_FAILURES) > 0:
+        half = _MOST_FAILURES // 2
+        shown[half:-half] = [[f"  ... {skipped} more restarts in place ..."]]
+    for block in shown:
+        lines += block
     for stall in story.stalls[:_MOST_EXPIRIES]:
         lines += _stall(stall)
     if len(story.stalls) > _MOST_EXPIRIES:
@@ -234,6 +240,30 @@ def _stall(stall: Stall) -> list[str]:
         f"  {who} stalled: {_clean(stall.what)} (attempt {stall.attempt})",
         *(f"    {label:<17}{_clean(value)}" for label, value in rows),
     ]
+
+
+def _in_place(restart: InPlace) -> list[str]:
+    who = f"rank {restart.rank}: " if restart.rank is not None else ""
+    of = f" of attempt {restart.attempt}" if restart.attempt else ""
+    lines = [
+        f"  restarted in place (iteration {restart.iteration}{of}): {who}{_clean(restart.what)}"
+    ]
+    if restart.phases:
+        phase, after = restart.phases[-1]
+        steps = ", ".join(f"{name} {duration(s)}" for name, s in restart.phases[:-1])
+        lines.append(
+            f"    {phase + ' after':<17}{duration(after):<10}{f' ({steps})' if steps else ''}"
+        )
+    if restart.lost_count:
+        ranks = ", ".join(map(str, restart.lost))
+        more = restart.lost_count - len(restart.lost)
+        left = f"; {restart.world_size} go on" if restart.world_size is not None else ""
+        label = "without"
+        lines.append(
+            f"    {label:<17}rank{'s' if restart.lost_count > 1 else ''} {ranks}"
+            f"{f' and {more} more' if more > 0 else ''}{left}"
+        )
+    return lines
 
 
 def _ran_out(expiry: Expiry) -> str:

@@ -1,0 +1,68 @@
+"""Workers that restart in place, under an agent: it tells of a loss and stops nobody for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from e2e_job import Job
+
+from regrow.events import read_events, story
+
+Launch = Callable[..., Job]
+
+WRAPPED = """
+from regrow.inprocess import CallWrapper, Wrapper
+@Wrapper()
+def train(call: CallWrapper):
+    tell("called", call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"])
+    fail(call.iteration)
+    if call.iteration == 0 and ATTEMPT < 2:
+        time.sleep(60)
+"""
+
+
+def test_the_others_restart_in_place_without_a_worker_that_was_killed(launch: Launch) -> None:
+    job = launch(
+        WRAPPED
+        + """
+def fail(iteration):
+    if RANK == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+train()
+""",
+        "--nproc-per-node=3",
+        "--max-restarts=0",
+    )
+    assert job.finish() == 0, job.output
+    assert [event["rank"] for event in job.events("inprocess.lost")] == [0]
+    (restarted,) = job.events("inprocess.restarted")
+    assert (restarted["kind"], restarted["rank"]) == ("TERMINATED", 0)
+    assert (restarted["world_size"], restarted["lost"]) == (2, [0])
+    phases = ["told", "aborted", "finalized", "checked", "met", "called"]
+    assert list(restarted["seconds"]) == phases
+    assert sorted(restarted["seconds"].values()) == list(restarted["seconds"].values())
+    assert "restarted in place (iteration 1): rank 0: TERMINATED" in job.stderr
+    assert story(read_events(job.log_dir)).in_place[0].lost == (0,)
+
+
+def test_a_failure_after_the_wrapper_is_one_as_ever_and_so_are_losses_of_all(
+    launch: Launch,
+) -> None:
+    job = launch(
+        WRAPPED
+        + """
+def fail(iteration):
+    if ATTEMPT == 0:
+        sys.exit(4)
+    if ATTEMPT == 1 and RANK == 1:
+        sys.exit(5)
+train()
+if ATTEMPT == 1 and RANK == 0:
+    sys.exit(6)
+""",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    )
+    assert job.finish() == 0, job.output
+    failed = [(event["attempt"], event["exit_code"]) for event in job.events("worker.failed")]
+    assert failed == [(0, 4), (0, 4), (1, 6)]

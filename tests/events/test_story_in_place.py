@@ -1,0 +1,64 @@
+"""The story of restarts in place: whose fault, without whom, and how long each part took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from regrow.events import story
+
+Line = dict[str, Any]
+
+
+def told(*events: Line) -> list[str]:
+    common = {"run_id": "7f3a", "host": "foo", "attempt": 0}
+    lines = [
+        {"name": "regrow.job.started", "monotonic": 100.0, "command": ["python3", "train.py"]},
+        *events,
+        {"name": "regrow.job.finished", "monotonic": 120.0, "state": "SUCCEEDED"},
+    ]
+    told = story(common | line for line in lines).render(1000)
+    return [" ".join(each.split()) for each in told.splitlines()]
+
+
+def restarted(iteration: int, **fields: Any) -> Line:
+    return {
+        "name": "regrow.inprocess.restarted",
+        "monotonic": 105.0 + iteration,
+        "iteration": iteration,
+        "world_size": 3,
+        "kind": "EXCEPTION",
+        "rank": 2,
+        "message": "ValueError('x')",
+        "lost": [],
+        "lost_count": 0,
+        "seconds": {"told": 0.001, "met": 0.004, "called": 0.005},
+        **fields,
+    }
+
+
+def test_it_says_whose_fault_it_was_and_when_each_phase_was_over() -> None:
+    lines = told(restarted(1))
+    assert "restarted in place (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
+    assert "called after 5.0 ms (told 1.0 ms, met 4.0 ms)" in lines
+    assert not any(line.startswith("without") for line in lines)
+
+
+def test_it_says_who_was_lost_and_how_many_go_on() -> None:
+    assert "without rank 2; 3 go on" in told(restarted(1, lost=[2], lost_count=1))
+    many = restarted(1, lost=[4, 5], lost_count=9)
+    assert "without ranks 4, 5 and 7 more; 3 go on" in told(many)
+
+
+def test_of_many_restarts_the_first_and_the_last_are_told() -> None:
+    lines = told(*(restarted(n) for n in range(1, 100)))
+    assert "... 79 more restarts in place ..." in lines
+    assert sum(line.startswith("restarted in place") for line in lines) == 20
+
+
+@pytest.mark.parametrize(
+    "fields", [{"lost": None}, {"seconds": 3}, {"rank": "one"}, {"kind": None, "message": None}]
+)
+def test_what_is_no_event_of_ours_is_told_as_far_as_it_goes(fields: Line) -> None:
+    assert any(line.startswith("restarted in place") for line in told(restarted(1, **fields)))
