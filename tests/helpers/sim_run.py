@@ -79,6 +79,8 @@ class World:
         self.history = History(sim, self.profile.bounds)
         self.job = Job(sim, self.profile, self.history)
         self.job.new_agent = Agent
+        self._place_troubled = 0.0
+        """Until when the place may not answer."""
         self.place: SimServer | SimBackend
         self.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
         for number in range(self.profile.hosts):
@@ -172,15 +174,16 @@ class World:
 
         def power() -> None:
             host.off = False
-            host.trouble_at = max(self.sim.now, *host.cut_until.values())
+            host.trouble_at = max(self.sim.now, self._place_troubled, *host.cut_until.values())
             host.start()
 
         self.sim.after(self.sim.random.uniform(1, 20), power)
 
     def _pause_place(self, _host: Host) -> None:
         span = self._span()
+        self._place_troubled = max(self._place_troubled, self.sim.now + span)
         for host in self.job.hosts:
-            host.trouble(self.sim.now + span)
+            host.trouble(self._place_troubled)
         self.place.pause(span)
 
     def _jump_wall_clock(self, host: Host) -> None:
