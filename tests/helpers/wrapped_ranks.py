@@ -420,6 +420,24 @@ def in_another_thread(me: Rank) -> Any:
     return values
 
 
+def forks(me: Rank) -> Any:
+    """A child of the function that leaves it by an exception, as a library's worker may."""
+
+    def first(call: CallWrapper) -> None:
+        parent = os.getpid()
+        if os.fork() == 0:
+            raise Played("in the child")
+        os.wait()
+        me.seen.append(os.getpid() == parent)
+
+    parent = os.getpid()
+    try:
+        return me.wrapped(first)()
+    finally:
+        if os.getpid() != parent:
+            os._exit(0)
+
+
 RESTARTS = 60
 
 

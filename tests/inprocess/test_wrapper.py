@@ -205,6 +205,12 @@ def test_a_call_within_a_call_is_refused(play: Play) -> None:
     assert "RuntimeError('a wrapped function is running" in fates[0]["text"] or fates[0]["calls"]
 
 
+def test_a_forked_child_has_no_part_in_the_call(play: Play) -> None:
+    fates = play("forks", 2)
+    assert values(fates) == [0, 0]
+    assert seen(fates) == [[True], [True]]
+
+
 def test_calls_may_be_made_one_after_the_other(play: Play) -> None:
     assert values(play("calls_one_after_the_other", 2)) == [[1, 0], [1, 0]]
 

@@ -112,6 +112,7 @@ class CallWrapper:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._pid = os.getpid()  # the child of a fork has no part in this, and no say
         self._state = State.from_env()
         self._atomic = Atomic()
         self._stack = ExitStack()
@@ -152,7 +153,8 @@ class CallWrapper:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._stack.close()
+        if os.getpid() == self._pid:
+            self._stack.close()
 
     def _stand_alone_again(self) -> None:
         if not self._left:
@@ -199,7 +201,8 @@ class CallWrapper:
                 if over:
                     break
         except BaseException as error:
-            self._leave(error)
+            if os.getpid() == self._pid:
+                self._leave(error)
             raise
         self._at_the_end("completion", self._config.completion)
         return value

@@ -282,11 +282,13 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         rank: int | None = None,
         token: bytes | None = None,
     ) -> None:
+        # Not looked up again later, when the wrapper has given this process another rank.
+        by_agent = _by_agent(host_name)
         self._options: dict[str, Any] = {
-            "rank": rank,
-            "world_size": world_size,
+            "rank": _number("RANK") if rank is None and not by_agent else rank,
+            "world_size": _number("WORLD_SIZE") if world_size is None else world_size,
             "host": host_name,
-            "port": _port() if port is None and not _by_agent(host_name) else port,
+            "port": _port() if port is None and not by_agent else port,
             "token": token,
             "timeout": timeout.total_seconds(),
         }
@@ -313,7 +315,12 @@ def _port() -> int | None:
     taken = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if taken or os.environ.get(stores.STORE_PORT_ENV):
         return None
-    text = os.environ.get("MASTER_PORT", "")
+    return _number("MASTER_PORT")
+
+
+def _number(name: str) -> int | None:
+    """A variable; None, for `worker_store` to find fault with it, if it is no number."""
+    text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() else None
 
 

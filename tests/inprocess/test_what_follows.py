@@ -1,0 +1,97 @@
+"""Whose fault it is, when each phase was over, and whether there is progress: all without time."""
+
+from __future__ import annotations
+
+import pytest
+
+from regrow.inprocess._interrupt import RankShouldRestart
+from regrow.inprocess._link import Fault, Faults
+from regrow.inprocess._progress import Progress
+from regrow.inprocess._restart import Next, Timeline, after, root_cause
+
+
+def faults(*kinds: str, now: float = 10.0) -> Faults:
+    records = tuple(Fault(kind, rank, "", 9.0 + rank / 10) for rank, kind in enumerate(kinds))
+    return Faults(0, records, now)
+
+
+@pytest.mark.parametrize(
+    ("error", "ended", "interrupted", "told", "follows"),
+    [
+        (None, False, False, False, Next.RETURN),
+        (None, True, False, True, Next.RESTART),
+        (ValueError(), False, False, False, Next.REPORT),
+        (ValueError(), False, False, True, Next.RESTART),
+        (RankShouldRestart(), False, True, True, Next.RESTART),
+        (RankShouldRestart(), False, False, False, Next.LEAVE),  # of the user's own making
+        (SystemExit(), False, False, False, Next.LEAVE),
+        (KeyboardInterrupt(), False, True, True, Next.LEAVE),
+    ],
+)
+def test_what_is_raised_before_a_fault_is_known_is_the_ranks_own(
+    error: BaseException | None, ended: bool, interrupted: bool, told: bool, follows: Next
+) -> None:
+    assert after(error, ended=ended, interrupted=interrupted, told=told) is follows
+
+
+def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_news() -> None:
+    cause = root_cause(faults("EXCEPTION", "EXCEPTION", "TERMINATED", "TERMINATED"))
+    assert cause is not None
+    assert (cause.kind, cause.rank) == ("TERMINATED", 2)
+
+
+def test_the_first_fault_is_the_cause_where_no_process_ended() -> None:
+    cause = root_cause(faults("EXCEPTION", "BASE_EXCEPTION"))
+    assert cause is not None
+    assert cause.rank == 0
+    assert root_cause(faults()) is None
+
+
+def test_phases_are_counted_from_the_first_fault() -> None:
+    timeline = Timeline(faults("EXCEPTION", "TERMINATED", now=9.5), told_at=100.0)
+    timeline.reached("aborted", 100.25)
+    timeline.reached("met", 101.0)
+    assert timeline.seconds() == {"told": 0.5, "aborted": 0.75, "met": 1.5}
+
+
+def test_without_a_common_clock_they_are_counted_from_when_this_rank_knew() -> None:
+    timeline = Timeline(Faults(0, (Fault("EXCEPTION", 0, "", 0.0),), 0.0), told_at=100.0)
+    timeline.reached("aborted", 100.25)
+    assert timeline.seconds() == {"told": 0.0, "aborted": 0.25}
+
+
+def test_automatic_progress_is_due_from_the_beginning_and_manual_from_the_first_ping() -> None:
+    progress = Progress(allowed=10.0)
+    assert progress.stale(1000.0) is None
+    progress.begin(100.0)
+    assert progress.due == 110.0
+    progress.ran(108.0)
+    assert (progress.due, progress.stale(117.9), progress.stale(118.0)) == (
+        118.0,
+        None,
+        "automatic",
+    )
+    progress.ping(109.0)
+    progress.ran(115.0)
+    assert (progress.due, progress.stale(119.0)) == (119.0, "manual")
+    progress.begin(120.0)
+    assert (progress.due, progress.stale(129.9)) == (130.0, None)
+
+
+def test_what_rests_or_has_asked_for_it_is_not_judged() -> None:
+    progress = Progress(allowed=10.0)
+    progress.begin(100.0)
+    progress.ping(100.0)
+    progress.suspend()
+    progress.suspend()
+    progress.resume(300.0)
+    assert (progress.due, progress.stale(400.0)) == (None, None)
+    progress.resume(400.0)
+    assert (progress.due, progress.stale(409.9), progress.stale(410.0)) == (
+        410.0,
+        None,
+        "automatic",
+    )
+    progress.rest()
+    progress.ran(500.0)
+    assert (progress.due, progress.stale(600.0)) == (None, None)
