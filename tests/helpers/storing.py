@@ -143,6 +143,10 @@ class CuttingProxy:
             self._cut()
         self._waker.send(b"x")
 
+    def lead_to(self, port: int) -> None:
+        """Take what connects from now on to another port."""
+        self._target = port
+
     def freeze(self) -> None:
         """Let nothing through from now on, as a process that was stopped."""
         self._lock.acquire()

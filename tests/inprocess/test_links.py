@@ -296,8 +296,8 @@ def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
         raise Interrupt
 
     def interrupted(call: Callable[[int], Any], after: float) -> None:
-        # An exception is lost where Python cannot raise it (a finalizer): then it comes again.
-        signal.setitimer(signal.ITIMER_REAL, after, 5.0)
+        # What is raised in a finalizer, or in what hears of collections, is lost: it comes again.
+        signal.setitimer(signal.ITIMER_REAL, after, 1.0)
         call(0)
 
     links = begun(opens, 2)

@@ -79,12 +79,10 @@ def test_a_process_that_was_away_for_too_long_is_told_that_it_was_counted_out(
     watch = served.server.connect()
     following = Background(links[0].follow, 0)
     eventually(following.running)
-    served.proxy.freeze()
-    for end in list(served.proxy._pairs):
-        end.close()
-    served.proxy._pairs.clear()
+    served.proxy.lead_to(0)  # nobody is there
+    served.proxy.cut_now()
     eventually(lambda: served.server.sessions() == 1)
-    served.proxy.thaw()
+    served.proxy.lead_to(served.server.port)
     with pytest.raises(CountedOutError, match="TERMINATED: its process is gone"):
         following.result()
     watch.close()
