@@ -16,7 +16,7 @@ from regrow.inprocess import CallWrapper, Wrapper
 def train(call: CallWrapper):
     tell("called", call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"])
     fail(call.iteration)
-    if call.iteration == 0 and ATTEMPT < 2:
+    if call.iteration == 0:
         time.sleep(60)
 """
 
@@ -54,15 +54,15 @@ def test_a_failure_after_the_wrapper_is_one_as_ever_and_so_are_losses_of_all(
 def fail(iteration):
     if ATTEMPT == 0:
         sys.exit(4)
-    if ATTEMPT == 1 and RANK == 1:
+    if RANK == 1:
         sys.exit(5)
 train()
-if ATTEMPT == 1 and RANK == 0:
-    sys.exit(6)
+sys.exit(6)
 """,
         "--nproc-per-node=2",
-        "--max-restarts=2",
+        "--max-restarts=1",
     )
-    assert job.finish() == 0, job.output
+    assert job.finish() == 1, job.output
     failed = [(event["attempt"], event["exit_code"]) for event in job.events("worker.failed")]
     assert failed == [(0, 4), (0, 4), (1, 6)]
+    assert (1, 1) in [(event["attempt"], event["rank"]) for event in job.events("inprocess.lost")]

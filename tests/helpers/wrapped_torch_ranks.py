@@ -1,0 +1,79 @@
+"""Run by test_wrapped_collectives.py in a process of its own, since it imports torch.
+
+It loads torch once and forks three ranks for each case, in which one of them fails while the others
+wait in an all-reduce. It prints one JSON object: for each case what the ranks have to say.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regrow.inprocess import CallWrapper, Wrapper
+from regrow.store import PrefixStore, worker_store
+from regrow.store.torch import TorchStore
+
+SIZE = 3
+#: Far beyond what a rank that is woken takes; one that is not is killed before.
+FOREVER = timedelta(minutes=10)
+
+
+def rank_main(case: str, rank: int) -> list[Any]:
+    said: list[Any] = []
+
+    @Wrapper()
+    def train(call: CallWrapper) -> int:
+        place, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        keys = PrefixStore(f"{case}/{call.iteration}", worker_store())
+        dist.init_process_group(
+            "gloo", store=TorchStore(keys), rank=place, world_size=size, timeout=FOREVER
+        )
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        said.append([call.iteration, tensor.item()])
+        if call.iteration == 0:
+            if rank == 1 and case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if rank == 1:
+                raise ValueError("a mistake")
+            dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return call.iteration
+
+    said.append(train())  # type: ignore[call-arg]
+    return said
+
+
+def play(case: str) -> list[Any]:
+    pipes = []
+    for rank in range(SIZE):
+        reads, writes = os.pipe()
+        if os.fork() == 0:
+            try:
+                faulthandler.dump_traceback_later(40, exit=True)
+                os.environ.update(
+                    RANK=str(rank), WORLD_SIZE=str(SIZE), TORCHELASTIC_RUN_ID=f"torch {case}"
+                )
+                os.write(writes, json.dumps(rank_main(case, rank)).encode())
+            finally:
+                os._exit(1)
+        os.close(writes)
+        pipes.append(reads)
+    told = []
+    for reads in pipes:
+        with os.fdopen(reads, "rb") as pipe:
+            text = pipe.read()
+        told.append(json.loads(text) if text else None)
+    return told
+
+
+if __name__ == "__main__":
+    print(json.dumps({case: play(case) for case in sys.argv[1:]}))

@@ -1,0 +1,48 @@
+"""Ranks that wait in a gloo all-reduce when another one fails restart with it, or without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from storing import ServerThread
+
+from regrow.inprocess._service import InprocessService
+from regrow.store import STORE_ENV, STORE_TOKEN_ENV
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_torch_ranks.py"
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    server = ServerThread(services={"inprocess": InprocessService()})
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
+    environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "raises", "killed"],
+        env=environ,
+        stdout=subprocess.PIPE,
+        timeout=90,
+        check=True,
+    )
+    server.stop()
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+def test_ranks_that_wait_in_a_collective_restart_with_one_that_raised(told: dict[str, Any]) -> None:
+    assert told["raises"] == [[[0, 3.0], [1, 3.0], 1]] * 3
+
+
+def test_ranks_that_wait_in_a_collective_restart_without_one_that_was_killed(
+    told: dict[str, Any],
+) -> None:
+    restarted = [[0, 3.0], [1, 2.0], 1]
+    assert told["killed"] == [restarted, None, restarted]
