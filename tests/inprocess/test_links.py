@@ -231,7 +231,7 @@ def test_who_is_not_done_in_time_is_a_fault_of_its_own_and_all_restart(opens: Op
 
 
 def test_a_barrier_that_somebody_misses_ends_in_time_and_names_the_missing(opens: Opens) -> None:
-    links = begun(opens, 3, PATIENT._replace(barrier=0.2, last_call=0.05))
+    links = begun(opens, 3, PATIENT._replace(barrier=1.0, last_call=0.05))
     links[0].report(0, "EXCEPTION", "first")
     told = everyone(links[:2], lambda link, _: (link.heard(0), link.ready(0)))
     assert [type(error) for error in told] == [BarrierTimeout] * 2

@@ -43,8 +43,9 @@ class Keys:
     def __init__(self, connect: Callable[[], Store], prefix: str) -> None:
         self._connect = connect
         self._prefix = prefix
-        self._idle: list[_Waiter] = []
-        self._all: list[_Waiter] = []
+        self._wanted: SimpleQueue[_Wanted | None] = SimpleQueue()
+        self._under_way = 0
+        self._threads = 0
         self._lock = threading.Lock()
         self.closed = False
         self._store = self._new()
@@ -116,12 +117,11 @@ class Keys:
 
     def _hand_over(self, wanted: _Wanted) -> str | None:
         with self._lock:
-            waiter = self._idle.pop() if self._idle else None
-        if waiter is None:
-            waiter = _Waiter(self._new(), self)
-            with self._lock:
-                self._all.append(waiter)
-        waiter.wanted.put(wanted)
+            self._under_way += 1
+            short = self._under_way > self._threads
+        if short:
+            threading.Thread(target=self._serve, name="regrow-c10d-wait", daemon=True).start()
+        self._wanted.put(wanted)
         try:
             wanted.over.wait()
         finally:
@@ -132,16 +132,45 @@ class Keys:
             raise LinkLostError(f"the store is gone: {wanted.error}") from wanted.error
         return wanted.value
 
-    def back(self, waiter: _Waiter) -> None:
-        """A waiting thread has nothing to do."""
-        with self._lock:
-            self._idle.append(waiter)
-
     def close(self) -> None:
         """Have all waiting threads end, those in the store when they next look."""
         self.closed = True
-        for waiter in self._all:
-            waiter.wanted.put(None)
+        self._wanted.put(None)
+
+    def _serve(self) -> None:
+        """Do what is wanted, one after the other, with a handle of this thread's own."""
+        with self._lock:
+            self._threads += 1
+        store: Store | None = None
+        while (wanted := self._wanted.get()) is not None:
+            try:
+                if wanted.first is not None:
+                    wanted.first()
+                if wanted.key:
+                    store = store or self._new()
+                    wanted.value = self._wait(store, wanted)
+            except (LinkError, StoreError, OSError, RuntimeError) as error:
+                wanted.error = error
+            with self._lock:
+                self._under_way -= 1
+            wanted.over.set()
+        self._wanted.put(None)  # for the next thread
+        with suppress(AttributeError, StoreError):  # torch's stores have no end of their own
+            store.close()  # type: ignore[union-attr]
+
+    def _wait(self, store: Store, wanted: _Wanted) -> str | None:
+        while True:
+            left = min(max(wanted.deadline - time.monotonic(), 0.001), LONGEST)
+            begun = time.monotonic()
+            try:
+                store.wait([wanted.key], timedelta(seconds=left))
+            except (StoreError, RuntimeError):
+                if time.monotonic() - begun < left * 0.9:  # it was not the time that was over
+                    raise
+            else:
+                return bytes(store.get(wanted.key)).decode()
+            if wanted.given_up or self.closed or time.monotonic() >= wanted.deadline:
+                return None
 
     def _new(self) -> Store:
         try:
@@ -180,41 +209,3 @@ class _Wanted:
         self.given_up = False
         self.value: str | None = None
         self.error: Exception | None = None
-
-
-class _Waiter:
-    """A thread with a handle on the store, for one wait at a time."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store = store
-        self._keys = keys
-        self.wanted: SimpleQueue[_Wanted | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="regrow-c10d-wait", daemon=True).start()
-
-    def _run(self) -> None:
-        while (wanted := self.wanted.get()) is not None:
-            try:
-                if wanted.first is not None:
-                    wanted.first()
-                if wanted.key:
-                    wanted.value = self._wait(wanted)
-            except (LinkError, StoreError, OSError, RuntimeError) as error:
-                wanted.error = error
-            wanted.over.set()
-            self._keys.back(self)
-        with suppress(AttributeError, StoreError):  # torch's stores have no end of their own
-            self._store.close()  # type: ignore[attr-defined]
-
-    def _wait(self, wanted: _Wanted) -> str | None:
-        while True:
-            left = min(max(wanted.deadline - time.monotonic(), 0.001), LONGEST)
-            begun = time.monotonic()
-            try:
-                self._store.wait([wanted.key], timedelta(seconds=left))
-            except (StoreError, RuntimeError):
-                if time.monotonic() - begun < left * 0.9:  # it was not the time that was over
-                    raise
-            else:
-                return bytes(self._store.get(wanted.key)).decode()
-            if wanted.given_up or self._keys.closed or time.monotonic() >= wanted.deadline:
-                return None
