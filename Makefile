@@ -17,6 +17,7 @@ HOSTS_JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
 SIMULATE_ARGS ?= --seeds 1000 --events 1000000
+RESTARTS_ARGS ?= --seeds 10000
 N ?= 20
 
 DEV := .venv
@@ -60,6 +61,7 @@ bench: $(DEV)/.installed
 
 simulate: $(DEV)/.installed
 	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)
+	$(DEV)/bin/python tests/inprocess/simulate_restarts.py $(RESTARTS_ARGS)
 
 repeat: $(DEV)/.installed
 	@for run in $$(seq $(N)); do \
