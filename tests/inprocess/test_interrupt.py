@@ -344,6 +344,7 @@ class Requests:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent = 0
         self.now = 0.0
+        self.awaited = threading.Event()
         kill = signal.pthread_kill
 
         def counting(thread: int, signum: int) -> None:
@@ -358,6 +359,7 @@ class Requests:
     def await_some(self) -> None:
         """Return when the thread that calls this has been asked some more times."""
         before = self.sent
+        self.awaited.set()
         wait_until(lambda: self.sent >= before + 3, "asked again and again")
 
 
@@ -378,7 +380,7 @@ def test_an_import_is_completed_first(
     monkeypatch.syspath_prepend(tmp_path)
     with Interrupter(requests.clock) as interrupter:
         call = interrupter.call()
-        striker.strike(call)
+        striker.strike(call, when=requests.awaited.is_set)
 
         def load() -> None:
             __import__("spared_module")
@@ -406,7 +408,7 @@ def test_a_destructor_is_completed_and_loses_no_exception(
 
     with Interrupter(requests.clock) as interrupter:
         call = interrupter.call()
-        striker.strike(call)
+        striker.strike(call, when=requests.awaited.is_set)
         with pytest.raises(RankShouldRestart):
             call.run(let_go)
         assert striker.result()
@@ -455,7 +457,7 @@ def test_who_takes_too_long_for_it_is_interrupted_again(
 
     with Interrupter(requests.clock) as interrupter:
         call = interrupter.call()
-        striker.strike(call)
+        striker.strike(call, when=blocked(threading.get_native_id()))
         with pytest.raises(RankShouldRestart):
             call.run(work)
         assert striker.result()
@@ -502,7 +504,7 @@ def interrupted_while(interrupter: Interrupter, striker: Striker, error: BaseExc
         except RankShouldRestart:
             raise error from None
 
-    striker.strike(call)
+    striker.strike(call, when=blocked(threading.get_native_id()))
     call.run(work)
 
 
