@@ -160,3 +160,22 @@ def test_no_field_of_a_timer_makes_the_story_fail(field: str, value: object) -> 
         text = story(job(*events)).render()
         assert text.isascii()
         assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_comparison_of_several_hosts_stands_for_that_of_one(away: bool) -> None:
+    events = [line("timer.compared", 0, 110.02, ranks=range(3), compared=["rank 7 alone is away"])]
+    events += [line("timer.compared", 0, 110.03, ranks=[1], compared=["less"])]
+    events += [line("timer.compared", 1, 110.04, ranks=range(9), compared=["of another attempt"])]
+    told_of = {"host": "bar", "told_monotonic": 110.03, "failed_monotonic": None} if away else {}
+    lines = told(*events, failed(**told_of), *([] if away else [expired()]))
+    rows = [each for each in lines if "compared" in each or "alone" in each]
+    assert rows == ["    compared         rank 7 alone is away"]
+
+
+@pytest.mark.parametrize("value", [None, "\x1b[2J", 1 << 70, [[1], "\x1b[2J"], float("nan")])
+@pytest.mark.parametrize("field", ["ranks", "compared", "attempt"])
+def test_no_field_of_a_comparison_makes_the_story_fail(field: str, value: object) -> None:
+    odd: dict[str, Any] = {"ranks": [0], "compared": ["x"], field: value}
+    event = {**line("timer.compared", 0, 110.02), **odd}
+    assert "\x1b" not in story(job(event, event, failed())).render()

@@ -77,8 +77,10 @@ class AttemptSteps(AgentRecords):
         try:
             known = spec.master_addr or getattr(bootstrap, "master_addr", None) or spec.local_addr
             workers_store.open(store, group_rank, nodes, known)
+            self._before_ranks(store)
             with self.record_duration("ASSIGN_WORKER_RANKS"):
                 assigned = self._assign_worker_ranks(store, group_rank, nodes, spec)
+            self._after_ranks(store)
             if bootstrap is None and not spec.master_addr and nodes > 1:
                 bootstrap = self._agree_on_address(store, group_rank, spec)
             if group_rank:
@@ -117,6 +119,12 @@ class AttemptSteps(AgentRecords):
             duration_s=monotonic() - start,
         )
         return True
+
+    def _before_ranks(self, store: Store) -> None:
+        """Leave word in the round's store, for whoever reads it after the ranks are known."""
+
+    def _after_ranks(self, store: Store) -> None:
+        """Read what the others have left there, which is all there when ranks are exchanged."""
 
     def _agree_on_address(
         self, store: Store, group_rank: int, spec: WorkerSpec

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow.agent._timed import TimedAgent
+from regrow.agent._comparing import ComparingAgent
 from regrow.utils import get_logger
 from regrow.workers.errors._failure import first_of
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class BeatingAgent(TimedAgent):
+class BeatingAgent(ComparingAgent):
     """An agent whose workers beat, if that is asked for."""
 
     _heartbeat: float | None

@@ -25,6 +25,7 @@ from regrow.utils import get_logger
 from regrow.workers.errors._failure import first_of
 
 if TYPE_CHECKING:
+    from regrow.agent._standing import Standing
     from regrow.rendezvous._news import Judged, NodesWaiting, RoundClosed, RoundEnded
     from regrow.workers import ProcessFailure
 
@@ -199,7 +200,12 @@ class Company(AttemptSteps):
         from regrow.workers import ProcessFailure
 
         rank, failure = failed or (NO_RANK, ProcessFailure(NO_RANK, 0, 1, ""))
-        return encode(rank if rank != NO_RANK else None, failure, socket.gethostname())
+        known = rank if rank != NO_RANK else None
+        return encode(known, failure, socket.gethostname(), self._standing())
+
+    def _standing(self) -> Standing | None:
+        """Where this node's workers stood when one of the running attempt hung; None: not asked."""
+        return None
 
     def _verdict(self, judged: Judged | None) -> words.Verdict:
         """What a judgement means to the loop; keeps the count of failures."""

@@ -8,6 +8,7 @@ other; and a line in the agent's log at once. Pure: what is known goes in, plain
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.events._describe import short_scope
@@ -47,6 +48,8 @@ class Hang(NamedTuple):
     """Which of this host's workers stood in the same place; empty where they were not asked."""
     over: float
     """Seconds by which the timer was over when all this was known."""
+    places: Mapping[int, str] = MappingProxyType({})
+    """Where each of this host's workers stood, by rank; empty where they were not asked."""
 
     @property
     def is_worker(self) -> bool:

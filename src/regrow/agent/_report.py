@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import json
 import signal
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.workers import ProcessFailure
+
+if TYPE_CHECKING:
+    from regrow.agent._standing import Standing
 
 FORMAT = "regrow.failure"
 MAX_BYTES = 64 << 10
@@ -24,13 +27,16 @@ _TRACEBACK = 48 << 10
 T = TypeVar("T")
 
 
-def encode(rank: int | None, failure: ProcessFailure, host: str) -> str:
+def encode(
+    rank: int | None, failure: ProcessFailure, host: str, standing: Standing | None = None
+) -> str:
     """The report of a failure, of at most `MAX_BYTES` bytes.
 
     Args:
         rank: the worker's global rank; None where the agent itself has failed.
         failure: what is known of it.
         host: where it ran.
+        standing: where that host's workers stood, if they were asked because it hung.
     """
     fields: dict[str, Any] = {
         "format": FORMAT,
@@ -44,6 +50,10 @@ def encode(rank: int | None, failure: ProcessFailure, host: str) -> str:
         "error_file": failure.error_file[:_PATH],
         "timestamp": failure.timestamp,
     }
+    if standing is not None:
+        from regrow.agent import _standing
+
+        fields["standing"] = _standing.encode(standing)
     traceback = failure.traceback
     room = _TRACEBACK
     while True:
@@ -63,11 +73,8 @@ def decode(report: str) -> tuple[int | None, ProcessFailure]:
 
     A report that says nothing makes a failure that says so; no report is refused.
     """
-    try:
-        fields: Any = json.loads(report)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
+    fields = _fields(report)
+    if fields is None:
         fields = {"message": f"a report that this release cannot read: {report[:_MESSAGE]}"}
     message = _of(fields, "message", str) or "it did not say how"
     failure = ProcessFailure.elsewhere(
@@ -82,6 +89,21 @@ def decode(report: str) -> tuple[int | None, ProcessFailure]:
     )
     rank = _of(fields, "rank", int)
     return rank if rank is not None and 0 <= rank < 1 << 31 else None, failure
+
+
+def standing(report: str) -> Standing | None:
+    """Where the workers of the failed one's host stood; None where it does not say."""
+    from regrow.agent import _standing
+
+    return _standing.decode((_fields(report) or {}).get("standing"))
+
+
+def _fields(report: str) -> dict[str, Any] | None:
+    try:
+        fields: Any = json.loads(report)
+    except (ValueError, RecursionError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def _tail(text: str, room: int) -> str:

@@ -97,8 +97,9 @@ class TimedAgent(ProbedAgent):
         if self._watchdog is not None and self._guardian is not None:
             from regrow.agent._timers import Watched
 
-            ranks = [worker.global_rank for worker in self._worker_group.workers]
-            self._watchdog.watch(Watched(self._attempt, ranks, context, self._guardian))
+            workers = self._worker_group.workers
+            ranks, size = [each.global_rank for each in workers], workers[0].world_size
+            self._watchdog.watch(Watched(self._attempt, ranks, context, self._guardian, size))
 
     def _heed(self, message: object) -> words.Event | None:
         match message:

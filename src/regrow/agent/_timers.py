@@ -7,7 +7,8 @@ turn, and whoever hangs should not gain by that. It knows the workers of the run
 Before a worker is reaped, all workers of the node are asked for their stacks, at the same time: in
 most hangs one rank stands where it should not and all the others wait for it, often with shorter
 timers, so that the one to be reaped is not the one to be looked at. After that there is nothing to
-compare: the others are stopped, and reaped only if their timers ran out as well.
+compare: the others are stopped, and reaped only if their timers ran out as well. The rank to be
+looked at may be another node's; so the workers are asked as well when one of another node hung.
 
 What is known goes to files beside the worker's logs, in a thread of its own that is waited for
 `FILES_S` and no longer: a file system that hangs is a common reason for a training to hang, and
@@ -32,7 +33,7 @@ from regrow.timer._capture import Target, capture
 from regrow.timer._dump_file import dump_path, save
 from regrow.timer._file_server import FileTimerServer, Reaping
 from regrow.timer._file_workers import GONE
-from regrow.timer._frames import Dump, compare
+from regrow.timer._frames import Dump, compare_places, where
 from regrow.timer._stacks import Signals
 from regrow.workers import _procfs
 from regrow.workers.errors import ErrorHandler
@@ -81,6 +82,8 @@ class Watched(NamedTuple):
     """The global rank of each local rank."""
     context: PContext
     guardian: Guardian
+    world_size: int = 0
+    """How many ranks the job has, on all nodes; 0: these."""
 
     def owner(self, pid: int) -> int | None:
         """The local rank whose worker `pid` is, or was started by; None if that is not to be seen.
@@ -160,10 +163,17 @@ class Watchdog(FileTimerServer):
         self._watched: Watched | None = None
         self._compared = -1  # the attempt whose workers have been compared
         self._files: threading.Thread | None = None  # writes about the latest hang
+        self._saving: threading.Thread | None = None  # the stacks of those that were only asked
 
     def watch(self, watched: Watched) -> None:
         """Keep the timers of these workers from now on."""
         self._watched = watched
+
+    def stop(self) -> None:
+        """End the server; see `FileTimerServer.stop`."""
+        super().stop()
+        if self._saving is not None:
+            self._saving.join(FILES_S)
 
     def _refusal(self, pid: int) -> str | None:
         watched = self._watched
@@ -182,8 +192,8 @@ class Watchdog(FileTimerServer):
         compare_all = ends and self._compared != watched.attempt
         if compare_all:
             self._compared = watched.attempt
-        dumps, compared = self._ask(watched, reapings, all_workers=compare_all)
-        hangs = [_hang_of(watched, each, dumps[each.pid], compared) for each in reapings]
+        dumps, places = self._ask(watched, reapings, self._native_s, all_workers=compare_all)
+        hangs = [_hang_of(watched, each, dumps[each.pid], places) for each in reapings]
         for hang in self._with_files(watched, hangs, dumps):
             self._on_hang(hang)
 
@@ -203,10 +213,31 @@ class Watchdog(FileTimerServer):
         self._files.join(FILES_S)
         return done[0] if done else hangs
 
+    def ask(self, attempt: int) -> dict[int, str]:
+        """Where the workers of an attempt stand now, by rank; those that have ended left out.
+
+        It takes `STACKS_S` at most. The stacks are written in a thread of their own, for which
+        nobody waits. For another thread than the server's.
+        """
+        watched = self._watched
+        if watched is None or watched.attempt != attempt:
+            return {}
+        dumps, _ = self._ask(watched, [], 0.0, all_workers=True)
+        there = {pid: dump for pid, dump in dumps.items() if dump.outcome != "gone"}
+        self._saving = threading.Thread(
+            target=_save, args=(watched, there), name="regrow-stacks", daemon=True
+        )
+        self._saving.start()
+        return {r: where(there[pid]) for r, pid in watched.pids().items() if pid in there}
+
     def _ask(
-        self, watched: Watched, reapings: list[Reaping], *, all_workers: bool
-    ) -> tuple[dict[int, Dump], list[str]]:
-        """The stacks of those to be reaped, and of all workers if they are to be compared."""
+        self, watched: Watched, reapings: list[Reaping], native_s: float, *, all_workers: bool
+    ) -> tuple[dict[int, Dump], dict[int, str]]:
+        """The stacks of those to be reaped, and of all workers if they are to be compared.
+
+        Returns:
+            the stacks by pid, and where those stand that are to be compared, by rank.
+        """
         ranks = {pid: rank for rank, pid in watched.pids().items()} if all_workers else {}
         targets = {
             each.pid: Target(each.pid, each.pidfd, each.signal == signal.SIGKILL)
@@ -219,18 +250,17 @@ class Watchdog(FileTimerServer):
                 with suppress(OSError):  # it has ended, or descriptors are used up
                     opened.append(os.pidfd_open(pid))
                     targets[pid] = Target(pid, opened[-1])
-            dumps = capture(list(targets.values()), STACKS_S, self._native_s)
+            dumps = capture(list(targets.values()), STACKS_S, native_s)
         finally:
             for fd in opened:
                 os.close(fd)
         for each in reapings:
             gone = Dump(each.pid, "gone", "it has ended, or the agent has no descriptors left")
             dumps.setdefault(each.pid, gone)
-        standing = {ranks[pid]: dump for pid, dump in dumps.items() if pid in ranks}
-        return dumps, compare(standing) if len(standing) > 1 else []
+        return dumps, {ranks[pid]: where(dump) for pid, dump in dumps.items() if pid in ranks}
 
 
-def _hang_of(watched: Watched, reaping: Reaping, dump: Dump, compared: Sequence[str]) -> Hang:
+def _hang_of(watched: Watched, reaping: Reaping, dump: Dump, places: Mapping[int, str]) -> Hang:
     local_rank = watched.owner(reaping.pid)
     return Hang(
         attempt=watched.attempt,
@@ -243,20 +273,25 @@ def _hang_of(watched: Watched, reaping: Reaping, dump: Dump, compared: Sequence[
         noticed=reaping.noticed,
         signum=reaping.signal,
         dump=dump,
-        compared=compared,
+        compared=compare_places(places, watched.world_size) if len(places) > 1 else [],
         over=monotonic() - reaping.deadline,
+        places=places,
     )
 
 
 def _written(watched: Watched, hangs: Sequence[Hang], dumps: Mapping[int, Dump]) -> list[Hang]:
     """Write what is known beside the workers' logs; returns the hangs with the paths of stacks."""
-    saved = {pid: save(dump, watched.stacks_file(pid)) for pid, dump in dumps.items()}
+    saved = _save(watched, dumps)
     found = [hang._replace(dump=saved[hang.pid]) for hang in hangs]
     for hang in found:
         path = watched.error_file(hang)
         if path and not os.path.exists(path) and not _survives(hang):
             ErrorHandler()._write_json(path, _hang.error(hang, time()))
     return found
+
+
+def _save(watched: Watched, dumps: Mapping[int, Dump]) -> dict[int, Dump]:
+    return {pid: save(dump, watched.stacks_file(pid)) for pid, dump in dumps.items()}
 
 
 def _survives(hang: Hang) -> bool:

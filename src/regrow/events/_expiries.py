@@ -13,7 +13,7 @@ from ._describe import one_line
 from ._fields import Record, integer, real, text
 from ._story import Expiry
 
-__all__ = ["hung_too", "of_failure", "unexplained"]
+__all__ = ["compared", "hung_too", "of_failure", "unexplained"]
 
 
 def of_failure(expired: Iterable[Record], failure: Record) -> Expiry | None:
@@ -34,14 +34,23 @@ def hung_too(loose: Iterable[Expiry], attempt: int) -> tuple[Expiry, ...]:
     return tuple(e for e in loose if e.attempt == attempt and e.signal and not e.helper)
 
 
+def compared(events: Iterable[Record], attempt: int) -> tuple[str, ...]:
+    """Where the workers of an attempt stood, by the comparison of the most hosts."""
+    of_attempt = [event for event in events if integer(event, "attempt") == attempt]
+    return _lines(max(of_attempt, key=_ranks)) if of_attempt else ()
+
+
+def _ranks(event: Record) -> int:
+    told = event.get("ranks")
+    return len(told) if isinstance(told, Sequence) else 0
+
+
 def _explains(event: Record, failure: Record) -> bool:
     same = ("host", "attempt", "pid", "message")
     return text(event, "message") is not None and all(event.get(k) == failure.get(k) for k in same)
 
 
 def _expiry(event: Record) -> Expiry:
-    compared = event.get("compared")
-    lines = compared if isinstance(compared, Sequence) and not isinstance(compared, str) else ()
     pid, worker = integer(event, "pid"), integer(event, "worker_pid")
     return Expiry(
         attempt=integer(event, "attempt") or 0,
@@ -54,7 +63,13 @@ def _expiry(event: Record) -> Expiry:
         over_s=real(event, "over_s"),
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
-        compared=tuple(one_line(line) for line in lines if isinstance(line, str)),
+        compared=_lines(event),
         signal=text(event, "signal"),
         heartbeat=event.get("heartbeat") is True,
     )
+
+
+def _lines(event: Record) -> tuple[str, ...]:
+    told = event.get("compared")
+    lines = told if isinstance(told, Sequence) and not isinstance(told, str) else ()
+    return tuple(one_line(line) for line in lines if isinstance(line, str))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ._describe import describe, one_line, signal_name
-from ._expiries import hung_too, of_failure, unexplained
+from ._expiries import compared, hung_too, of_failure, unexplained
 from ._fields import Record, integer, real, since, text
 from ._steps import Steps, last_steps, seconds_of, work_lost
 from ._story import Failure, InPlace, Move, OtherFailure, Stall, Step, Story, Suspension
@@ -200,6 +200,7 @@ class _Reader:
             elsewhere=elsewhere,
             timer=timer,
             hung_too=hung_too(self.loose, number) if timer is not None else (),
+            compared=compared(self.by_name.get("regrow.timer.compared", []), number),
         )
 
     def _first_step(

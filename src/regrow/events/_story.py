@@ -194,6 +194,9 @@ class Failure:
     """The timer for which the worker was killed."""
     hung_too: tuple[Expiry, ...] = ()
     """Timers of other workers that ran out in the same attempt, when it was about to end anyway."""
+    compared: tuple[str, ...] = ()
+    """Which workers of several hosts stood in the same place, a line for each place; empty where
+    no worker hung, or all that were asked are of one host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from ._describe import short_scope
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ._story import Expiry, Failure, InPlace, OtherFailure, Stall, Story, Suspension
 
 __all__ = ["duration", "render"]
@@ -20,7 +22,7 @@ _MOST_OTHERS = 4
 _MOST_SUSPENSIONS = 8
 _MOST_FAILURES = 20
 _MOST_EXPIRIES = 8
-_MOST_PLACES = 8  # in which a host's workers stood
+_MOST_PLACES = 8  # in which workers stood
 _MOST_RANKS = 32
 _LONGEST = 300  # characters of a text from the job
 
@@ -123,7 +125,7 @@ def _failure(story: Story, number: int, failure: Failure) -> list[str]:
         what = f"hung: {_ran_out(failure.timer)}, so it was {_clean(fate)}"
     heading = f"  failure {number} (attempt {failure.attempt}): {who} {what}"
     rows = [
-        *(_hang_rows(failure.timer) if failure.timer is not None else []),
+        *_failure_hang_rows(failure),
         ("error file", _clean(failure.error_file or ""), ""),
         ("detected after", _seconds(failure.detected_after_s), ""),
         _restart_row(story, failure),
@@ -230,7 +232,9 @@ def _expiry(expiry: Expiry) -> list[str]:
         who += f" (pid {expiry.pid})"
     fate = f"so it was sent {_clean(expiry.signal)}" if expiry.signal else "which is only reported"
     lines = [f"  {who}: {_ran_out(expiry)}, {fate} (attempt {expiry.attempt})"]
-    return lines + [f"    {label:<17}{value}" for label, value, _ in _hang_rows(expiry)]
+    return lines + [
+        f"    {label:<17}{value}" for label, value, _ in _hang_rows(expiry, expiry.compared)
+    ]
 
 
 def _stall(stall: Stall) -> list[str]:
@@ -274,12 +278,23 @@ def _ran_out(expiry: Expiry) -> str:
     return f"timer {_clean(short_scope(expiry.scope))}{of} was over{by}"
 
 
-def _hang_rows(expiry: Expiry) -> list[tuple[str, str, str]]:
-    places = [("", _clean(line), "") for line in expiry.compared[:_MOST_PLACES]]
+def _failure_hang_rows(failure: Failure) -> list[tuple[str, str, str]]:
+    if failure.timer is None:  # it is told by another host
+        return _place_rows(failure.compared)
+    return _hang_rows(failure.timer, failure.compared or failure.timer.compared)
+
+
+def _place_rows(compared: Sequence[str]) -> list[tuple[str, str, str]]:
+    places = [("", _clean(line), "") for line in compared[:_MOST_PLACES]]
     if places:
         places[0] = ("compared", *places[0][1:])
-    if (more := len(expiry.compared) - len(places)) > 0:
+    if (more := len(compared) - len(places)) > 0:
         places.append(("", f"... {more} more places", ""))
+    return places
+
+
+def _hang_rows(expiry: Expiry, compared: Sequence[str]) -> list[tuple[str, str, str]]:
+    places = _place_rows(compared)
     stacks = [("stacks", _clean(expiry.stacks), "")] if expiry.stacks else []
     return [("stood", _clean(expiry.stood), ""), *places, *stacks]
 

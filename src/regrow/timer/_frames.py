@@ -160,7 +160,7 @@ def where(dump: Dump) -> str:
     if dump.outcome == "stopped":
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
-        note = _printable(dump.note or dump.outcome, 120)
+        note = printable(dump.note or dump.outcome, 120)
         return note if note.startswith("in ") else f"{_UNKNOWN}{note}"
     thread = main_thread(dump.threads)
     if thread is None:
@@ -175,23 +175,34 @@ def where(dump: Dump) -> str:
 
 
 def compare(dumps: Mapping[int, Dump]) -> list[str]:
+    """Which ranks stand together, and which elsewhere, as `compare_places` says it.
+
+    Args:
+        dumps: by rank.
+    """
+    return compare_places({rank: where(dump) for rank, dump in dumps.items()})
+
+
+def compare_places(places: Mapping[int, str], world_size: int = 0) -> list[str]:
     """Which ranks stand together, and which elsewhere.
 
     That one stands elsewhere alone is said only where it is known of all where they stand.
 
     Args:
-        dumps: by rank.
+        places: by rank, what `where` says.
+        world_size: how many ranks there are, if more than were asked.
 
     Returns:
         a line for each place, that of the most ranks first.
     """
     groups: dict[str, list[int]] = {}
-    for rank in sorted(dumps):
-        groups.setdefault(where(dumps[rank]), []).append(rank)
+    for rank in sorted(places):
+        groups.setdefault(places[rank], []).append(rank)
     ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
     most = len(ordered[0][1]) if ordered else 0
+    total = max(len(places), world_size)
     known = not any(place.startswith(_UNKNOWN) for place in groups)
-    return [_line(place, ranks, len(dumps), most, known) for place, ranks in ordered]
+    return [_line(place, ranks, total, most, known) for place, ranks in ordered]
 
 
 def _line(place: str, ranks: Sequence[int], total: int, most: int, known: bool) -> str:
@@ -227,9 +238,9 @@ def _numbers(ranks: Iterable[int]) -> str:
 def _show(frame: Frame) -> str:
     place = _short(frame.file)
     return (
-        f"{_printable(frame.function)} ({place}:{frame.line})"
+        f"{printable(frame.function)} ({place}:{frame.line})"
         if frame.line
-        else (f"{_printable(frame.function)} ({place})")
+        else (f"{printable(frame.function)} ({place})")
     )
 
 
@@ -238,10 +249,10 @@ def _short(file: str) -> str:
     folder, _, name = file.rpartition("/")
     if name in ("__init__.py", "__main__.py") and folder:
         name = f"{folder.rpartition('/')[2]}/{name}"
-    return _printable(name or file)
+    return printable(name or file)
 
 
-def _printable(text: str, most: int = 60) -> str:
+def printable(text: str, most: int = 60) -> str:
     """One line of printable characters, the middle left out where it is long."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown if len(shown) <= most else f"{shown[: most // 2]}…{shown[1 - most // 2 :]}"
