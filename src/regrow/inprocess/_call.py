@@ -38,7 +38,7 @@ from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
 from regrow.inprocess._link import Faults, Link, LinkError
 from regrow.inprocess._logging import describe, own_log
-from regrow.inprocess._open import group_name, open_link
+from regrow.inprocess._open import group_name, open_link, open_monitor
 from regrow.inprocess._progress import Watch
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
@@ -46,7 +46,7 @@ from regrow.inprocess.attribution import Interruption
 from regrow.inprocess.exception import HealthCheckError, InternalError
 from regrow.inprocess.param_utils import substitute_param_value
 from regrow.inprocess.state import FrozenState, Mode, State
-from regrow.inprocess.store import PrefixStore
+from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.utils import get_logger
 
 T = TypeVar("T")
@@ -127,6 +127,8 @@ class CallWrapper:
             assert state.rank is not None  # it is None for a terminated rank only
             make = partial(config.store_factory, **(config.store_kwargs or {}))
             self._store = make()
+            if isinstance(self._store, TCPStore):
+                stack.callback(self._store.close)
             clone = getattr(self._store, "clone", None)
             self._group = group_name()
             self._link: Link = open_link(
@@ -137,6 +139,7 @@ class CallWrapper:
                 state.world_size,
                 config.timeouts,
             )
+            stack.callback(self._link.close)
             self._interrupter = stack.enter_context(Interrupter())
             self._follower = Follower(self._link, self._atomic, config.abort)
             stack.callback(self._follower.stop)
@@ -146,6 +149,8 @@ class CallWrapper:
                 config.progress_watchdog_interval.total_seconds(),
                 self._overdue,
                 self._look_at_groups,
+                open_monitor(self._store, self._group, state.rank, config),
+                (config.hard_timeout - config.soft_timeout).total_seconds(),
             )
             stack.callback(self._watch.close)
             stack.callback(self._stand_alone_again)
@@ -242,6 +247,7 @@ class CallWrapper:
         if step is Next.REPORT:
             assert isinstance(error, Exception)  # only such are reported
             self._report(error)
+        value = error = None  # they hold what the function has left behind
         self._restart(ending)
         return False, None
 
@@ -308,6 +314,8 @@ class CallWrapper:
             call(self._config.finalize, state)
         timeline.reached("finalized", time.monotonic())
         self._check_health(state)
+        self._state.fn_exception = None  # it holds the function's frames, and nobody needs it now
+        del state
         timeline.reached("checked", time.monotonic())
         met = self._follower.ready(self._iteration)
         timeline.reached("met", time.monotonic())

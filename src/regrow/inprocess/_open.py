@@ -1,4 +1,4 @@
-"""Which link a rank uses: it depends on the store that it was given."""
+"""Which link a rank uses, and by which its monitor tells the others: as the store allows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, cast
 from regrow.inprocess.store import TCPStore
 
 if TYPE_CHECKING:
+    from regrow.inprocess._config import Config
+    from regrow.inprocess._hard_watch import HardWatch
     from regrow.inprocess._link import Link, Timeouts
     from regrow.store import Store
 
@@ -40,6 +42,34 @@ def open_link(
     from regrow.inprocess._c10d_link import C10dLink
 
     return C10dLink(cast("Callable[[], Store]", connect), group, rank, size, timeouts)
+
+
+def open_monitor(store: Any, group: str, rank: int, config: Config) -> HardWatch:
+    """Return what keeps this rank's hard time-out.
+
+    Where the store is our `TCPStore`, the monitor of the host tells the others of a rank that it
+    ends. A c10d store is torch's, which the monitor does not load: there they notice by themselves.
+
+    Args:
+        store: as in `open_link`.
+        group: as in `open_link`.
+        rank: as in `open_link`.
+        config: the wrapper's.
+    """
+    from regrow.inprocess._hard_watch import HardWatch, Terms
+
+    terms = Terms(
+        rank,
+        config.hard_timeout.total_seconds(),
+        config.termination_grace_time.total_seconds(),
+        group,
+        logfile=(config.monitor_process_logfile or "").format(rank=rank),
+        pidfile=(config.monitor_process_pidfile or "").format(rank=rank),
+    )
+    if not isinstance(store, TCPStore):
+        return HardWatch(terms, group.rpartition("/")[0])
+    endpoint, token = store.whereabouts()
+    return HardWatch(terms._replace(endpoint=endpoint, token=token.hex()), endpoint)
 
 
 def group_name(environ: Mapping[str, str] = os.environ) -> str:

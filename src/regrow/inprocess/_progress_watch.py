@@ -7,7 +7,8 @@ semaphore was posted, or earlier when something may become stale; it sleeps whil
 judged.
 
 What this cannot see is a thread that holds the interpreter's lock: nothing in Python runs then,
-this thread included. That, and a stopped process, is for the hard time-out, from outside.
+this thread included. That, and a stopped process, is for the hard time-out, from outside: the
+monitor of the host is told until when this rank may go on, again with all progress.
 
 Pending calls are the main thread's. A function that runs in another one is judged by its pings.
 """
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from regrow.inprocess._hard_watch import HardWatch
 from regrow.inprocess._link import LinkError
 from regrow.inprocess._progress import Progress, Which
 from regrow.utils import get_logger
@@ -46,6 +48,8 @@ class SoftWatch:
         interval: between two looks, seconds.
         report: called with the iteration and what was found, once an iteration.
         look: called at each look, for what else is to be seen from time to time.
+        outside: told until when this rank may go on; closed with this.
+        beyond: seconds from the soft to the hard time-out.
         clock: seconds; monotonic.
     """
 
@@ -55,12 +59,16 @@ class SoftWatch:
         interval: float,
         report: Callable[[int, str], None],
         look: Callable[[], None] = lambda: None,
+        outside: HardWatch | None = None,
+        beyond: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._progress = Progress(allowed)
         self._interval = interval
         self._report = report
         self._look = look
+        self._outside = outside
+        self._beyond = beyond
         self._clock = clock
         self._runs_in = threading.get_ident()
         self._automatic = threading.current_thread() is threading.main_thread()
@@ -77,11 +85,13 @@ class SoftWatch:
         """See `Watch.begin`."""
         self._iteration = iteration
         self._progress.begin(self._clock())
+        self._changed()
         self._begun.set()
 
     def rest(self) -> None:
         """See `Watch.rest`."""
         self._progress.rest()
+        self._changed()
 
     def ping(self) -> None:
         """See `Watch.ping`."""
@@ -91,10 +101,12 @@ class SoftWatch:
     def unjudged(self) -> Iterator[None]:
         """See `Watch.unjudged`."""
         self._progress.suspend()
+        self._changed()
         try:
             yield
         finally:
             self._progress.resume(self._clock())
+            self._changed()
 
     def close(self) -> None:
         """See `Watch.close`."""
@@ -102,6 +114,8 @@ class SoftWatch:
         self._end.set()
         self._begun.set()
         self._thread.join()
+        if self._outside is not None:
+            self._outside.close()
 
     def _run(self) -> None:
         while True:
@@ -109,10 +123,12 @@ class SoftWatch:
             if self._end.is_set():
                 return
             self._begun.clear()
+            self._keep()
             self._ask()
-            while self._progress.judged and self._told < self._iteration:
+            while self._progress.judged:
                 due = self._progress.due
-                left = self._interval if due is None else due - self._clock()
+                told = self._told >= self._iteration
+                left = self._interval if due is None or told else due - self._clock()
                 if self._end.wait(max(min(self._interval, left), 0.0)):
                     return
                 self._tick()
@@ -122,6 +138,7 @@ class SoftWatch:
             self._progress.ran(self._clock())
             self._asked = False
         self._ask()
+        self._keep()
         self._look()
         iteration = self._iteration
         which = self._progress.stale(self._clock())
@@ -132,6 +149,23 @@ class SoftWatch:
             self._report(iteration, self._message(which))
         except LinkError as error:
             logger.warning("a soft time-out cannot be told to the other ranks: %s", error)
+
+    def _until(self) -> float | None:
+        """When the hard time-out is over if nothing happens."""
+        due = self._progress.due
+        return None if due is None else due + self._beyond
+
+    def _changed(self) -> None:
+        """Tell the monitor, from the thread that may be in native code from now on."""
+        if self._outside is not None:
+            self._outside.change(self._until())
+
+    def _keep(self) -> None:
+        """Tell the monitor of progress."""
+        if self._outside is not None:
+            self._outside.keep()
+            change = self._outside.changes
+            self._outside.say(change, self._until())
 
     def _ask(self) -> None:
         if self._automatic and not self._asked:

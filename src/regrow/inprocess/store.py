@@ -305,6 +305,12 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         within = {} if timeout is None else {"timeout": timeout}
         return stores.worker_store(**self._options | within)
 
+    def whereabouts(self) -> tuple[str, bytes]:
+        """Return the server's endpoint and the token by which it is reached."""
+        from regrow.store._worker import whereabouts
+
+        return whereabouts(**{k: v for k, v in self._options.items() if k != "timeout"})
+
 
 def _by_agent(host_name: str | None) -> bool:
     return host_name is None and bool(os.environ.get(stores.STORE_ENV))

@@ -98,9 +98,9 @@ def worker_store(
         StoreTimeout: what listens on that port did not answer.
     """
     environ = os.environ
-    if host is None and port is None and (endpoint := environ.get(STORE_ENV)):
-        secret = token or environ.get(STORE_TOKEN_ENV, "").encode()
-        return _connect(endpoint, secret or _token(environ, _host_of(endpoint)), timeout)
+    agents = _agents(environ, host, port, token)
+    if agents is not None:
+        return _connect(*agents, timeout)
     place = find(environ, rank, world_size, host, port)
     secret = token or _token(environ, place.host)
     deadline = time.monotonic() + timeout
@@ -108,6 +108,53 @@ def worker_store(
         return _serve_or_connect(place, secret, deadline)
     except StoreError as error:
         raise _advised(error, place) from error
+
+
+def whereabouts(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    token: bytes | None = None,
+) -> tuple[str, bytes]:
+    """Return the endpoint and the token by which `worker_store` reaches that store.
+
+    For `visit`, by a process beside the workers that serves nothing; the arguments are those of
+    `worker_store`.
+
+    Raises:
+        ValueError: an argument or a variable is missing, or makes no sense.
+        StoreAuthError: there is no token.
+    """
+    from regrow.store._sockets import endpoint_of
+
+    environ = os.environ
+    agents = _agents(environ, host, port, token)
+    if agents is not None:
+        return agents
+    place = find(environ, rank, world_size, host, port)
+    return endpoint_of(place.host, place.port), token or _token(environ, place.host)
+
+
+def visit(endpoint: str, token: bytes, timeout: float) -> StoreClient:
+    """Begin a session with the workers' store at an endpoint, which has to be there.
+
+    Raises:
+        StoreError: it cannot be reached in `timeout` seconds; says why.
+    """
+    return _connect(endpoint, token, timeout)
+
+
+def _agents(
+    environ: Mapping[str, str], host: str | None, port: int | None, token: bytes | None
+) -> tuple[str, bytes] | None:
+    """Return where the agent's store is, and its token; None where another one is used."""
+    endpoint = environ.get(STORE_ENV)
+    if host is not None or port is not None or not endpoint:
+        return None
+    secret = token or environ.get(STORE_TOKEN_ENV, "").encode()
+    return endpoint, secret or _token(environ, _host_of(endpoint))
 
 
 class Place(NamedTuple):

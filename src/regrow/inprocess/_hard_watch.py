@@ -1,0 +1,257 @@
+"""A rank's word to the monitor of its host: until when it may go on without progress.
+
+What makes no progress may not be able to do anything about it: native code can hold the
+interpreter's lock, and a stopped process runs nothing at all. So the hard time-out is kept by a
+process of its own (`_monitor`), one for the ranks of a job on a host. It is found by an abstract
+unix socket, which belongs to no file system and ends with its last owner. Whoever finds none binds
+it, and hands it over to a monitor that it starts; so there is one at a time, and a rank that
+connects need not wait until it runs.
+
+A word is one packet, and never waits: if there is no room the next one says the same. A monitor
+that is gone is started again by the thread that looks for progress.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import socket
+import struct
+import sys
+import time
+from contextlib import suppress
+from fcntl import F_DUPFD_CLOEXEC, fcntl
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from regrow.timer._stacks import arm
+from regrow.utils import get_logger
+
+logger = get_logger(__name__)
+
+WORD: Final = struct.Struct("<Qd")
+"""The number of the last change, and until when this rank may go on, in seconds of
+CLOCK_MONOTONIC."""
+LISTENER: Final = 3
+"""The monitor's file descriptor of the socket on which it listens."""
+
+_BOOT: Final = (
+    "import os, sys; os.fork() and os._exit(0); sys.path += sys.argv[1:]; "
+    "from regrow.inprocess._monitor import serve; serve()"
+)
+_SETTLE: Final = 5.0
+"""Seconds in which somebody else may be at starting or ending a monitor."""
+_NAP: Final = 0.005
+"""Seconds between two looks whether it has done so."""
+_LONGEST_PAUSE: Final = 60.0
+"""Seconds between two attempts to start a monitor again, at most."""
+_PEER: Final = struct.Struct("3i")
+"""A `ucred`: pid, uid and gid."""
+
+
+class Terms(NamedTuple):
+    """What the monitor has to know of a rank."""
+
+    rank: int
+    """The initial rank."""
+    hard: float
+    """Seconds without progress after which the rank is ended."""
+    grace: float
+    """Seconds from SIGTERM to SIGKILL."""
+    group: str
+    """The name of the rank's group in its store."""
+    endpoint: str = ""
+    """Where the store is that the others are told by; empty: nobody is told."""
+    token: str = ""
+    """The secret by which it is reached, as hexadecimal digits."""
+    logfile: str = ""
+    """What the monitor has to say of the rank is appended to; empty: stderr."""
+    pidfile: str = ""
+    """Where the monitor is to write its pid; empty: nowhere."""
+
+
+class HardWatch:
+    """Keeps the monitor of this host told of one rank.
+
+    Args:
+        terms: of the rank.
+        job: what the ranks share that one monitor watches.
+    """
+
+    def __init__(self, terms: Terms, job: str) -> None:
+        self._terms = terms
+        self._pid = os.getpid()
+        self._name = monitor_name(job)
+        self._socket: socket.socket | None = None
+        self._said: bytes = b""  # the last word that has arrived
+        self._pause = 1.0
+        self._try_at = 0.0
+        self._warned = False
+        self._started = 0  # a process to be waited for
+        self.changes = 0
+        """How often the main thread has spoken."""
+        arm()  # so that the monitor can ask where this process stands
+        self.keep()
+
+    def change(self, until: float | None) -> None:
+        """This rank may go on until then, None: for ever; for the main thread.
+
+        Args:
+            until: seconds on the monotonic clock.
+        """
+        self.changes += 1
+        self.say(self.changes, until)
+
+    def say(self, change: int, until: float | None) -> None:
+        """Say what was found out after a change; does not count if there was another meanwhile.
+
+        Args:
+            change: `changes`, read before that was found out.
+            until: as in `change`.
+        """
+        word = WORD.pack(change, math.inf if until is None else until)
+        connection = self._socket
+        if word == self._said or connection is None or self._pid != os.getpid():
+            return  # a fork has its parent's connection, and nothing to say
+        try:
+            connection.send(word)
+        except BlockingIOError:
+            return  # the next one says the same
+        except OSError:
+            self._said = b""
+            self._socket = None
+            connection.close()
+            return
+        self._said = word
+
+    def keep(self) -> None:
+        """Have a monitor there, if it is gone; for one thread at a time."""
+        if self._started:
+            self._reap()
+        if self._socket is not None or time.monotonic() < self._try_at:
+            return
+        lost, self._try_at = bool(self._try_at), time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if lost and not self._warned:
+            self._warned = True
+            logger.warning(
+                "the monitor that keeps the hard time-out of initial rank %d has ended; it is "
+                "started again",
+                self._terms.rank,
+            )
+        try:
+            connection = self._reach()
+            connection.setblocking(False)
+            connection.send(json.dumps(self._terms._asdict()).encode())
+        except OSError as error:
+            logger.error(
+                "nobody keeps the hard time-out of %g s of initial rank %d: no monitor can be "
+                "started: %s",
+                self._terms.hard,
+                self._terms.rank,
+                error,
+            )
+            return
+        self._said = b""
+        self._socket = connection
+
+    def close(self) -> None:
+        """This rank needs no monitor any more."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+        if self._started:
+            self._reap()
+
+    def _reach(self) -> socket.socket:
+        deadline, started = time.monotonic() + _SETTLE, False
+        while True:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.connect(self._name)
+                self._check(connection)
+            except ConnectionRefusedError:
+                connection.close()
+                if time.monotonic() >= deadline:
+                    raise
+                started = started or self._start()
+                time.sleep(0 if started else _NAP)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
+
+    def _check(self, connection: socket.socket) -> None:
+        """Anybody on this host could have bound the name, and is not to have the token.
+
+        Raises:
+            PermissionError: another user has.
+        """
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        _, uid, _ = _PEER.unpack(raw)
+        if uid != os.getuid():
+            raise PermissionError(
+                errno.EACCES, f"the socket {self._name!r} belongs to another user ({uid})"
+            )
+
+    def _start(self) -> bool:
+        """Start the monitor, unless somebody else does; whether this process did."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(self._name)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                raise
+            listener.listen(1024)
+            self._spawn(listener)
+        return True
+
+    def _spawn(self, listener: socket.socket) -> None:
+        from regrow.store._process import _FOR_WORKERS, _RESET_SIGNALS, _import_paths
+
+        if self._started:
+            self._reap()
+        # Of a number that none of the others takes before it is its turn.
+        ours = fcntl(listener, F_DUPFD_CLOEXEC, LISTENER + 1)
+        try:
+            self._started = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
+                {name: value for name, value in os.environ.items() if name not in _FOR_WORKERS},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, 2, 1),
+                    (os.POSIX_SPAWN_DUP2, ours, LISTENER),
+                ],
+                setsid=True,
+                setsigmask=[],
+                setsigdef=_RESET_SIGNALS,
+            )
+        finally:
+            os.close(ours)
+
+    def _reap(self) -> None:
+        """Wait for what was started, which ends at once and leaves the monitor to whoever is above.
+
+        The monitor is no child of this process, which might be killed with all its children.
+        """
+        with suppress(ChildProcessError):  # somebody has waited for all children
+            os.waitpid(self._started, 0)
+        self._started = 0
+
+
+def monitor_name(job: str) -> bytes:
+    """Return the name of the socket, in the namespace of those that have no file.
+
+    Args:
+        job: what the ranks share. Those of another user, or with other process ids, have another
+            monitor, which can signal them.
+    """
+    pids = Path("/proc/self/ns/pid").readlink()
+    secret = hashlib.blake2b(f"{os.getuid()} {pids} {job}".encode(), digest_size=16).hexdigest()
+    return f"\0regrow-monitor-{secret}".encode()
