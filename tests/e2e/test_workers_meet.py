@@ -20,10 +20,12 @@ store.set(f"attempt {ATTEMPT} rank {RANK}", "here")
 store.wait([f"attempt {ATTEMPT} rank {rank}" for rank in (0, 1)], 30)
 keys = [change.key for change in store.watch([""], prefix=True).changes]
 tell(os.environ["REGROW_STORE"], len(keys))
-if ATTEMPT == 0 and RANK == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-if ATTEMPT == 0:
+if ATTEMPT == 0 and RANK == 0:
+    store.set("told", "")
     forever()
+if ATTEMPT == 0:
+    store.wait(["told"], 30)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
