@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -436,6 +437,37 @@ def forks(me: Rank) -> Any:
     finally:
         if os.getpid() != parent:
             os._exit(0)
+
+
+class Big:
+    """What a function holds, by itself too, so that counting references does not free it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def leaves_something_behind(me: Rank) -> Any:
+    left: list[weakref.ref[Big]] = []
+
+    @Wrapper()
+    def function(call: CallWrapper) -> None:
+        me.seen.append([reference() is None for reference in left])
+        big = Big()
+        left.append(weakref.ref(big))
+        if call.iteration < 2:
+            if me.initial == call.iteration:
+                raise Played("x")
+            time.sleep(LONG)
+
+    gc.disable()
+    return function()  # type: ignore[call-arg]
+
+
+def calls_again_and_again(me: Rank) -> Any:
+    for number in range(6):
+        me.wrapped(lambda _: None)()
+        if number in (0, 5):
+            me.seen.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
 
 
 RESTARTS = 60

@@ -219,6 +219,15 @@ def test_the_function_may_run_in_another_thread(play: Play) -> None:
     assert values(play("in_another_thread", 2)) == [[1], [1]]
 
 
+def test_what_the_function_held_is_gone_when_it_is_called_again(play: Play) -> None:
+    assert seen(play("leaves_something_behind", 2)) == [[[], [True], [True, True]]] * 2
+
+
+def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
+    for early, late in seen(play("calls_again_and_again", 2)):
+        assert late == early
+
+
 def test_many_restarts_leave_nothing_behind(play: Play) -> None:
     fates = play("restarts_many_times")
     assert values(fates) == [60, 60, 60]
