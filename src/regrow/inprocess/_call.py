@@ -38,7 +38,7 @@ from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
 from regrow.inprocess._link import Faults, Link, LinkError
 from regrow.inprocess._logging import describe, own_log
-from regrow.inprocess._open import group_name, open_link
+from regrow.inprocess._open import group_name, open_link, open_monitor
 from regrow.inprocess._progress import Watch
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
@@ -149,6 +149,8 @@ class CallWrapper:
                 config.progress_watchdog_interval.total_seconds(),
                 self._overdue,
                 self._look_at_groups,
+                open_monitor(self._store, self._group, state.rank, config),
+                (config.hard_timeout - config.soft_timeout).total_seconds(),
             )
             stack.callback(self._watch.close)
             stack.callback(self._stand_alone_again)
