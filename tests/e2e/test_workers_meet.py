@@ -18,7 +18,7 @@ from regrow.store import worker_store
 store = worker_store()
 store.set(f"attempt {ATTEMPT} rank {RANK}", "here")
 store.wait([f"attempt {ATTEMPT} rank {rank}" for rank in (0, 1)], 30)
-keys = [change.key for change in store.watch([""], prefix=True).changes]
+keys = [change.key for change in store.watch(["attempt"], prefix=True).changes]
 tell(os.environ["REGROW_STORE"], len(keys))
 if ATTEMPT == 0 and RANK == 0:
     store.set("told", "")
