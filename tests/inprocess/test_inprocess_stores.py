@@ -96,7 +96,9 @@ def test_ranks_that_are_through_are_counted_and_none_has_to_wait_for_that() -> N
     assert store.critical_ranks == ()
 
 
-def test_the_agents_store_is_found_without_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agents_store_is_found_without_an_argument_and_forgets_what_it_is_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = ServerThread()
     monkeypatch.setenv("REGROW_STORE", server.endpoint)
     monkeypatch.setenv("REGROW_STORE_TOKEN", server.token.decode())
@@ -105,6 +107,12 @@ def test_the_agents_store_is_found_without_an_argument(monkeypatch: pytest.Monke
     assert other.get("key") == b"value"
     assert other.timeout == LONG
     assert server.connect().get("inprocess/key") == b"value"
+    for iteration in (1, 11):
+        PrefixStore(iteration, store).record_terminated_ranks({1, 2})
+    for _ in range(2):
+        store.forget(1)
+    assert PrefixStore(1, other).get_terminated_ranks() == set()
+    assert PrefixStore(11, other).get_terminated_ranks() == {1, 2}
     for each in (store, other):
         each.close()
     server.stop()

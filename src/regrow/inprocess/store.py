@@ -8,10 +8,12 @@ which on our `TCPStore` is one message where a c10d store takes several.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import regrow.store as stores
+from regrow.store import StoreTimeout
 
 from ._link import BarrierError, BarrierOverflow, BarrierTimeout
 from ._store_mixin import StoreMixin
@@ -110,6 +112,17 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         from regrow.store._worker import whereabouts
 
         return whereabouts(**{k: v for k, v in self._options.items() if k != "timeout"})
+
+    def forget(self, prefix: int | str) -> None:
+        """Delete the keys of `PrefixStore(prefix, self)`; for one rank, when no other needs them.
+
+        Args:
+            prefix: of an iteration that is two old, say.
+        """
+        with suppress(StoreTimeout):  # there is none
+            for change in self.watch([f"{prefix}/"], prefix=True, timeout=0.0).changes:
+                if change.value is not None:
+                    self.delete_key(change.key)
 
 
 def _by_agent(host_name: str | None) -> bool:
