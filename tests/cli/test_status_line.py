@@ -133,3 +133,11 @@ def test_whatever_a_worker_says_the_line_is_plain_and_fits(message: str, width: 
     assert len(shown) <= width
     assert shown.isascii()
     assert shown.isprintable()
+
+
+def test_a_worker_that_is_lost_and_a_restart_in_place_are_the_news() -> None:
+    lost = ("regrow.inprocess.lost", {"rank": 1})
+    assert "1/1 alive" in line(STARTED, RUNNING, lost)
+    assert line(STARTED, RUNNING, lost).endswith(" | rank 1 is lost; the others go on")
+    restarted = ("regrow.inprocess.restarted", {"kind": "TERMINATED"})
+    assert line(STARTED, RUNNING, lost, restarted).endswith("restarted in place after TERMINATED")
