@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,21 @@ def test_one_that_has_stopped_can_be_started_anew() -> None:
     assert not again.is_set()
 
 
+def test_neither_one_that_has_stopped_nor_one_that_never_met_leaves_timers_behind() -> None:
+    before = timers()
+    alone().set()
+    assert _api._beating is not None
+    _api._beating.beater._thread.join(PATIENCE)
+    with pytest.raises(HeartbeatFailure):
+        alone(exchange=lambda vector, timeout: [])
+    assert timers() == before
+
+
+def timers() -> int:
+    """How many of the kernel's this process has."""
+    return Path("/proc/self/timers").read_text().count("ClockID")
+
+
 def test_all_know_how_far_each_is() -> None:
     exchange = Scripted()
     with pytest.raises(RuntimeError, match="no heartbeat was started here"):
@@ -120,6 +136,7 @@ def test_a_step_is_a_number() -> None:
         ({"timeout": -1.0}, "timeout=-1.0"),
         ({"start_timeout": 0.0}, "start_timeout=0.0"),
         ({"failures": 0}, "failures=0"),
+        ({"failures": 2.5}, "failures=2.5: give a whole number"),
         ({"stalled_after": 0}, "stalled_after=0"),
         ({"on_stall": "explode"}, "on_stall='explode': give 'report' or 'fatal'"),
         ({"rank": 1}, "there is no rank 1 in a world of 1"),
@@ -226,10 +243,9 @@ def test_a_group_that_does_not_come_about_is_an_exception_and_can_be_tried_again
 class Leaver:
     """A beating that writes down that it was told to leave."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, pid: int | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0
-        pid = os.getpid() if pid is None else pid
-        beating = _api._Beating(self, pid, _api._last_error())  # type: ignore[arg-type]
+        beating = _api._Beating(self, _api._last_error())  # type: ignore[arg-type]
         monkeypatch.setattr(_api, "_beating", beating)
 
     def leave(self) -> None:
@@ -269,10 +285,17 @@ def test_who_was_ended_by_an_exception_does_not_leave(monkeypatch: pytest.Monkey
     assert leaver.left == 0
 
 
-def test_a_forked_child_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaver = Leaver(monkeypatch, pid=os.getppid())
-    _api._at_exit()
-    assert leaver.left == 0
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_child_that_is_forked_while_another_thread_starts_has_no_part_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leaver = Leaver(monkeypatch)
+    with _api._lock:
+        child = os.fork()
+        if child == 0:
+            _api._at_exit()
+            os._exit(leaver.left + 2 * _api._lock.locked())
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # --- several workers, in threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -178,14 +179,55 @@ def test_an_exchange_that_does_not_return_fails_every_beat_until_it_does() -> No
     assert calls[0] < SHORT, "what the exchange says of its time-out comes first"
 
 
+class Stuck:
+    """An exchange that does not return before it may."""
+
+    def __init__(self) -> None:
+        self.may = threading.Event()
+        self.returned = False
+
+    def __call__(self, vector: Sequence[int], timeout: float) -> Sequence[int]:
+        self.may.wait(LONG)
+        self.returned = True
+        return vector
+
+
 def test_an_exchange_that_never_returns_holds_up_no_end() -> None:
-    (only,) = crew(1)
-    back = threading.Event()
-    meeting = VectorMeeting(lambda vector, timeout: [0] * back.wait(LONG), 1)
-    assert isinstance(meeting.beat(only, SHORT), Failed)
+    stuck = Stuck()
+    meeting = VectorMeeting(stuck, 1)
+    assert isinstance(meeting.beat(crew(1)[0], SHORT), Failed)
     meeting.close()
-    assert not back.is_set()
-    back.set()
+    assert not stuck.returned
+    stuck.may.set()
+
+
+def test_nor_does_one_in_which_the_program_was_interrupted() -> None:
+    stuck = Stuck()
+    here = threading.current_thread()
+    looks = []
+
+    def clock() -> float:
+        if threading.current_thread() is here:
+            looks.append(here)
+            if len(looks) == 2:
+                raise KeyboardInterrupt
+        return 0.0
+
+    meeting = VectorMeeting(stuck, 1, clock)
+    with pytest.raises(KeyboardInterrupt):
+        meeting.beat(crew(1)[0], LONG)
+    meeting.close()
+    assert not stuck.returned
+    stuck.may.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), CancelledError()])
+def test_what_would_end_a_thread_is_a_failed_exchange_like_any_other(error: BaseException) -> None:
+    def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        raise error
+
+    outcome = VectorMeeting(exchange, 1).beat(crew(1)[0], LONG)
+    assert outcome == Failed(f"RuntimeError: the exchange raised {error!r}")
 
 
 def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:

@@ -38,8 +38,8 @@ MOST_STEPS: Final = 2**53
 """The greatest step."""
 
 _beating: _Beating | None = None
-_ends_heeded_in: int | None = None
-"""The pid of the process that leaves when it ends; a forked child has to see to that anew."""
+_end_is_heeded = False
+"""Whether this process leaves when it ends."""
 _lock = threading.Lock()
 _step = NO_STEP
 _phase = ""
@@ -47,8 +47,6 @@ _phase = ""
 
 class _Beating(NamedTuple):
     beater: Beater
-    pid: int
-    """Of the process whose it is."""
     error: object
     """The last exception that nobody had caught when it began."""
 
@@ -172,7 +170,7 @@ def progress() -> list[Progress]:
         RuntimeError: no heartbeat was started in this process.
         StoreError: the store cannot be asked.
     """
-    if _beating is None or _beating.pid != os.getpid():
+    if _beating is None:
         raise RuntimeError("no heartbeat was started here: call regrow.heartbeat.start first")
     beater = _beating.beater
     return beater.meeting.table(beater.plan.timeout) if beater.alive else []
@@ -186,24 +184,17 @@ def _begin(
 ) -> threading.Event:
     global _beating
     with _lock:
-        running = _running()
-        if running is not None:
+        if _beating is not None and _beating.beater.alive:
             logger.warning("a heartbeat is running already; this start of another does nothing")
-            return running.event
+            return _beating.beater.event
         fate = Death(plan) if on_failure is None else Callback(plan, on_failure)
         beater = Beater(plan, _meeting(plan, exchange, store), fate, _how_far)
         if not plan.patient:
             beater.agree()
         beater.start()
-        _beating = _Beating(beater, os.getpid(), _last_error())
+        _beating = _Beating(beater, _last_error())
         _leave_when_it_ends()
     return beater.event
-
-
-def _running() -> Beater | None:
-    if _beating is None or _beating.pid != os.getpid() or not _beating.beater.alive:
-        return None
-    return _beating.beater
 
 
 def _of(
@@ -216,8 +207,9 @@ def _of(
 
 
 def _check(plan: Plan, on_stall: str) -> None:
-    if plan.failures < 1:
-        raise ValueError(f"failures={plan.failures}: the first failure is fatal with 1, and so on")
+    for name, count in (("failures", plan.failures), ("stalled_after", plan.stalled_after)):
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"{name}={count!r}: give a whole number, at least 1")
     for name, value in (
         ("period", plan.period),
         ("timeout", plan.timeout),
@@ -225,8 +217,6 @@ def _check(plan: Plan, on_stall: str) -> None:
     ):
         if not 0.0 < value < threading.TIMEOUT_MAX:
             raise ValueError(f"{name}={value}: give a number of seconds greater than zero")
-    if plan.stalled_after is not None and plan.stalled_after < 1:
-        raise ValueError(f"stalled_after={plan.stalled_after}: give a number of beats, or None")
     if on_stall not in ("report", "fatal"):
         raise ValueError(f"on_stall={on_stall!r}: give 'report' or 'fatal'")
 
@@ -257,10 +247,10 @@ def _how_far() -> tuple[int, str]:
 
 def _leave_when_it_ends() -> None:
     """Have this process leave when it ends."""
-    global _ends_heeded_in
-    if _ends_heeded_in == os.getpid():
+    global _end_is_heeded
+    if _end_is_heeded:
         return
-    _ends_heeded_in = os.getpid()
+    _end_is_heeded = True
     atexit.register(_at_exit)
     multiprocessing = sys.modules.get("multiprocessing.util")
     if multiprocessing is not None:  # a child of which runs no handlers of atexit
@@ -271,7 +261,7 @@ def _at_exit() -> None:
     """Leave the others, unless this process fails; once, though both may call it."""
     global _beating
     beating, _beating = _beating, None
-    if beating is None or beating.pid != os.getpid():
+    if beating is None:
         return
     now = sys.exc_info()[1]  # a child of multiprocessing still has it in hand
     clean = now is None or (isinstance(now, SystemExit) and not now.code)
@@ -282,3 +272,12 @@ def _at_exit() -> None:
 def _last_error() -> object:
     """The exception that ended the main thread, if one has."""
     return getattr(sys, "last_value", None)
+
+
+def _after_fork() -> None:
+    """Begin anew in a child; a thread of the parent's may have held the lock."""
+    global _beating, _end_is_heeded, _lock
+    _beating, _end_is_heeded, _lock = None, False, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

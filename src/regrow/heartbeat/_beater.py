@@ -94,6 +94,7 @@ class Beater:
                 self._do(action)
             self._due = (last,)
         except BaseException:
+            self._fate.end()
             self.meeting.close()
             raise
 

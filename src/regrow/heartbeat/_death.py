@@ -27,7 +27,6 @@ goes on, and ends.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -103,12 +102,12 @@ class Deadline:
         self._agent.alive(left)
 
     def disarm(self) -> None:
-        """Call the end off, until `arm` is called again."""
+        """Call the end off for good."""
         if os.getpid() != self._pid:
             return
         self._armed = False
         for timer, _ in self._timers:
-            timer.set(math.inf)
+            timer.close()
         self._agent.release()
 
 

@@ -74,12 +74,12 @@ class KernelTimer:
         In a forked child, which has no such timer, nothing happens.
 
         Args:
-            seconds: from now; zero or less: at once; infinity: not at all.
+            seconds: from now; zero or less: at once.
         """
         if os.getpid() != self._pid:
             return
-        left = 0.0 if seconds == math.inf else max(seconds, 1e-9)  # to the kernel, zero is never
-        seconds_left, nanoseconds = divmod(math.ceil(left * 1e9), 10**9)
+        left = max(math.ceil(seconds * 1e9), 1)  # to the kernel, zero is never
+        seconds_left, nanoseconds = divmod(left, 10**9)
         spec = _Spec(value=(ctypes.c_long * 2)(seconds_left, nanoseconds))
         _call("timer_settime", self._id, 0, ctypes.byref(spec), None)
 

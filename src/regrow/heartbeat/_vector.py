@@ -207,14 +207,14 @@ class _Aside:
         self._calls: queue.SimpleQueue[_Call | Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stuck: _Call | None = None
-        """A call that was given up, and had not returned by then."""
+        """The last call, unless it has returned."""
 
     def call(self, vector: Sequence[int], timeout: float) -> Sequence[int]:
         """Return the sums.
 
         Raises:
             TimeoutError: the exchange has not returned in time, or that of an earlier call.
-            BaseException: what the exchange raised.
+            Exception: what the exchange raised.
         """
         deadline = self._clock() + timeout
         if self._stuck is not None:
@@ -228,14 +228,16 @@ class _Aside:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="regrow-exchange", daemon=True)
             self._thread.start()
-        call = _Call(vector, deadline, threading.Event(), [])
+        call = self._stuck = _Call(vector, deadline, threading.Event(), [])
         self._calls.put(call)
         if not call.done.wait(max(0.0, deadline - self._clock())):
-            self._stuck = call
             raise TimeoutError(f"the exchange has not returned within its {timeout:g} s")
+        self._stuck = None
         (answer,) = call.answer
-        if isinstance(answer, BaseException):
+        if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, BaseException):  # would end whoever asked, and not the process
+            raise RuntimeError(f"the exchange raised {answer!r}") from answer
         return answer
 
     def close(self, last: Callable[[], object] | None) -> None:
