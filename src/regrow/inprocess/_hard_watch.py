@@ -94,7 +94,7 @@ class HardWatch:
         self.changes = 0
         """How often the main thread has spoken."""
         arm()  # so that the monitor can ask where this process stands
-        self.keep()
+        self.keep(0, None)
 
     def change(self, until: float | None) -> None:
         """This rank may go on until then, None: for ever; for the main thread.
@@ -127,8 +127,13 @@ class HardWatch:
             return
         self._said = word
 
-    def keep(self) -> None:
-        """Have a monitor there, if it is gone; for one thread at a time."""
+    def keep(self, change: int, until: float | None) -> None:
+        """Have a monitor there, if it is gone, and say this to it; for one thread at a time.
+
+        Args:
+            change: as in `say`.
+            until: as in `say`.
+        """
         if self._started:
             self._reap()
         if self._socket is not None or time.monotonic() < self._try_at:
@@ -145,7 +150,9 @@ class HardWatch:
         try:
             connection = self._reach()
             connection.setblocking(False)
-            connection.send(json.dumps(self._terms._asdict()).encode())
+            # In one packet: between two, the main thread may take the interpreter's lock for good.
+            first = {"change": change, "until": math.inf if until is None else until}
+            connection.send(json.dumps({"terms": self._terms._asdict(), **first}).encode())
         except OSError as error:
             logger.error(
                 "nobody keeps the hard time-out of %g s of initial rank %d: no monitor can be "

@@ -150,11 +150,13 @@ class Monitor:
                 break
             try:
                 if watched.terms is None:
-                    watched.terms = Terms(**json.loads(packet))
+                    first = json.loads(packet)
+                    watched.terms = Terms(**first["terms"])
+                    self._deadlines.said(who, first["change"], first["until"])
                     _publish(watched.terms)
                 else:
                     self._deadlines.said(who, *WORD.unpack(packet))
-            except (ValueError, TypeError, struct.error) as error:
+            except (ValueError, TypeError, LookupError, struct.error) as error:
                 _note("", f"process {watched.pid} is not understood: {error}: {packet!r:.200}")
                 ended = True
                 break

@@ -163,9 +163,10 @@ class SoftWatch:
     def _keep(self) -> None:
         """Tell the monitor of progress."""
         if self._outside is not None:
-            self._outside.keep()
-            change = self._outside.changes
-            self._outside.say(change, self._until())
+            change = self._outside.changes  # before that is looked at which it is about
+            until = self._until()
+            self._outside.keep(change, until)
+            self._outside.say(change, until)
 
     def _ask(self) -> None:
         if self._automatic and not self._asked:

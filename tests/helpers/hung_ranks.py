@@ -1,0 +1,180 @@
+"""Ranks that hang in a wrapped function, as processes without torch, in the cases named below.
+
+Run as a script it loads the package once. Then it reads a line of JSON for each case to play,
+`[name, number of ranks, folder]`, forks the ranks, and answers with what became of each: an object
+with `signal` or `exit`, and the lines that it has written into the folder's file `rank.<rank>`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from regrow.inprocess import CallWrapper, Wrapper
+from regrow.inprocess._follower import Follower
+from regrow.inprocess._service_link import ServiceLink
+
+LOADED = (Follower, ServiceLink)
+"""What the wrapper loads when it is called is loaded once, before the fork."""
+LONG = 60.0
+"""Seconds that a call lasts which somebody has to end."""
+
+
+class Rank:
+    """One rank of a case."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.initial = rank
+        self.folder = folder
+        self.notes = (folder / f"rank.{rank}").open("a")
+
+    def note(self, what: object) -> None:
+        print(what, file=self.notes, flush=True)
+
+    def monitor(self) -> int:
+        """The pid of this rank's monitor, waited for."""
+        text = ""
+        while not text.endswith("\n"):
+            with suppress(FileNotFoundError):
+                text = (self.folder / f"monitor.{self.initial}.pid").read_text()
+            time.sleep(0.002)
+        return int(text)
+
+    def wrapped(self, first: Callable[[CallWrapper], Any], grace: float = LONG) -> None:
+        """Call a function that does `first` on rank 1 in its first call, while others compute."""
+
+        @Wrapper(
+            soft_timeout=timedelta(seconds=0.6),
+            hard_timeout=timedelta(seconds=0.7),
+            progress_watchdog_interval=timedelta(seconds=0.05),
+            monitor_thread_interval=timedelta(seconds=0.05),
+            monitor_process_interval=timedelta(seconds=0.05),
+            termination_grace_time=timedelta(seconds=grace),
+            monitor_process_logfile=str(self.folder / "monitor.{rank}.log"),
+            monitor_process_pidfile=str(self.folder / "monitor.{rank}.pid"),
+        )
+        def function(call: CallWrapper) -> None:
+            self.note(f"called in a world of {os.environ['WORLD_SIZE']}")
+            if call.iteration == 0:
+                if self.initial == 1:
+                    first(call)
+                else:
+                    compute()
+
+        function()  # type: ignore[call-arg]
+        self.note("returned")
+
+
+def compute(seconds: float = LONG) -> None:
+    """Execute Python code again and again, without computing much."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.002)
+
+
+def hold_the_lock() -> None:
+    """Stand in native code for ever, where no signal's handler is of use, and nobody else runs."""
+    native = ctypes.PyDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    native.pthread_mutex_lock(mutex)
+    native.pthread_mutex_lock(mutex)
+
+
+# --------------------------------------------------------------------------- the cases
+
+
+def holds_the_lock(me: Rank) -> None:
+    me.wrapped(lambda _: hold_the_lock())
+
+
+def holds_it_and_heeds_no_signal(me: Rank) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    me.wrapped(lambda _: hold_the_lock(), grace=0.1)
+
+
+def is_stopped(me: Rank) -> None:
+    me.wrapped(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def is_stuck_where_an_exception_does_not_arrive(me: Rank) -> None:
+    """In native code that lets others run, and goes on when it was interrupted."""
+    mutex = ctypes.create_string_buffer(64)
+    native = ctypes.CDLL(None)
+    native.pthread_mutex_lock(mutex)
+    me.wrapped(lambda _: native.pthread_mutex_lock(mutex))
+
+
+def loses_its_monitor(me: Rank) -> None:
+    def first(call: CallWrapper) -> None:
+        before = me.monitor()
+        os.kill(before, signal.SIGKILL)
+        while (after := me.monitor()) == before:
+            pass
+        me.note(f"another monitor: {after != before}")
+        hold_the_lock()
+
+    me.wrapped(first)
+
+
+def is_not_to_be_judged(me: Rank) -> None:
+    def first(call: CallWrapper) -> None:
+        monitor = Path(f"/proc/{me.monitor()}")
+        me.note(f"kB: {int((monitor / 'status').read_text().split('VmRSS:')[1].split()[0])}")
+        me.note(f"torch: {'torch' in (monitor / 'maps').read_text()}")
+        with call.disable_hang_protection():
+            time.sleep(1.5)
+        me.note("has slept")
+        raise OSError
+
+    me.wrapped(first)
+
+
+# -------------------------------------------------------------------------- processes
+
+
+def child(case: str, rank: int, size: int, folder: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID=case)
+    me = Rank(rank, folder)
+    log = logging.StreamHandler(me.notes)
+    logging.basicConfig(handlers=[log], level=logging.INFO, force=True, format="log: %(message)s")
+    globals()[case](me)
+
+
+def play(case: str, size: int, folder: Path) -> list[dict[str, Any]]:
+    """Fork the ranks of a case; return what became of each."""
+    started = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(case, rank, size, folder)
+            except BaseException as error:  # noqa: BLE001 - told on stderr
+                print(f"rank {rank}: {error!r}", file=sys.stderr)
+                os._exit(1)
+            os._exit(0)
+        started.append(pid)
+    statuses = [os.waitpid(pid, 0)[1] for pid in started]
+    ends = [
+        {"signal": os.WTERMSIG(each)} if os.WIFSIGNALED(each) else {"exit": os.WEXITSTATUS(each)}
+        for each in statuses
+    ]
+    return [
+        end | {"notes": (folder / f"rank.{rank}").read_text().splitlines()}
+        for rank, end in enumerate(ends)
+    ]
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        name, number, where = json.loads(line)
+        print(json.dumps(play(name, number, Path(where))), flush=True)
