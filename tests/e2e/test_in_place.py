@@ -65,4 +65,3 @@ sys.exit(6)
     assert job.finish() == 1, job.output
     failed = [(event["attempt"], event["exit_code"]) for event in job.events("worker.failed")]
     assert failed == [(0, 4), (0, 4), (1, 6)]
-    assert (1, 1) in [(event["attempt"], event["rank"]) for event in job.events("inprocess.lost")]

@@ -10,17 +10,10 @@ The main thread goes through these steps, each of which is one question to the s
 What leaves this circle, leaves for good: a `BaseException` that is none of the package's, what
 `finalize` or the health check raises, and what the link says. The rank then tells the others, who
 go on without it, and raises what it was.
-
-Garbage. What the function leaves behind may be reachable from itself only (exceptions hold frames,
-frames hold tensors), and has to go before the next call. To look through everything that a process
-with torch has loaded takes a quarter of a second, none of which can be garbage. So what was there
-when the call began is put aside for as long as it lasts (`gc.freeze`), unless somebody else has.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import sys
 import time
@@ -37,11 +30,12 @@ from regrow.inprocess._follower import Ending, Follower
 from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
 from regrow.inprocess._link import Faults, Link, LinkError
-from regrow.inprocess._logging import describe, own_log
+from regrow.inprocess._logging import describe
 from regrow.inprocess._open import group_name, open_link, open_monitor
 from regrow.inprocess._progress import Watch
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
+from regrow.inprocess._retold import tell
 from regrow.inprocess.attribution import Interruption
 from regrow.inprocess.exception import HealthCheckError, InternalError
 from regrow.inprocess.param_utils import substitute_param_value
@@ -52,56 +46,6 @@ from regrow.utils import get_logger
 T = TypeVar("T")
 
 logger = get_logger(__name__)
-
-SHOWN = 16
-"""How many lost ranks an event names."""
-_live: set[int] = set()
-"""The process, while a call is live in it; a set, so that the child of a fork has none."""
-
-
-def run(config: Config, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call a wrapped function until all ranks are done.
-
-    Returns:
-        What it returned, or None on a rank in reserve.
-
-    Raises:
-        ValueError: torch.distributed is initialized.
-        RuntimeError: another call is live in this process.
-        BaseException: what ended this rank.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        raise ValueError(
-            "torch.distributed is initialized: call init_process_group in the wrapped function, "
-            "since it is called anew with each restart"
-        )
-    with _only_one(), own_log(), _heap_put_aside(), CallWrapper(config) as wrapper:
-        return wrapper(fn, args, kwargs)
-
-
-@contextmanager
-def _only_one() -> Iterator[None]:
-    pid = os.getpid()
-    if pid in _live:
-        raise RuntimeError("a wrapped function is running in this process already; end it first")
-    _live.add(pid)
-    try:
-        yield
-    finally:
-        _live.discard(pid)
-
-
-@contextmanager
-def _heap_put_aside() -> Iterator[None]:
-    ours = gc.get_freeze_count() == 0
-    if ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if ours:
-            gc.unfreeze()
 
 
 class CallWrapper:
@@ -341,33 +285,7 @@ class CallWrapper:
         if timeline is None:
             return
         timeline.reached("called", time.monotonic())
-        state, root = self._state, timeline.root
-        seconds = {phase: round(s, 6) for phase, s in timeline.seconds().items()}
-        logger.log(
-            logging.WARNING if state.rank == 0 else logging.INFO,  # one line a restart
-            "rank %s of %d restarts the function (iteration %d) after %s; ms from the fault: %s",
-            state.rank,
-            state.world_size,
-            self._iteration,
-            "an unknown fault"
-            if root is None
-            else f"{root.kind} on initial rank {root.rank}: {root.message}",
-            ", ".join(f"{phase} {1000 * s:.1f}" for phase, s in seconds.items()),
-        )
-        if state.rank == 0:
-            board.tell(
-                "regrow.inprocess.restarted",
-                iteration=self._iteration,
-                world_size=state.world_size,
-                active_world_size=state.active_world_size,
-                kind=root.kind if root else None,
-                rank=root.rank if root else None,
-                message=root.message if root else "",
-                lost=list(timeline.lost[:SHOWN]),
-                lost_count=len(timeline.lost),
-                faults=len(timeline.faults.records),
-                seconds=seconds,
-            )
+        tell(timeline, self._state)
 
     def _overdue(self, iteration: int, message: str) -> None:
         self._link.report(iteration, Interruption.SOFT_TIMEOUT.name, message)

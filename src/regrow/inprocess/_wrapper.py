@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from regrow.inprocess._call import CallWrapper, run
+from regrow.inprocess._call import CallWrapper
 from regrow.inprocess._config import Config
+from regrow.inprocess._run import run
 from regrow.inprocess.param_utils import count_type_in_params
 
 P = ParamSpec("P")
