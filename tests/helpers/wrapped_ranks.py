@@ -44,7 +44,15 @@ from regrow.inprocess.rank_assignment import (
 )
 from regrow.inprocess.store import StoreMixin
 from regrow.inprocess.terminate import Terminate
-from regrow.store import PrefixStore, worker_store
+from regrow.store import (
+    STORE_ENV,
+    STORE_TOKEN_ENV,
+    PrefixStore,
+    make_token,
+    start_server,
+    worker_store,
+)
+from regrow.store._worker import SERVICES
 
 LOADED = (Follower, SoftWatch, ServiceLink)
 """What the wrapper loads when it is called is loaded once, before the fork."""
@@ -419,6 +427,18 @@ def in_another_thread(me: Rank) -> Any:
     thread.start()
     thread.join()
     return values
+
+
+def loses_its_store(me: Rank) -> Any:
+    token = make_token()
+    server = start_server(token=token, on_demand=SERVICES)
+    os.environ.update({STORE_ENV: server.endpoint, STORE_TOKEN_ENV: token.decode()})
+
+    def first(call: CallWrapper) -> None:
+        os.kill(server.pid, signal.SIGKILL)
+        time.sleep(LONG)
+
+    return me.wrapped(first)()
 
 
 def forks(me: Rank) -> Any:
