@@ -29,7 +29,7 @@ from regrow.inprocess._config import Config
 from regrow.inprocess._follower import Ending, Follower
 from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
-from regrow.inprocess._link import Faults, Link, LinkError
+from regrow.inprocess._link import CountedOutError, Faults, Link, LinkError, LinkLostError
 from regrow.inprocess._logging import describe
 from regrow.inprocess._open import group_name, open_link, open_monitor
 from regrow.inprocess._progress import Watch
@@ -303,10 +303,23 @@ class CallWrapper:
     # ------------------------------------------------------------------ the end
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the others that this rank is out, and why."""
+        """End this rank's part: tell the others that it is out, and why."""
         logger.error(
             "rank %s leaves in iteration %d: %s", self._state.rank, self._iteration, describe(error)
         )
+        if isinstance(error, CountedOutError):  # as the others know
+            self._is_out()
+        elif not isinstance(error, LinkLostError):  # else there is nobody to tell
+            self._tell_others(error)
+        self._state.mode = Mode.TERMINATED
+        self._at_the_end("terminate", self._config.terminate)
+
+    def _is_out(self) -> None:
+        """The others go on without this rank, and its agent may know."""
+        self._left = True
+        board.stand(board.LEFT_RESTARTER)
+
+    def _tell_others(self, error: BaseException) -> None:
         try:
             faults = self._link.terminated(
                 self._iteration,
@@ -316,17 +329,14 @@ class CallWrapper:
             )
         except LinkError as gone:
             logger.warning("the others cannot be told: %s", gone)
-        else:
-            board.stand(board.LEFT_RESTARTER)
-            self._left = True
-            root = root_cause(faults)
-            if root is not None and root.rank != self._state.initial_rank:
-                error.add_note(
-                    f"iteration {faults.iteration} ended by {root.kind} on initial rank "
-                    f"{root.rank}: {root.message}"
-                )
-        self._state.mode = Mode.TERMINATED
-        self._at_the_end("terminate", self._config.terminate)
+            return
+        self._is_out()
+        root = root_cause(faults)
+        if root is not None and root.rank != self._state.initial_rank:
+            error.add_note(
+                f"iteration {faults.iteration} ended by {root.kind} on initial rank "
+                f"{root.rank}: {root.message}"
+            )
 
     def _at_the_end(self, name: str, plugin: Callable[..., Any] | None) -> None:
         if plugin is None:
