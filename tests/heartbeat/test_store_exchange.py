@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +16,17 @@ from regrow.heartbeat import Exchange, StoreExchange, _store_exchange
 from regrow.heartbeat._failure import Ranks
 from regrow.heartbeat._merge import Agreed, Beat, Broken, Failed, Left, Outcome
 from regrow.heartbeat._service import HeartbeatService
-from regrow.store import ConnectionState, StoreClient, StoreError, StoreTimeout, connect
+from regrow.store import (
+    STORE_ENV,
+    STORE_PORT_ENV,
+    ConnectionState,
+    StoreClient,
+    StoreError,
+    StoreTimeout,
+    connect,
+    make_token,
+)
+from regrow.utils import PortReservation
 
 TOKEN = 4711
 
@@ -167,3 +179,24 @@ def test_a_session_that_is_lost_is_followed_by_a_new_one(
     assert isinstance(heard.get(timeout=PATIENCE), Broken)
     one.close()
     proxy.stop()
+
+
+def test_a_server_that_is_killed_is_replaced_by_rank_0_and_the_beating_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(STORE_ENV, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("REGROW_TOKEN", make_token().decode())
+    with PortReservation("127.0.0.1") as reservation:
+        monkeypatch.setenv(STORE_PORT_ENV, str(reservation.port))
+        one, other = (StoreExchange(rank=rank, world_size=2) for rank in range(2))
+        agree(one, other, joined=False)
+        assert one._client is not None
+        assert one._client._server is not None
+        first = one._client._server.pid
+        os.kill(first, signal.SIGKILL)
+        agree(one, other)
+        with pytest.raises(ChildProcessError):  # it is nobody's any more
+            os.waitpid(first, os.WNOHANG)
+        for each in (one, other):
+            each.close()

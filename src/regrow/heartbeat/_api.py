@@ -74,7 +74,7 @@ def start(
     the same event.
 
     When the program ends, the worker leaves, and the others stop beating without alarm. If it ends
-    by an exception, it does not leave, so that the others learn of it.
+    by an exception other than SystemExit, it does not leave, so that the others learn of it.
 
     Args:
         period: seconds from one exchange to the next.

@@ -184,26 +184,25 @@ class StoreExchange:
     def _listen(self, tell: Callable[[Outcome], None]) -> None:
         """Ask what ends the group, until that is known or nobody wants to know any more."""
         follow = questions.encode(questions.Follow(self._name, self.rank, self._beaten_as, on=True))
-        while not self._closed:
-            with self._lock:
-                client = self._client
+        while True:
             self._met.clear()
+            with self._lock:
+                if self._closed:
+                    return
+                client = self._client
             try:
                 if client is None:
                     raise StoreSessionLost("the session is over")
                 answer = _decoded(client.ask(questions.NAME, follow, LIFE))
             except StoreTimeout:
                 continue
-            except StoreClosedError:
-                return
             except StoreError:
                 self._met.wait()  # for a beat that succeeds, over a new session if need be
                 continue
             if isinstance(answer, questions.Over):
                 tell(answer.outcome())
                 return
-            if not self._closed:  # a new server knows nothing of this worker before it has beaten
-                self._met.wait()
+            self._met.wait()  # a new server knows nothing of this worker before it has beaten
 
     def _ask(
         self, question: Callable[[float], questions.Question], deadline: float
@@ -226,6 +225,7 @@ class StoreExchange:
                         raise
                     if self._client is client:
                         self._client = None
+                client.close(0.0)  # it may have started the server, which has ended then
 
     def _connected(self, deadline: float) -> StoreClient:
         with self._lock:
