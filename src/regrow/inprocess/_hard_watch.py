@@ -25,10 +25,13 @@ import time
 from contextlib import suppress
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from regrow.timer._stacks import arm
 from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 logger = get_logger(__name__)
 
@@ -219,7 +222,7 @@ class HardWatch:
         return True
 
     def _spawn(self, listener: socket.socket) -> None:
-        from regrow.store._process import _FOR_WORKERS, _RESET_SIGNALS, _import_paths
+        from regrow.store._process import _RESET_SIGNALS, _import_paths
 
         if self._started:
             self._reap()
@@ -229,7 +232,7 @@ class HardWatch:
             self._started = os.posix_spawn(
                 sys.executable,
                 [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
-                {name: value for name, value in os.environ.items() if name not in _FOR_WORKERS},
+                _environment(os.environ),
                 file_actions=[
                     (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                     (os.POSIX_SPAWN_DUP2, 2, 1),
@@ -250,6 +253,21 @@ class HardWatch:
         with suppress(ChildProcessError):  # somebody has waited for all children
             os.waitpid(self._started, 0)
         self._started = 0
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the monitor's: it is none of the workers, and belongs to all of them.
+
+    An agent kills what a worker leaves behind, by the mark that it finds there. The monitor has
+    that of the agent itself, so that it goes with the last of the workers at the latest.
+    """
+    from regrow.store._process import _FOR_WORKERS
+    from regrow.workers._procfs import MARK
+
+    found = {name: value for name, value in environ.items() if name not in _FOR_WORKERS}
+    if MARK in found:
+        found[MARK] = found[MARK].rstrip("/").rpartition("/")[0] + "/"
+    return found
 
 
 def monitor_name(job: str) -> bytes:

@@ -5,11 +5,11 @@ neither torch nor anything of the job. Each rank has a connection to it; the ker
 is. When a rank's deadline has passed (`_hard_deadlines`), a thread of its own ends that rank, and
 the others are watched meanwhile:
 
-    stacks ─► the store is told: HARD_TIMEOUT ─► SIGCONT, SIGTERM ─► grace ─► SIGCONT, SIGTERM,
-                                                                              SIGKILL
+    stacks ─► the store is told: HARD_TIMEOUT ─► SIGTERM, SIGCONT ─► grace ─► SIGKILL
 
 The store comes before the signal: at the end of the process it would take the rank for one that has
 died by itself. A store that does not answer puts the signal off by a few seconds, and no more.
+A process that is stopped takes SIGTERM when it is continued, and runs nothing in between.
 
 The monitor ends with its ranks. It takes no more connections then, serves those that were made
 before, and lets go of its socket, so that whoever comes later starts another one.
@@ -193,13 +193,13 @@ def end(terms: Terms, pid: int, pidfd: int) -> None:
             f"initial rank {terms.rank} (process {pid}) is ended: {message}\n{dump.text}".rstrip(),
         )
         _tell(terms, message)
-        if not _signalled(pidfd, terms.grace, signal.SIGCONT, signal.SIGTERM):
+        if not _signalled(pidfd, terms.grace, signal.SIGTERM, signal.SIGCONT):
             _note(
                 terms.logfile,
                 f"initial rank {terms.rank} (process {pid}) has not ended within {terms.grace:g} s "
                 f"of SIGTERM, and is killed",
             )
-            _signalled(pidfd, terms.grace, signal.SIGCONT, signal.SIGTERM, signal.SIGKILL)
+            _signalled(pidfd, terms.grace, signal.SIGKILL)
     finally:
         os.close(pidfd)
 

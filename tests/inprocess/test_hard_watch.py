@@ -1,0 +1,98 @@
+"""What a rank does to have a monitor, and what it does not do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from regrow.inprocess._hard_watch import WORD, HardWatch, Terms, _environment, monitor_name
+
+JOB = f"test-{os.getpid()}"
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    """What a monitor listens on."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(monitor_name(JOB))
+        listener.listen()
+        yield listener
+
+
+def test_a_monitor_has_the_agents_mark_and_not_that_of_the_worker_that_started_it() -> None:
+    environ = {"REGROW_WORKER": "/12-ab/3/", "REGROW_HEARTBEAT": "10", "A": "b"}
+    assert _environment(environ) == {"REGROW_WORKER": "/12-ab/", "A": "b"}
+    assert _environment({"REGROW_WORKER": "/12-ab/3/45-cd/6/"}) == {
+        "REGROW_WORKER": "/12-ab/3/45-cd/"
+    }
+    assert _environment({"A": "b"}) == {"A": "b"}
+
+
+def test_a_rank_finds_the_monitor_that_is_there_and_speaks_in_packets(
+    listener: socket.socket,
+) -> None:
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
+    monitor, _ = listener.accept()
+    with monitor:
+        assert b'"rank": 3' in monitor.recv(1 << 16)
+        watch.change(10.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 10.0)
+        watch.say(1, 11.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 11.0)
+        watch.change(None)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (2, float("inf"))
+        watch.close()
+        assert monitor.recv(1 << 16) == b""
+
+
+def test_a_monitor_that_does_not_read_holds_nobody_up_and_is_told_the_latest_then(
+    listener: socket.socket,
+) -> None:
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
+    monitor, _ = listener.accept()
+    with monitor:
+        monitor.setblocking(False)
+        for at in range(5000):  # more than a connection takes
+            watch.say(1, float(at))
+        heard = 0
+        while heard < 5000:
+            try:
+                monitor.recv(1 << 16)
+            except BlockingIOError:
+                break
+            heard += 1
+        assert 0 < heard < 5000
+        watch.say(1, 4999.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 4999.0)
+        watch.close()
+
+
+def test_the_child_of_a_fork_says_nothing_in_its_parents_name(listener: socket.socket) -> None:
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
+    monitor, _ = listener.accept()
+    with monitor:
+        monitor.recv(1 << 16)
+        child = os.fork()
+        if child == 0:
+            watch.change(None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        watch.change(5.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 5.0)
+        watch.close()
+
+
+def test_where_no_monitor_can_be_started_the_training_goes_on_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
+    watch.change(time.monotonic() + 90.0)
+    watch.close()
+    assert "nobody keeps the hard time-out of 90 s of initial rank 3" in caplog.text
+    assert "No such file" in caplog.text
