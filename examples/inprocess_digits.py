@@ -1,0 +1,125 @@
+"""Train on the handwritten digits, and lose a rank and a step on the way without starting again.
+
+The training of train_digits.py, with its loop in a function that `regrow.inprocess.Wrapper` calls
+again, in the same processes, when a rank has failed. So nothing is loaded, imported or read anew,
+and no checkpoint is needed while one rank is left:
+
+    regrow run --standalone --nproc-per-node 3 examples/inprocess_digits.py
+
+Rank 0 is killed at one step, and rank 1 fails at a later one. Each step divides one batch among the
+ranks that there are, so the result is that of a training without faults (`--kill-at 0 --fail-at 0`)
+but for rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from train_digits import SEED, accuracy, digits, network  # type: ignore[import-not-found]
+
+from regrow.inprocess import CallWrapper, Wrapper
+from regrow.inprocess.initialize import RetryController
+from regrow.store import PrefixStore, worker_store
+from regrow.store.torch import TorchStore
+
+
+class Training:
+    """What a restart must not lose: it lives outside of the wrapped function."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.train_set, self.test_set = digits()
+        self.net = network()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=args.lr)
+        self.steps_done = 0
+        self.initial_rank = int(os.environ["RANK"])  # a restart may give another one
+        self.failed = False
+        self.store = worker_store()
+
+    def agree(self, call: CallWrapper) -> None:
+        """Go on from the rank that is farthest: a fault may have parted the ranks by a step."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        done = torch.zeros(world_size, dtype=torch.int64)
+        done[rank] = self.steps_done
+        dist.all_reduce(done)
+        source = int(done.argmax())
+        state = [self.net.state_dict(), self.optimizer.state_dict()] if rank == source else [{}, {}]
+        dist.broadcast_object_list(state, src=source)
+        with call.atomic():
+            self.net.load_state_dict(state[0])
+            self.optimizer.load_state_dict(state[1])
+            self.steps_done = int(done[source])
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The images of each step that is left, as indices; the same on all ranks."""
+        step = 0
+        for epoch in range(self.args.epochs):
+            order = torch.Generator().manual_seed(SEED + epoch)
+            shuffled = torch.randperm(len(self.train_set), generator=order)
+            for batch in shuffled.split(self.args.batch_size):
+                step += 1
+                if step > self.steps_done:
+                    yield batch
+
+    def fail(self) -> None:
+        """Lose a rank at one step, and another step later."""
+        step = self.steps_done + 1
+        if step == self.args.kill_at and self.initial_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == self.args.fail_at and self.initial_rank == 1 and not self.failed:
+            self.failed = True
+            raise RuntimeError(f"step {step} fails")
+
+
+@Wrapper(initialize=RetryController(max_iterations=10))
+def train(training: Training, call: CallWrapper) -> None:
+    """Train from the last step that was done; called again after each fault."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keys = PrefixStore(f"gloo/{call.iteration}", training.store)
+    dist.init_process_group("gloo", store=TorchStore(keys), rank=rank, world_size=world_size)
+    training.agree(call)
+    if rank == 0:
+        print(f"{world_size} ranks go on after step {training.steps_done}", flush=True)
+    model = DistributedDataParallel(training.net)
+    loss_of = nn.CrossEntropyLoss(reduction="sum")
+    for batch in training.batches():
+        images, labels = training.train_set[batch[rank::world_size]]
+        training.optimizer.zero_grad()
+        loss = loss_of(model(images), labels) * world_size / len(batch)  # DDP takes the mean
+        training.fail()
+        loss.backward()
+        with call.atomic():  # both or none, whenever another rank fails
+            training.optimizer.step()
+            training.steps_done += 1
+    right = accuracy(training.net, training.test_set, rank, world_size)
+    if rank == 0:
+        print(f"final test accuracy {right:.4f}", flush=True)
+    time.sleep(0.1)  # as in train_digits.py
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Make what is to be kept, and train."""
+    parser = argparse.ArgumentParser(description="Train a digit classifier that loses a rank.")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=32, help="images of all ranks and a step")
+    parser.add_argument("--lr", type=float, default=2e-3, help="Adam's learning rate")
+    parser.add_argument("--kill-at", type=int, default=100, help="step at which rank 0 is killed")
+    parser.add_argument("--fail-at", type=int, default=200, help="step at which rank 1 raises")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    train(Training(args))  # type: ignore[call-arg] # the wrapper adds `call`
+
+
+if __name__ == "__main__":
+    main()
