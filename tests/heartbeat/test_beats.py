@@ -192,7 +192,7 @@ def test_the_last_failure_is_never_after_the_bound_and_there_is_one_try_a_window
     [
         (Broken("out of step", Ranks.of([2])), "out of step", "rank 2 shows another token"),
         (Broken("restarted", Ranks.of([2])), "restarted", "rank 2 was started again behind"),
-        (Broken("restarted", Ranks.of([1])), "restarted", "this process was started while"),
+        (Broken("restarted", Ranks.of([1])), "restarted", "another process was started in"),
         (Broken("lost", Ranks.of([0])), "lost", "the process of rank 0 ended without a goodbye"),
         (Broken("twice", Ranks.of([1])), "twice", "another process says that it is rank 1"),
         (Broken("missing", Ranks.of([1])), "missing", "this process was missing"),

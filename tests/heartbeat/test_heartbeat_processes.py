@@ -103,6 +103,7 @@ def test_a_worker_that_is_started_again_behind_the_others_backs_is_told_apart(
     texts = {nursery.hear("failed", kind="restarted")["text"].partition(": ")[2] for _ in range(4)}
     assert {text.split(";")[0] for text in texts} == {
         "rank 1 was started again behind the others' backs",
+        "another process was started in the place of this one",
         "this process was started while the others were beating, in the place of one that they "
         "know",
     }

@@ -132,11 +132,13 @@ def failure_of(
             text = f"{ranks} did not come within {seconds:.3g} s{more}"
         case "lost":
             text = f"the process{'' if one else 'es'} of {ranks} ended without a goodbye{more}"
-        case "restarted" if own or not beat:
+        case "restarted" if not beat:
             text = (
                 f"this process was started while the others were beating, in the place of one that "
                 f"they know; start all workers together{more}"
             )
+        case "restarted" if own:
+            text = f"another process was started in the place of this one{more}; {ago}"
         case "restarted":
             text = f"{ranks} {was} started again behind the others' backs{more}; {ago}"
         case "twice":
