@@ -145,6 +145,7 @@ def test_a_server_that_cannot_start_is_said_and_leaves_nobody_waiting(
     wait_until(lambda: not listens(bench.address), "the socket is given back")
     bench.close()
     assert "no worker can use the workers' store: msgspec is not installed" in caplog.text
+    bench.activation.disown()  # as a child does that is forked after that
 
 
 # --- what the agents tell each other, and their workers

@@ -61,8 +61,9 @@ class Activation:
     def disown(self) -> None:
         """Leave it to the parent, in a forked child."""
         self._listener.close()
-        os.close(self._wake)
-        self._wake = -1
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
 
     def _run(self) -> None:
         try:
