@@ -397,6 +397,19 @@ def test_the_third_in_a_row_is_fatal_for_all() -> None:
         assert "the line is cut" in str(failure)
 
 
+def test_a_thread_that_cannot_go_on_does_not_end_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def listen(self: VectorMeeting, tell: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(VectorMeeting, "listen", listen)
+    [fate] = Crew(1).fates
+    assert fate.ended.wait(PATIENCE)
+    [failure] = fate.failures
+    assert "can't start new thread" in str(failure)
+
+
 def test_all_stop_when_one_leaves_in_its_last_exchange() -> None:
     crew = Crew()
     crew.beat(1)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from regrow.heartbeat import _beats as beats
-from regrow.heartbeat._merge import Beat, Failed, Outcome
+from regrow.heartbeat._failure import NOBODY
+from regrow.heartbeat._merge import Beat, Broken, Failed, Outcome
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -114,7 +115,12 @@ class Beater:
     def _run(self) -> None:
         try:
             while self._due:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as error:  # noqa: BLE001 - or this would beat no more, and live
+                    broken = Broken("no exchange", NOBODY, repr(error))
+                    heard = beats.Heard(broken, self._clock())
+                    self._state, self._due = beats.step(self._state, heard)
         finally:
             self._fate.end()
             self.meeting.close()
