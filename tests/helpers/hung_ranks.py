@@ -23,6 +23,8 @@ from typing import Any
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.inprocess._follower import Follower
 from regrow.inprocess._service_link import ServiceLink
+from regrow.inprocess.store import StoreMixin
+from regrow.store import PrefixStore, worker_store
 
 LOADED = (Follower, ServiceLink)
 """What the wrapper loads when it is called is loaded once, before the fork."""
@@ -50,7 +52,9 @@ class Rank:
             time.sleep(0.002)
         return int(text)
 
-    def wrapped(self, first: Callable[[CallWrapper], Any], grace: float = LONG) -> None:
+    def wrapped(
+        self, first: Callable[[CallWrapper], Any], grace: float = LONG, **arguments: Any
+    ) -> None:
         """Call a function that does `first` on rank 1 in its first call, while others compute."""
 
         @Wrapper(
@@ -62,6 +66,7 @@ class Rank:
             termination_grace_time=timedelta(seconds=grace),
             monitor_process_logfile=str(self.folder / "monitor.{rank}.log"),
             monitor_process_pidfile=str(self.folder / "monitor.{rank}.pid"),
+            **arguments,
         )
         def function(call: CallWrapper) -> None:
             self.note(f"called in a world of {os.environ['WORLD_SIZE']}")
@@ -106,12 +111,28 @@ def is_stopped(me: Rank) -> None:
     me.wrapped(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
 
 
-def is_stuck_where_an_exception_does_not_arrive(me: Rank) -> None:
+class Foreign(PrefixStore, StoreMixin):
+    """A store that is not the package's own."""
+
+
+def foreign() -> Foreign:
+    return Foreign("foreign", worker_store())
+
+
+def holds_the_lock_with_a_store_of_torchs_kind(me: Rank) -> None:
+    me.wrapped(lambda _: hold_the_lock(), store_factory=foreign)
+
+
+def is_stuck_where_an_exception_does_not_arrive(me: Rank, **arguments: Any) -> None:
     """In native code that lets others run, and goes on when it was interrupted."""
     mutex = ctypes.create_string_buffer(64)
     native = ctypes.CDLL(None)
     native.pthread_mutex_lock(mutex)
-    me.wrapped(lambda _: native.pthread_mutex_lock(mutex))
+    me.wrapped(lambda _: native.pthread_mutex_lock(mutex), **arguments)
+
+
+def is_stuck_so_with_a_store_of_torchs_kind(me: Rank) -> None:
+    is_stuck_where_an_exception_does_not_arrive(me, store_factory=foreign)
 
 
 def loses_its_monitor(me: Rank) -> None:

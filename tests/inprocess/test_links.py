@@ -270,6 +270,11 @@ def test_an_accused_rank_is_counted_out_once_and_told_so(opens: Opens) -> None:
     assert [(m.terminated, kinds(m.faults)) for m in met] == [
         ((1,), [("HARD_TIMEOUT", 1, "it hangs")])
     ] * 2
+    # Another watcher that comes late has it counted out of no iteration that it is not in.
+    assert not watcher.accuse(1, "TERMINATED", "it was killed")
+    places = {0: 0, 2: 1}
+    entered = everyone([links[0], links[2]], lambda link, i: link.enter(1, places[2 * i], 2))
+    assert entered == [None, None]
 
 
 def test_nobody_can_be_accused_when_the_call_is_over(opens: Opens) -> None:

@@ -100,6 +100,16 @@ def test_a_rank_that_holds_the_interpreters_lock_is_ended_and_it_is_known_where_
     assert not (tmp_path / "monitor.0.log").exists()
 
 
+def test_ranks_beside_it_tell_the_others_where_the_monitor_cannot_speak_to_their_store(
+    play: Play,
+) -> None:
+    fates = play("holds_the_lock_with_a_store_of_torchs_kind")
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert went_on(fates[0])
+    assert went_on(fates[2])
+    assert any(cause.startswith("HARD_TIMEOUT on initial rank 1") for cause in causes(fates))
+
+
 def test_a_rank_that_is_stopped_is_continued_and_ended(play: Play) -> None:
     fates = play("is_stopped")
     assert fates[1]["signal"] == signal.SIGTERM
@@ -121,8 +131,12 @@ def test_a_rank_that_does_not_heed_sigterm_is_killed_after_the_grace(
     )
 
 
-def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play) -> None:
-    fates = play("is_stuck_where_an_exception_does_not_arrive")
+@pytest.mark.parametrize(
+    "case",
+    ["is_stuck_where_an_exception_does_not_arrive", "is_stuck_so_with_a_store_of_torchs_kind"],
+)
+def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play, case: str) -> None:
+    fates = play(case)
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])

@@ -90,6 +90,7 @@ def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = Fals
     rank = fault.rank
     if keys.add(f"{iteration}/gone/{rank}") > 1:
         return False
+    keys.set(f"ended/{rank}", "1")
     if discarded:
         keys.append(f"{iteration}/discarded", str(rank))
     else:
@@ -104,7 +105,8 @@ def accuse(keys: Keys, fault: Fault) -> bool:
     """Count a rank out in whichever iteration it is; returns whether that was news."""
     said = keys.lines("iteration")
     iteration = int(said[0]) if said else 0
-    if keys.lines(f"{iteration}/end") == [OVER]:
+    # In this order: whoever has ended it before they met for that iteration has said so by now.
+    if keys.there(f"ended/{fault.rank}") or keys.lines(f"{iteration}/end") == [OVER]:
         return False
     news = end_rank(keys, iteration, fault)
     met = meeting(keys, iteration)

@@ -93,7 +93,7 @@ class CallWrapper:
                 config.progress_watchdog_interval.total_seconds(),
                 self._overdue,
                 self._look_at_groups,
-                open_monitor(self._store, self._group, state.rank, config),
+                open_monitor(self._store, self._link, self._group, state.rank, config),
                 (config.hard_timeout - config.soft_timeout).total_seconds(),
             )
             stack.callback(self._watch.close)

@@ -9,6 +9,9 @@ connects need not wait until it runs.
 
 A word is one packet, and never waits: if there is no room the next one says the same. A monitor
 that is gone is started again by the thread that looks for progress.
+
+The monitor itself can tell a store of ours of a rank that it ends. A c10d store is torch's, which
+it does not load. There it has the other ranks of the host tell, in packets the other way.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from regrow.inprocess._link import LinkError
 from regrow.timer._stacks import arm
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 logger = get_logger(__name__)
 
@@ -45,6 +49,8 @@ _BOOT: Final = (
     "import os, sys; os.fork() and os._exit(0); sys.path += sys.argv[1:]; "
     "from regrow.inprocess._monitor import serve; serve()"
 )
+LONGEST: Final = 1 << 16
+"""Bytes of a packet, at most."""
 _SETTLE: Final = 5.0
 """Seconds in which somebody else may be at starting or ending a monitor."""
 _NAP: Final = 0.005
@@ -82,10 +88,14 @@ class HardWatch:
     Args:
         terms: of the rank.
         job: what the ranks share that one monitor watches.
+        accuse: has another rank counted out, as `Link.accuse`; called when the monitor asks for it.
     """
 
-    def __init__(self, terms: Terms, job: str) -> None:
+    def __init__(
+        self, terms: Terms, job: str, accuse: Callable[[int, str, str], object] | None = None
+    ) -> None:
         self._terms = terms
+        self._accuse = accuse
         self._pid = os.getpid()
         self._name = monitor_name(job)
         self._socket: socket.socket | None = None
@@ -139,6 +149,7 @@ class HardWatch:
         """
         if self._started:
             self._reap()
+        self.listen()
         if self._socket is not None or time.monotonic() < self._try_at:
             return
         lost, self._try_at = bool(self._try_at), time.monotonic() + self._pause
@@ -175,6 +186,31 @@ class HardWatch:
             connection.close()
         if self._started:
             self._reap()
+
+    @property
+    def speaks_for_others(self) -> bool:
+        """Whether the monitor may have something for this rank to tell."""
+        return self._accuse is not None
+
+    def listen(self) -> None:
+        """Hear of another rank that is being ended, or of the monitor's end."""
+        connection = self._socket
+        if connection is None:
+            return
+        try:
+            packet = connection.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._socket, self._said = None, b""
+            connection.close()
+        elif self._accuse is not None:
+            try:
+                self._accuse(*json.loads(packet))
+            except LinkError as error:
+                logger.warning("a rank that is ended cannot be counted out: %s", error)
 
     def _reach(self) -> socket.socket:
         deadline, started = time.monotonic() + _SETTLE, False

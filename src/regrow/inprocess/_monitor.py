@@ -26,11 +26,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 from regrow.inprocess._hard_deadlines import HardDeadlines
-from regrow.inprocess._hard_watch import LISTENER, WORD, Terms
+from regrow.inprocess._hard_watch import LISTENER, LONGEST, WORD, Terms
 from regrow.timer._capture import Target, capture
 from regrow.timer._frames import where
 
@@ -40,8 +41,6 @@ VISIT: Final = 2.0
 """Seconds that the store may take to be reached, and to answer."""
 FIRST_RANK: Final = 30.0
 """Seconds in which the rank that has started the monitor has to connect to it."""
-LONGEST: Final = 1 << 16
-"""Bytes of a packet, at most."""
 _PEER: Final = struct.Struct("3i")
 
 
@@ -171,19 +170,26 @@ class Monitor:
         terms = watched.terms
         assert terms is not None  # it has a deadline
         process = os.dup(watched.pidfd)
-        ending = threading.Thread(target=end, args=(terms, watched.pid, process))
+        group = [
+            each.connection
+            for fd, each in self._watched.items()
+            if fd != each.pidfd and each.terms is not None and each.terms.group == terms.group
+        ]
+        ending = threading.Thread(target=end, args=(terms, watched.pid, process, group))
         self._endings = [each for each in self._endings if each.is_alive()]
         self._endings.append(ending)
         ending.start()
 
 
-def end(terms: Terms, pid: int, pidfd: int) -> None:
+def end(terms: Terms, pid: int, pidfd: int, group: Sequence[socket.socket]) -> None:
     """End a rank.
 
     Args:
         terms: the rank's.
         pid: its process.
         pidfd: of that process; closed when it has ended.
+        group: the connections of its group's ranks on this host, which tell the others where the
+            monitor cannot.
     """
     try:
         dump = capture([Target(pid, pidfd)])[pid]
@@ -192,7 +198,7 @@ def end(terms: Terms, pid: int, pidfd: int) -> None:
             terms.logfile,
             f"initial rank {terms.rank} (process {pid}) is ended: {message}\n{dump.text}".rstrip(),
         )
-        _tell(terms, message)
+        _tell(terms, message, group)
         if not _signalled(pidfd, terms.grace, signal.SIGTERM, signal.SIGCONT):
             _note(
                 terms.logfile,
@@ -214,9 +220,12 @@ def _signalled(pidfd: int, patience: float, *signals: int) -> bool:
     return bool(ended.poll(math.ceil(patience * 1000)))
 
 
-def _tell(terms: Terms, message: str) -> None:
+def _tell(terms: Terms, message: str, group: Sequence[socket.socket]) -> None:
     """Have the rank counted out by the store, for this reason."""
     if not terms.endpoint:
+        for connection in group:  # its own as well: it will not read that
+            with suppress(OSError):
+                connection.send(json.dumps([terms.rank, HARD_TIMEOUT, message]).encode())
         return
     from regrow.inprocess._accuse import accuse
     from regrow.store import StoreError

@@ -44,14 +44,12 @@ def open_link(
     return C10dLink(cast("Callable[[], Store]", connect), group, rank, size, timeouts)
 
 
-def open_monitor(store: Any, group: str, rank: int, config: Config) -> HardWatch:
+def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) -> HardWatch:
     """Return what keeps this rank's hard time-out.
-
-    Where the store is our `TCPStore`, the monitor of the host tells the others of a rank that it
-    ends. A c10d store is torch's, which the monitor does not load: there they notice by themselves.
 
     Args:
         store: as in `open_link`.
+        link: this rank's.
         group: as in `open_link`.
         rank: as in `open_link`.
         config: the wrapper's.
@@ -67,7 +65,7 @@ def open_monitor(store: Any, group: str, rank: int, config: Config) -> HardWatch
         pidfile=(config.monitor_process_pidfile or "").format(rank=rank),
     )
     if not isinstance(store, TCPStore):
-        return HardWatch(terms, group.rpartition("/")[0])
+        return HardWatch(terms, group.rpartition("/")[0], link.accuse)
     endpoint, token = store.whereabouts()
     return HardWatch(terms._replace(endpoint=endpoint, token=token.hex()), endpoint)
 
