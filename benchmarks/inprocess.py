@@ -1,0 +1,436 @@
+"""How long a restart in place takes, and what it costs to be ready for one, beside another's.
+
+    python benchmarks/inprocess.py [--check] [--runs 7] [--only restarts|memory|training|protocol]
+                                   [--cases PART] [--pairs 10] [--steps 300] [--log FILE]
+
+Beside ours runs nvidia-resiliency-ext, in two settings: as it comes, and at its best, which is all
+intervals at 10 ms and no last call. It is installed once, without what its other parts need, in a
+folder of the user's cache (`PEER`), and loaded by the same interpreter with the same torch.
+
+**Restarts.** Four ranks on gloo, forked from a process that has loaded torch. In its first call of
+the function rank 2 has a fault: it raises, or kills itself, while the others compute or wait in an
+all-reduce; or it computes on and no longer calls `ping`. Told is the time from the fault to the
+first all-reduce of the next iteration, done on the last rank; of a hang, from the soft time-out.
+The three take turns in each run. One that has not restarted in time counts as infinite.
+
+**Memory.** What there is beside four ranks of their own, started apart: proportional (PSS) and
+resident, divided by the ranks. That is every process that the wrapper has started, ours with the
+store's server, which the peer has in rank 0.
+
+**Training.** Two ranks take steps in blocks, in turn without and with a wrapper as it comes and a
+`ping` a step. Told is the median ratio of the speeds in a pair, and where the true median is with
+95 %.
+
+**Protocol.** A restart of 1,024 simulated ranks; see `_restarters.py`.
+
+`--check` compares with the bounds and exits with 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import os
+import random
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _procs import descendants, usage
+from _restarters import restart_run
+
+HERE = Path(__file__).parent
+VERSION = "0.6.0"
+PEER = (
+    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    / f"regrow-bench-nvidia-resiliency-ext-{VERSION}-py{sys.version_info[0]}{sys.version_info[1]}"
+)
+PLATFORMS = ("manylinux_2_39_x86_64", "manylinux2014_x86_64", "any")
+"""Its wheel asks for a newer C library than its part that is measured here needs."""
+
+RANKS = 4
+SOFT_S = 2.0
+LIMIT_S = 40.0
+PR_SET_CHILD_SUBREAPER = 36
+
+OF_DEFAULT = 0.1
+OF_BEST = 0.25
+BLOCKED_BOUND_S = 0.3
+MEMORY_BOUND = 0.2
+SLOWDOWN_BOUND = 0.01  # of a training, that is beyond doubt
+CROWD = 1024
+CROWD_BOUND_S = 1.0
+
+BEST = {
+    "monitor_thread_interval": 0.01,
+    "monitor_process_interval": 0.01,
+    "heartbeat_interval": 0.01,
+    "progress_watchdog_interval": 0.01,
+    "last_call_wait": 0.0,
+}
+
+
+class Tool(NamedTuple):
+    """What is measured."""
+
+    name: str
+    package: str
+    settings: dict[str, float]
+
+
+OURS = Tool("regrow", "regrow", {})
+AS_IT_COMES = Tool("its defaults", "nvidia_resiliency_ext", {})
+AT_ITS_BEST = Tool("its best", "nvidia_resiliency_ext", BEST)
+TOOLS = (OURS, AS_IT_COMES, AT_ITS_BEST)
+
+CASES = {
+    "raise computing": "a rank raises, the others compute",
+    "kill computing": "a rank is killed, the others compute",
+    "raise blocked": "a rank raises, the others wait in gloo",
+    "kill blocked": "a rank is killed, the others wait in gloo",
+    "hang computing": f"a rank makes no progress, after {SOFT_S:g} s",
+}
+
+
+# --- the peer, and processes
+
+
+def install() -> None:
+    """Install the peer, unless that has been done."""
+    if (PEER / "installed").exists():
+        return
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", str(PEER)]
+    platforms = [f"--platform={each}" for each in PLATFORMS]
+    name = f"nvidia-resiliency-ext=={VERSION}"
+    subprocess.run([*pip, "--no-deps", "--only-binary=:all:", *platforms, name], check=True)
+    subprocess.run([*pip, "psutil", "defusedxml", "packaging", "httpx"], check=True)
+    (PEER / "installed").touch()
+
+
+class Scene:
+    """The folder of a run, and what was started in it."""
+
+    def __init__(self, work: Path, log: int) -> None:
+        self.work = work
+        self._log = log
+        self._jobs = 0
+
+    def start(self, tool: Tool, *arguments: str) -> subprocess.Popen[str]:
+        """Start ranks, or what forks them."""
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "_restart_ranks.py"), tool.package, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": str(PEER),
+                "PYTHONWARNINGS": "ignore",
+                # Each of the peer's looks at its store is a time-out, of which torch would warn
+                # with a stack, which it takes seconds to find the names for.
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+            },
+        )
+
+    def job(self, tool: Tool, case: str, size: int, ports: int, **more: Any) -> list[Any]:
+        """Describe a job, as the ranks read it."""
+        self._jobs += 1
+        settings = dict(tool.settings)
+        if case.startswith("hang"):
+            settings |= {"soft_timeout": SOFT_S, "hard_timeout": LIMIT_S * 1.5}
+        group = more.get("group") or str(self.work / f"group{self._jobs}")
+        lines = str(self.work / f"job{self._jobs}")
+        return [case, size, settings, free_ports(ports), group, lines, more.get("steps", 0)]
+
+
+@contextmanager
+def scene(log: Path | None) -> Iterator[Scene]:
+    """A folder; in the end all processes that are left are ended."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench_inprocess_") as folder,
+        open(log or os.devnull, "a") as errors,
+    ):
+        try:
+            yield Scene(Path(folder), errors.fileno())
+        finally:
+            end(descendants(os.getpid()) - {os.getpid()})
+
+
+def end(pids: set[int]) -> None:
+    """End processes, and forget those that are this process's children, as all orphans are."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT_S
+    while pids & descendants(os.getpid()) and time.monotonic() < deadline:
+        for pid in pids:
+            reaped(pid)
+        time.sleep(0.005)
+
+
+def reaped(pid: int) -> bool:
+    """Reap a process if it has ended, and is a child of this one."""
+    with suppress(ChildProcessError):
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens at."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def events(path: str) -> list[dict[str, Any]]:
+    """Return what the ranks of a job have noted."""
+    file = Path(path)
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def wait_for(path: str, event: str, count: int) -> None:
+    """Wait until so many ranks have noted an event."""
+    deadline = time.monotonic() + LIMIT_S
+    while sum(each["event"] == event for each in events(path)) < count:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"benchmark: no {count} ranks have {event}; see --log")
+        time.sleep(0.05)
+
+
+# --- restarts
+
+
+class Restarts:
+    """Has ranks restart in place."""
+
+    def __init__(self, stage: Scene) -> None:
+        import torch.distributed as dist  # not before memory is measured, which it would share
+
+        self._scene = stage
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._forks = {tool.package: stage.start(tool) for tool in TOOLS[:2]}
+
+    def once(self, tool: Tool, case: str) -> float:
+        """Return the seconds of one restart; infinite: there was none in time."""
+        job = self._scene.job(tool, case, RANKS, 1, group=str(self._store.port))
+        process = self._forks[tool.package]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        keep = {os.getpid(), *(each.pid for each in self._forks.values())}
+        if not select.select([process.stdout], [], [], LIMIT_S)[0]:
+            for pid in descendants(process.pid) - keep:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if process.stdout.readline() != "over\n":
+            raise SystemExit(f"benchmark: {tool.package} cannot be run; see --log")
+        end(descendants(os.getpid()) - keep)
+        return self._seconds(case, events(job[5]))
+
+    @staticmethod
+    def _seconds(case: str, told: list[dict[str, Any]]) -> float:
+        faults = [each["at"] for each in told if each["event"] == "fault"]
+        if len(faults) != 1:
+            raise SystemExit(f"benchmark: {len(faults)} faults in {case!r}; see --log")
+        done = [each["at"] for each in told if each.get("iteration") == 1]
+        if len(done) != RANKS - case.startswith("kill"):
+            return math.inf
+        return float(max(done) - faults[0] - (SOFT_S if case.startswith("hang") else 0.0))
+
+    def close(self) -> None:
+        """End what forks the ranks."""
+        for process in self._forks.values():
+            process.communicate()
+
+
+def restarts(stage: Scene, options: argparse.Namespace) -> list[str]:
+    """Measure and print the table; return what missed its bound."""
+    cases = [case for case in CASES if options.cases in case]
+    found: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
+    crowd = Restarts(stage)
+    print(f"milliseconds from the fault to the next all-reduce; median (most) of {options.runs}\n")
+    heads = (*(tool.name for tool in TOOLS), "of its defaults", "of its best")
+    print(f"{'':44}" + "".join(f"{head:>18}" for head in heads))
+    failures = []
+    for case in cases:
+        for run in range(options.runs):
+            for tool in TOOLS[run % 3 :] + TOOLS[: run % 3]:
+                found[case].setdefault(tool.name, []).append(crowd.once(tool, case))
+        ours, default, best = (statistics.median(found[case][tool.name]) for tool in TOOLS)
+        ratios = ours / default, ours / best
+        cells = [*(_cell(found[case][tool.name]) for tool in TOOLS), *(f"{r:.3f}" for r in ratios)]
+        print(f"{CASES[case]:44}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
+        if not math.isfinite(ours):
+            failures.append(f"{CASES[case]}: not restarted within {LIMIT_S:g} s")
+        elif case.endswith("blocked") and ours > BLOCKED_BOUND_S:
+            failures.append(f"{CASES[case]}: {ours:.3f} s, not {BLOCKED_BOUND_S:g}")
+        elif case.endswith("computing"):
+            bounds = zip(ratios, (OF_DEFAULT, OF_BEST), heads[3:], strict=True)
+            failures += [
+                f"{CASES[case]}: {ratio:.3f} {name}, not {bound:g}"
+                for ratio, bound, name in bounds
+                if ratio > bound
+            ]
+    crowd.close()
+    return failures
+
+
+def _cell(seconds: list[float]) -> str:
+    middle, most = statistics.median(seconds), max(seconds)
+    return " ".join(
+        (
+            f"{middle * 1000:.0f}" if math.isfinite(middle) else "never",
+            f"({most * 1000:.0f})" if math.isfinite(most) else "(never)",
+        )
+    )
+
+
+# --- memory
+
+
+def beside(stage: Scene, tool: Tool) -> tuple[float, float, int]:
+    """Return proportional and resident MB beside each rank, and how many processes there are."""
+    job = stage.job(tool, "none computing", RANKS, 1)
+    ranks = [stage.start(tool, json.dumps(job), str(rank)) for rank in range(RANKS)]
+    wait_for(job[5], "reduced", RANKS)
+    time.sleep(2.0)  # the peer's monitors go on loading for a while
+    pids = descendants(os.getpid()) - {os.getpid(), *(rank.pid for rank in ranks)}
+    held = [usage(pid) for pid in pids if not reaped(pid)]
+    end(pids | {rank.pid for rank in ranks})
+    for rank in ranks:
+        rank.communicate()
+    return (
+        sum(each.proportional_mb for each in held) / RANKS,
+        sum(each.resident_mb for each in held) / RANKS,
+        len(held),
+    )
+
+
+def memory(stage: Scene, options: argparse.Namespace) -> list[str]:
+    """Measure and print the memory beside the ranks; return what missed its bound."""
+    ours, its = beside(stage, OURS), beside(stage, AS_IT_COMES)
+    print(f"\nmemory beside each of {RANKS} ranks\n")
+    for tool, (proportional, resident, count) in ((OURS, ours), (AS_IT_COMES, its)):
+        print(
+            f"{tool.name:14}{proportional:8.1f} MB proportional, {resident:6.1f} MB resident, in "
+            f"{count} processes"
+        )
+    print(f"{ours[0] / its[0]:.3f} of its")
+    if ours[0] > MEMORY_BOUND * its[0]:
+        return [f"{ours[0] / its[0]:.3f} of the memory beside a rank, not {MEMORY_BOUND:g}"]
+    return []
+
+
+# --- training
+
+
+def training(stage: Scene, options: argparse.Namespace) -> list[str]:
+    """Measure and print what a training loses; return what missed its bound."""
+    failures = []
+    print(f"\ntraining on 2 ranks, {options.pairs} pairs of blocks of {options.steps} steps\n")
+    for tool in (OURS, AS_IT_COMES):
+        job = stage.job(tool, "training", 2, options.pairs, steps=options.steps)
+        ranks = [stage.start(tool, json.dumps(job), str(rank)) for rank in range(2)]
+        for rank in ranks:
+            rank.communicate()
+        blocks = [each for each in events(job[5]) if each["rank"] == 0]
+        if len(blocks) != 2 * options.pairs:
+            raise SystemExit(f"benchmark: {len(blocks)} blocks of {tool.package}; see --log")
+        without = [each for each in blocks if not each["wrapped"]]
+        pairs = list(zip(without, (e for e in blocks if e["wrapped"]), strict=True))
+        lost, low, high = _interval([b["seconds"] / a["seconds"] - 1 for a, b in pairs])
+        spent, spent_low, spent_high = _interval([b["spent"] / a["spent"] - 1 for a, b in pairs])
+        noise = statistics.median(
+            abs(b["seconds"] / a["seconds"] - 1) for a, b in pairwise(without)
+        )
+        print(
+            f"{tool.name:14}{lost:+.2%} time ({low:+.2%} to {high:+.2%}), two blocks without "
+            f"differ by {noise:.2%};\n{'':14}{spent:+.2%} processor time ({spent_low:+.2%} to "
+            f"{spent_high:+.2%})",
+            flush=True,
+        )
+        if tool is OURS and low > SLOWDOWN_BOUND:
+            failures.append(f"a training is slower by at least {low:.2%}, not {SLOWDOWN_BOUND:.0%}")
+    return failures
+
+
+def _interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the median, and where that of what these are a sample of is, by resampling."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.median(values), medians[50], medians[-51]
+
+
+# --- protocol
+
+
+def protocol(stage: Scene, options: argparse.Namespace) -> list[str]:
+    """Measure and print restarts of many simulated ranks; return what missed its bound."""
+    few, many = restart_run(RANKS, options.runs), restart_run(CROWD, options.runs)
+    print("\nthe protocol alone\n")
+    for run in (few, many):
+        print(
+            f"{run.ranks:5} ranks: {statistics.median(run.seconds) * 1000:.1f} ms a restart (most "
+            f"{max(run.seconds) * 1000:.1f}), {run.messages:.2f} messages and {run.bytes:.0f} "
+            f"bytes a rank"
+        )
+    failures = []
+    if (seconds := statistics.median(many.seconds)) > CROWD_BOUND_S:
+        failures.append(f"{CROWD} ranks restart in {seconds:.2f} s, not {CROWD_BOUND_S:g}")
+    if many.messages > few.messages:
+        failures.append(f"{many.messages:.2f} messages among {CROWD}, {few.messages:.2f} among few")
+    return failures
+
+
+def main() -> int:
+    """Run the comparison and print it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
+    parser.add_argument("--runs", type=int, default=7, help="of each case")
+    parser.add_argument("--cases", default="", help="only those whose name has this part")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks of the training")
+    parser.add_argument("--steps", type=int, default=300, help="steps of such a block")
+    parser.add_argument("--log", type=Path, help="the file for what the ranks say")
+    parts: dict[str, Callable[[Scene, argparse.Namespace], list[str]]] = {
+        "memory": memory,
+        "restarts": restarts,
+        "training": training,
+        "protocol": protocol,
+    }
+    parser.add_argument("--only", choices=tuple(parts), help="only this part")
+    options = parser.parse_args()
+    # Whatever a rank leaves behind becomes a child of this process, and ends with it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    install()
+    with scene(options.log) as stage:
+        failures = [
+            each
+            for name, part in parts.items()
+            if options.only in (None, name)
+            for each in part(stage, options)
+        ]
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
