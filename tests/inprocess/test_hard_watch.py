@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from regrow.inprocess._hard_watch import WORD, HardWatch, Terms, _environment, monitor_name
+from regrow.inprocess._hard_watch import WORD, HardWatch, Terms
+from regrow.inprocess._monitor_start import _environment, monitor_name
 
 JOB = f"test-{os.getpid()}"
 

@@ -16,7 +16,7 @@ import pytest
 from processes import wait_until
 from storing import ServerThread
 
-from regrow.inprocess._hard_watch import monitor_name
+from regrow.inprocess._monitor_start import monitor_name
 from regrow.inprocess._service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 

@@ -15,6 +15,8 @@ The keys of iteration N, all under `N/`:
     heard/over met           the last call is over; how the ranks met after it
     places                   a line for each rank: its initial rank, its place, the world's size
     faults gone discarded    a line for each fault, and each rank that ended by one or without one
+
+Beside them `iteration` is the number of the latest one, and `ended/R` says that rank R has ended.
 """
 
 from __future__ import annotations

@@ -2,10 +2,7 @@
 
 What makes no progress may not be able to do anything about it: native code can hold the
 interpreter's lock, and a stopped process runs nothing at all. So the hard time-out is kept by a
-process of its own (`_monitor`), one for the ranks of a job on a host. It is found by an abstract
-unix socket, which belongs to no file system and ends with its last owner. Whoever finds none binds
-it, and hands it over to a monitor that it starts; so there is one at a time, and a rank that
-connects need not wait until it runs.
+process of its own (`_monitor`), one for the ranks of a job on a host.
 
 A word is one packet, and never waits: if there is no room the next one says the same. A monitor
 that is gone is started again by the thread that looks for progress.
@@ -16,49 +13,32 @@ it does not load. There it has the other ranks of the host tell, in packets the 
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import math
 import os
 import socket
 import struct
-import sys
 import time
 from contextlib import suppress
-from fcntl import F_DUPFD_CLOEXEC, fcntl
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from regrow.inprocess._link import LinkError
+from regrow.inprocess._monitor_start import reach
 from regrow.timer._stacks import arm
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 logger = get_logger(__name__)
 
 WORD: Final = struct.Struct("<Qd")
 """The number of the last change, and until when this rank may go on, in seconds of
 CLOCK_MONOTONIC."""
-LISTENER: Final = 3
-"""The monitor's file descriptor of the socket on which it listens."""
-
-_BOOT: Final = (
-    "import os, sys; os.fork() and os._exit(0); sys.path += sys.argv[1:]; "
-    "from regrow.inprocess._monitor import serve; serve()"
-)
 LONGEST: Final = 1 << 16
 """Bytes of a packet, at most."""
-_SETTLE: Final = 5.0
-"""Seconds in which somebody else may be at starting or ending a monitor."""
-_NAP: Final = 0.005
-"""Seconds between two looks whether it has done so."""
 _LONGEST_PAUSE: Final = 60.0
 """Seconds between two attempts to start a monitor again, at most."""
-_PEER: Final = struct.Struct("3i")
-"""A `ucred`: pid, uid and gid."""
 
 
 class Terms(NamedTuple):
@@ -73,7 +53,7 @@ class Terms(NamedTuple):
     group: str
     """The name of the rank's group in its store."""
     endpoint: str = ""
-    """Where the store is that the others are told by; empty: nobody is told."""
+    """Where the store is that the others are told by; empty: the ranks of this host tell them."""
     token: str = ""
     """The secret by which it is reached, as hexadecimal digits."""
     logfile: str = ""
@@ -97,7 +77,7 @@ class HardWatch:
         self._terms = terms
         self._accuse = accuse
         self._pid = os.getpid()
-        self._name = monitor_name(job)
+        self._job = job
         self._socket: socket.socket | None = None
         self._said: bytes = b""  # the last word that has arrived
         self._pause = 1.0
@@ -162,7 +142,7 @@ class HardWatch:
                 self._terms.rank,
             )
         try:
-            connection = self._reach()
+            connection, self._started = reach(self._job)
             connection.setblocking(False)
             # In one packet: between two, the main thread may take the interpreter's lock for good.
             first = {"change": change, "until": math.inf if until is None else until}
@@ -212,107 +192,8 @@ class HardWatch:
             except LinkError as error:
                 logger.warning("a rank that is ended cannot be counted out: %s", error)
 
-    def _reach(self) -> socket.socket:
-        deadline, started = time.monotonic() + _SETTLE, False
-        while True:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                connection.connect(self._name)
-                self._check(connection)
-            except ConnectionRefusedError:
-                connection.close()
-                if time.monotonic() >= deadline:
-                    raise
-                started = started or self._start()
-                time.sleep(0 if started else _NAP)
-            except BaseException:
-                connection.close()
-                raise
-            else:
-                return connection
-
-    def _check(self, connection: socket.socket) -> None:
-        """Anybody on this host could have bound the name, and is not to have the token.
-
-        Raises:
-            PermissionError: another user has.
-        """
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        _, uid, _ = _PEER.unpack(raw)
-        if uid != os.getuid():
-            raise PermissionError(
-                errno.EACCES, f"the socket {self._name!r} belongs to another user ({uid})"
-            )
-
-    def _start(self) -> bool:
-        """Start the monitor, unless somebody else does; whether this process did."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            try:
-                listener.bind(self._name)
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    return False
-                raise
-            listener.listen(1024)
-            self._spawn(listener)
-        return True
-
-    def _spawn(self, listener: socket.socket) -> None:
-        from regrow.store._process import _RESET_SIGNALS, _import_paths
-
-        if self._started:
-            self._reap()
-        # Of a number that none of the others takes before it is its turn.
-        ours = fcntl(listener, F_DUPFD_CLOEXEC, LISTENER + 1)
-        try:
-            self._started = os.posix_spawn(
-                sys.executable,
-                [sys.executable, "-I", "-S", "-c", _BOOT, *_import_paths()],
-                _environment(os.environ),
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, 2, 1),
-                    (os.POSIX_SPAWN_DUP2, ours, LISTENER),
-                ],
-                setsid=True,
-                setsigmask=[],
-                setsigdef=_RESET_SIGNALS,
-            )
-        finally:
-            os.close(ours)
-
     def _reap(self) -> None:
-        """Wait for what was started, which ends at once and leaves the monitor to whoever is above.
-
-        The monitor is no child of this process, which might be killed with all its children.
-        """
+        """Wait for what was started, which ends at once."""
         with suppress(ChildProcessError):  # somebody has waited for all children
             os.waitpid(self._started, 0)
         self._started = 0
-
-
-def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the monitor's: it is none of the workers, and belongs to all of them.
-
-    An agent kills what a worker leaves behind, by the mark that it finds there. The monitor has
-    that of the agent itself, so that it goes with the last of the workers at the latest.
-    """
-    from regrow.store._process import _FOR_WORKERS
-    from regrow.workers._procfs import MARK
-
-    found = {name: value for name, value in environ.items() if name not in _FOR_WORKERS}
-    if MARK in found:
-        found[MARK] = found[MARK].rstrip("/").rpartition("/")[0] + "/"
-    return found
-
-
-def monitor_name(job: str) -> bytes:
-    """Return the name of the socket, in the namespace of those that have no file.
-
-    Args:
-        job: what the ranks share. Those of another user, or with other process ids, have another
-            monitor, which can signal them.
-    """
-    pids = Path("/proc/self/ns/pid").readlink()
-    secret = hashlib.blake2b(f"{os.getuid()} {pids} {job}".encode(), digest_size=16).hexdigest()
-    return f"\0regrow-monitor-{secret}".encode()

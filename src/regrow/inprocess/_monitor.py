@@ -1,7 +1,7 @@
 """The monitor of a host: the process that ends ranks which make no progress.
 
-It is one process for the ranks of a job on a host (`_hard_watch` says how they find it), and loads
-neither torch nor anything of the job. Each rank has a connection to it; the kernel says whose that
+It is one process for the ranks of a job on a host, which find it as `_monitor_start` says; it
+loads neither torch nor anything of the job. Each rank has a connection; the kernel says whose that
 is. When a rank's deadline has passed (`_hard_deadlines`), a thread of its own ends that rank, and
 the others are watched meanwhile:
 
@@ -31,7 +31,8 @@ from contextlib import suppress
 from typing import Final
 
 from regrow.inprocess._hard_deadlines import HardDeadlines
-from regrow.inprocess._hard_watch import LISTENER, LONGEST, WORD, Terms
+from regrow.inprocess._hard_watch import LONGEST, WORD, Terms
+from regrow.inprocess._monitor_start import LISTENER
 from regrow.timer._capture import Target, capture
 from regrow.timer._frames import where
 
