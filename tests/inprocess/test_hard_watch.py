@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
+from processes import PATIENCE
 
 from regrow.inprocess._hard_watch import WORD, HardWatch, Terms
 from regrow.inprocess._monitor_start import _environment, monitor_name
@@ -86,6 +88,20 @@ def test_the_child_of_a_fork_says_nothing_in_its_parents_name(listener: socket.s
         watch.change(5.0)
         assert WORD.unpack(monitor.recv(1 << 16)) == (1, 5.0)
         watch.close()
+
+
+def test_a_monitor_keeps_nothing_open_that_its_rank_lets_others_inherit() -> None:
+    reads, writes = os.pipe()
+    os.set_inheritable(writes, True)
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), f"{JOB}-pipe")
+    os.close(writes)
+    ended = select.poll()
+    ended.register(reads, select.POLLHUP)
+    assert ended.poll(1000 * PATIENCE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as another:
+        another.connect(monitor_name(f"{JOB}-pipe"))  # it has not ended
+    watch.close()
+    os.close(reads)
 
 
 def test_where_no_monitor_can_be_started_the_training_goes_on_and_it_is_said(

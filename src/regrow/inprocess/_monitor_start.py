@@ -25,9 +25,10 @@ LISTENER: Final = 3
 """The monitor's file descriptor of the socket on which it listens."""
 
 _BOOT: Final = (
-    "import os, sys; os.fork() and os._exit(0); sys.path += sys.argv[1:]; "
-    "from regrow.inprocess._monitor import serve; serve()"
+    f"import os, sys; os.closerange({LISTENER + 1}, 1 << 20); os.fork() and os._exit(0); "
+    "sys.path += sys.argv[1:]; from regrow.inprocess._monitor import serve; serve()"
 )
+"""What the rank has inherited and lets others inherit, the monitor keeps open for nobody."""
 _SETTLE: Final = 5.0
 """Seconds in which somebody else may be at starting or ending a monitor."""
 _NAP: Final = 0.005
