@@ -313,12 +313,15 @@ def has_a_reserve(me: Rank) -> Any:
 
 def is_in_a_section(me: Rank) -> Any:
     def first(call: CallWrapper) -> None:
-        if me.initial == 0:
-            raise Played("the root")
-        with call.atomic():
-            compute(0.3)
-            me.seen.append("whole")
-        compute()
+        with worker_store() as store:
+            if me.initial == 0:
+                store.wait(["inside 1", "inside 2"], LONG)
+                raise Played("the root")
+            with call.atomic():
+                store.set(f"inside {me.initial}", "")
+                compute(0.3)
+                me.seen.append("whole")
+            compute()
 
     return me.wrapped(first)()
 
