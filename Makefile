@@ -58,6 +58,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/timers.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/hangs.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/heartbeat.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/inprocess.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
 	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 GROUP_TIMEOUT = timedelta(seconds=10)
 BLOCKED_S = 0.3
@@ -167,7 +166,8 @@ class Rank:
         self.meet(f"block {self._groups}")
         torch.manual_seed(0)
         layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        model = DistributedDataParallel(nn.Sequential(*layers))
+        # Not DistributedDataParallel: one that goes when its group was destroyed may hang in torch.
+        model = nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         batch, wanted = torch.randn(64, 256), torch.randint(10, (64,))
         began = spent = 0.0
@@ -177,6 +177,8 @@ class Rank:
                 began, spent = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch), wanted).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
             optimizer.step()
             if call is not None:
                 call.ping()

@@ -63,6 +63,7 @@ PLATFORMS = ("manylinux_2_39_x86_64", "manylinux2014_x86_64", "any")
 RANKS = 4
 SOFT_S = 2.0
 LIMIT_S = 40.0
+TRAINING_LIMIT_S = 300.0
 PR_SET_CHILD_SUBREAPER = 36
 
 OF_DEFAULT = 0.1
@@ -349,8 +350,11 @@ def training(stage: Scene, options: argparse.Namespace) -> list[str]:
     for tool in (OURS, AS_IT_COMES):
         job = stage.job(tool, "training", 2, options.pairs, steps=options.steps)
         ranks = [stage.start(tool, json.dumps(job), str(rank)) for rank in range(2)]
-        for rank in ranks:
-            rank.communicate()
+        try:
+            for rank in ranks:
+                rank.communicate(timeout=TRAINING_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"benchmark: {tool.package} does not end; see --log") from None
         blocks = [each for each in events(job[5]) if each["rank"] == 0]
         if len(blocks) != 2 * options.pairs:
             raise SystemExit(f"benchmark: {len(blocks)} blocks of {tool.package}; see --log")
