@@ -103,6 +103,7 @@ def train(training: Training, call: CallWrapper) -> None:
     if rank == 0:
         print(f"final test accuracy {right:.4f}", flush=True)
     time.sleep(0.1)  # as in train_digits.py
+    del model  # before its group: torch may hang in the other order
     dist.destroy_process_group()
 
 
