@@ -423,6 +423,7 @@ def main() -> int:
     options = parser.parse_args()
     # Whatever a rank leaves behind becomes a child of this process, and ends with it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     install()
     with scene(options.log) as stage:
         failures = [
