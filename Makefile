@@ -6,7 +6,7 @@
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
 #   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs on several hosts through every loss, as root (network namespaces)
-#   make training  the demo, the example's training and a job of JAX, as tests
+#   make training  the demo, the examples' trainings, and jobs of torch and JAX, as tests
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
@@ -39,7 +39,7 @@ hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
 
 training: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -m training tests/examples tests/heartbeat $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -m training tests/examples tests/heartbeat tests/inprocess $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.training
 HELPER = Path(__file__).parent.parent / "helpers" / "torch_beats.py"
 Survivors = Callable[[str], list[Any]]
 SUMS = [2**40, 2**40 + 1, 2**40 + 2]

@@ -33,7 +33,6 @@ ETCD = (
 )
 """Where tests share an etcd."""
 TOGETHER = (
-    "tests/heartbeat/test_torch_exchange.py::",
     "tests/inprocess/test_torch_abort.py::",
     "tests/inprocess/test_wrapped_collectives.py::",
     "tests/inprocess/test_wrapper.py::",
@@ -51,7 +50,6 @@ LONGEST = (
     "etcd",
     "tests/cli/test_run_config.py::test_flags_and_command_lines",
     "tests/inprocess/test_wrapper.py::",
-    "tests/heartbeat/test_torch_exchange.py::",
     "tests/inprocess/test_torch_abort.py::",
     "tests/inprocess/test_wrapped_collectives.py::",
     "tests/e2e/test_heartbeats.py::test_a_worker_that_hangs",

@@ -14,6 +14,7 @@ import pytest
 
 from regrow.inprocess import _torch_abort
 
+pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).parent.parent / "helpers" / "aborting_ranks.py"
 CALLS = (
     "all_reduce",

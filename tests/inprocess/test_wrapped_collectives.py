@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from storing import ServerThread
 from regrow.inprocess._service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_torch_ranks.py"
 
 
