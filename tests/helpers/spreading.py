@@ -33,6 +33,8 @@ ETCD = (
 )
 """Where tests share an etcd."""
 TOGETHER = (
+    "tests/inprocess/test_monitor.py::",
+    "tests/inprocess/test_wrapper.py::",
     "tests/inprocess/test_torch_abort.py::",
     "tests/inprocess/test_wrapped_collectives.py::",
     "tests/inprocess/test_wrapper.py::",
@@ -43,6 +45,7 @@ TOGETHER = (
     "tests/store/test_store_torch.py::",
     "tests/test_layers.py::",
     "tests/workers/test_context.py::",
+    "tests/workers/test_context_functions.py::",
 )
 """Files whose tests share something that costs: a server, a certificate, all sources as trees."""
 LONGEST = (
@@ -54,6 +57,10 @@ LONGEST = (
     "tests/inprocess/test_wrapped_collectives.py::",
     "tests/e2e/test_heartbeats.py::test_a_worker_that_hangs",
     "tests/store/test_store_torch.py::",
+    "tests/workers/test_context_functions.py::",
+    "tests/inprocess/test_wrapper.py::",
+    "tests/inprocess/test_monitor.py::",
+    "tests/e2e/test_heartbeats.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/rendezvous/test_etcd_cluster.py::",
     "tests/hosts/test_few_hosts.py::",
