@@ -14,7 +14,6 @@ import pytest
 
 from regrow.inprocess import _torch_abort
 
-pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).parent.parent / "helpers" / "aborting_ranks.py"
 CALLS = (
     "all_reduce",
@@ -29,7 +28,7 @@ CALLS = (
     "wait",
 )
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
