@@ -72,7 +72,7 @@ def _run(requests: Any, function: Callable[..., None], args: tuple[Any, ...]) ->
 
 
 def sleeping() -> None:
-    with expires(0.1, scope="sleep"):
+    with expires(0.5, scope="sleep"):
         time.sleep(100)
 
 
