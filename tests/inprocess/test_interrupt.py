@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -411,6 +412,34 @@ def test_a_destructor_is_completed_and_loses_no_exception(
         striker.strike(call, when=requests.awaited.is_set)
         with pytest.raises(RankShouldRestart):
             call.run(let_go)
+        assert striker.result()
+    assert completed == [True]
+
+
+def test_a_callback_of_the_collector_is_completed_and_loses_no_exception(
+    requests: Requests, striker: Striker
+) -> None:
+    completed = []
+    me = threading.get_ident()
+
+    def called(phase: str, _: object) -> None:
+        if phase == "start" and threading.get_ident() == me and not completed:
+            requests.await_some()
+            completed.append(True)
+
+    def collect() -> None:
+        gc.collect()
+        time.sleep(1000)
+
+    with Interrupter(requests.clock) as interrupter:
+        call = interrupter.call()
+        striker.strike(call, when=requests.awaited.is_set)
+        gc.callbacks.append(called)
+        try:
+            with pytest.raises(RankShouldRestart):
+                call.run(collect)
+        finally:
+            gc.callbacks.remove(called)
         assert striker.result()
     assert completed == [True]
 

@@ -14,11 +14,12 @@ when that frame is left, and from then on a late signal finds nothing to raise i
 
 What a handler can see, it can spare as well (`_Look`). Three kinds of code are given time, because
 an exception in them does harm that no restart heals: an import, which could not be repeated
-(`import torch` cannot); `__del__`, which loses the exception and the rest of its own work; and code
-that handles this very exception, a `finally` that closes a file: one that is interrupted once
-should be let clean up. And a function that is just taking or releasing a lock is let finish, as the
-lock would never be released (`Condition.__enter__`, and with it queues, are written in Python and
-have that gap). Code like that of the user's own has the risk that it has with Ctrl-C.
+(`import torch` cannot); `__del__` and callbacks of the collector, which lose the exception and the
+rest of their own work; and code that handles this very exception, a `finally` that closes a file:
+one that is interrupted once should be let clean up. And a function that is just taking or releasing
+a lock is let finish, as the lock would never be released (`Condition.__enter__`, and with it
+queues, are written in Python and have that gap). Code like that of the user's own has the risk that
+it has with Ctrl-C.
 
 An exception can get lost: user code catches everything and goes on, or C code that called Python
 has nobody to hand it to. So the request is repeated, at growing pauses, until the call is over.
@@ -35,6 +36,7 @@ is spared is judged from outside.
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import sys
 import threading
@@ -56,7 +58,7 @@ FIRST_PAUSE = 0.001
 LONGEST_PAUSE = 0.25
 """Seconds between two requests, at most. Each may end a system call of the thread's early."""
 PATIENCE = 10.0
-"""Seconds for code that should not be interrupted: an import, `__del__`, handling the exception."""
+"""Seconds for what should not be interrupted: imports, `__del__`, handling the exception."""
 LOOKS = 5
 """Looks that find a thread in the same call of a function that takes or releases something, after
 which it is not passing by but waits there, and is interrupted. The longest one that matters,
@@ -97,10 +99,12 @@ class _Look:
             handled: the exception that the thread handles, if any.
         """
         held = self._is_ours(handled)
+        collector = {getattr(each, "__code__", None) for each in gc.callbacks}
         frame: FrameType | None = top
         while frame is not None and frame is not guard:
             code = frame.f_code
             held = held or code.co_name == "__del__" or code.co_filename == _IMPORT
+            held = held or code in collector
             frame = frame.f_back
         if frame is None:
             return False
