@@ -33,6 +33,15 @@ SEED = 20261121
 
 
 @pytest.fixture(autouse=True)
+def _no_garbage_of_others() -> Iterator[None]:
+    """What other tests have left may have callbacks, in which an exception is lost."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
 def threads_take_turns_quickly() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)

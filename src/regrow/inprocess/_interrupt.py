@@ -41,8 +41,9 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 from regrow.timer._stacks import CANDIDATES, Signals
@@ -66,6 +67,13 @@ which it is not passing by but waits there, and is interrupted. The longest one 
 
 _PASSING = {"__enter__", "__exit__", "acquire", "release", "handle"}
 _IMPORT = "<frozen importlib._bootstrap>"
+_WEAK = {
+    code
+    for made in (weakref.WeakSet.__init__, weakref.WeakValueDictionary.__init__)
+    for code in made.__code__.co_consts
+    if isinstance(code, CodeType)
+}
+"""What weak collections do when the collector has taken one of theirs."""
 
 
 class RankShouldRestart(BaseException):
@@ -99,7 +107,7 @@ class _Look:
             handled: the exception that the thread handles, if any.
         """
         held = self._is_ours(handled)
-        collector = {getattr(each, "__code__", None) for each in gc.callbacks}
+        collector = _WEAK | {getattr(each, "__code__", None) for each in gc.callbacks}
         frame: FrameType | None = top
         while frame is not None and frame is not guard:
             code = frame.f_code
