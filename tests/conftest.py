@@ -38,9 +38,9 @@ for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "OMPI_COMM_WORLD_SIZE"):
 # How long an example takes, and in a fresh clone hypothesis's first look at its tables, says how
 # busy the machine is. `make soak` looks further, with --hypothesis-profile=soak.
 settings.register_profile(
-    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=25
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20
 )
-settings.register_profile("soak", settings.get_profile("unhurried"), max_examples=250)
+settings.register_profile("soak", settings.get_profile("unhurried"), max_examples=200)
 settings.load_profile("unhurried")
 
 

@@ -155,6 +155,7 @@ def test_without_an_agent_the_store_has_master_port_unless_torchrun_holds_it(
     assert [options["timeout"] for options in asked] == [300.0, 5.0]
 
 
+@pytest.mark.training
 def test_torchs_stores_have_our_barrier_and_carry_a_group(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(TORCH_STORES), str(tmp_path / "store")],
