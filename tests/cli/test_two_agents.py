@@ -120,45 +120,52 @@ def test_hosts_whose_number_is_fixed_stop_at_once_when_one_is_lost(hosts: Hosts)
     assert "its nodes are fixed, so no other takes its place" in said
 
 
-def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_is_named(
-    hosts: Hosts,
-) -> None:
-    # Rank 2 keeps the others waiting, of whom one of the other host is out of time first.
-    hangs = """\
+def hang_together(hosts: Hosts, trial: int) -> list[str]:
+    """Rank 2 keeps the others waiting, of whom one of the other host is out of time first.
+
+    Returns:
+        What each agent said.
+    """
+    hangs = f"""\
 import time
 from pathlib import Path
 from regrow.timer import expires
-attempt = os.environ["REGROW_ATTEMPT"]
-def load_batch(): open(f"{attempt}-{rank}", "w"), time.sleep(1000)
-def all_reduce(): open(f"{attempt}-{rank}", "w"), time.sleep(1000)
+here = "trial-{trial}-" + os.environ["REGROW_ATTEMPT"]
+def load_batch(): open(f"{{here}}-{{rank}}", "w"), time.sleep(1000)
+def all_reduce(): open(f"{{here}}-{{rank}}", "w"), time.sleep(1000)
 if rank == "2":
     load_batch()
-while rank == "1" and len(list(Path().glob(f"{attempt}-*"))) < 3:
+while rank == "1" and len(list(Path().glob(f"{{here}}-*"))) < 3:
     time.sleep(0.01)
 with expires(after=0.2 if rank == "1" else 1000, scope="step"):
     all_reduce()
 """
     flags = f"--nnodes 2 --nproc-per-node 2 {C10D} --timers --max-restarts 1"
-    agents = [
-        hosts.start(f"{flags} --log-dir logs-{rank} --node-rank {rank}", hangs) for rank in (0, 1)
-    ]
-    for number, agent in enumerate(agents):
-        code, said = hosts.ended(agent)
-        assert code == 1, said
+    logs = f"--log-dir logs-{trial}"
+    agents = [hosts.start(f"{flags} {logs}-{n} --node-rank {n}", hangs) for n in (0, 1)]
+    ended = [hosts.ended(agent) for agent in agents]
+    assert [code for code, _ in ended] == [1, 1], ended
+    return [said for _, said in ended]
+
+
+def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_is_named(
+    hosts: Hosts,
+) -> None:
+    for trial in range(5):  # on a busy machine a rank may have no processor within the 50 ms
+        both = hang_together(hosts, trial)
+        if not any("could not be asked" in said for said in both):
+            break
+    for number, said in enumerate(both):
         assert "rank      : 1 (local_rank: 1)" in said
         assert "traceback : timer step of 0.2 s was over by" in said
         assert 'train.py", line' in said
         # Of the last attempt, the host of the root cause hears no more.
-        story = said[said.index("failure 1 (attempt 0)") :]
-        odd = [
-            line
-            for line in story.splitlines()
-            if line.endswith("rank 2 alone stands in load_batch (train.py:9)")
-        ]
-        if "could not be asked" not in story:  # in 50 ms, which a busy machine may not have
-            assert len(odd) == number + 1, said
-            assert "compared         ranks 0, 1, 3 stand in all_reduce (train.py:10)" in said
-    assert len(list(hosts.folder.glob("logs-1/*/attempt_0/[01]/stacks.*.txt"))) == 2
+        story = said[said.index("failure 1 (attempt 0)") :].splitlines()
+        odd = "rank 2 alone stands in load_batch (train.py:9)"
+        assert sum(line.endswith(odd) for line in story) == number + 1, said
+        assert "compared         ranks 0, 1, 3 stand in all_reduce (train.py:10)" in said
+    stacks = hosts.folder.glob(f"logs-{trial}-1/*/attempt_0/[01]/stacks.*.txt")
+    assert len(list(stacks)) == 2
 
 
 def test_a_worker_that_fails_for_good_ends_all_agents_with_its_report(hosts: Hosts) -> None:
