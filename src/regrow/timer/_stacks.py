@@ -133,6 +133,9 @@ def _register() -> None:
     taken = signals.caught | signals.ignored
     inherited = _armed.marker
     if inherited:  # by a fork, with the handlers
+        for number in (inherited.one_thread, inherited.all_threads):
+            if not taken >> number - 1 & 1:  # lost since; faulthandler would not set it again
+                faulthandler.unregister(number)
         taken &= ~(1 << inherited.all_threads - 1 | 1 << inherited.one_thread - 1)
     free = [number for number in CANDIDATES if not taken >> number - 1 & 1]
     if len(free) < 2:
