@@ -5,14 +5,14 @@
 #   make lint      ruff and mypy --strict      make bench   beside torch, with the bounds checked
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
 #   make simulate  thousands of simulated jobs under faults, a million events and more
-#   make hosts     jobs on several hosts through every loss, as root (network namespaces)
-#   make training  the demo, the examples' trainings, and jobs of torch and JAX, as tests
+#   make hosts     jobs and an etcd on several hosts through every loss, as root (network namespaces)
+#   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
 # Test processes at once (of `hosts`, each has a job of four), more arguments for pytest, those of
 # the benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
-JOBS ?= 6
+JOBS ?= 8
 HOSTS_JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
@@ -36,10 +36,10 @@ test: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 hosts: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts tests/hosts $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts $(PYTEST_ARGS)
 
 training: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -m training tests/examples tests/heartbeat tests/inprocess $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -m training $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

@@ -81,6 +81,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
@@ -91,10 +96,15 @@ def part_of(path: Path) -> str:
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
 
-def imported(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
-    """The absolute names of the modules that `nodes` of a file import."""
+@cache
+def parts() -> set[str]:
+    return {part_of(source) for source in sources()}
+
+
+def imported(statements: Iterable[ast.AST], path: Path) -> Iterator[str]:
+    """The absolute names of the modules that `statements` of a file import."""
     package = ["regrow", *path.relative_to(SOURCE).parts[:-1]]
-    for node in nodes:
+    for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,27 +115,28 @@ def imported(nodes: Iterable[ast.AST], path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names if module == "regrow")
 
 
-def tops(nodes: Iterable[ast.AST], path: Path) -> set[str]:
-    """The top-level packages that `nodes` of a file import."""
-    return {module.partition(".")[0] for module in imported(nodes, path)}
+def tops(statements: Iterable[ast.AST], path: Path) -> set[str]:
+    """The top-level packages that `statements` of a file import."""
+    return {module.partition(".")[0] for module in imported(statements, path)}
 
 
 def for_the_type_checker_only(path: Path) -> list[ast.stmt]:
     """What stands under `if TYPE_CHECKING:`."""
     return [
         statement
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for node in nodes(path)
+        if isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
         for statement in node.body
     ]
 
 
 def parts_imported(path: Path) -> set[str]:
     """The parts of the package that a file imports, wherever in it."""
-    parts = {part_of(source) for source in sources()}
-    modules = [module.split(".") for module in imported(ast.walk(tree(path)), path)]
+    modules = [module.split(".") for module in imported(nodes(path), path)]
     found = {module[1] for module in modules if module[0] == "regrow" and len(module) > 1}
-    return found & parts
+    return found & parts()
 
 
 def test_imports_go_down_only() -> None:
@@ -143,14 +154,14 @@ def test_only_modules_named_for_torch_import_it() -> None:
     wrong = []
     for path in sources():
         unseen = {id(n) for s in for_the_type_checker_only(path) for n in ast.walk(s)}
-        seen = [node for node in ast.walk(tree(path)) if id(node) not in unseen]
+        seen = [node for node in nodes(path) if id(node) not in unseen]
         if "torch" not in path.stem and "torch" in tops(seen, path):
             wrong.append(name_of(path))
     assert wrong == []
 
 
 def test_nothing_is_pickled_but_functions_and_their_results() -> None:
-    pickling = {name_of(path) for path in sources() if NEVER & tops(ast.walk(tree(path)), path)}
+    pickling = {name_of(path) for path in sources() if NEVER & tops(nodes(path), path)}
     assert pickling <= set(MAY_PICKLE)
 
 
@@ -158,8 +169,12 @@ def test_wall_time_is_only_read_for_stamps() -> None:
     reading = {
         name_of(path)
         for path in sources()
-        for node in ast.walk(tree(path))
-        if (isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns"))
+        for node in nodes(path)
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr in ("time", "time_ns")
+            and ast.unparse(node.value) == "time"
+        )
         or (
             isinstance(node, ast.ImportFrom)
             and node.module == "time"
@@ -173,7 +188,7 @@ def test_no_host_name_is_looked_up_where_that_is_not_the_question() -> None:
     asking = {
         name_of(path)
         for path in sources()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in LOOK_UPS
     }
     assert asking <= set(MAY_LOOK_UP)

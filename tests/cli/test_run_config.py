@@ -134,6 +134,7 @@ def ask(module: str, questions: list[dict[str, Any]], folder: Path) -> dict[str,
     return answers
 
 
+@pytest.mark.training
 @pytest.mark.timeout(120)
 def test_flags_and_command_lines_mean_what_they_mean_to_torchrun(tmp_path: Path) -> None:
     (tmp_path / "file").touch()

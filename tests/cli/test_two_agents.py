@@ -17,7 +17,7 @@ from processes import PATIENCE, wait_until
 
 from regrow.utils import PortReservation
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 # Says where it is, and does what its file says.
 WORKER = """\

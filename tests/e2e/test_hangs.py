@@ -110,6 +110,7 @@ forever()
 """
 
 
+@pytest.mark.training
 @pytest.mark.timeout(120)
 def test_a_worker_in_a_collective_that_another_does_not_join_is_reaped(
     launch: Launch, record_property: Record

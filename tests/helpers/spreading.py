@@ -35,14 +35,10 @@ ETCD = (
 TOGETHER = (
     "tests/inprocess/test_monitor.py::",
     "tests/inprocess/test_wrapper.py::",
-    "tests/inprocess/test_torch_abort.py::",
-    "tests/inprocess/test_wrapped_collectives.py::",
-    "tests/inprocess/test_wrapper.py::",
     "tests/rendezvous/test_by_server.py::",
     "tests/store/test_store_abuse.py::",
     "tests/store/test_store_drops.py::",
     "tests/store/test_store_tls.py::",
-    "tests/store/test_store_torch.py::",
     "tests/test_layers.py::",
     "tests/workers/test_context.py::",
     "tests/workers/test_context_functions.py::",
@@ -51,19 +47,13 @@ TOGETHER = (
 LONGEST = (
     "torch",
     "etcd",
-    "tests/cli/test_run_config.py::test_flags_and_command_lines",
-    "tests/inprocess/test_wrapper.py::",
-    "tests/inprocess/test_torch_abort.py::",
-    "tests/inprocess/test_wrapped_collectives.py::",
     "tests/e2e/test_heartbeats.py::test_a_worker_that_hangs",
-    "tests/store/test_store_torch.py::",
     "tests/workers/test_context_functions.py::",
     "tests/inprocess/test_wrapper.py::",
     "tests/inprocess/test_monitor.py::",
     "tests/e2e/test_heartbeats.py::",
     "tests/rendezvous/test_by_server.py::",
-    "tests/rendezvous/test_etcd_cluster.py::",
-    "tests/hosts/test_few_hosts.py::",
+    "tests/rendezvous/test_backends.py::test_a_node_that_falls_silent",
 )
 """The units that take many seconds, the longest first."""
 

@@ -493,19 +493,25 @@ def calls_again_and_again(me: Rank) -> Any:
             me.seen.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
 
 
-RESTARTS = 60
+def restarts_twenty_times(me: Rank) -> Any:
+    return restarts(me, 20)
 
 
-def restarts_many_times(me: Rank) -> Any:
+def restarts_a_thousand_times(me: Rank) -> Any:
+    return restarts(me, 1000)
+
+
+def restarts(me: Rank, count: int) -> Any:
     """Fail in turn; note what the process holds after ten restarts, and at the end."""
+    faulthandler.dump_traceback_later(40 + count / 5, exit=True)
 
     @Wrapper()
     def function(call: CallWrapper) -> int:
-        if call.iteration in (10, RESTARTS):
+        if call.iteration in (10, count):
             gc.collect()
             held = len(os.listdir("/proc/self/fd")), threading.active_count()
             me.seen.append([*held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])
-        if call.iteration < RESTARTS:
+        if call.iteration < count:
             if call.iteration % 3 == me.initial:
                 raise Played("x")
             time.sleep(LONG)

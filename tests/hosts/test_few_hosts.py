@@ -1,4 +1,4 @@
-"""Jobs on three hosts whose workers import nothing: what is quick enough for every run."""
+"""Jobs on three hosts whose workers import nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from host_jobs import Job
 from netns import Host, Network, require_hosts
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from regrow.rendezvous._dynamic import DynamicRendezvousHandler
 from regrow.rendezvous._etcd import connect_job, create_handler
 from regrow.rendezvous._etcd_store import EtcdStore
 
+pytestmark = pytest.mark.hosts
+
 
 @pytest.fixture
 def cluster() -> Iterator[EtcdCluster]:

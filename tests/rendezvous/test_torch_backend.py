@@ -57,6 +57,7 @@ def test_nodes_meet_in_a_tcp_store_that_the_first_one_serves(
         assert node.shutdown()
 
 
+@pytest.mark.training
 def test_the_node_that_serves_the_store_leaves_last(port: int) -> None:
     program = (
         "import sys; from regrow.rendezvous import *;"

@@ -30,7 +30,7 @@ def outcome() -> dict[str, Any]:
     return found | {"stderr": done.stderr}
 
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
 
 
 @pytest.mark.parametrize("size", [2, 4])

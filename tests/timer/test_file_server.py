@@ -431,6 +431,7 @@ def test_a_server_that_was_never_started_is_stopped_as_well(rig: Rig) -> None:
 def test_a_server_that_is_forgotten_leaves_no_descriptor_and_its_pipe_to_the_next(
     rig: Rig,
 ) -> None:
+    gc.collect()  # what other tests have left
     before = sorted(os.listdir("/proc/self/fd"))
     server = WatchedServer(rig.path)
     del server
