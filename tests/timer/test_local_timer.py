@@ -377,6 +377,24 @@ def test_threads_of_a_worker_may_use_a_client_at_once(requests: Any) -> None:
     assert not client._unsent
 
 
+def test_a_request_may_come_while_a_thread_looks_for_the_first_that_is_not_sent(
+    requests: Any,
+) -> None:
+    class Crowded(dict[str, TimerRequest]):
+        """Gets another request while it is looked through."""
+
+        def values(self) -> Any:
+            values = iter(super().values())
+            self["from another thread"] = TimerRequest(os.getpid(), "from another thread", 2.0)
+            return values
+
+    client = LocalTimerClient(requests)
+    client._unsent = Crowded()
+    client.acquire("step", 1.0)
+    sent = MultiprocessingRequestQueue(requests).get(1, 30.0)
+    assert sent[0].scope_id == "step"
+
+
 def test_a_long_scope_still_fits_into_one_write(requests: Any) -> None:
     client = LocalTimerClient(requests)
     for end in "ab":

@@ -99,7 +99,9 @@ class LocalTimerClient(TimerClient):
 
     def _sent(self, patience: float) -> bool:
         """Send what is kept, waiting so many seconds for each; whether nothing is left."""
-        while (request := next(iter(self._unsent.values()), None)) is not None:
+        # Of a copy, which is made in one step: another thread, or a signal's handler in this one,
+        # adds requests while this one looks for the first.
+        while (request := next(iter(self._unsent.copy().values()), None)) is not None:
             if not self._room.acquire(timeout=patience):
                 return False
             written = None
