@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +95,18 @@ def test_a_timer_that_the_server_may_have_heard_of_is_released() -> None:
     backlog.next()  # it is written, and then an exception is raised
     backlog.add(release)
     assert backlog.next() is release
+
+
+def test_a_handler_may_add_a_request_while_the_next_is_looked_for() -> None:
+    class Crowded(dict[str, Message]):
+        """Gets another request while it is looked through."""
+
+        def values(self) -> Any:
+            values = iter(super().values())
+            self["handler"] = Message("handler", b"", True)
+            return values
+
+    backlog = Backlog()
+    backlog._unsent = Crowded()
+    backlog.add(Message("step", b"", True))
+    assert backlog.next() == Message("step", b"", True)

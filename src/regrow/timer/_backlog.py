@@ -42,7 +42,8 @@ class Backlog:
 
     def next(self) -> Message | None:
         """A request to send, if there is one; it stays until it is `sent`, whatever interrupts."""
-        message = next(iter(self._unsent.values()), None)
+        # Of a copy, which is made in one step: the handler of a signal may add a request here.
+        message = next(iter(self._unsent.copy().values()), None)
         if message is not None and message.arms:
             self._told.setdefault(message.scope, message)  # which nobody may come to say
         return message
