@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous._envelope import Envelope
     from regrow.rendezvous._news import Effect, Event
     from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.rendezvous._threads import Threads
     from regrow.store import Store
 
 _PAUSE_TO_REACH = 0.25  # seconds, between two tries to reach the backend
@@ -58,6 +59,7 @@ class NodesDriver:
         settings: how many nodes, and how long is too long.
         random: for the pauses.
         clock: seconds of this node's monotonic clock.
+        threads: whose locks to use.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class NodesDriver:
         settings: RendezvousSettings,
         random: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        threads: Threads = threading,
     ) -> None:
         self._backend = backend
         self._alive = backend if isinstance(backend, LivenessRendezvousBackend) else None
@@ -75,8 +78,8 @@ class NodesDriver:
         self._bounds = settings.bounds
         self._random = random or Random()
         self._clock = clock
-        self._shared = Shared(backend, settings, self._random, clock)
-        self._minding = threading.Lock()
+        self._shared = Shared(backend, settings, self._random, clock, threads)
+        self._minding = threads.Lock()
         self._ear = Ear()
         self._count = 0
         self._round_store: Any = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -45,11 +46,15 @@ from regrow.store import (
     StoreProtocolError,
     StoreSessionLost,
     StoreTimeout,
+    connect,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regrow.rendezvous._news import Event
     from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.rendezvous._threads import Threads
     from regrow.store import ServerProcess, Store, StoreClient
 
 CONNECT = 10.0
@@ -77,6 +82,9 @@ class ServerDriver:
         timeout: as `reach`, which is called at once; None: the caller will, before all else.
         server: the server's process, if this node started it; the driver closes it.
         fixed: no node of the job may be replaced (`Round.fixed`).
+        clock: seconds of this node's monotonic clock.
+        threads: whose locks to use.
+        connect: makes a session; `regrow.store.connect`.
 
     Raises:
         RendezvousError: as `reach`.
@@ -90,6 +98,9 @@ class ServerDriver:
         server: ServerProcess | None = None,
         *,
         fixed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        threads: Threads = threading,
+        connect: Callable[..., StoreClient] = connect,
     ) -> None:
         bounds = settings.bounds
         self._where = where
@@ -104,12 +115,14 @@ class ServerDriver:
             fixed,
         )
         self._server = server
-        self._lock = threading.Lock()
+        self._clock = clock
+        self._new_line = partial(Line, threads=threads, connect=connect)
+        self._lock = threads.Lock()
         self._life = ""
         self._beats = 0
         self._heard: tuple[str, View] = ("", _NOTHING)
         self._round: Line | None = None
-        self._line = Line(where)
+        self._line = self._new_line(where)
         self._local_addr = where.addr or ""
         self._rounds_at = where
         if timeout is not None:
@@ -164,7 +177,7 @@ class ServerDriver:
     def round_store(self, round: int) -> Store:
         """See `Driver`."""
         self.end_round_store()
-        line = Line(self._rounds_at)
+        line = self._new_line(self._rounds_at)
         with self._lock:
             self._check()
             self._round = line
@@ -208,17 +221,17 @@ class ServerDriver:
     # ------------------------------------------------------------------ helpers
 
     def _ask(self, body: bytes, timeout: float, nudge: float | None = None) -> questions.Answer:
-        deadline = time.monotonic() + timeout
+        deadline = self._clock() + timeout
         while True:
             self._check()
             try:
-                client = self._line.client(max(deadline - time.monotonic(), 0.0))
+                client = self._line.client(max(deadline - self._clock(), 0.0))
             except StoreProtocolError as error:  # what listens there is not the server any more
                 raise RendezvousConnectionError(self._unreachable(error)) from error
             except StoreError as error:
                 raise self._failed(error) from error
             try:
-                return self._asked(client, body, max(deadline - time.monotonic(), 0.0), nudge)
+                return self._asked(client, body, max(deadline - self._clock(), 0.0), nudge)
             except StoreSessionLost:
                 self._line.drop(client)
             except StoreError as error:

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from regrow.store import StoreClosedError, StoreTimeout, connect
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from regrow.rendezvous._threads import Threads
     from regrow.store import StoreClient, Tls
 
 GRACE = 0.5
@@ -35,12 +38,24 @@ class Where(NamedTuple):
 
 
 class Line:
-    """A connection to a server, made anew by whoever needs it after it was dropped."""
+    """A connection to a server, made anew by whoever needs it after it was dropped.
 
-    def __init__(self, where: Where) -> None:
+    Args:
+        where: the server.
+        threads: whose locks to use.
+        connect: makes a session; `regrow.store.connect`.
+    """
+
+    def __init__(
+        self,
+        where: Where,
+        threads: Threads = threading,
+        connect: Callable[..., StoreClient] = connect,
+    ) -> None:
         self._where = where
-        self._lock = threading.Lock()
-        self._dialing = threading.Lock()
+        self._make = connect
+        self._lock = threads.Lock()
+        self._dialing = threads.Lock()
         self._client: StoreClient | None = None
         self._stop = -1
         self._ended = False
@@ -100,7 +115,7 @@ class Line:
             self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         client: StoreClient | None = None
         try:
-            client = connect(
+            client = self._make(
                 self._where.endpoint,
                 token=self._where.token,
                 tls=self._where.tls,

@@ -17,7 +17,6 @@ nothing that this node was told would mean anything in it.
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous._backend import RendezvousBackend, Token
     from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.rendezvous._threads import Threads
 
 T = TypeVar("T")
 
@@ -55,6 +55,7 @@ class Shared:
         settings: how many nodes, and how long is too long.
         random: for the pauses.
         clock: seconds of this node's monotonic clock.
+        threads: whose locks to use.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Shared:
         settings: RendezvousSettings,
         random: Random,
         clock: Callable[[], float],
+        threads: Threads,
     ) -> None:
         self._backend = backend
         self._watched = backend if isinstance(backend, WatchedRendezvousBackend) else None
@@ -70,9 +72,9 @@ class Shared:
         self._random = random
         self._clock = clock
         self._one_at_a_time: AbstractContextManager[Any] = (
-            threading.Lock() if self._watched is None else nullcontext()
+            threads.Lock() if self._watched is None else nullcontext()
         )
-        self._changed = threading.Condition()
+        self._changed = threads.Condition()
         self._data = b""
         self._token: Token | None = None
         self._last_call_took = 0.0

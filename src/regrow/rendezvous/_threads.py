@@ -1,0 +1,61 @@
+"""The locks at which threads meet, passed in as clocks are.
+
+By default they are those of `threading`. A simulation gives others, in which a thread that blocks
+goes on when its virtual time has come.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+T = TypeVar("T")
+
+
+class Lock(Protocol):
+    """As `threading.Lock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class Condition(Protocol):
+    """As `threading.Condition`."""
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T: ...
+
+    def notify_all(self) -> None: ...
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(
+        self,
+        type: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+class Threads(Protocol):
+    """As the module `threading`, or what is needed of it."""
+
+    @property
+    def Lock(self) -> Callable[[], Lock]: ...
+
+    @property
+    def Condition(self) -> Callable[[], Condition]: ...
