@@ -95,8 +95,11 @@ class Agent(SimpleElasticAgent):
         if state is WorkerState.SUCCEEDED:
             return RunResult(state, return_values={0: "a", 1: "b"})
         if state is WorkerState.FAILED:
-            return RunResult(state, failures={1: ProcessFailure(1, 101, 3, "<N/A>")})
+            return RunResult(state, failures={1: self.failure()})
         return RunResult(state)
+
+    def failure(self) -> ProcessFailure:
+        return ProcessFailure(1, 101, 3, "<N/A>")
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         self.calls.append(f"shutdown {death_sig.name} {timeout}")
@@ -124,6 +127,17 @@ def test_a_failure_without_budget_is_the_result() -> None:
     assert result.is_failed()
     assert result.failures[1].exitcode == 3
     assert agent.calls == ["start", "stop", "shutdown SIGTERM 30"]
+
+
+def test_an_error_file_that_can_be_read_but_not_written_again_is_the_result() -> None:
+    class Nested(Agent):
+        def failure(self) -> ProcessFailure:
+            failed = super().failure()
+            for _ in range(10_000):  # the reader may stand less deep in calls than the writer
+                failed.error_file_data = {"message": failed.error_file_data}
+            return failed
+
+    assert Nested([FAILED], max_restarts=0).run().failures[1].exitcode == 3
 
 
 def test_a_connection_that_breaks_while_ranks_are_exchanged_costs_a_round_and_not_the_job(

@@ -11,13 +11,23 @@ from e2e_job import Job
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start `regrow run` on a script; `launch(script, *flags, nproc=2, env={})`."""
+    """Start `regrow run` on a script.
+
+    `launch(script, *flags, nproc=2, env={}, standalone=True)`
+    """
     jobs: list[Job] = []
 
-    def start(script: str, *flags: str, nproc: int = 2, env: dict[str, str] | None = None) -> Job:
+    def start(
+        script: str,
+        *flags: str,
+        nproc: int = 2,
+        env: dict[str, str] | None = None,
+        standalone: bool = True,
+    ) -> Job:
         folder = tmp_path / str(len(jobs))
         folder.mkdir()
-        job = Job(folder, script, [f"--nproc-per-node={nproc}", *flags], env or {})
+        given = [f"--nproc-per-node={nproc}", *flags]
+        job = Job(folder, script, given, env or {}, standalone)
         jobs.append(job)
         return job
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from e2e_job import Job, wait_gone
+
+from regrow.utils import PortReservation
 
 Launch = Callable[..., Job]
 
@@ -179,13 +182,15 @@ def test_a_signal_at_the_very_start_leaves_nothing_behind(
     assert later.finish() == 128 + signum, later.output
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_workers_are_being_stopped_for_a_restart_ends_the_job(
-    launch: Launch,
+    launch: Launch, signum: signal.Signals
 ) -> None:
     job = launch(
         """
 def stubborn(*_):
     tell("stopping")
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, stubborn)
 tell("pid", os.getpid())
 forever()
@@ -195,16 +200,36 @@ forever()
     )
     os.kill(pids(job)[0], signal.SIGKILL)
     assert job.news(1)[0][2] == "stopping"
-    job.signal(signal.SIGTERM)
-    assert job.finish() == 128 + signal.SIGTERM, job.output
+    job.signal(signum)
+    assert job.finish() == 128 + signum, job.output
     assert len(job.events("attempt.started")) == 1
 
 
-def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(launch: Launch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(
+    launch: Launch, signum: signal.Signals
+) -> None:
     job = launch("tell('x')\nsys.exit(1)\n", "--max-restarts=100", nproc=1)
-    job.news(4)
-    job.signal(signal.SIGTERM)
-    assert job.finish() == 128 + signal.SIGTERM, job.output
+    job.news(2)
+    pause = job.await_event("job.restarting", lambda event: event["delay_s"] > 0)
+    job.signal(signum)
+    assert job.finish() == 128 + signum, job.output
+    assert pause["restart_count"] == 2
+    assert len(job.events("attempt.started")) == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_others_are_waited_for_ends_the_job(
+    launch: Launch, signum: signal.Signals
+) -> None:
+    with PortReservation() as port:
+        meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port.port}"]
+        job = launch("tell('started')", *meeting, nproc=1, standalone=False)
+        job.await_event("job.started")
+        job.signal(signum)
+        assert job.finish() == 128 + signum, job.output
+    assert job.events("attempt.started") == []
+    assert "Traceback" not in job.stderr
 
 
 def test_a_second_ctrl_c_ends_the_grace_at_once(launch: Launch) -> None:
@@ -289,12 +314,13 @@ if ATTEMPT == 0:
     os.kill(pids(job)[1], signal.SIGKILL)
     assert job.finish() == 0, job.output
     assert "No space left on device" in job.stderr
-    stored = "".join(path.read_text() for path in tiny_disk.glob("*/attempt_0/*/stdout.log"))
-    shown = job.stdout + job.stderr
     for rank in (0, 1):
-        for i in (0, 10000, 19999):
-            line = f"line {i} of rank {rank}\n"
-            assert line in stored or line in shown, line
+        (log,) = tiny_disk.glob(f"*/attempt_0/{rank}/stdout.log")
+        # It was cut off anywhere in a line, and the console goes on from there.
+        shown = re.findall(rf"^\[default{rank}\]:(.*\n)", job.stdout, re.MULTILINE)
+        assert log.read_text() + "".join(shown) == "".join(
+            f"line {i} of rank {rank}\n" for i in range(20000)
+        )
 
 
 def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch) -> None:
@@ -355,3 +381,39 @@ else:
     root = [event["rank"] for event in job.events("worker.failed") if event["root_cause"]]
     assert root == [0]
     assert "the first thing that went wrong" in job.stderr
+
+
+def test_error_files_that_are_broken_hide_no_failure(launch: Launch) -> None:
+    job = launch(
+        """
+path = os.environ["TORCHELASTIC_ERROR_FILE"]
+content = [
+    None,
+    b"\\x93\\xfa\\x00\\xff",
+    b'{"message": {"mess',
+    b'{"message": "' + b"x" * (8 << 20) + b'"}',
+    '{"message": "über"}'.encode("latin-1"),
+    b'{"message": {"message": "\\\\ud800 half a pair", "extraInfo": {"timestamp": NaN}}}',
+][RANK]
+if content is None:
+    os.mkdir(path)
+else:
+    open(path, "wb").write(content)
+tell("pid", os.getpid())
+forever()
+""",
+        nproc=6,
+    )
+    os.kill(pids(job, 6)[0], signal.SIGKILL)
+    assert job.finish() == 1, job.output
+    said = {event["rank"]: event["message"] for event in job.events("worker.failed")}
+    assert said.pop(0).startswith("Signal 9 (SIGKILL)")
+    broken = [
+        "is not valid JSON: 'utf-8' codec can't decode",
+        "is not valid JSON: Unterminated string",
+        "is longer than 4194304 bytes",
+        "is not valid JSON: 'utf-8' codec can't decode",
+        "half a pair",
+    ]
+    assert all(why in said[rank] for rank, why in enumerate(broken, 1)), said
+    assert "Root Cause (first observed failure):" in job.stderr

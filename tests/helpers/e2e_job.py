@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from processes import wait_until
 
 DEADLINE_S = 40.0
 _IN_MODIFY = 2
@@ -37,7 +40,14 @@ def forever():
 class Job:
     """One `regrow run` and what becomes of it."""
 
-    def __init__(self, folder: Path, script: str, flags: list[str], env: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        script: str,
+        flags: list[str],
+        env: dict[str, str],
+        standalone: bool = True,
+    ) -> None:
         self.log_dir = folder / "logs"
         self.script = folder / "train.py"
         self.script.write_text(PRELUDE + script)
@@ -48,7 +58,9 @@ class Job:
         self._news = os.open(news, os.O_RDWR | os.O_NONBLOCK)
         self._unread = b""
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", "regrow.run", "--standalone"]
+        command = [sys.executable, "-m", "regrow.run"]
+        if standalone:
+            command.append("--standalone")
         if not any(flag.startswith("--log-dir") for flag in flags):
             command += ["--log-dir", str(self.log_dir)]
         with self._stdout.open("wb") as out, self._stderr.open("wb") as err:
@@ -101,15 +113,18 @@ class Job:
         events = [json.loads(line) for line in path.read_text().splitlines()]
         return [event for event in events if event["name"] == f"regrow.{name}"]
 
-    def await_event(self, name: str) -> dict[str, Any]:
-        """The first recorded event called `regrow.<name>`, as soon as there is one."""
+    def await_event(
+        self, name: str, like: Callable[[dict[str, Any]], bool] = lambda _: True
+    ) -> dict[str, Any]:
+        """The first recorded event called `regrow.<name>` that is `like`, as soon as there is."""
         deadline = time.monotonic() + DEADLINE_S
+        wait_until(lambda: any(self.log_dir.glob("*/events.jsonl")), "a log of events")
         (path,) = self.log_dir.glob("*/events.jsonl")
         libc = ctypes.CDLL(None, use_errno=True)
         watch = libc.inotify_init1(os.O_CLOEXEC)
         try:
             assert libc.inotify_add_watch(watch, os.fsencode(path), _IN_MODIFY) >= 0
-            while not (found := self.events(name)):
+            while not (found := list(filter(like, self.events(name)))):
                 left = deadline - time.monotonic()
                 assert select.select([watch], [], [], max(0, left))[0], f"no {name}; {self.output}"
                 os.read(watch, 4096)

@@ -20,7 +20,10 @@ SINCE_EPOCH = "%Y-%m-%d_%H:%M:%S"
 
 def error_file(folder: Path, content: Any, name: str = "error.json") -> str:
     path = folder / name
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
     return str(path)
 
 
@@ -97,14 +100,20 @@ def test_failures_do_not_share_what_they_say() -> None:
         ("{half", "is not valid JSON: Expecting property name"),
         ("", "is not valid JSON: Expecting value"),
         ("\x00", "is not valid JSON"),
-        ("[" * 100_000, "is not valid JSON"),
+        (b"\x93\xfa\x00\xff", "is not valid JSON: 'utf-8' codec can't decode"),
+        (
+            '{"message": "\u00e4"}'.encode("latin-1"),
+            "is not valid JSON: 'utf-8' codec can't decode",
+        ),
+        pytest.param("[" * 100_000, "is not valid JSON", id="deep"),
+        pytest.param(b" " * (4 << 20) + b"{}", "is longer than 4194304 bytes", id="huge"),
         ("[1]", "has no message"),
         ('{"text": 1}', "has no message"),
         ('{"message": 5}', "has no message"),
     ],
 )
 def test_an_error_file_of_no_use_is_the_message_and_loses_no_job(
-    tmp_path: Path, content: str, why: str
+    tmp_path: Path, content: str | bytes, why: str
 ) -> None:
     path = error_file(tmp_path, content)
     failure = ProcessFailure(0, 12, 1, path, exited_monotonic=5.0)
@@ -116,6 +125,25 @@ def test_an_error_file_of_no_use_is_the_message_and_loses_no_job(
     assert str(killed.message).startswith(
         f"Signal 9 (SIGKILL) received by PID 12; error file {path} {why}"
     )
+
+
+def test_an_error_file_that_cannot_be_read_is_the_message(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.symlink_to("/proc/self/mem")  # nobody, root included, can read its first byte
+    failure = ProcessFailure(0, 12, 1, str(path))
+    assert failure.summary == f"error file {path} cannot be read: Input/output error"
+
+
+def test_a_directory_in_the_place_of_the_error_file_is_none(tmp_path: Path) -> None:
+    assert ProcessFailure(0, 12, 3, str(tmp_path)).summary == "exit code 3"
+
+
+def test_a_message_of_megabytes_is_shown_in_part(tmp_path: Path) -> None:
+    failure = ProcessFailure(0, 12, 1, error_file(tmp_path, {"message": "x" * (1 << 20)}))
+    assert failure.summary == "x" * 2000 + "..."
+    report = str(ChildFailedError("t", {0: failure}))
+    assert f"traceback : [... {(1 << 20) - (64 << 10)} characters cut ...]" in report
+    assert len(report) < 70_000
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,11 @@ def test_a_childs_error_of_the_flat_format_is_passed_on_as_it_is(
     assert "exit code 7 is not added" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [None, "{broken"])
+NESTED = 100_000
+DEEP = f'{{"message": {"[" * NESTED}{"]" * NESTED}}}'
+
+
+@pytest.mark.parametrize("content", [None, "{broken", DEEP], ids=["none", "broken", "deep"])
 def test_a_childs_error_that_cannot_be_passed_on_masks_nothing(
     tmp_path: Path, error_file: Path, content: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:

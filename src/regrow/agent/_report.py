@@ -14,6 +14,7 @@ import signal
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.workers import ProcessFailure
+from regrow.workers.errors._failure import tail
 
 if TYPE_CHECKING:
     from regrow.agent._standing import Standing
@@ -58,7 +59,7 @@ def encode(
     room = _TRACEBACK
     while True:
         if traceback is not None:
-            fields["traceback"] = _tail(traceback, room)
+            fields["traceback"] = tail(traceback, room)
         text = json.dumps(fields)
         if len(text) <= MAX_BYTES:
             return text
@@ -104,12 +105,6 @@ def _fields(report: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return fields if isinstance(fields, dict) else None
-
-
-def _tail(text: str, room: int) -> str:
-    if len(text) <= room:
-        return text
-    return f"[... {len(text) - room} characters cut ...]\n{text[len(text) - room :]}"
 
 
 def _of(fields: dict[str, Any], name: str, kind: type[T]) -> T | None:

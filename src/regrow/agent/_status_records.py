@@ -13,6 +13,7 @@ from regrow import events
 from regrow.agent._types import RunResult, Worker, WorkerGroup, WorkerState
 from regrow.events import Event, EventSource
 from regrow.metrics import put_metric
+from regrow.utils import to_json
 
 if TYPE_CHECKING:
     from regrow.timer._file_request import FileTimerRequest
@@ -56,7 +57,7 @@ class StatusRecords:
                     self._get_worker_state(worker, result),
                     EventSource.WORKER,
                     worker,
-                    raw_error=json.dumps(failure.error_file_data) if failure else None,
+                    raw_error=to_json(failure.error_file_data) if failure else None,
                     exit_code=failure.exitcode if failure else None,
                     worker_pid=failure.pid if failure else None,
                 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from regrow.workers.errors._failure import NOT_AVAILABLE, first_of
+from regrow.workers.errors._failure import NOT_AVAILABLE, first_of, tail
 
 if TYPE_CHECKING:
     from regrow.workers.errors._failure import ProcessFailure
 
+MAX_MESSAGE = 64 << 10  # characters, of each failure
 MAX_RULE_WIDTH = 60
 
 
@@ -78,7 +79,7 @@ def _entry(index: int, rank: int, failure: ProcessFailure) -> str:
     message = failure.message
     if isinstance(message, dict):
         message = failure.traceback or str(message.get("message", NOT_AVAILABLE))
-    message = message.replace("\n", "\n  ")
+    message = tail(message, MAX_MESSAGE).replace("\n", "\n  ")
     return (
         f"[{index}]:\n"
         f"  time      : {failure.timestamp_isoformat()}\n"

@@ -23,6 +23,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 NOT_AVAILABLE = "<N/A>"
+#: Of an error file; more than any message has, and little enough for an agent to hold.
+MOST_BYTES = 4 << 20
+#: Characters of a message that stand for it where there is room for a line.
+LONGEST_LINE = 2000
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 
 
@@ -67,23 +71,19 @@ class ProcessFailure:
                     "retryability": "False",
                 }
         else:
-            try:
-                data, written = _read(self.error_file)
-            except OSError as error:
-                self.message = self._broken(f"cannot be read: {error.strerror}")
-            except (ValueError, RecursionError) as error:
-                self.message = self._broken(f"is not valid JSON: {error}")
-            else:
+            data, fault, written = read_error_file(self.error_file)
+            if written is not None:
                 failed = min(failed, now - max(0.0, wall - written))
-                message = data.get("message") if isinstance(data, dict) else None
-                if isinstance(data, dict) and isinstance(message, (str, dict)):
-                    self.error_file_data = data
-                    self.message = message or self._how_it_ended()
-                    stamp, precise = _stamps(data)
-                    if precise is not None and 0 <= precise <= now:
-                        failed = min(precise, self.exited_monotonic or now)
-                else:
-                    self.message = self._broken("has no message")
+            if fault is not None:
+                text = f"error file {self.error_file} {fault}"
+                died = self.exitcode < 0
+                self.message = f"{self._how_it_ended()}; {text}" if died else text
+            else:
+                self.error_file_data = data
+                self.message = data["message"] or self._how_it_ended()
+                stamp, precise = _stamps(data)
+                if precise is not None and 0 <= precise <= now:
+                    failed = min(precise, self.exited_monotonic or now)
         self.failed_monotonic = failed
         self.timestamp = stamp if stamp is not None else int(wall - (now - failed))
 
@@ -138,7 +138,8 @@ class ProcessFailure:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
             return self._how_it_ended()
-        return lines[-1] if lines[0].startswith("Traceback ") else lines[0]
+        line = lines[-1] if lines[0].startswith("Traceback ") else lines[0]
+        return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}..."
 
     @property
     def traceback(self) -> str | None:
@@ -178,18 +179,37 @@ class ProcessFailure:
             return NO_TRACEBACK
         return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
 
-    def _broken(self, how: str) -> str:
-        """The message for an error file of no use, which may be all there is to go by."""
-        text = f"error file {self.error_file} {how}"
-        return text if self.exitcode >= 0 else f"{self._how_it_ended()}; {text}"
 
+def read_error_file(path: str) -> tuple[dict[str, Any], str | None, float | None]:
+    """Read an error file, whatever a worker left there.
 
-def _read(path: str) -> tuple[Any, float]:
-    """What is in an error file, and when it was written (seconds since the epoch)."""
+    Returns:
+        its content, why that is of no use, and when it was written (seconds since the epoch).
+    """
     import json
 
-    with open(path, "rb") as file:
-        return json.load(file), os.fstat(file.fileno()).st_mtime
+    try:
+        with open(path, "rb") as file:
+            written = os.fstat(file.fileno()).st_mtime
+            text = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        return {}, f"cannot be read: {error.strerror}", None
+    if len(text) > MOST_BYTES:
+        return {}, f"is longer than {MOST_BYTES} bytes, so it is not read", written
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return {}, f"is not valid JSON: {error}", written
+    if not isinstance(data, dict) or not isinstance(data.get("message"), (str, dict)):
+        return {}, "has no message", written
+    return data, None, written
+
+
+def tail(text: str, room: int) -> str:
+    """A text of at most `room` characters, and of a longer one its end."""
+    if len(text) <= room:
+        return text
+    return f"[... {len(text) - room} characters cut ...]\n{text[len(text) - room :]}"
 
 
 def _stamps(data: dict[str, Any]) -> tuple[int | None, float | None]:

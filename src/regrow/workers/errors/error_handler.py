@@ -94,22 +94,20 @@ class ErrorHandler:
         path = self._get_error_file_path()
         if not path:
             return
-        import json
+        from regrow.workers.errors._failure import read_error_file
 
-        try:
-            with open(rootcause_error_file, "rb") as file:
-                error = json.load(file)
-        except (OSError, ValueError, RecursionError) as problem:
-            _complain(f"the child's error file {rootcause_error_file} is not passed on: {problem}")
+        error, fault, _ = read_error_file(rootcause_error_file)
+        if fault is not None:
+            _complain(f"the child's error file {rootcause_error_file} is not passed on: it {fault}")
             return
-        if error_code and isinstance(error, dict):
+        if error_code:
             self.override_error_code_in_rootcause_data(rootcause_error_file, error, error_code)
         self._write_json(path, error)
 
     def _write_json(self, path: str, data: object) -> None:
-        import json
+        from regrow.utils import to_json
 
-        self._write_error_file(path, json.dumps(data))
+        self._write_error_file(path, to_json(data))
 
     def _write_error_file(self, file_path: str, error_msg: str) -> None:
         """Put the text in place of whatever the file had; a failure is one line on stderr."""
