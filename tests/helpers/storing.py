@@ -18,10 +18,11 @@ PATIENCE = 30.0
 
 
 class ServerThread:
-    """A `StoreServer` in a thread of the test, with its log."""
+    """A `StoreServer` in a thread of the test, with its log; on a unix socket if given a `path`."""
 
     def __init__(self, **options: Any) -> None:
         self.token = options.pop("token", None) or make_token()
+        self._path: str = options.pop("path", "")
         self.log: list[str] = []
         self.endpoint = ""
         self._logged = threading.Condition()
@@ -35,7 +36,8 @@ class ServerThread:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.server = StoreServer(self.token, log=self._note, **self._options)
-        self.endpoint = await self.server.listen()
+        path = self._path
+        self.endpoint = await (self.server.listen_unix(path) if path else self.server.listen())
         self._ready.set()
         await self._stop.wait()
         await self.server.close()

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -226,10 +227,16 @@ def test_every_question_has_one_answer_and_nothing_is_left_behind(
 
 
 def shaken(
-    server: ServerThread, grace: float = 0.0, resume: bytes = b""
+    server: ServerThread, grace: float = 0.0, resume: bytes = b"", source: str = "127.0.0.1"
 ) -> tuple[socket.socket, wire.Welcome]:
     """A raw connection that is through the handshake, and how it was welcomed."""
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
+    path = server.endpoint.removeprefix("unix:")
+    if path != server.endpoint:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(PATIENCE)
+        sock.connect(path)
+    else:
+        sock = socket.create_connection(("127.0.0.1", server.port), PATIENCE, (source, 0))
     stream = sock.makefile("rb")
     nonce = bytes(handshake.NONCE)
     sock.sendall(handshake.PREAMBLE + nonce)
@@ -291,17 +298,52 @@ def test_a_question_survives_a_broken_connection(server: ServerThread, book: Not
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_a_service_learns_whether_a_connection_was_closed_or_reset(
-    server: ServerThread, book: Notebook, reset: bool
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
+def test_a_service_learns_whether_a_connection_was_closed_or_reset_by_who_knows_whom(
+    server: ServerThread, book: Notebook, reset: bool, source: str
 ) -> None:
-    sock, _ = shaken(server)
+    sock, _ = shaken(server, source=source)
     sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
     eventually(lambda: bool(book.parked))
     if reset:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
-    ended = "ended, not closed" if reset else "ended"
+    # The server's address is 127.0.0.1: from another one, anybody on the way may have reset it.
+    closed = not reset or source == "127.0.0.1"
+    ended = "ended" if closed else "ended, not closed"
     eventually(lambda: book.told[-1] == f"{ended}: its connection broke")
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_a_process_of_this_host_that_dies_with_answers_unread_has_closed_its_connection(
+    serve: Serve, book: Notebook, tmp_path: Path, unix: bool
+) -> None:
+    path = {"path": str(tmp_path / "store")} if unix else {}
+    server = serve(services={"book": book}, **path)
+    sock, _ = shaken(server)
+    for id, text in enumerate((b"echo:x", b"park:a"), 1):
+        sock.sendall(wire.frame(wire.Ask(id, "book", text)))
+    eventually(lambda: bool(book.parked))
+    assert sock.recv(1, socket.MSG_PEEK)  # the answer is there, so the kernel resets
+    sock.close()
+    eventually(lambda: book.told[-1] == "ended: its connection broke")
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_an_answer_to_a_process_of_this_host_that_has_died_shows_its_end(
+    serve: Serve, book: Notebook, tmp_path: Path, unix: bool
+) -> None:
+    path = {"path": str(tmp_path / "store")} if unix else {}
+    server = serve(services={"book": book}, **path)
+    sock, _ = shaken(server)
+    sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
+    eventually(lambda: bool(book.parked))
+    book._actions["close"] = sock.close  # in the server's thread, just before it answers
+    other, _ = shaken(server)
+    for id, text in enumerate((b"do:close", b"answer:a"), 1):
+        other.sendall(wire.frame(wire.Ask(id, "book", text)))
+    eventually(lambda: book.told[-1] == "ended: its connection broke")
+    other.close()
 
 
 def test_that_a_client_is_cut_off_is_no_word_of_its_end(

@@ -7,9 +7,10 @@ answered yet is parked here; when a phase of the group is over, all who wait for
 once, with an answer that is encoded once.
 
 **Who is living.** A rank lives as long as the session of the process that joined it. When its side
-closes the connection, as the kernel does for a process that ends, and does not come back within the
-grace that the session asked for, the rank is TERMINATED. One that fell silent is UNRESPONSIVE once
-the kernel has given up its connection, and the session's grace is over. A process that is there
+closes the connection, as the kernel does for a process that ends, or on this host resets it, and
+does not come back within the grace that the session asked for, the rank is TERMINATED. One that
+fell silent is UNRESPONSIVE once the kernel has given up its connection, and the session's grace is
+over; so is one whose connection was reset on its way through a network. A process that is there
 after all, over another session, is believed if nobody has counted it out meanwhile.
 
 **Whose word counts.** All clients hold the job's token, and none is trusted to be free of mistakes.

@@ -11,6 +11,10 @@ while its client does not read the answers, nothing more is read from it, so TCP
 client wait. What is sent to it all the same (answers to blocked calls) is bounded by
 `Limits.outgoing_bytes`; beyond that it is cut off. A message is decoded only when all of
 it is there, and a length over the limit is refused before a byte of it is stored.
+
+A process that ends has its connections closed by its kernel, or reset where it had not read all. A
+reset says as much as an end does where both sides are on this host; over a network, what stands
+between them resets connections, too.
 """
 
 from __future__ import annotations
@@ -54,18 +58,23 @@ class Peer(asyncio.BufferedProtocol):
         """Bytes of `_out`."""
         self.session: Session | None = None
         self.closed = False
-        """Whether the other side has closed it."""
+        """Whether the other side has closed it, or its kernel for it."""
 
     # ------------------------------------------------------- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         sock = transport.get_extra_info("socket")
-        if sock.family != socket.AF_UNIX:
+        self._here = sock.family == socket.AF_UNIX
+        if not self._here:
             keep_alive(sock)
+            near, far = (transport.get_extra_info(f"{end}name") for end in ("sock", "peer"))
+            self._here = bool(near and far) and near[0] == far[0]
         self._server.connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._here and isinstance(exc, ConnectionResetError | BrokenPipeError):
+            self.closed = True
         self._closing = True
         self._rest.clear()
         if self._farewell is not None:

@@ -19,8 +19,9 @@ A session is named by an object that is good for nothing but to be compared and 
 appears with its first question. `suspended` says that its connection broke and `resumed` that it
 is back; `ended` is final and comes once, without a `suspended` before it if the client said
 goodbye. It says whether the client's side closed the connection, as the kernel does for a process
-that ends. One that was reset, timed out or was cut off here proves nothing of the client. Sessions
-that never asked this service are none of its business.
+that ends; on this host a reset is a close, too. One that was reset from elsewhere, timed out or was
+cut off here proves nothing of the client. Sessions that never asked this service are none of its
+business.
 
 A service that raises has a mistake in it. It harms whoever asked, who is told; the server, its
 other sessions and later questions go on.
