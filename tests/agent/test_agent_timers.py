@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,7 +237,7 @@ def launch(configured: LaunchConfig, script: str) -> ChildFailedError:
 
 def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None:
     error = launch(config(os.devnull), HANG.format(first=""))
-    assert "traceback : timer step of 0.5 s was over by" in str(error)
+    assert re.search(r"traceback : timer step of 0\.[45]\d* s was over by", str(error))
     assert ", in <module>\n" in str(error)
 
 
@@ -252,7 +253,7 @@ for n in range(3):
         time.sleep(0.1)
 """
     error = launch(config(str(tmp_path)), HANG.format(first=first))
-    assert "traceback : timer step of 0.5 s was over by" in str(error)
+    assert re.search(r"traceback : timer step of 0\.[45]\d* s was over by", str(error))
     waiting = [thread for thread in threading.enumerate() if thread.name == "regrow-hang"]
     assert len(waiting) == 1
     (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")

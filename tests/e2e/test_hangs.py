@@ -19,6 +19,9 @@ from processes import wait_until
 
 from regrow.events import read_events, story
 
+# Of 0.1 or 0.2 s, and less by the time that a busy machine took from there to the timer.
+OVER = r"timer step of 0\.[0-2]\d* s was over by"
+
 Launch = Callable[..., Job]
 Record = Callable[[str, object], None]
 
@@ -87,7 +90,7 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     record_property("from deadline to death, s", dead - deadline)
     assert story(read_events(job.log_dir)).render() in job.stderr
     told = " ".join(job.stderr.split())
-    assert re.search(r"rank 0 .* hung: timer step of 0\.2 s was over by .* killed by SIGKILL", told)
+    assert re.search(rf"rank 0 .* hung: {OVER} .* killed by SIGKILL", told)
     assert f"stood {stood}" in told
     if wait != SUSPENDED:
         assert "in wait" in stacks_of(job)
@@ -130,7 +133,7 @@ def test_without_restarts_left_the_stack_is_the_traceback_of_the_root_cause(
     job = launch(hang(SLEEP), "--timers", nproc=1)
     assert job.finish() == 1, job.output
     _, _, root = job.stderr.partition("Root Cause (first observed failure):")
-    assert "traceback : timer step of 0.2 s was over by" in root
+    assert re.search(f"traceback : {OVER}", root)
     assert re.search(r'File ".*/train\.py", line \d+, in wait\n', root)
     assert "SIGKILL" in root
 
@@ -333,7 +336,7 @@ main()
         nproc=1,
     )
     assert job.finish() == 1, job.output
-    assert "traceback : timer step of 0.2 s was over by" in job.stderr
+    assert re.search(f"traceback : {OVER}", job.stderr)
     assert "stood            in main (train.py:" in job.stderr
 
 
@@ -358,7 +361,7 @@ def test_a_worker_that_ends_of_its_timers_signal_is_explained(
     assert job.finish() == 1, job.output
     (failed,) = job.events("worker.failed")
     assert (failed["signal"], failed["exit_code"]) == (signum, -signal.SIGTERM if signum else 3)
-    assert failed["message"].startswith("timer step of 0.1 s was over by")
+    assert re.match(OVER, failed["message"])
     fate = "killed by SIGTERM" if signum else "sent SIGTERM"
     assert f"so it was {fate}" in " ".join(job.stderr.split())
 

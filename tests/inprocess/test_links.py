@@ -310,9 +310,12 @@ def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
     try:
         for call in (links[0].wait_completed, links[0].follow, links[0].done):
             for turn in range(12):
-                with pytest.raises(Interrupt):
+                with pytest.raises((Interrupt, RuntimeError)) as raised:
                     interrupted(call, 5e-5 * 1.5**turn)
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
+                # threading.Condition does not hold its lock any more if it is interrupted while it
+                # takes it again, and says so instead.
+                assert Interrupt in (raised.type, type(raised.value.__context__))
     finally:
         signal.signal(signal.SIGALRM, before)
     links[1].completed(0)
