@@ -130,14 +130,8 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
         ("--nnodes 1:2:3 train.py", 'nnodes=1:2:3 is not in "MIN:MAX" format'),
         ("--nnodes 3:2 train.py", "nnodes=3:2"),
         ("--nnodes 0 train.py", "nnodes=0"),
-        ("--nproc-per-node 0 train.py", "--nproc-per-node: 0 is no number of workers"),
         ("--nproc-per-node 1.5 train.py", "Unsupported nproc_per_node value: 1.5"),
-        ("--max-restarts -1 train.py", "max_restarts must be >= 0"),
         ("--max-restarts many train.py", "--max-restarts: 'many' is not a whole number"),
-        ("--monitor-interval 0 train.py", "--monitor-interval: 0.0 must be more than 0"),
-        ("--shutdown-timeout -1 train.py", "--shutdown-timeout: -1 must not be negative"),
-        ("--heartbeat 0 train.py", "--heartbeat: 0.0 is no period; give the seconds between two"),
-        ("--heartbeat nan train.py", "--heartbeat: nan is no period"),
         ("--rdzv-conf timeout train.py", "'timeout' must have a value"),
         ("--redirects 4 train.py", "4"),
         ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),
@@ -157,6 +151,45 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_started(
     assert out == ""
     assert not launcher.launched
     assert sorted(os.listdir(place)) == ["train.py"]
+
+
+HUGE = f"1{'0' * 40}"
+BEYOND = f"1{'0' * 400}"  # no float
+
+
+@pytest.mark.parametrize(
+    ("flag", "values", "words"),
+    [
+        ("--nproc-per-node", ["0", "-1", "10001", HUGE, BEYOND], "is no number of workers"),
+        ("--nproc-per-node", ["nan", "inf", "1e3"], "Unsupported nproc_per_node value"),
+        ("--nnodes", ["0", "-1", "0:3"], "there must be at least 1 node"),
+        ("--nnodes", ["1000001", f"1:{HUGE}", BEYOND], "a job has at most 1000000 nodes"),
+        ("--nnodes", ["nan", "inf", "1:1e3"], "is neither a number of nodes nor MIN:MAX"),
+        ("--node-rank", ["-1", "1000000", HUGE, BEYOND], "is no rank; give 0 to 999999"),
+        ("--node-rank", ["nan", "inf", "1.0"], "is not a whole number"),
+        ("--max-restarts", ["-1"], "max_restarts must be >= 0"),
+        ("--max-restarts", [HUGE, BEYOND], "is too many; give at most 1000000000"),
+        ("--max-restarts", ["nan", "inf"], "is not a whole number"),
+        ("--master-port", ["-1", "65536", HUGE, BEYOND], "is no port"),
+        ("--shutdown-timeout", ["-1"], "--shutdown-timeout must be non-negative, got -1"),
+        ("--shutdown-timeout", ["1000001", HUGE, BEYOND], "must be at most 1000000 seconds"),
+        ("--shutdown-timeout", ["nan", "inf"], "is not a whole number"),
+        ("--monitor-interval", ["0", "-1", "nan", "inf", "1e7", BEYOND], "must be more than 0"),
+        ("--heartbeat", ["0", "-1", "nan", "inf", "1e12", "86401", BEYOND], "is no period; give"),
+        ("--local-ranks-filter", ["nan", "0,inf"], "is not a list of local ranks"),
+    ],
+)
+def test_a_number_that_makes_no_job_is_one_line_and_exit_code_2(
+    flag: str,
+    values: list[str],
+    words: str,
+    launcher: Launcher,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for value in values:
+        assert main(["run", f"{flag}={value}", "train.py"]) == 2, value
+        assert words in said_one_line(capfd.readouterr().err)
+    assert not launcher.launched
 
 
 @pytest.mark.parametrize(

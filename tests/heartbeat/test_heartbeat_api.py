@@ -132,6 +132,7 @@ def test_a_step_is_a_number() -> None:
     ("options", "why"),
     [
         ({"period": 0.0}, "period=0.0: give a number of seconds"),
+        ({"period": 1e12}, "give a number of seconds greater than zero, and at most 1000000"),
         ({"period": float("nan")}, "period=nan"),
         ({"timeout": -1.0}, "timeout=-1.0"),
         ({"start_timeout": 0.0}, "start_timeout=0.0"),

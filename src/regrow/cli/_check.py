@@ -12,7 +12,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 
 from regrow.cli._flags import FLAGS
-from regrow.launch._config import heartbeat_fault
+from regrow.launch._config import grace_fault, heartbeat_fault
+from regrow.utils._limits import LONGEST_S, MOST_FAILURES, MOST_NODES, MOST_WORKERS
 
 
 def script_fault(args: Namespace, environ: Mapping[str, str], cwd: str) -> str | None:
@@ -48,24 +49,39 @@ def _program_fault(program: str, environ: Mapping[str, str], cwd: str) -> str | 
 
 
 def number_fault(args: Namespace) -> str | None:
-    """Whether the numbers can make a job."""
-    try:
-        if int(args.nproc_per_node) < 1:
-            return (
-                f"--nproc-per-node: {args.nproc_per_node} is no number of workers; give 1 or more"
-            )
-    except ValueError:
-        pass  # a kind of device; counting them finds one at least, or fails
+    """Whether the numbers can make a job; nodes and failures below zero are torch's to refuse."""
+    workers = _number(args.nproc_per_node)  # None: a kind of device, of which there is one at least
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        return (
+            f"--nproc-per-node: {args.nproc_per_node} is no number of workers; give 1 to"
+            f" {MOST_WORKERS}"
+        )
+    if any((_number(nodes) or 0) > MOST_NODES for nodes in args.nnodes.split(":")):
+        return f"--nnodes: {args.nnodes} is too many; a job has at most {MOST_NODES} nodes"
+    if not 0 <= args.node_rank < MOST_NODES:
+        return f"--node-rank: {args.node_rank} is no rank; give 0 to {MOST_NODES - 1}"
+    if args.max_restarts > MOST_FAILURES:
+        return f"--max-restarts: {args.max_restarts} is too many; give at most {MOST_FAILURES}"
     heartbeat = getattr(args, "heartbeat", None)
     if heartbeat is not None and (fault := heartbeat_fault(heartbeat)):
         return f"--heartbeat: {fault}"
-    if args.monitor_interval <= 0:
-        return f"--monitor-interval: {args.monitor_interval} must be more than 0 seconds"
-    if args.shutdown_timeout is not None and args.shutdown_timeout < 0:
-        return f"--shutdown-timeout: {args.shutdown_timeout} must not be negative; it is in seconds"
+    if not 0 < args.monitor_interval <= LONGEST_S:
+        return (
+            f"--monitor-interval: {args.monitor_interval} must be more than 0 seconds, and at most"
+            f" {LONGEST_S}"
+        )
+    if args.shutdown_timeout is not None and (fault := grace_fault(args.shutdown_timeout)):
+        return f"--shutdown-timeout {fault}"
     if args.master_port is not None and not 0 <= args.master_port <= 65535:
         return f"--master-port: {args.master_port} is no port; ports are 0 to 65535"
     return None
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
 
 
 def file_fault(args: Namespace) -> str | None:

@@ -24,6 +24,7 @@ from regrow.heartbeat._store_exchange import StoreExchange
 from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, timeout_of
 from regrow.heartbeat._world import world
 from regrow.utils import get_logger
+from regrow.utils._limits import LONGEST_S
 
 if TYPE_CHECKING:
     from regrow.heartbeat._exchange import AllReduce, Exchange, Meeting, Progress
@@ -215,8 +216,11 @@ def _check(plan: Plan, on_stall: str) -> None:
         ("timeout", plan.timeout),
         ("start_timeout", plan.start_timeout),
     ):
-        if not 0.0 < value < threading.TIMEOUT_MAX:
-            raise ValueError(f"{name}={value}: give a number of seconds greater than zero")
+        if not 0.0 < value <= LONGEST_S:
+            raise ValueError(
+                f"{name}={value}: give a number of seconds greater than zero, and at most"
+                f" {LONGEST_S}"
+            )
     if on_stall not in ("report", "fatal"):
         raise ValueError(f"on_stall={on_stall!r}: give 'report' or 'fatal'")
 

@@ -7,12 +7,12 @@ working with the import changed.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from regrow.utils._limits import LONGEST_S
 from regrow.utils._signals import DEFAULT_SIGNALS
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ DEFAULT_RDZV_TIMEOUT_S = 900
 DEFAULT_SHUTDOWN_TIMEOUT_S = 30
 #: Seconds; a shorter period notices nothing sooner, as an exchange may take two seconds and more.
 SHORTEST_PERIOD_S = 0.1
+#: Seconds, one day: a worker that is missing for three of them ends the job.
+LONGEST_PERIOD_S = 86_400
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -73,8 +75,8 @@ class LaunchConfig:
             addition.
 
     Raises:
-        ValueError: `shutdown_timeout` is negative, the environment variable is no integer, or
-            `heartbeat` is no such number.
+        ValueError: `shutdown_timeout` is negative or beyond eleven days, the environment variable
+            is no integer, or `heartbeat` is no number from 0.1 to 86400.
     """
 
     min_nodes: int
@@ -116,20 +118,27 @@ class LaunchConfig:
             self.logs_specs = DefaultLogsSpecs()
         if self.shutdown_timeout is None:
             self.shutdown_timeout = _shutdown_timeout_from_env()
-        if self.shutdown_timeout < 0:
-            raise ValueError(f"shutdown_timeout must be non-negative, got {self.shutdown_timeout}")
+        if fault := grace_fault(self.shutdown_timeout):
+            raise ValueError(f"shutdown_timeout {fault}")
         if self.heartbeat is not None and (fault := heartbeat_fault(self.heartbeat)):
             raise ValueError(f"heartbeat: {fault}")
 
 
 def heartbeat_fault(period: float) -> str | None:
     """Why a number of seconds is no period of heartbeats; None: it is one."""
-    if not SHORTEST_PERIOD_S <= period < math.inf:
+    if not SHORTEST_PERIOD_S <= period <= LONGEST_PERIOD_S:
         return (
-            f"{period} is no period; give the seconds between two heartbeats, at least"
-            f" {SHORTEST_PERIOD_S}, e.g. 10"
+            f"{period} is no period; give the seconds between two heartbeats, from"
+            f" {SHORTEST_PERIOD_S} to {LONGEST_PERIOD_S}, e.g. 10"
         )
     return None
+
+
+def grace_fault(seconds: float) -> str | None:
+    """Why a number of seconds is no time for workers to stop; None: it is one."""
+    if seconds < 0:
+        return f"must be non-negative, got {seconds}"
+    return f"must be at most {LONGEST_S} seconds, got {seconds}" if seconds > LONGEST_S else None
 
 
 def _shutdown_timeout_from_env() -> int:

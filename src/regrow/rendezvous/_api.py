@@ -363,7 +363,7 @@ class RendezvousParameters:
             return None
         try:
             return int(value)
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(
                 f"The rendezvous configuration option '{key}' does not represent a valid integer "
                 f"value. Got {value!r}."

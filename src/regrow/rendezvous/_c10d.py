@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from regrow.rendezvous._config import timeout_option
+from regrow.rendezvous._config import timeout_option, wanted_rank
 from regrow.rendezvous._credentials import credentials
 from regrow.rendezvous._errors import RendezvousConnectionError
 from regrow.rendezvous._settings import read_settings
@@ -80,7 +80,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         settings,
         backend=params.backend,
         local_addr=params.local_addr,
-        node_rank=params.get_as_int("rank"),
+        node_rank=wanted_rank(params),
         credentials=shared,
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from regrow.utils._limits import LONGEST_S, MOST_NODES
+
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
 
@@ -62,6 +64,8 @@ def unknown_config_keys(backend: str, keys: Iterable[str]) -> list[str]:
 def timeout_option(params: RendezvousParameters, *keys: str, default: float) -> float:
     """Return the first of the configured keys as a number of seconds, or the default.
 
+    Whoever says more than `LONGEST_S` wants to wait for ever, and waits for that long.
+
     Raises:
         ValueError: the value is not a number greater than zero.
     """
@@ -78,5 +82,17 @@ def timeout_option(params: RendezvousParameters, *keys: str, default: float) -> 
                 f"The rendezvous configuration option '{key}' must be a number of seconds greater "
                 f"than zero. Got {value!r}."
             )
-        return seconds
+        return min(seconds, LONGEST_S)
     return default
+
+
+def wanted_rank(params: RendezvousParameters) -> int | None:
+    """Return the node rank that this node would like, if it says one.
+
+    Raises:
+        ValueError: it is no rank.
+    """
+    rank = params.get_as_int("rank")
+    if rank is not None and not 0 <= rank < MOST_NODES:
+        raise ValueError(f"the node rank {rank} must be from 0 to {MOST_NODES - 1}")
+    return rank

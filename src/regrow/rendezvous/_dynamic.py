@@ -21,6 +21,7 @@ from regrow.rendezvous._api import (
     RendezvousParameters,
     info_of,
 )
+from regrow.rendezvous._config import wanted_rank
 from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._member import Member
 from regrow.rendezvous._settings import (
@@ -309,7 +310,7 @@ def create_handler(
     """
     try:
         return over_backend(
-            store, backend, read_settings(params), params.local_addr, params.get_as_int("rank")
+            store, backend, read_settings(params), params.local_addr, wanted_rank(params)
         )
     except Exception as error:
         from regrow import events

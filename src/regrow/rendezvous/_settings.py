@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._patience import Bounds
 from regrow.utils import get_logger
+from regrow.utils._limits import LONGEST_S
 
 if TYPE_CHECKING:
     from regrow.rendezvous._api import RendezvousParameters
@@ -135,6 +136,12 @@ class RendezvousSettings:
                 f"keep_alive_max_attempt ({self.keep_alive_max_attempt}) must be at least 1: so "
                 f"many beats of a node may fail to come before it is given up"
             )
+        if self.keep_alive_max_attempt > LONGEST_S / self.keep_alive_interval.total_seconds():
+            raise ValueError(
+                f"keep_alive_interval ({self.keep_alive_interval}) times keep_alive_max_attempt "
+                f"({self.keep_alive_max_attempt}) must be at most {LONGEST_S} s: so long the "
+                f"workers of a host that was cut off may run on"
+            )
 
     @property
     def bounds(self) -> Bounds:
@@ -179,18 +186,15 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
         params.min_nodes,
         params.max_nodes,
         RendezvousTimeout(
-            _span(join),
-            _span(last_call),
-            _span(timeout_option(params, "close_timeout", default=CLOSE)),
-            _span(timeout_option(params, "heartbeat_timeout", "heartbeat", default=HEARTBEAT)),
+            timedelta(seconds=join),
+            timedelta(seconds=last_call),
+            timedelta(seconds=timeout_option(params, "close_timeout", default=CLOSE)),
+            timedelta(
+                seconds=timeout_option(params, "heartbeat_timeout", "heartbeat", default=HEARTBEAT)
+            ),
         ),
-        _span(timeout_option(params, "keep_alive_interval", default=KEEP_ALIVE)),
+        timedelta(seconds=timeout_option(params, "keep_alive_interval", default=KEEP_ALIVE)),
         MISSES if misses is None else misses,
-        _span(timeout_option(params, "reconnect_timeout", default=RECONNECT)),
-        _span(grace),
+        timedelta(seconds=timeout_option(params, "reconnect_timeout", default=RECONNECT)),
+        timedelta(seconds=grace),
     )
-
-
-def _span(seconds: float) -> timedelta:
-    # Beyond this a timedelta overflows; whoever says so wants to wait for ever.
-    return timedelta(seconds=min(seconds, 1e9))

@@ -33,6 +33,7 @@ from regrow.rendezvous._round import watched
 from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
 from regrow.store._own_secret import is_loopback
 from regrow.utils import get_logger
+from regrow.utils._limits import LONGEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,6 +137,7 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
         raise ValueError(
             f"The read timeout must be a positive integer. Got {params.get('read_timeout')!r}."
         )
+    timeout = min(timeout, LONGEST_S)
     asked = params.get_as_bool("is_host")
     tries, taken = Tries(host, asked, timeout), ""
     while True:
