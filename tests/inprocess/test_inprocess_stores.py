@@ -14,7 +14,10 @@ import pytest
 from storing import PATIENCE, Background, ServerThread
 
 import regrow.store as stores
+from regrow.inprocess._assignment import RankAssignmentCtx
+from regrow.inprocess._exchange import Exchange
 from regrow.inprocess.attribution import Interruption, InterruptionRecord
+from regrow.inprocess.state import State
 from regrow.inprocess.store import BarrierOverflow, BarrierTimeout, PrefixStore, TCPStore
 from regrow.store import MemoryStore
 
@@ -38,9 +41,39 @@ def test_a_barrier_opens_when_all_ranks_are_there(store: PrefixStore, name: str)
     assert [call.result() for call in early] == [None, None]
 
 
-def test_a_barrier_names_who_is_missing(store: PrefixStore) -> None:
-    with pytest.raises(BarrierTimeout, match=r"2 of 3 ranks \(0, 2\) did not come to the barrier"):
-        store.barrier(1, "here", 3, timedelta(seconds=0.05))
+@pytest.mark.parametrize("come", [{"rank": 2}, {"ranks": [2]}, {"ranks": [2, 2]}])
+@pytest.mark.parametrize("name", ["barrier", "reentrant_barrier"])
+def test_code_of_both_generations_comes_to_a_barrier(
+    store: PrefixStore, name: str, come: dict[str, Any]
+) -> None:
+    barrier: Callable[..., None] = getattr(store, name)
+    barrier([0, 1], "here", 3, timedelta())  # for others, and not to wait
+    barrier(group_name="here", rendezvous_count=3, timeout=LONG, timeout_chunk=LONG, **come)
+
+
+def test_a_barrier_that_is_told_who_has_to_come_names_who_is_missing(store: PrefixStore) -> None:
+    with pytest.raises(BarrierTimeout, match=r"^2 of 3 ranks \(4, 7\) did not come to the barr"):
+        store.barrier(2, "here", 3, 0.02, expected=(2, 4, 7))
+    with pytest.raises(BarrierTimeout, match=r"^1 of 3 ranks \(1\) did not come"):
+        store.iteration_barrier(ranks=(0, 2), rendezvous_count=3, timeout=0.02)
+
+
+def test_a_barrier_that_is_not_told_who_has_to_come_names_who_did(store: PrefixStore) -> None:
+    said = r"^1 of 3 ranks did not come to the barrier 'here' within 0\.02 s; there came 5, 7$"
+    with pytest.raises(BarrierTimeout, match=said):
+        store.barrier(ranks=(7, 5), group_name="here", rendezvous_count=3, timeout=0.02)
+
+
+def test_the_wait_of_a_barrier_may_be_without_a_bound(store: PrefixStore) -> None:
+    early = Background(store.iteration_barrier, 0, 2, timedelta.max)
+    store.iteration_barrier(1, 2, timedelta.max)
+    early.result()
+
+
+def test_ranks_that_number_themselves_name_the_living_that_are_missing(store: PrefixStore) -> None:
+    ctx = RankAssignmentCtx(State(rank=3, world_size=5), store, {0, 1})
+    with pytest.raises(BarrierTimeout, match=r"2 of 3 ranks \(2, 4\) did not come"):
+        Exchange(ctx, "keys", timedelta(seconds=0.02)).gather("")
 
 
 def test_a_barrier_takes_no_rank_twice_and_none_too_many(store: PrefixStore) -> None:
@@ -80,12 +113,22 @@ def test_what_is_recorded_is_read_by_all_and_by_this_iteration_alone() -> None:
     assert same.is_any_rank_interrupted()
     assert same.get_terminated_ranks() == {2, 4, 5}
     assert same.get_initial_rank(0) == 7
+    assert same.get_initial_ranks([0]) == [7]
+    same.wait_for_interrupted(LONG)
+    same.wait_for_completed(LONG)
     assert same.get_heartbeats([0, 1]) == [0, 1]
     assert same.is_any_rank_completed()
     assert next.get_interruption_records() == []
     assert next.get_terminated_ranks() == set()
     assert not next.is_any_rank_interrupted()
     assert not next.is_any_rank_completed()
+
+
+def test_that_an_iteration_was_interrupted_can_be_recorded_without_saying_how() -> None:
+    store = PrefixStore(0, MemoryStore())
+    store.record_interrupted()
+    assert store.is_any_rank_interrupted()
+    assert store.get_interruption_records() == []
 
 
 def test_ranks_that_are_through_are_counted_and_none_has_to_wait_for_that() -> None:

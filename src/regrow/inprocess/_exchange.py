@@ -12,7 +12,7 @@ a lost rank has made none of the earlier ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -36,7 +36,14 @@ class SharedStore(Protocol):
         ...
 
     def barrier(
-        self, rank: int, /, group_name: str, rendezvous_count: int, timeout: timedelta
+        self,
+        rank: int,
+        /,
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        *,
+        expected: Iterable[int],
     ) -> None:
         """Come to a barrier as `rank`, and wait until `rendezvous_count` ranks are there."""
 
@@ -56,7 +63,7 @@ class Exchange:
         self._name = f"{name}_{ctx.store.exchanges}"
         self._store: SharedStore = ctx.store
         self._rank = ctx.state.rank
-        self._ranks = ctx.state.world_size - len(ctx.terminated_ranks)
+        self._living = set(range(ctx.state.world_size)) - ctx.terminated_ranks
         self._timeout = timeout
 
     def count(self, key: str, fits: Callable[[int], object]) -> set[int]:
@@ -92,6 +99,7 @@ class Exchange:
         self._store.barrier(
             self._rank,
             group_name=f"{self._name}:{what}",
-            rendezvous_count=self._ranks,
+            rendezvous_count=len(self._living),
             timeout=self._timeout,
+            expected=self._living,
         )

@@ -1,31 +1,39 @@
 """Records and barriers over any c10d store, of torch or of regrow.
 
-A barrier here is a counter: every rank adds one, whoever completes it sets a key, and all wait for
-that key. So what a rank sends and receives does not grow with the number of ranks; only who is late
-asks for each of them, to name the missing.
-
 torch.distributed.Store has a `barrier` of its own in newer releases, of another meaning, and in a
 class that names torch's store first, as the reference's do, it would stand before ours. A class
 that has the mixin has its methods, whatever else it inherits from, unless it defines one itself.
+
+To a barrier, code of the first generation comes with `rank=`, one number, and today's with
+`ranks=`, several. Both are taken.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from regrow.store import StoreTimeout
-
-from ._link import BarrierOverflow, BarrierTimeout
+from ._barriers import Ranks, Time, append, is_there, meet, read
 from .attribution import InterruptionRecord
 
 if TYPE_CHECKING:
     from regrow.store import Store
 
-SHOWN: Final = 8
-"""How many missing ranks an error names."""
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _either(method: Method) -> Method:
+    """Have a method that takes `ranks` take `rank` instead, too."""
+
+    @wraps(method)
+    def called(self: StoreMixin, *args: Any, **named: Any) -> None:
+        if "rank" in named and "ranks" not in named:
+            named["ranks"] = named.pop("rank")
+        method(self, *args, **named)
+
+    return cast("Method", called)
 
 
 class StoreMixin:
@@ -44,103 +52,109 @@ class StoreMixin:
 
     # ------------------------------------------------------------------ barriers
 
+    @_either
     def initial_barrier(
-        self, rank: int, rendezvous_count: int, timeout: timedelta | float, **ignored: Any
+        self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
-        """Meet before the first iteration; see `barrier`."""
-        StoreMixin.barrier(self, rank, "initial", rendezvous_count, timeout)
+        """Meet before the first iteration, all ranks from 0 on; see `barrier`."""
+        everyone = range(rendezvous_count)
+        meet(_store(self), "initial", ranks, rendezvous_count, timeout, expected=everyone)
 
-    def iteration_barrier(
-        self, rank: int, rendezvous_count: int, timeout: timedelta | float, **ignored: Any
-    ) -> None:
-        """Meet at the beginning of an iteration; see `barrier`."""
-        StoreMixin.barrier(self, rank, "iteration", rendezvous_count, timeout)
-
+    @_either
     def completion_barrier(
-        self, rank: int, rendezvous_count: int, timeout: timedelta | float, **ignored: Any
+        self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
-        """Meet when the function has returned; see `barrier`."""
-        StoreMixin.barrier(self, rank, "completion", rendezvous_count, timeout)
+        """Meet when the function has returned, all ranks from 0 on; see `barrier`."""
+        everyone = range(rendezvous_count)
+        meet(_store(self), "completion", ranks, rendezvous_count, timeout, expected=everyone)
 
+    @_either
+    def iteration_barrier(
+        self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
+    ) -> None:
+        """Meet at the beginning of an iteration, all ranks from 0 on; see `reentrant_barrier`."""
+        everyone = range(rendezvous_count)
+        meet(
+            _store(self),
+            "iteration",
+            ranks,
+            rendezvous_count,
+            timeout,
+            expected=everyone,
+            again=True,
+        )
+
+    @_either
     def termination_barrier(
-        self, rank: int, rendezvous_count: int, timeout: timedelta | float, **ignored: Any
+        self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
-        """Meet when an iteration has failed; see `reentrant_barrier`."""
-        StoreMixin.reentrant_barrier(self, rank, "termination", rendezvous_count, timeout)
+        """Meet when an iteration has failed, all ranks from 0 on; see `reentrant_barrier`."""
+        everyone = range(rendezvous_count)
+        meet(
+            _store(self),
+            "termination",
+            ranks,
+            rendezvous_count,
+            timeout,
+            expected=everyone,
+            again=True,
+        )
 
+    @_either
     def barrier(
         self,
-        rank: int,
+        ranks: Ranks,
         group_name: str,
         rendezvous_count: int,
-        timeout: timedelta | float,
-        timeout_chunk: timedelta | float | None = None,
+        timeout: Time,
+        timeout_chunk: Time | None = None,
+        *,
+        expected: Iterable[int] | None = None,
     ) -> None:
         """Wait until `rendezvous_count` ranks have come here.
 
         Args:
-            rank: who comes; each rank once.
+            ranks: who comes, each rank once: one, or several that this process comes for.
             group_name: names the barrier; the same on all ranks.
             rendezvous_count: how many have to come.
-            timeout: how long to wait for the last one.
+            timeout: how long to wait for the last one; 0: come, and do not wait.
             timeout_chunk: accepted and not needed: nothing is polled.
+            expected: who has to come, for the error to name the missing; else it names who came.
 
         Raises:
-            BarrierTimeout: not all came; says who is missing.
-            BarrierOverflow: more came, or this rank came before.
+            BarrierTimeout: not all came; says who.
+            BarrierOverflow: more came, or one of these ranks came before.
         """
-        key = f"barrier/{group_name}"
-        if _store(self).add(f"{key}/rank/{rank}", 1) > 1:
-            raise BarrierOverflow(f"rank {rank} comes to the barrier {group_name!r} a second time")
-        self._meet(key, group_name, rendezvous_count, timeout)
+        meet(_store(self), group_name, ranks, rendezvous_count, timeout, expected=expected)
 
+    @_either
     def reentrant_barrier(
         self,
-        rank: int,
+        ranks: Ranks,
         group_name: str,
         rendezvous_count: int,
-        timeout: timedelta | float,
-        timeout_chunk: timedelta | float | None = None,
+        timeout: Time,
+        timeout_chunk: Time | None = None,
+        *,
+        expected: Iterable[int] | None = None,
     ) -> None:
         """Wait as in `barrier`; a rank may come again, also when it had given up, and counts once.
 
         Somebody else may come in the name of a rank that cannot.
         """
-        key = f"barrier/{group_name}"
-        if _store(self).add(f"{key}/rank/{rank}", 1) > 1:
-            self._wait(key, group_name, rendezvous_count, timeout)
-        else:
-            self._meet(key, group_name, rendezvous_count, timeout)
+        meet(
+            _store(self),
+            group_name,
+            ranks,
+            rendezvous_count,
+            timeout,
+            expected=expected,
+            again=True,
+        )
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
         """Say whether somebody has come to a barrier in the name of a rank."""
-        return _store(self).check([f"barrier/{group_name}/rank/{rank}"])
-
-    def _meet(self, key: str, name: str, count: int, timeout: timedelta | float) -> None:
-        store = _store(self)
-        came = store.add(f"{key}/came", 1)
-        if came > count:
-            raise BarrierOverflow(f"{came} ranks came to the barrier {name!r} of {count}")
-        if came == count:
-            store.set(f"{key}/over", b"1")
-        else:
-            self._wait(key, name, count, timeout)
-
-    def _wait(self, key: str, name: str, count: int, timeout: timedelta | float) -> None:
-        store = _store(self)
-        allowed = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        deadline = time.monotonic() + allowed.total_seconds()
-        try:
-            store.wait([f"{key}/over"], allowed)
-        except (StoreTimeout, RuntimeError) as error:  # torch's DistStoreError is the latter
-            if time.monotonic() < deadline:
-                raise
-            absent = [rank for rank in range(count) if not store.check([f"{key}/rank/{rank}"])]
-            named = ", ".join(map(str, absent[:SHOWN])) + (" ..." if len(absent) > SHOWN else "")
-            raise BarrierTimeout(
-                f"{len(absent)} of {count} ranks ({named}) did not come to the barrier {name!r} "
-                f"within {allowed.total_seconds():g} s"
-            ) from error
+        return is_there(_store(self), group_name, rank)
 
     # ------------------------------------------------------------------- records
 
@@ -152,6 +166,10 @@ class StoreMixin:
         """Return the initial rank of a rank of this iteration, once it is recorded."""
         return int(_store(self).get(f"initial_rank/{rank}"))
 
+    def get_initial_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Return the initial ranks of several, in their order; see `get_initial_rank`."""
+        return [StoreMixin.get_initial_rank(self, rank) for rank in ranks]
+
     def send_heartbeat(self, rank: int) -> None:
         """Count a sign of life of a rank."""
         _store(self).add(f"heartbeat/{rank}", 1)
@@ -160,35 +178,44 @@ class StoreMixin:
         """Return how many signs of life there were of each rank: compare two answers, no clocks."""
         return [_store(self).add(f"heartbeat/{rank}", 0) for rank in ranks]
 
-    def record_interrupted(self, record: InterruptionRecord | Iterable[InterruptionRecord]) -> None:
-        """Record what interrupted this iteration: one record, or several."""
-        records = [record] if isinstance(record, InterruptionRecord) else record
-        text = "".join(f"{one}\n" for one in records)
+    def record_interrupted(
+        self, records: InterruptionRecord | Iterable[InterruptionRecord] | None = None
+    ) -> None:
+        """Record what interrupted this iteration: one record, or several, or only that it was."""
+        if isinstance(records, InterruptionRecord):
+            records = [records]
+        text = "".join(f"{one}\n" for one in records or ())
         if text:
-            _append(_store(self), "interruptions", text)
+            append(_store(self), "interruptions", text)
+        if text or records is None:
+            _store(self).set("interrupted", b"1")
+
+    def wait_for_interrupted(self, timeout: timedelta) -> None:
+        """Wait until something has interrupted this iteration; the store's error if nothing has."""
+        _store(self).wait(["interrupted"], timeout)
 
     def get_interruption_records(self) -> list[InterruptionRecord]:
         """Return what interrupted this iteration, in the order in which it was recorded."""
-        lines = _read(_store(self), "interruptions").splitlines()
+        lines = read(_store(self), "interruptions").splitlines()
         return [InterruptionRecord.from_str(line) for line in lines]
 
     def is_any_rank_interrupted(self) -> bool:
         """Say whether anything interrupted this iteration."""
-        return _store(self).check(["interruptions"])
+        return _store(self).check(["interrupted"])
 
     def record_terminated_rank(self, rank: int) -> None:
         """Record that a rank takes no part any more."""
-        _append(_store(self), "terminated", f"{rank}\n")
+        append(_store(self), "terminated", f"{rank}\n")
 
     def record_terminated_ranks(self, ranks: Iterable[int]) -> None:
         """Record that these ranks take no part any more."""
         text = "".join(f"{rank}\n" for rank in ranks)
         if text:
-            _append(_store(self), "terminated", text)
+            append(_store(self), "terminated", text)
 
     def get_terminated_ranks(self) -> set[int]:
         """Return the ranks that take no part any more."""
-        return set(map(int, _read(_store(self), "terminated").split()))
+        return set(map(int, read(_store(self), "terminated").split()))
 
     def record_completed(self) -> None:
         """Record that some rank's function has returned."""
@@ -197,6 +224,10 @@ class StoreMixin:
     def is_any_rank_completed(self) -> bool:
         """Say whether some rank's function has returned."""
         return _store(self).check(["completed"])
+
+    def wait_for_completed(self, timeout: timedelta) -> None:
+        """Wait until some rank's function has returned; the store's error if none has."""
+        _store(self).wait(["completed"], timeout)
 
     @property
     def critical_ranks(self) -> tuple[int, ...]:
@@ -217,17 +248,3 @@ _OURS: Final = [name for name in vars(StoreMixin) if not name.startswith("_")]
 
 def _store(mixed: StoreMixin) -> Store:
     return cast("Store", mixed)
-
-
-def _append(store: Store, key: str, text: str) -> None:
-    """Append to a key; c10d's FileStore cannot, where nothing else is lost by a loop."""
-    try:
-        store.append(key, text)
-    except RuntimeError:
-        seen = b""
-        while (now := store.compare_set(key, seen, seen + text.encode())) != seen + text.encode():
-            seen = now
-
-
-def _read(store: Store, key: str) -> str:
-    return bytes(store.get(key)).decode() if store.check([key]) else ""
