@@ -48,7 +48,12 @@ def test_a_broken_inequality_is_named_with_its_values(arguments: Any, said: str)
         ({"store_kwargs": [1]}, r"store_kwargs=\[1\] is no dict or None"),
         ({"store_factory": 3}, "store_factory=3 cannot be called"),
         ({"enabled": 1}, "enabled=1 is no bool"),
-        ({"soft_time_out": seconds(1)}, "soft_time_out"),
+        (
+            {"soft_time_out": seconds(1)},
+            r"^Wrapper\(\) has no argument 'soft_time_out'; did you mean 'soft_timeout'\. "
+            r"It takes store_factory, .*, enabled$",
+        ),
+        ({"zzz": 1}, r"^Wrapper\(\) has no argument 'zzz'\. It takes store_factory, "),
     ],
 )
 def test_an_argument_of_the_wrong_type_is_named(arguments: Any, said: str) -> None:

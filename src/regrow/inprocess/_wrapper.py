@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import fields
+from typing import Any, Final, ParamSpec, TypeVar
 
 from regrow.inprocess._call import CallWrapper
 from regrow.inprocess._config import Config
@@ -31,6 +32,9 @@ class Wrapper:
     """
 
     def __init__(self, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in _ARGUMENTS:
+                raise TypeError(_unknown(name))
         self.config = Config(**arguments)
 
     def __call__(self, fn: Callable[P, T]) -> Callable[P, T | None]:
@@ -55,6 +59,17 @@ class Wrapper:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
+
+
+_ARGUMENTS: Final = tuple(field.name for field in fields(Config))
+
+
+def _unknown(name: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, _ARGUMENTS, n=1)
+    meant = f"; did you mean {close[0]!r}" if close else ""
+    return f"Wrapper() has no argument {name!r}{meant}. It takes {', '.join(_ARGUMENTS)}"
 
 
 Wrapper.__signature__ = inspect.signature(Config)  # type: ignore[attr-defined]
