@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import os
+import random
 import resource
 import signal
 import sys
@@ -502,7 +503,7 @@ def restarts_a_thousand_times(me: Rank) -> Any:
 
 
 def restarts(me: Rank, count: int) -> Any:
-    """Fail in turn; note what the process holds after ten restarts, and at the end."""
+    """Fail, one or another, at some point; note what is held after ten restarts, and at the end."""
     faulthandler.dump_traceback_later(40 + count / 5, exit=True)
 
     @Wrapper()
@@ -512,9 +513,16 @@ def restarts(me: Rank, count: int) -> Any:
             held = len(os.listdir("/proc/self/fd")), threading.active_count()
             me.seen.append([*held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss])
         if call.iteration < count:
-            if call.iteration % 3 == me.initial:
-                raise Played("x")
-            time.sleep(LONG)
+            chance = random.Random(call.iteration)  # the same on all ranks
+            fails = chance.randrange(3) == me.initial
+            computes = chance.random() < 0.5
+            at = time.monotonic() + chance.choice([0.0, 1e-4, 1e-3, 1e-2])
+            while not fails or time.monotonic() < at:
+                if computes:
+                    sum(range(100))
+                else:
+                    time.sleep(0.005 if fails else LONG)
+            raise Played("x")
         return call.iteration
 
     logging.disable()
