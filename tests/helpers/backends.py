@@ -1,41 +1,50 @@
 """Places where the nodes of a job can meet, for the tests that every backend passes.
 
-A `Place` is one such place, fresh for a test; each node opens it for itself, as its agent would.
-To have another backend tested, add a function that makes its place to `PLACES`.
+A `Place` is one such place, fresh for a test; each node finds its way there by itself, as its agent
+would. In most of them the nodes keep a document (`Documents`), in that of regrow's own `c10d` the
+server runs the rounds (`ServedRounds`). To have another backend tested, add a function that makes
+its place to `DOCUMENTS` or `PLACES`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import select
 import shutil
+import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etcd_server import shared_etcd
-from storing import PATIENCE, Background, ServerThread, eventually
+from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
 
 from regrow.rendezvous import (
+    DynamicRendezvousHandler,
     RendezvousBackend,
     RendezvousConnectionError,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousSettings,
     RendezvousTimeout,
+    get_rendezvous_handler,
 )
 from regrow.rendezvous._dynamic import over_backend
-from regrow.rendezvous._envelope import unseal
 from regrow.rendezvous._etcd import create_backend
 from regrow.rendezvous._file import FileRendezvousBackend
-from regrow.rendezvous._round import Round
+from regrow.rendezvous._news import Placed
 from regrow.rendezvous._torch_c10d import C10dRendezvousBackend
-from regrow.store import MemoryStore, Store
+from regrow.store import MemoryStore, Store, make_token
+from regrow.utils import PortReservation
 
 T = TypeVar("T")
 
@@ -43,14 +52,119 @@ Opened = tuple[RendezvousBackend, Store]
 
 
 @dataclass
-class Place:
-    """Where nodes meet: `open(run_id)` gives one node its backend and its store."""
+class Way:
+    """How one node gets to its place, and how a test stops it there."""
+
+    handler: DynamicRendezvousHandler
+    cut: Callable[[], None]
+    """From now on the node can reach nothing, as if its host were cut off."""
+    mend: Callable[[], None]
+    """Undoes `cut`; to repeat it does nothing."""
+
+
+class Place(ABC):
+    """Where the nodes of a job meet."""
+
+    lose: Callable[[], None] | None = None
+    """Makes the place go away for good, where a test can."""
+
+    @abstractmethod
+    def way(self, settings: RendezvousSettings, addr: str) -> Way:
+        """Give one node its handler."""
+
+
+@dataclass
+class Documents(Place):
+    """Nodes that keep a document: `open(run_id)` gives one of them its backend and its store."""
 
     open: Callable[[str], Opened]
     lose: Callable[[], None] | None = None
-    """Makes the place go away for good, where a test can."""
     counts_beats: bool = True
     """Whether `beats` gives the count of a beat, and not only a number that changes with it."""
+
+    def way(self, settings: RendezvousSettings, addr: str) -> Way:
+        """See base class."""
+        backend, store = self.open(settings.run_id)
+        handler = over_backend(store, backend, settings, addr)
+        return Way(handler, partial(_cut, backend), partial(_mend, backend))
+
+
+class ServedRounds(Place):
+    """`c10d` as users get it: the first node serves, the others reach it over lines of their own.
+
+    Args:
+        directory: the test's own.
+        port: of the endpoint; nobody else takes it.
+    """
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self._port = port
+        self._token_file = directory / "token"
+        self._token_file.write_bytes(make_token())
+        self._token_file.chmod(0o600)
+        self._lines: list[CuttingProxy] = []
+        self._server: tuple[int, int] | None = None  # pid and pidfd
+        self.lose = self._kill_server
+
+    def way(self, settings: RendezvousSettings, addr: str) -> Way:
+        """See base class."""
+        if self._server is None:
+            handler = self._handler(settings, addr, self._port)
+            pid = handler._driver._server.pid  # type: ignore[attr-defined]
+            self._server = pid, os.pidfd_open(pid)
+            return Way(handler, self._refuse, lambda: None)
+        line = CuttingProxy(self._port)
+        self._lines.append(line)
+        handler = self._handler(
+            settings, addr, int(line.endpoint.rpartition(":")[2]), is_host=False
+        )
+        frozen = contextlib.ExitStack()
+
+        def cut() -> None:
+            line.freeze()
+            frozen.callback(line.thaw)
+
+        return Way(handler, cut, frozen.close)
+
+    def close(self) -> None:
+        """Wait for the server, whose nodes have all left it, to end."""
+        for line in self._lines:
+            line.stop()
+        if self._server is not None:
+            pidfd = self._server[1]
+            ended, _, _ = select.select([pidfd], [], [], PATIENCE)
+            os.close(pidfd)
+            assert ended, "the server outlives its nodes"
+
+    def _handler(
+        self, settings: RendezvousSettings, addr: str, port: int, **config: Any
+    ) -> DynamicRendezvousHandler:
+        params = RendezvousParameters(
+            "c10d",
+            f"127.0.0.1:{port}",
+            settings.run_id,
+            settings.min_nodes,
+            settings.max_nodes,
+            addr,
+            **config,
+            token_file=str(self._token_file),
+            join_timeout=settings.timeout.join.total_seconds(),
+            last_call_timeout=settings.timeout.last_call.total_seconds(),
+            keep_alive_interval=settings.keep_alive_interval.total_seconds(),
+            keep_alive_max_attempt=settings.keep_alive_max_attempt,
+            reconnect_timeout=settings.reconnect_timeout.total_seconds(),
+        )
+        handler = get_rendezvous_handler(params)
+        assert isinstance(handler, DynamicRendezvousHandler)
+        return handler
+
+    def _kill_server(self) -> None:
+        assert self._server is not None
+        os.kill(self._server[0], signal.SIGKILL)
+
+    @staticmethod
+    def _refuse() -> None:
+        raise AssertionError("the first node is on the host of the server: cut another one")
 
 
 class MinimalBackend(RendezvousBackend):
@@ -90,15 +204,15 @@ _documents_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def minimal(directory: Path) -> Iterator[Place]:
+def minimal(directory: Path) -> Iterator[Documents]:
     """A backend with `get_state` and `set_state` and nothing else."""
     documents: dict[str, tuple[bytes, int]] = {}
     store = MemoryStore()
-    yield Place(lambda run_id: (MinimalBackend(documents, run_id), store.session()))
+    yield Documents(lambda run_id: (MinimalBackend(documents, run_id), store.session()))
 
 
 @contextlib.contextmanager
-def memory_store(directory: Path) -> Iterator[Place]:
+def memory_store(directory: Path) -> Iterator[Documents]:
     """The c10d backend over a store in memory, which can be watched."""
     store = MemoryStore()
     with contextlib.ExitStack() as sessions:
@@ -108,11 +222,11 @@ def memory_store(directory: Path) -> Iterator[Place]:
             sessions.callback(session.close)
             return C10dRendezvousBackend(session, run_id), session
 
-        yield Place(open, sessions.close)
+        yield Documents(open, sessions.close)
 
 
 @contextlib.contextmanager
-def store_server(directory: Path) -> Iterator[Place]:
+def store_server(directory: Path) -> Iterator[Documents]:
     """The c10d backend over regrow's store server, each node with its own connection."""
     server = ServerThread()
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as running:
@@ -123,12 +237,12 @@ def store_server(directory: Path) -> Iterator[Place]:
             opened.callback(client.close)
             return C10dRendezvousBackend(client, run_id), client
 
-        yield Place(open, running.close)
+        yield Documents(open, running.close)
         opened.close()
 
 
 @contextlib.contextmanager
-def torch_tcp_store(directory: Path) -> Iterator[Place]:
+def torch_tcp_store(directory: Path) -> Iterator[Documents]:
     """The c10d backend over torch's TCPStore, each node with its own connection."""
     from torch.distributed import TCPStore
 
@@ -140,11 +254,11 @@ def torch_tcp_store(directory: Path) -> Iterator[Place]:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=span)
         return C10dRendezvousBackend(store, run_id), store
 
-    yield Place(open, served.clear)
+    yield Documents(open, served.clear)
 
 
 @contextlib.contextmanager
-def torch_file_store(directory: Path) -> Iterator[Place]:
+def torch_file_store(directory: Path) -> Iterator[Documents]:
     """The c10d backend over torch's FileStore."""
     from torch.distributed import FileStore
 
@@ -152,11 +266,11 @@ def torch_file_store(directory: Path) -> Iterator[Place]:
         store: Store = FileStore(str(directory / "file_store"))
         return C10dRendezvousBackend(store, run_id), store
 
-    yield Place(open)
+    yield Documents(open)
 
 
 @contextlib.contextmanager
-def shared_directory(directory: Path) -> Iterator[Place]:
+def shared_directory(directory: Path) -> Iterator[Documents]:
     """The file backend."""
     opened: list[FileRendezvousBackend] = []
 
@@ -165,13 +279,13 @@ def shared_directory(directory: Path) -> Iterator[Place]:
         opened.append(backend)
         return backend, backend.store
 
-    yield Place(open, lambda: shutil.rmtree(directory))
+    yield Documents(open, lambda: shutil.rmtree(directory))
     for backend in opened:
         backend.close()
 
 
 @contextlib.contextmanager
-def etcd(directory: Path) -> Iterator[Place]:
+def etcd(directory: Path) -> Iterator[Documents]:
     """The etcd backend over a real server, under a prefix of the test's own."""
     endpoint = shared_etcd()
     with contextlib.ExitStack() as opened:
@@ -184,10 +298,19 @@ def etcd(directory: Path) -> Iterator[Place]:
             opened.callback(backend.close)
             return backend, store
 
-        yield Place(open, counts_beats=False)
+        yield Documents(open, counts_beats=False)
 
 
-PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+@contextlib.contextmanager
+def served_rounds(directory: Path) -> Iterator[Place]:
+    """regrow's own `c10d`."""
+    with PortReservation("127.0.0.1") as reservation:
+        place = ServedRounds(directory, reservation.port)
+        yield place
+        place.close()
+
+
+DOCUMENTS: dict[str, Callable[[Path], AbstractContextManager[Documents]]] = {
     "minimal": minimal,
     "MemoryStore": memory_store,
     "store server": store_server,
@@ -196,16 +319,18 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "file": shared_directory,
     "etcd": etcd,
 }
+PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+    "c10d": served_rounds,
+    **DOCUMENTS,
+}
 CAN_GO_AWAY = ("MemoryStore", "store server", "TCPStore", "file")
-"""The places of which a test can have nothing left."""
+"""The places with documents of which a test can have nothing left."""
 
 
 _REACHED = ("get_state", "set_state", "wait_state", "beat", "beats", "ended", "forget")
 
 
-def cut(backend: RendezvousBackend) -> None:
-    """From now on nothing can be reached by this node, as if its host were cut off."""
-
+def _cut(backend: RendezvousBackend) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RendezvousConnectionError("the test has cut this node off")
 
@@ -214,8 +339,7 @@ def cut(backend: RendezvousBackend) -> None:
             setattr(backend, name, fail)
 
 
-def mend(backend: RendezvousBackend) -> None:
-    """Undo `cut`."""
+def _mend(backend: RendezvousBackend) -> None:
     for name in _REACHED:
         vars(backend).pop(name, None)
 
@@ -227,19 +351,9 @@ class Party:
         self.place = place
         self._nodes: list[Member] = []
 
-    def node(
-        self,
-        name: str,
-        sizes: tuple[int, int],
-        run_id: str = "job",
-        last_call: float = PATIENCE,
-    ) -> Member:
-        """Start a node that meets others of the same run id, in rounds of so many nodes.
-
-        Unless told otherwise the nodes of a test wait for all seats to be taken at first, so that
-        who is in the round does not depend on how busy the machine is.
-        """
-        self._nodes.append(Member(self.place, name, sizes, run_id, last_call))
+    def node(self, name: str, sizes: tuple[int, int], **options: Any) -> Member:
+        """Start a node that meets the others, in rounds of so many nodes; options as `Member`."""
+        self._nodes.append(Member(self.place, name, sizes, **options))
         return self._nodes[-1]
 
     def nodes(self, names: str, sizes: tuple[int, int], **options: Any) -> list[Member]:
@@ -248,26 +362,49 @@ class Party:
 
     def end(self) -> None:
         for node in self._nodes:
-            mend(node.backend)
+            node.mend()
             node.handler.leave("the test is over")
 
 
 class Member:
-    """A node: its handler, the handler's backend, and what its agent is told."""
+    """A node: its handler, what its agent is told, and a way to cut it off.
+
+    Args:
+        place: where it meets the others.
+        name: its address.
+        sizes: the fewest and the most nodes of a round.
+        run_id: the job.
+        join: seconds in which a round has to form.
+        last_call: of a round, in seconds. Unless told otherwise the nodes of a test wait for all
+            seats to be taken at first, so that who is in the round does not depend on how busy the
+            machine is.
+        lease: seconds. All nodes are threads of one process, which may stand still for a second
+            where many tests run at once.
+        reconnect: seconds for which it goes on trying after its lease.
+    """
 
     def __init__(
-        self, place: Place, name: str, sizes: tuple[int, int], run_id: str, last_call: float
+        self,
+        place: Place,
+        name: str,
+        sizes: tuple[int, int],
+        *,
+        run_id: str = "job",
+        join: float = 2 * PATIENCE,
+        last_call: float = PATIENCE,
+        lease: float = 2.0,
+        reconnect: float = PATIENCE,
     ) -> None:
         self.name = name
-        self.backend, self.store = place.open(run_id)
-        self.watcher, _ = place.open(run_id)
         timeouts = RendezvousTimeout(
-            join=timedelta(seconds=PATIENCE), last_call=timedelta(seconds=last_call)
+            join=timedelta(seconds=join), last_call=timedelta(seconds=last_call)
         )
-        # A lease of 2 s: all nodes are threads of one process, which may stand still for a second
-        # where many tests run at once.
-        settings = RendezvousSettings(run_id, *sizes, timeouts, timedelta(seconds=0.2), 10)
-        self.handler = over_backend(self.store, self.backend, settings, local_addr=name)
+        beat = timedelta(seconds=lease / 10)
+        settings = RendezvousSettings(
+            run_id, *sizes, timeouts, beat, 10, timedelta(seconds=reconnect)
+        )
+        way = place.way(settings, name)
+        self.handler, self.cut, self.mend = way.handler, way.cut, way.mend
         self._told: queue.Queue[object] = queue.Queue()
         self.handler.subscribe(self._told.put)
 
@@ -283,12 +420,12 @@ class Member:
             if isinstance(news, kind):
                 return news
 
-    def wait_for(self, condition: Callable[[Round], bool]) -> None:
-        """Wait until the round is in some state."""
+    def placed(self, place: str) -> None:
+        """Wait until it was told where it waits: `Placed.place`."""
 
         def holds() -> bool:
-            found = self.watcher.get_state()
-            return found is not None and condition(unseal(found[0]).state)
+            view = self.handler._node.touch.view
+            return view is not None and isinstance(view.news, Placed) and view.news.place == place
 
         eventually(holds)
 

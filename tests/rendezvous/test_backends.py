@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import CAN_GO_AWAY, PLACES, Party, Place, cut, mend, ranks
+from backends import CAN_GO_AWAY, DOCUMENTS, PLACES, Documents, Party, Place, ranks
 from storing import Background, eventually
 
 from regrow.rendezvous import (
@@ -19,24 +19,29 @@ from regrow.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousGracefulExitError,
+    RendezvousTimeoutError,
     RoundClosed,
     RoundEnded,
     WatchedRendezvousBackend,
 )
+from regrow.store import StoreError
 
 # A test that needs more of a place than all have is marked with those that have it.
-watchable = pytest.mark.parametrize("place", [n for n in PLACES if n != "minimal"], indirect=True)
+watchable = pytest.mark.parametrize(
+    "place", [n for n in DOCUMENTS if n != "minimal"], indirect=True
+)
 can_go_away = pytest.mark.parametrize("place", CAN_GO_AWAY, indirect=True)
 
 
-@pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    with PLACES[request.param](tmp_path) as place:
+@pytest.fixture(params=DOCUMENTS)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Documents]:
+    """Where nodes keep a document."""
+    with DOCUMENTS[request.param](tmp_path) as place:
         yield place
 
 
 @pytest.fixture
-def backend(place: Place) -> RendezvousBackend:
+def backend(place: Documents) -> RendezvousBackend:
     return place.open("job")[0]
 
 
@@ -52,9 +57,16 @@ def lively(backend: RendezvousBackend) -> LivenessRendezvousBackend:
     return backend
 
 
+@pytest.fixture(params=PLACES)
+def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    """Where nodes meet, with a document or without."""
+    with PLACES[request.param](tmp_path) as place:
+        yield place
+
+
 @pytest.fixture
-def party(place: Place) -> Iterator[Party]:
-    party = Party(place)
+def party(meeting: Place) -> Iterator[Party]:
+    party = Party(meeting)
     yield party
     party.end()
 
@@ -118,12 +130,14 @@ def test_what_is_no_token_sets_nothing(backend: RendezvousBackend, token: object
 @pytest.mark.parametrize(
     "state", [b"", b"\n", bytes(range(256)), b"\xff\x00" * 9, b"a" * (1 << 20)], ids=len
 )
-def test_a_document_is_any_bytes(place: Place, backend: RendezvousBackend, state: bytes) -> None:
+def test_a_document_is_any_bytes(
+    place: Documents, backend: RendezvousBackend, state: bytes
+) -> None:
     backend.set_state(state)
     assert shown(place.open("job")[0]) == state
 
 
-def test_another_node_sees_the_same_document_and_token(place: Place) -> None:
+def test_another_node_sees_the_same_document_and_token(place: Documents) -> None:
     one, other = place.open("job")[0], place.open("job")[0]
     _, token, _ = put(one, b"first")
     assert other.get_state() == (b"first", token)
@@ -132,7 +146,7 @@ def test_another_node_sees_the_same_document_and_token(place: Place) -> None:
     assert one.get_state() == (b"second", token)
 
 
-def test_of_nodes_that_write_at_once_one_succeeds(place: Place) -> None:
+def test_of_nodes_that_write_at_once_one_succeeds(place: Documents) -> None:
     writers = [place.open("job")[0] for _ in range(4)]
     together = threading.Barrier(len(writers))
 
@@ -150,7 +164,7 @@ def test_of_nodes_that_write_at_once_one_succeeds(place: Place) -> None:
     assert shown(writers[0]) == b"40"
 
 
-def test_of_nodes_that_write_the_same_at_once_one_succeeds(place: Place) -> None:
+def test_of_nodes_that_write_the_same_at_once_one_succeeds(place: Documents) -> None:
     writers = [place.open("job")[0] for _ in range(4)]
     together = threading.Barrier(len(writers))
 
@@ -162,7 +176,7 @@ def test_of_nodes_that_write_the_same_at_once_one_succeeds(place: Place) -> None
     assert sorted(write.result() for write in writing) == [False, False, False, True]
 
 
-def test_jobs_do_not_see_one_another(place: Place) -> None:
+def test_jobs_do_not_see_one_another(place: Documents) -> None:
     names = ["job", "job2", "jo", "job/beat", "job/1", "Job", "job ", "jöb", "../job", "j" * 300]
     backends = {name: place.open(name)[0] for name in names}
     for name, backend in backends.items():
@@ -175,7 +189,9 @@ def test_jobs_do_not_see_one_another(place: Place) -> None:
 
 
 @watchable
-def test_who_waits_is_woken_by_a_change(place: Place, watched: WatchedRendezvousBackend) -> None:
+def test_who_waits_is_woken_by_a_change(
+    place: Documents, watched: WatchedRendezvousBackend
+) -> None:
     other = place.open("job")[0]
     waiting = Background(watched.wait_state, None, 3600.0)
     _, token, _ = put(other, b"first")
@@ -219,7 +235,7 @@ def test_closing_ends_waits_and_can_be_repeated(watched: WatchedRendezvousBacken
 
 @watchable
 def test_beats_are_seen_by_others_until_they_are_forgotten(
-    place: Place, lively: LivenessRendezvousBackend
+    place: Documents, lively: LivenessRendezvousBackend
 ) -> None:
     other = place.open("job")[0]
     stranger = place.open("another job")[0]
@@ -257,7 +273,7 @@ def test_a_wait_does_not_hold_up_a_beat(lively: LivenessRendezvousBackend) -> No
 
 @can_go_away
 def test_a_place_that_is_gone_is_said_to_be_out_of_reach(
-    place: Place, lively: LivenessRendezvousBackend
+    place: Documents, lively: LivenessRendezvousBackend
 ) -> None:
     _, token, _ = put(lively, b"first")
     waiting = Background(lively.wait_state, token, 3600.0)
@@ -288,6 +304,35 @@ def test_nodes_meet_and_a_later_one_waits(party: Party) -> None:
     assert ranks([*again, joining]) == [0, 1, 2, 3]
 
 
+def test_who_comes_during_the_last_call_is_in_the_round(party: Party) -> None:
+    early = party.nodes("ab", (2, 3))
+    joining = [node.join() for node in early]
+    for node in early:
+        node.placed("forming")
+    late = party.node("c", (2, 3))
+    assert ranks([*joining, late.join()]) == [0, 1, 2]
+    assert joining[0].result().round == 1
+
+
+def test_who_waits_in_vain_says_for_whom_and_gives_up_its_place(party: Party) -> None:
+    a = party.node("a", (2, 2), join=0.2)
+    with pytest.raises(RendezvousTimeoutError, match=r"round 1, which has 1 of at least 2 nodes"):
+        a.handler.next_rendezvous()
+    late = party.nodes("bc", (2, 2))
+    assert ranks([node.join() for node in late]) == [0, 1]
+
+
+def test_who_is_told_to_stop_waits_no_longer_and_is_not_waited_for(party: Party) -> None:
+    a = party.node("a", (2, 2))
+    waiting = a.join()
+    a.placed("forming")
+    a.handler.interrupt()
+    with pytest.raises(RendezvousGracefulExitError):
+        waiting.result()
+    others = party.nodes("bc", (2, 2))
+    assert ranks([node.join() for node in others]) == [0, 1]
+
+
 def test_the_keys_of_a_round_are_seen_by_its_nodes_and_no_others(party: Party) -> None:
     nodes = party.nodes("ab", (2, 2))
     stores = [join.result().store for join in [node.join() for node in nodes]]
@@ -315,8 +360,8 @@ def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party)
     assert ranks([node.join() for node in nodes]) == [0, 1, 2]
     standby = party.node("d", (2, 3))
     joining = standby.join()
-    a.wait_for(lambda state: len(state.queue) == 1)
-    cut(b.backend)
+    standby.placed("standby")
+    b.cut()
     for node in (a, c):
         ended = node.told(RoundEnded)
         assert (ended.round, ended.id.split("/")[0]) == (1, "b")
@@ -325,10 +370,10 @@ def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party)
     assert ranks([a.join(), joining, c.join()]) == [0, 1, 2]
     renewed: list[float] = []
     b.handler.keep_lease(renewed.append)
-    mend(b.backend)
+    b.mend()
     renewed.clear()
     back = b.join()
-    a.wait_for(lambda state: len(state.queue) == 1)
+    b.placed("standby")
     now = time.monotonic()
     assert [until for until in renewed if until > now] == [], "it went on as if it had its seat"
     standby.handler.set_closed()
@@ -368,3 +413,27 @@ def test_jobs_that_meet_in_one_place_do_not_mix(party: Party) -> None:
     eventually(jobs["one"][1].handler.is_closed)
     assert not jobs["two"][0].handler.is_closed()
     assert not jobs["two"][1].handler.is_closed()
+
+
+@pytest.mark.parametrize("meeting", ["c10d", "store server", "TCPStore", "file"], indirect=True)
+def test_nodes_whose_place_is_gone_are_told_when_their_lease_is_over(
+    party: Party, meeting: Place
+) -> None:
+    nodes = party.nodes("ab", (2, 2), lease=1.0, reconnect=0.1)
+    stores = [join.result().store for join in [node.join() for node in nodes]]
+    blocked = [Background(store.get, "never") for store in stores]
+    leases: list[float] = []
+    nodes[0].handler.keep_lease(leases.append)
+    assert meeting.lose is not None
+    meeting.lose()
+    for node in nodes:
+        ended = node.told(RoundEnded)
+        assert ended.round == 1
+        assert "lost touch with the others" in ended.why
+    assert leases[-1] <= time.monotonic()
+    for call in blocked:
+        with pytest.raises((StoreError, RuntimeError)):  # the latter are torch's
+            call.result()
+    for node in nodes:
+        with pytest.raises(RendezvousConnectionError):
+            node.handler.next_rendezvous()

@@ -387,14 +387,6 @@ def test_the_address_of_a_node_is_that_of_its_connection(
 # --- the keys of a round
 
 
-def test_the_nodes_of_a_round_share_keys(pair: tuple[ServerDriver, ServerDriver]) -> None:
-    a, b = (driver.round_store(1) for driver in pair)
-    waiting = Background(b.get, "k")
-    a.set("k", "v")
-    assert waiting.result() == b"v"
-    assert a.add("n", 2) == b.add("n", 0) == 2
-
-
 def test_a_wait_ends_with_its_round(pair: tuple[ServerDriver, ServerDriver]) -> None:
     a, _ = pair
     store = a.round_store(1)
