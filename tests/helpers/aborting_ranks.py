@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import select
 import socket
@@ -30,11 +29,9 @@ from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
 from regrow.inprocess._torch_sockets import end_gloo_connections
 from regrow.store import connect, make_token, start_server
 from regrow.store.torch import TorchStore
-from regrow.utils import get_logger
 
 SIZE = 3
 PATIENCE = timedelta(seconds=60)
-SHORT = timedelta(seconds=40)
 
 small, large = torch.ones(3), torch.ones(2_000_000)
 
@@ -89,7 +86,7 @@ def holdings() -> list[int]:
 def begin(store: Any, rank: int) -> Any:
     """Make the default group, and one of the user's; returns that."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=PATIENCE)
-    own = dist.new_group(list(range(SIZE)), timeout=SHORT)
+    own = dist.new_group(list(range(SIZE)), timeout=PATIENCE)
     dist.barrier()
     dist.barrier(own)
     return own
@@ -138,18 +135,6 @@ def interrupted_in_init(endpoint: str, token: bytes) -> str:
     return "returned"
 
 
-def warnings() -> list[str]:
-    """What is said of time-outs that are shorter than a hard time-out between the two."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = get_logger(_torch_abort.__name__)
-    logger.addHandler(handler)
-    _torch_abort.warn_of_short_timeouts(timedelta(seconds=50))
-    logger.removeHandler(handler)
-    return heard
-
-
 def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, Any]:
     """Everything that one rank goes through."""
     stay: Any = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, PATIENCE)
@@ -161,8 +146,7 @@ def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, An
         if number == 1:
             found["before"] = holdings()
     found["after"] = holdings()
-    begin(dist.PrefixStore("warned", stay), rank)
-    found["warnings"] = warnings()
+    begin(dist.PrefixStore("connected", stay), rank)
     dist.barrier()
     found["connections"] = end_gloo_connections()
     _torch_abort.abort_process_groups()

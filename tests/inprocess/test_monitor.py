@@ -16,6 +16,7 @@ import pytest
 from processes import wait_until
 from storing import ServerThread
 
+from regrow.inprocess._monitor import Monitor
 from regrow.inprocess._monitor_start import monitor_name
 from regrow.inprocess._service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
@@ -170,3 +171,18 @@ def test_a_monitor_is_light_spares_who_is_not_to_be_judged_and_ends_with_its_ran
 
     wait_until(is_gone, "the monitor lets go of its socket")
     wait_until(lambda: not list(tmp_path.glob("*.pid")), "the monitor removes its pid files")
+
+
+def test_a_rank_that_has_ended_before_it_was_looked_at_is_nothing_to_speak_of(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    name = f"\0regrow-test-{os.getpid()}"
+    connect = f"socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET).connect({name!r})"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(name)
+        listener.listen()
+        subprocess.run([sys.executable, "-S", "-c", f"import socket; {connect}"], check=True)
+        monitor = Monitor(listener)
+        monitor._accept()
+        assert not monitor._watched
+    assert capfd.readouterr() == ("", "")

@@ -79,13 +79,6 @@ def test_who_waits_for_others_in_a_regrow_store_is_interrupted(ranks: list[dict[
     assert ranks[0]["in init"] == "interrupted"
 
 
-def test_short_timeouts_are_warned_of(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        assert [line.partition(" which")[0] for line in rank["warnings"]] == [
-            "process group 1 (gloo) has a time-out of 40.0 s,"
-        ]
-
-
 class OldGroup:
     """A process group of a torch that has no abort of all groups."""
 

@@ -127,6 +127,9 @@ class Monitor:
             connection.setblocking(False)
             try:
                 watched = Watched(connection)
+            except ProcessLookupError:  # it has ended since, and needs no watching
+                connection.close()
+                continue
             except OSError as error:
                 _note("", f"a connection is refused: {error}")
                 connection.close()

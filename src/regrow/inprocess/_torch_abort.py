@@ -30,12 +30,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from typing import Any, Final
 
 from regrow.inprocess._torch_sockets import end_gloo_connections
 from regrow.utils import get_logger
 
 logger = get_logger(__name__)
+
+WATCHED: Final = {"nccl"}
+"""Backends with a watchdog that ends the process; what gloo does is raise an exception."""
 
 
 def abort_process_groups() -> None:
@@ -70,7 +74,9 @@ def abort_process_groups() -> None:
 
 
 def warn_of_short_timeouts(limit: timedelta) -> None:
-    """Log a warning for each process group whose collectives time out before `limit` has passed.
+    """Log a warning if a watchdog of torch's may end this process before `limit` has passed.
+
+    The same is said once in a process.
 
     Args:
         limit: the hard time-out.
@@ -81,19 +87,27 @@ def warn_of_short_timeouts(limit: timedelta) -> None:
         return
     from torch.distributed import distributed_c10d as c10d
 
-    for group, name in list(c10d._world.pg_names.items()):
+    _warn(c10d, limit)
+
+
+def _warn(c10d: Any, limit: timedelta) -> None:
+    for group in list(c10d._world.pg_names):
         for backend in _backends(group):
             timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-            if timeout is not None and timeout < limit:
-                logger.warning(
-                    "process group %s (%s) has a time-out of %s s, which is shorter than"
-                    " hard_timeout, %s s: it may end the process before the wrapper can restart it;"
-                    " give init_process_group or new_group a longer timeout",
-                    name,
-                    backend.name(),
-                    timeout.total_seconds(),
-                    limit.total_seconds(),
-                )
+            if backend.name() in WATCHED and timeout is not None and timeout < limit:
+                _warn_once(backend.name(), timeout, limit)
+
+
+@cache
+def _warn_once(backend: str, timeout: timedelta, limit: timedelta) -> None:
+    logger.warning(
+        "a process group of %s has a time-out of %s s, which is shorter than hard_timeout, %s s: it"
+        " may end the process before the wrapper can restart it; give init_process_group and"
+        " new_group a longer timeout",
+        backend,
+        timeout.total_seconds(),
+        limit.total_seconds(),
+    )
 
 
 def _abort(c10d: Any) -> None:
