@@ -24,8 +24,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
-from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper
+from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper, _pause
 from regrow.inprocess._follower import Follower
 from regrow.inprocess._interrupt import RankShouldRestart
 from regrow.inprocess._progress_watch import SoftWatch
@@ -499,7 +500,27 @@ def restarts_twenty_times(me: Rank) -> Any:
 
 
 def restarts_a_thousand_times(me: Rank) -> Any:
-    return restarts(me, 1000)
+    with mock.patch.object(_pause, "FREE", 1000):  # else it takes a thousand seconds
+        return restarts(me, 1000)
+
+
+def restarts_more_often_than_is_free(me: Rank) -> Any:
+    """Raise at once, too often for restarts to go on at once, while somebody looks at the log."""
+    heard: list[str] = me.seen
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("regrow.inprocess._call")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    with mock.patch.object(_pause, "FREE", 2):
+
+        @Wrapper()
+        def function(call: CallWrapper) -> int:
+            if call.iteration < 5:
+                raise Played("x")
+            return call.iteration
+
+        return function()  # type: ignore[call-arg]
 
 
 def restarts(me: Rank, count: int) -> Any:

@@ -6,6 +6,7 @@ import pytest
 
 from regrow.inprocess._interrupt import RankShouldRestart
 from regrow.inprocess._link import Fault, Faults
+from regrow.inprocess._pause import Pauses
 from regrow.inprocess._progress import Progress
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
 
@@ -58,6 +59,36 @@ def test_without_a_common_clock_they_are_counted_from_when_this_rank_knew() -> N
     timeline = Timeline(Faults(0, (Fault("EXCEPTION", 0, "", 0.0),), 0.0), told_at=100.0)
     timeline.reached("aborted", 100.25)
     assert timeline.seconds() == {"told": 0.0, "aborted": 0.25}
+
+
+def waits(*times: float) -> list[float]:
+    """What the restarts wait after faults at these times of the store's clock."""
+    pauses = Pauses()
+    return [
+        pauses.after(Faults(0, (Fault("EXCEPTION", 0, "", at),), at + 1), told_at=0.0)
+        for at in times
+    ]
+
+
+def test_restarts_wait_only_when_they_are_many_and_then_longer_and_longer_up_to_a_second() -> None:
+    told = waits(*(5 + n / 100 for n in range(30)))
+    assert told[:20] == [0.0] * 20
+    assert told[20:] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+
+
+def test_restarts_that_are_seconds_apart_never_wait() -> None:
+    assert waits(*(3.0 * n for n in range(100))) == [0.0] * 100
+
+
+def test_a_function_that_has_run_for_a_while_is_restarted_at_once_again() -> None:
+    assert waits(*([1.0] * 25), 61.5)[-2:] == [0.16, 0.0]
+
+
+def test_without_a_common_clock_restarts_are_counted_by_this_ranks_own() -> None:
+    pauses = Pauses()
+    fault = Faults(0, (Fault("EXCEPTION", 0, "", 0.0),), 0.0)
+    assert [pauses.after(fault, told_at=3.0 * n) for n in range(100)] == [0.0] * 100
+    assert pauses.after(Faults(0, (), 0.0), told_at=300.0) == 0.0
 
 
 def test_automatic_progress_is_due_from_the_beginning_and_manual_from_the_first_ping() -> None:

@@ -234,6 +234,13 @@ def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
         assert late == early
 
 
+def test_that_restarts_wait_is_said_once_on_each_rank(play: Play) -> None:
+    fates = play("restarts_more_often_than_is_free", 2)
+    assert values(fates) == [5, 5]
+    for said in seen(fates):
+        assert sum("fails again and again" in line for line in said) == 1
+
+
 def test_restarts_leave_no_thread_and_no_descriptor(play: Play) -> None:
     fates = play("restarts_twenty_times")
     assert values(fates) == [20, 20, 20]

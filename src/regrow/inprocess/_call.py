@@ -14,6 +14,7 @@ go on without it, and raises what it was.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -32,6 +33,7 @@ from regrow.inprocess._interrupt import Interrupter
 from regrow.inprocess._link import CountedOutError, Faults, Link, LinkError, LinkLostError
 from regrow.inprocess._logging import describe
 from regrow.inprocess._open import group_name, open_link, open_monitor
+from regrow.inprocess._pause import LONGEST, Pauses
 from regrow.inprocess._progress import Watch
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
@@ -62,6 +64,8 @@ class CallWrapper:
         self._stack = ExitStack()
         self._iteration = 0  # as the link counts; the state's is advanced by the assignment
         self._timeline: Timeline | None = None  # of the restart that is under way
+        self._pauses = Pauses()
+        self._has_paused = False
         self._groups_seen = False
         self._left = False
 
@@ -265,10 +269,25 @@ class CallWrapper:
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
         timeline.lost = met.lost
+        self._pause(self._pauses.after(met.faults, ending.told_at))
         self._iteration = met.iteration
         self._timeline = timeline
         self._assign(set(met.terminated))
         self._state.advance()
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, if the function fails again and again."""
+        if not seconds:
+            return
+        if not self._has_paused:
+            self._has_paused = True
+            logger.log(
+                logging.WARNING if self._state.rank == 0 else logging.INFO,
+                "the function fails again and again: restarts wait from now on, up to %g s each;"
+                " initialize=RetryController(max_iterations=...) gives them a bound",
+                LONGEST,
+            )
+        time.sleep(seconds)
 
     def _assign(self, terminated: set[int]) -> None:
         """Take this rank's place among the living, and tell the function by the environment."""
