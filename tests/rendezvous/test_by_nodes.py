@@ -14,7 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.rendezvous._backend import LivenessRendezvousBackend, RendezvousBackend
+from regrow.rendezvous._backend import (
+    LivenessRendezvousBackend,
+    RendezvousBackend,
+    WatchedRendezvousBackend,
+)
 from regrow.rendezvous._by_nodes import NodesDriver
 from regrow.rendezvous._driver import View, differs
 from regrow.rendezvous._envelope import Envelope, seal, unseal
@@ -498,6 +502,32 @@ def test_nobody_is_lost_because_this_node_was_stopped() -> None:
     look(a, "a")
     job.now += 3600
     assert isinstance(look(a, "a").news, Seated)
+
+
+def test_beats_in_a_document_that_is_not_read_are_no_silence() -> None:
+    job = Job(2, 2)
+    other = job.driver()
+    other.submit(join("b"), SOON)
+
+    class CutOff(Backend, WatchedRendezvousBackend):
+        """It is sent documents, and notices only when it reads that none can come."""
+
+        def heard_state(self) -> tuple[bytes, int] | None:
+            return old
+
+        def wait_state(self, token: Any, timeout: float) -> None:
+            job.now += 1.0
+            other.beat("b", 1, SOON)
+
+        def interrupt(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    driver = job.driver(CutOff(job.document))
+    seen = driver.submit(join("a"), SOON)
+    old = job.document.data or b"", job.document.version
+    driver.follow("a", seen, 20.0)
+    assert {*job.state.ranks} == {"a", "b"}
 
 
 def test_a_node_whose_end_the_backend_vouches_for_is_lost_at_once() -> None:

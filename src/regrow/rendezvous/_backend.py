@@ -82,17 +82,6 @@ class WatchedRendezvousBackend(RendezvousBackend):
             RendezvousConnectionError: the backend cannot be reached.
         """
 
-    def heard_state(self) -> tuple[bytes, Token] | None:
-        """Return what `get_state` does, though it may be only as new as what `wait_state` has seen.
-
-        A backend that is sent each new document need not read it again for all who have waited.
-
-        Raises:
-            RendezvousConnectionError: the backend cannot be reached.
-            RendezvousStateError: what is there cannot be the document.
-        """
-        return self.get_state()
-
     @abstractmethod
     def interrupt(self) -> None:
         """Wake every `wait_state`, now and later."""
@@ -149,3 +138,16 @@ class LivenessRendezvousBackend(WatchedRendezvousBackend):
         Raises:
             RendezvousConnectionError: the backend cannot be reached.
         """
+
+    def heard_state(self) -> tuple[bytes, Token] | None:
+        """Return what `get_state` does, though it may be only as new as what `wait_state` has seen.
+
+        A backend that is sent each new document need not read it again for all who have waited.
+        This is for beats that are kept apart: those in a document that is not read look like
+        silence while the backend is cut off.
+
+        Raises:
+            RendezvousConnectionError: the backend cannot be reached.
+            RendezvousStateError: what is there cannot be the document.
+        """
+        return self.get_state()

@@ -20,7 +20,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from regrow.rendezvous._backend import WatchedRendezvousBackend
+from regrow.rendezvous._backend import LivenessRendezvousBackend, WatchedRendezvousBackend
 from regrow.rendezvous._envelope import Envelope, seal, unseal
 from regrow.rendezvous._errors import (
     RendezvousConnectionError,
@@ -68,6 +68,9 @@ class Shared:
     ) -> None:
         self._backend = backend
         self._watched = backend if isinstance(backend, WatchedRendezvousBackend) else None
+        self._heard = backend.get_state
+        if isinstance(backend, LivenessRendezvousBackend):
+            self._heard = backend.heard_state
         self._settings = settings
         self._random = random
         self._clock = clock
@@ -208,7 +211,7 @@ class Shared:
                 self.sleep(min(left, pause))
             self._watched.wait_state(token, max(left - (self._clock() - began), 0.0))
             at_once = self._clock() - began < FIRST_PAUSE + pause
-            self._read(self._watched.heard_state)
+            self._read(self._heard)
             for_nothing = at_once and self._token == token
             return min(pause * 1.25, _PAUSE_TO_FORM) if for_nothing else FIRST_PAUSE
         with self._changed:
