@@ -7,7 +7,10 @@ unix socket there while the function runs:
     curl --unix-socket PATH -X POST http://worker/handler/ping
     curl --unix-socket PATH -X POST http://worker/handler/dump_traceback
 
-`GET /handler/` lists the handlers. Only the user who runs the worker may connect.
+`GET /handler/` lists the handlers. Where the worker has loaded torch, there are those among
+dump_nccl_trace_json, dump_nccl_trace_pickle and fr_trace_json of which its build has the function:
+what the collectives were, and which are under way (`?onlyactive=true`). Only the user who runs the
+worker may connect.
 
 The answers come from a thread of the worker's interpreter. A worker that sits in
 native code which holds the interpreter's lock answers nothing, not even `ping`.
@@ -33,6 +36,15 @@ __all__ = ["TORCH_WORKER_SERVER_SOCKET", "worker_main"]
 
 TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
 """Names the path of the unix socket."""
+
+_TRACES = {
+    "dump_nccl_trace_json": ("_dump_nccl_trace_json", ("includeCollectives", "onlyActive")),
+    "dump_nccl_trace_pickle": (
+        "_dump_nccl_trace",
+        ("includeCollectives", "includeStackTraces", "onlyActive"),
+    ),
+    "fr_trace_json": ("_dump_fr_trace_json", ("includeCollectives", "onlyActive")),
+}
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -156,6 +168,7 @@ def _respond(request: Request) -> Response:
     handlers: dict[str, Callable[[], bytes]] = {
         "dump_traceback": _dump_traceback,
         "ping": lambda: b"pong",
+        **_traces(request.query),
     }
     if request.path == "/":
         return Response(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
@@ -167,7 +180,35 @@ def _respond(request: Request) -> Response:
     if name not in handlers:
         known = ", ".join(sorted(handlers))
         return Response(404, f"Handler {name} not found; known: {known}\n".encode())
-    return Response(200, handlers[name]())
+    kind = {"json": "application/json", "pickle": "application/octet-stream"}
+    return Response(
+        200, handlers[name](), kind.get(name.rpartition("_")[2], "text/plain; charset=utf-8")
+    )
+
+
+def _traces(query: str) -> dict[str, Callable[[], bytes]]:
+    """torch's flight recorder, by torch's names for the handlers.
+
+    Args:
+        query: true or false for what torch calls `includecollectives`, `includestacktraces` and
+            `onlyactive`.
+    """
+    import sys
+
+    loaded = sys.modules.get("torch._C._distributed_c10d")
+    if loaded is None:
+        return {}
+    from functools import partial
+    from urllib.parse import parse_qsl
+
+    given = {name.lower(): value.lower() == "true" for name, value in parse_qsl(query)}
+    return {
+        name: partial(
+            function, **{flag: given[flag.lower()] for flag in flags if flag.lower() in given}
+        )
+        for name, (attribute, flags) in _TRACES.items()
+        if (function := getattr(loaded, attribute, None)) is not None
+    }
 
 
 def _dump_traceback() -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib
 import json
 import os
 import socket
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,3 +142,33 @@ def test_an_uncaught_exception_is_recorded(form: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ValueError: boom" in done.stderr
     assert json.loads(error_file.read_text())["message"]["message"] == "ValueError: boom"
+
+
+def test_what_torch_recorded_of_its_collectives_can_be_asked_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def dump(**flags: bool) -> bytes:
+        asked.append(flags)
+        return b"a trace"
+
+    loaded = SimpleNamespace(_dump_nccl_trace=dump, _dump_nccl_trace_json=dump)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", loaded)
+    with worker_main():
+        names = json.loads(ask(path, "/handler/", "GET")[1])
+        assert {"ping", "dump_nccl_trace_json", "dump_nccl_trace_pickle"} <= set(names)
+        assert "fr_trace_json" not in names  # a build without it
+        for query in ("", "?includecollectives=true&onlyActive=false&includestacktraces=TRUE&x=1"):
+            for kind in ("json", "pickle"):
+                assert ask(path, f"/handler/dump_nccl_trace_{kind}{query}") == (200, "a trace")
+    both = {"includeCollectives": True, "onlyActive": False}
+    assert asked == [{}, {}, both, both | {"includeStackTraces": True}]
+
+
+@pytest.mark.training
+def test_torchs_own_record_of_its_collectives_is_json(path: Path) -> None:
+    importlib.import_module("torch.distributed")
+    with worker_main():
+        code, trace = ask(path, "/handler/fr_trace_json?onlyactive=true")
+    assert (code, "version" in json.loads(trace)) == (200, True)

@@ -1,4 +1,4 @@
-"""Alias of `regrow.workers`, at the path torch has it."""
+"""Alias of `regrow.workers.api`, at the path torch has it."""
 
-from regrow.workers import *  # noqa: F403
-from regrow.workers import __all__ as __all__
+from regrow.workers.api import *  # noqa: F403
+from regrow.workers.api import __all__ as __all__

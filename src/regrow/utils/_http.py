@@ -49,6 +49,8 @@ class Request(NamedTuple):
     """GET, POST, ..."""
     path: str
     """The target without its query."""
+    query: str = ""
+    """What follows the target's question mark."""
 
 
 class Response(NamedTuple):
@@ -250,8 +252,8 @@ def _parse(incoming: bytes) -> Request | Response | None:
         return Response(413, b"request too large\n")
     if len(body) < length:
         return None
-    path = words[1].partition(b"?")[0]
-    return Request(words[0].decode("latin-1"), path.decode("latin-1"))
+    path, _, query = words[1].decode("latin-1").partition("?")
+    return Request(words[0].decode("latin-1"), path, query)
 
 
 def _encode(response: Response, head_only: bool) -> bytes:
