@@ -9,7 +9,7 @@ from typing import get_args
 from commands import ROOT
 
 from regrow import heartbeat
-from regrow.agent._local import bounds
+from regrow.agent._bounds import bounds
 from regrow.cli._parser import build_parser
 from regrow.heartbeat import _terms
 from regrow.heartbeat._failure import Kind

@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from regrow.agent import _words as words
+from regrow.agent._bounds import bounds
 from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, worker_environment
-from regrow.agent._progress import ProgressBoard, Steps
-from regrow.agent._restarting import RestartingAgent, Told
 from regrow.agent._sleepers import UninterruptibleSleepers, timeout_from_environment
+from regrow.agent._stepping import SteppingAgent
 from regrow.agent._types import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.metrics import prof
 from regrow.utils import get_logger, macros
@@ -34,7 +33,6 @@ from regrow.workers import (
     start_processes,
 )
 from regrow.workers._console import console
-from regrow.workers._guardian_events import Lapsed
 
 if TYPE_CHECKING:
     from regrow.agent._health import HealthCheckServer
@@ -42,26 +40,10 @@ if TYPE_CHECKING:
     from regrow.utils import PortReservation
     from regrow.workers import LogsSpecs
 
-ACTED_ON_S = 0.1
-
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _StepsSeen:
-    """A worker of this attempt reported its first step."""
-
-    attempt: int
-
-
-class _LeaseOver(NamedTuple):
-    """The guardian has killed the workers of a round."""
-
-    round: int
-    lapsed: Lapsed
-
-
-class LocalElasticAgent(RestartingAgent):
+class LocalElasticAgent(SteppingAgent):
     """Runs `spec.local_world_size` workers on this host.
 
     Args:
@@ -140,8 +122,6 @@ class LocalElasticAgent(RestartingAgent):
         self._job = {"bounds": ours | dict(more)} | dict(job or {})
         self._pcontext: PContext | None = None
         self._guardian: Guardian | None = None
-        self._board: ProgressBoard | None = None
-        self._first_steps: set[int] = set()
         self._port: PortReservation | None = None
         self._last_turn = monotonic()
 
@@ -168,60 +148,13 @@ class LocalElasticAgent(RestartingAgent):
         return None
 
     def _heed(self, message: object) -> words.Event | None:
-        match message:
-            case WorkerChange():
-                return self._heed_worker(message)
-            case _LeaseOver(round, lapsed):
-                return self._heed_lapse(round, lapsed)
-            case _StepsSeen(attempt):
-                if attempt == self._attempt:
-                    self._emit_first_steps()
-                return None
+        if isinstance(message, WorkerChange):
+            return self._heed_worker(message)
         return super()._heed(message)
-
-    def _renew_lease(self, until: float) -> None:
-        guardian = self._guardian  # which another thread may be taking away
-        if guardian is not None:
-            guardian.renew(until)
-        super()._renew_lease(until)
-
-    def _take_lapse(self, lapsed: Lapsed) -> None:
-        """Called by the guardian's handle, on a thread of its own."""
-        # Those who were to be started are of the attempt that is being started.
-        self._inbox.put(_LeaseOver(self._attempt + 1, lapsed))
-
-    def _heed_lapse(self, round: int, lapsed: Lapsed) -> words.Event:
-        killed = lapsed.killed
-        self._emit(
-            "regrow.lease.over",
-            attempt=round - 1,
-            workers=killed,
-            lapsed_monotonic=lapsed.monotonic,
-        )
-        number = f"{killed} workers were" if killed != 1 else "worker was"
-        why = f"its lease was over, and its {number} killed"
-        return words.LeaseOver(round, why, monotonic())
 
     def _heed_worker(self, change: WorkerChange) -> words.Event | None:
         if change.kind in ("suspended", "resumed"):
-            worker = self._worker_group.workers[change.local_rank]
-            self._emit(
-                f"regrow.worker.{change.kind}",
-                rank=worker.global_rank,
-                local_rank=change.local_rank,
-                pid=change.pid,
-                signal=signal.Signals(change.status).name if change.status else None,
-            )
-            if change.kind == "suspended":
-                waits = "the job waits for it" if self._heartbeat is None else "it does not beat"
-                logger.warning(
-                    "rank %s (pid %s) was stopped by %s; %s: kill -CONT %s",
-                    worker.global_rank,
-                    change.pid,
-                    signal.Signals(change.status).name,
-                    waits,
-                    change.pid,
-                )
+            self._heed_suspension(change)
             return None
         if change.kind == "lost":
             self._heed_loss(change)
@@ -251,14 +184,7 @@ class LocalElasticAgent(RestartingAgent):
             # Held until the attempt is over, or another process could take it before rank 0 does.
             self._port = PortReservation()
             worker_group.master_port = self._port.port
-        seen = _StepsSeen(self._attempt)
-        attempt = self._attempt
-        board = ProgressBoard(
-            spec.local_world_size,
-            lambda: self._inbox.put(seen),
-            lambda line: self._inbox.put(Told(attempt, line)),
-        )
-        self._board = board
+        board = self._open_board()
         envs: dict[int, dict[str, str]] = {}
         args: dict[int, tuple[Any, ...]] = {}
         prefixes: dict[int, str] | None = {} if self._log_line_prefix_template else None
@@ -327,12 +253,6 @@ class LocalElasticAgent(RestartingAgent):
             self._health_check_server.stop()
             self._health_check_server = None
 
-    def _kill_now(self) -> None:
-        # Not by way of the context: there is none yet while workers are being started.
-        guardian = self._guardian  # which another thread may be taking away
-        if guardian is not None:
-            guardian.stop(None, signal.SIGKILL, 0)
-
     @prof
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         context = self._pcontext
@@ -372,48 +292,11 @@ class LocalElasticAgent(RestartingAgent):
     # --- an attempt's belongings
 
     def _release_attempt(self) -> None:
-        if self._board is not None:
-            self._board.close()
-            self._board = None
-        self._first_steps = set()
+        self._close_board()
         if self._port is not None:
             self._port.close()
             # The next attempt picks anew: the old port may still be bound by a dying connection.
             self._port = None
-
-    def _steps(self) -> dict[int, Steps]:
-        board = self._board  # which another thread may be taking away
-        return board.read() if board is not None else {}
-
-    def _emit_first_steps(self) -> None:
-        for local_rank, steps in self._steps().items():
-            if local_rank not in self._first_steps:
-                self._first_steps.add(local_rank)
-                self._emit(
-                    "regrow.worker.first_step",
-                    rank=self._worker_group.workers[local_rank].global_rank,
-                    local_rank=local_rank,
-                    step=steps.first_step,
-                    step_monotonic=steps.first_monotonic,
-                )
-
-
-def bounds(
-    shutdown_timeout: float, reaping: float | None = None, beating: float | None = None
-) -> dict[str, float]:
-    """What the agent promises, in seconds, on a host that is not starved of processor time.
-
-    Args:
-        shutdown_timeout: the grace that stopped workers get.
-        reaping: from the deadline of a timer to the end of its worker; None without timers.
-        beating: from the last beat of a worker to the end of all; None without heartbeats.
-    """
-    promised = {
-        "a dead worker is acted on": ACTED_ON_S,
-        "workers that are stopped are gone": shutdown_timeout + ACTED_ON_S,
-    }
-    more = {"a hung worker is killed": reaping, "a missing heartbeat ends all workers": beating}
-    return promised | {text: seconds for text, seconds in more.items() if seconds is not None}
 
 
 def _prefix(template: str, role: str, worker: Any) -> str:
