@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -128,12 +127,12 @@ def test_one_failure_is_every_nodes_root_cause_and_result(tmp_path: Path) -> Non
 
 def test_all_nodes_count_the_same_failures_and_attempts(tmp_path: Path) -> None:
     # Who fails waits for the other's worker: an attempt that is over before it began is skipped.
-    for gate in ("0", "1"):
+    for gate in ("first", "second"):
         os.mkfifo(tmp_path / gate)
     script = (
         f"cd {tmp_path}; "
-        'case "$RANK$REGROW_ATTEMPT" in 00) read _ < 0; exit 3 ;; 11) read _ < 1; exit 4 ;; '
-        "10) echo > 0 ;; 01) echo > 1 ;; esac; "
+        'case "$RANK$REGROW_ATTEMPT" in 00) read _ <first; exit 3;; 11) read _ <second; exit 4;; '
+        "10) echo >first;; 01) echo >second;; esac; "
         'test "$REGROW_ATTEMPT" = 2 || sleep 1000; '
         'test "$TORCHELASTIC_RESTART_COUNT $REGROW_FENCING_TOKEN" = "2 3"'
     )
