@@ -2,20 +2,21 @@
 
 It decides what it hears with the functions that the real handler decides with (`_waiting`,
 `_driver`), and it has the same threads: one beats and renews the lease, one watches the time, one
-follows the rounds, one starts and stops workers and asks for seats. How it reaches the rounds is
-the driver's business.
+follows the rounds, one starts and stops workers and asks for seats. It reaches the rounds by the
+real drivers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 from sim_host import Host
-from sim_kernel import Program, Thread
+from sim_kernel import Program
 
-from regrow.rendezvous._driver import View
+from regrow.rendezvous._driver import Driver, View
+from regrow.rendezvous._errors import RendezvousConnectionError
 from regrow.rendezvous._news import (
     Close,
     Event,
@@ -38,33 +39,6 @@ BEAT_ANSWERED_WITHIN = 5.0
 """Seconds after which a beat is given up."""
 
 
-class Unreachable(Exception):
-    """The place where the rounds are could not be reached in time."""
-
-
-class JobLost(Exception):
-    """The place where the rounds are knows nothing of this job."""
-
-
-class SimDriver(Protocol):
-    """How an agent reaches the rounds; the methods return what a thread waits for."""
-
-    def submit(self, event: Event, timeout: float) -> Thread: ...
-
-    def follow(self, id: str, seen: View | None) -> Thread: ...
-
-    def beat(self, id: str, token: int, timeout: float) -> Thread: ...
-
-    def peek(self, id: str) -> View: ...
-
-    @property
-    def epoch(self) -> int:
-        """Which life of the job it is in."""
-        ...
-
-    def end(self) -> None: ...
-
-
 class Agent(Program):
     """One life of the agent's process."""
 
@@ -83,16 +57,19 @@ class Agent(Program):
         self.why = "it asked for a new round"
         self._waiting_nodes = 0
         self._sigterm: bool = False
-        self.driver = self.job.connect(self)
-        self._begin_life()
-        self.spawn(self._guarded(self._main()))
-        self.spawn(self._guarded(self._beat()))
-        self.spawn(self._guarded(self._watch_time()))
+        self.id = ""
+        self.driver: Driver
+        self._thread(self._main)
+
+    @property
+    def epoch(self) -> int:
+        """Which life of the job it is in."""
+        return self.job.place.epoch(self.driver)
 
     def die(self) -> None:
-        """Be killed."""
-        self.alive = False
-        self.driver.end()
+        """Be killed; the kernel closes what it had open."""
+        self.kill()
+        self.job.place.reset(self)
 
     def terminate(self) -> None:
         """SIGTERM: stop the workers with their grace, then leave."""
@@ -110,13 +87,25 @@ class Agent(Program):
         self.token, self.view, self.told = 0, None, Told()
         self.answered = self.beaten = self.host.clock
         self.lost = False
-        self.spawn(self._guarded(self._follow(self.id)))
+        self._thread(partial(self._follow, self.id))
 
-    def _guarded(self, thread: Thread) -> Thread:
-        try:
-            yield from thread
-        except JobLost:
-            self._finish()
+    def _thread(self, call: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                call()
+            except RendezvousConnectionError as error:
+                self.history.note(f"{self.id} gives up: {error}")
+                self._finish()
+
+        self.start(run)
+
+    def wait_until(self, ready: Callable[[], bool], timeout: float | None = None) -> None:
+        """Block until something holds, or for so many seconds."""
+        self.wait(self.until(ready, timeout))
+
+    def wait_for(self, seconds: float) -> None:
+        """Block for so many seconds."""
+        self.wait(self.sleep(seconds))
 
     def _finish(self, for_good: bool = False) -> None:
         """End by itself; unless `for_good`, a scheduler starts it again."""
@@ -129,34 +118,38 @@ class Agent(Program):
 
     # --- the main thread
 
-    def _main(self) -> Thread:
+    def _main(self) -> None:
         guardian = self.host.guardian
+        self.driver = self.job.place.connect(self)
+        self._begin_life()
+        self._thread(self._beat)
+        self._thread(self._watch_time)
         while True:
-            round = yield from self._meet()
+            round = self._meet()
             if not round:
                 return
-            yield self.sleep(self.sim.random.uniform(0.02, self.job.profile.start))
+            self.wait_for(self.sim.random.uniform(0.02, self.job.profile.start))
             # Workers are started only with a lease that lives, and for a round that goes on.
-            yield self.until(lambda: self._stop_wanted() or self.host.clock < self.lease)
+            self.wait_until(lambda: self._stop_wanted() or self.host.clock < self.lease)
             if not self._stop_wanted():
                 guardian.start(self, round, self.lease)
-                yield self.until(lambda: self._stop_wanted() or not guardian.round)
+                self.wait_until(lambda: self._stop_wanted() or not guardian.round)
             failed = not guardian.round and not self._stop_wanted()
             if self._terminating():
-                yield from self._leave(round)
+                self._leave(round)
                 return
             if failed:
-                charged = yield from self._report(round)
+                charged = self._report(round)
                 if charged and charged.failures > self.job.profile.max_restarts:
                     closing = Close(self.id, "its workers failed for good", f"report {self.id}")
-                    yield from self._call(closing)
+                    self._call(closing)
             elif guardian.round:
                 if self._waiting_nodes:
                     self.why = "nodes wait"
                 guardian.stop(self.job.profile.grace)
-                yield self.until(lambda: not guardian.round)
+                self.wait_until(lambda: not guardian.round)
             if self._terminating():
-                yield from self._leave(round)
+                self._leave(round)
                 return
 
     def _stop_wanted(self) -> bool:
@@ -165,22 +158,22 @@ class Agent(Program):
     def _over(self) -> bool:
         return self._sigterm or self.told.closed is not None
 
-    def _meet(self) -> Thread:
+    def _meet(self) -> int:
         """Ask for a seat until there is one; returns the round, 0 if there will be none."""
         self.told, self._waiting_nodes = Told(), 0
         while not self._sigterm:
             waiting, outcome = Waiting(self.token, 1e9), None
-            said = yield from self._call(Join(self._node(), self.token, self.why))
+            said = self._call(Join(self._node(), self.token, self.why))
             waiting, outcome = judge(waiting, said, self.host.clock)
             while outcome is None:
                 ready = partial(self._heard_enough, waiting)
-                yield self.until(ready)
+                self.wait_until(ready)
                 if self._terminating():
                     break
                 outcome = self._news(waiting)
             match outcome:
                 case Seated(round=round) as seat:
-                    self.history.seated(self.driver.epoch, seat)
+                    self.history.seated(self.epoch, seat)
                     self.token, self.told = round, Told(round)
                     self.beaten = self.host.clock
                     self.view = self.view or said
@@ -189,17 +182,17 @@ class Agent(Program):
                     return round
                 case RoundEnded(round):
                     self.token = round
-                    self.history.told_over(self.driver.epoch, self.id, round)
+                    self.history.told_over(self.epoch, self.id, round)
                 case RoundClosed() as closed:
                     self.history.endings.add(closed)
-                    yield from self._call(Leave(self.id))
+                    self._call(Leave(self.id))
                     self._finish(for_good=True)
                     return 0
                 case Reborn():
                     self._begin_life()
                 case None | TimedOut():
                     pass
-        yield from self._leave(0)
+        self._leave(0)
         return 0
 
     def _heard_enough(self, waiting: Waiting) -> bool:
@@ -216,18 +209,18 @@ class Agent(Program):
     def _node(self) -> Node:
         return Node(self.id, self.host.name, port=1 + self.host.lives)
 
-    def _report(self, round: int) -> Thread:
+    def _report(self, round: int) -> Judged | None:
         """Report a failure, and wait for the verdict; None if there will be none."""
         id = self.id
         while True:
-            said = yield from self._call(Failed(id, round, f"report of {id}"))
+            said = self._call(Failed(id, round, f"report of {id}"))
             while True:
                 if said.judged is not None and said.judged.round >= round:
                     return said.judged if said.judged.round == round else None
                 if isinstance(said.news, RoundClosed | Refused) or said.news is None:
                     return None
                 version = said.version
-                yield self.until(
+                self.wait_until(
                     lambda v=version: (
                         self.lost  # type: ignore[misc]
                         or self._sigterm
@@ -240,83 +233,79 @@ class Agent(Program):
                     break
                 said = self.view
 
-    def _leave(self, round: int) -> Thread:
+    def _leave(self, round: int) -> None:
         guardian = self.host.guardian
         if round:
-            self.spawn(self._guarded(self._say(Leaving(self.id, round, "SIGTERM"))))
+            self._thread(partial(self._say, Leaving(self.id, round, "SIGTERM")))
         if guardian.round:
             guardian.stop(self.job.profile.grace)
-            yield self.until(lambda: not guardian.round)
-        with suppress(Unreachable):
-            yield from self.driver.submit(Leave(self.id, 0), self.bounds.lease)
+            self.wait_until(lambda: not guardian.round)
+        with suppress(RendezvousConnectionError):
+            self.driver.submit(Leave(self.id, 0), self.bounds.lease)
         self._finish()
 
-    def _call(self, event: Event) -> Thread:
-        """Submit an event until it is answered."""
-        while True:
-            try:
-                said = yield from self.driver.submit(event, self.bounds.lease + 10.0)
-            except Unreachable:
-                continue
-            self.answered, self.lost = self.host.clock, False
-            if not isinstance(event, Close):
-                self._hear(self.id, said)
-            return said
+    def _call(self, event: Event) -> View:
+        """Submit an event; end if it is not answered in time."""
+        said = self.driver.submit(event, self.bounds.lease + 10.0)
+        self.answered, self.lost = self.host.clock, False
+        if not isinstance(event, Close):
+            self._hear(self.id, said)
+        return said
 
-    def _say(self, event: Event) -> Thread:
-        with suppress(Unreachable):
-            yield from self.driver.submit(event, self.bounds.lease)
+    def _say(self, event: Event) -> None:
+        with suppress(RendezvousConnectionError):
+            self.driver.submit(event, self.bounds.lease)
 
     # --- the two other threads
 
-    def _follow(self, id: str) -> Thread:
+    def _follow(self, id: str) -> None:
         troubled, answered = 0.0, 0
         while True:
-            yield self.until(lambda: self.id != id or self.view is not None)
+            self.wait_until(lambda: self.id != id or self.view is not None)
             if self.id != id:
                 return
             try:
-                view = yield from self.driver.follow(id, self.view)
+                view = self.driver.follow(id, self.view, 20.0)
                 if self.id != id:
                     return
                 if view is not None:
                     self._hear(id, view)
                     match view.news:
                         case RoundEnded(round, by) if self.token == round > answered and by != id:
-                            yield from self.driver.submit(Heard(id, round), self.bounds.lease)
+                            self.driver.submit(Heard(id, round), self.bounds.lease)
                             answered = round
                 troubled = 0.0
-            except Unreachable:
+            except RendezvousConnectionError:
                 troubled = troubled or self.host.clock
                 if self.host.clock - troubled >= self.bounds.lease:
                     self._lose(id)
-                yield self.sleep(self.bounds.keep_alive / 4)
+                self.wait_for(self.bounds.keep_alive / 4)
 
-    def _beat(self) -> Thread:
+    def _beat(self) -> None:
         bounds = self.bounds
         while True:
             id, token, sent = self.id, self.token, self.host.clock
             pause = bounds.keep_alive
             try:
-                holds = yield from self.driver.beat(id, token, BEAT_ANSWERED_WITHIN)
-            except Unreachable:
+                holds = self.driver.beat(id, token, BEAT_ANSWERED_WITHIN)
+            except RendezvousConnectionError:
                 pause /= 4
             else:
                 self._renew(id, sent, holds)
                 if not holds and token:
                     self._hear(id, self.driver.peek(id))
-            yield self.until(
+            self.wait_until(
                 lambda i=id, t=token: (self.id, self.token) != (i, t),  # type: ignore[misc]
                 max(sent + pause - self.host.clock, 0.001),
             )
 
-    def _watch_time(self) -> Thread:
+    def _watch_time(self) -> None:
         while True:
             left = self.answered + self.bounds.lease - self.host.clock
             if left > 0:
-                yield self.sleep(left)
+                self.wait_for(left)
             elif self.lost:
-                yield self.until(lambda: not self.lost)
+                self.wait_until(lambda: not self.lost)
             else:
                 self._lose(self.id)
 
@@ -349,7 +338,7 @@ class Agent(Program):
         for item in news:
             match item:
                 case RoundEnded(round) | Judged(round):
-                    self.history.told_over(self.driver.epoch, id, round)
+                    self.history.told_over(self.epoch, id, round)
                 case NodesWaiting():
                     self.machine.after(0.5, lambda r=self.told.round: self._make_room(r))  # type: ignore[misc]
                 case RoundClosed():

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any, NamedTuple
 from unittest import mock
 
 import sim_host
 import sim_nodes
+from sim_agent import Agent
 
-from regrow.rendezvous import _neighbours, _round, _service
+from regrow.rendezvous import _by_nodes, _neighbours, _round, _service, _shared
+from regrow.rendezvous._by_server import ServerDriver
+from regrow.rendezvous._envelope import Envelope, seal
 from regrow.rendezvous._news import Effect, Event, Join, Judged, LastCallOver, Lost
 from regrow.rendezvous._patience import Bounds, Patience, look
 from regrow.rendezvous._round import Step
+from regrow.rendezvous._shared import Shared
 from regrow.rendezvous._state import Round, watched
 
 
@@ -47,7 +52,7 @@ def _an_evicted_member_renews_its_lease() -> list[Any]:
     """A beat is answered without a look at the eviction."""
     return [
         mock.patch.object(_service, "holds", _round.seated),
-        mock.patch.object(sim_nodes, "holds", _round.seated),
+        mock.patch.object(_by_nodes, "holds", _round.seated),
     ]
 
 
@@ -86,12 +91,12 @@ def _silence_is_measured_by_wall_clock() -> list[Any]:
                 lost.append(Lost(id, "its last beat is too old"))
         return replace(after, silent=silent), (*due, *lost), None
 
-    def wall(nodes: sim_nodes.Nodes) -> float:
-        return nodes.agent.host.clock + nodes.agent.host.wall
+    def wall(agent: Agent) -> Callable[[], float]:
+        return lambda: agent.host.clock + agent.host.wall
 
     return [
         mock.patch.object(_neighbours, "look", by_wall),
-        mock.patch.object(sim_nodes.Nodes, "now", wall),
+        mock.patch.object(sim_nodes, "clock_of", wall),
     ]
 
 
@@ -116,7 +121,7 @@ def _a_late_judgement_ends_another_last_call() -> list[Any]:
             event = LastCallOver(state.last_call)
         return real(state, event)
 
-    return [mock.patch.object(_round, "step", step), mock.patch.object(sim_nodes, "step", step)]
+    return [mock.patch.object(_round, "step", step)]
 
 
 def _a_silent_node_is_lost_while_its_lease_lasts() -> list[Any]:
@@ -164,6 +169,44 @@ def _the_grace_is_cut_by_the_last_call() -> list[Any]:
     return [mock.patch.object(Bounds, "comeback", property(lambda bounds: bounds.last_call))]
 
 
+def _change(
+    shared: Shared, change: Callable[[Envelope], Envelope], deadline: float, *, torn: bool
+) -> Round:
+    """Compare and set without the care that it takes."""
+    while True:
+        old, token = shared.envelope, shared._token
+        if torn:
+            with shared._changed:
+                token = shared._token
+        new = _shared._begun(change(old))
+        answered = shared._call(lambda: shared._backend.set_state(seal(new), token))  # noqa: B023
+        if answered is None:
+            return new.state
+        shared._take(*answered[:2])
+        if answered[2]:
+            return new.state
+        shared.sleep(shared._random.uniform(0, shared._last_call_took))
+
+
+def _a_write_is_taken_for_made() -> list[Any]:
+    """The backend cannot say what became of it, and nobody looks."""
+    return [mock.patch.object(Shared, "change", partialmethod(_change, torn=False))]
+
+
+def _a_token_is_taken_for_that_of_an_older_state() -> list[Any]:
+    """Another thread reads between a look at the state and one at its token."""
+    return [mock.patch.object(Shared, "change", partialmethod(_change, torn=True))]
+
+
+def _another_life_of_the_job_is_taken_for_ours() -> list[Any]:
+    """A driver does not look which life of the job an answer is about."""
+
+    def check(driver: ServerDriver, life: str) -> None:
+        pass
+
+    return [mock.patch.object(ServerDriver, "_check_life", check)]
+
+
 class Bug(NamedTuple):
     """A mistake, and where it shows."""
 
@@ -175,15 +218,18 @@ class Bug(NamedTuple):
 
 BUGS: dict[str, Bug] = {
     "stale token": Bug("server", range(100), _a_stale_token_is_accepted),
-    "seat given away": Bug("nodes", range(18, 120), _a_seat_is_given_away_at_once),
-    "evicted member": Bug("server", range(23, 120), _an_evicted_member_renews_its_lease),
+    "seat given away": Bug("nodes", range(24, 124), _a_seat_is_given_away_at_once),
+    "evicted member": Bug("server", range(35, 135), _an_evicted_member_renews_its_lease),
     "ranks kept": Bug("server", range(100), _ranks_are_kept_when_the_world_shrinks),
-    "wall clock": Bug("nodes", range(120), _silence_is_measured_by_wall_clock),
+    "wall clock": Bug("nodes", range(100), _silence_is_measured_by_wall_clock),
     "hasty judge": Bug("nodes", range(100), _a_failure_is_charged_before_anyone_is_heard),
-    "late judgement": Bug("nodes", range(23, 130), _a_late_judgement_ends_another_last_call),
+    "late judgement": Bug("nodes", range(24, 124), _a_late_judgement_ends_another_last_call),
     "hasty loss": Bug("server", range(100), _a_silent_node_is_lost_while_its_lease_lasts),
-    "sleeper blames": Bug("nodes", range(4, 120), _whoever_slept_blames_the_others),
+    "sleeper blames": Bug("nodes", range(83, 183), _whoever_slept_blames_the_others),
     "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
+    "unsure write": Bug("nodes", range(50, 150), _a_write_is_taken_for_made),
+    "torn read": Bug("nodes", range(2, 102), _a_token_is_taken_for_that_of_an_older_state),
+    "another life": Bug("server", range(26, 126), _another_life_of_the_job_is_taken_for_ours),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
 }
 

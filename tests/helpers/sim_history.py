@@ -90,7 +90,7 @@ class History:
         self._evicted: frozenset[str] = frozenset()
 
     def forgotten(self) -> None:
-        """The state is lost, and with it this life of the job."""
+        """Another life of the job begins, that knows nothing of the one before."""
         self.epoch += 1
         self._begin()
 
@@ -210,7 +210,7 @@ class History:
         same = seat.world_size, seat.leader, seat.digest
         if self._seats.setdefault(round, same) != same:
             raise self.broken(f"two agents were told two things about {round}")
-        if self.rounds[round].get(seat.id) != seat.rank:
+        if self.rounds.get(round, {}).get(seat.id) != seat.rank:
             raise self.broken(f"{seat.id} was told a rank that is not its own: {seat}")
         if seat.round <= self._over.get((epoch, seat.id), 0):
             raise self.broken(f"{seat.id} takes a seat in a round that it knows is over: {seat}")

@@ -8,15 +8,40 @@ lease is looked at when it thaws.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sim_history import History
 from sim_kernel import Machine, Simulation
 
 from regrow.rendezvous._patience import Bounds
+from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
 
 if TYPE_CHECKING:
-    from sim_agent import Agent, SimDriver
+    from sim_agent import Agent
+
+    from regrow.rendezvous._driver import Driver
+    from regrow.rendezvous._round import Round
+
+
+class Place(Protocol):
+    """Where the rounds of a job are."""
+
+    @property
+    def state(self) -> Round | None:
+        """The rounds as they are now; None before there are any, and when they are forgotten."""
+        ...
+
+    def connect(self, agent: Agent) -> Driver:
+        """Return an agent's driver; called in a thread of the agent."""
+        ...
+
+    def epoch(self, driver: Driver) -> int:
+        """Return which life of the job a driver is in."""
+        ...
+
+    def reset(self, agent: Agent) -> None:
+        """Break the connection of an agent, which may have ended."""
 
 
 class Profile(NamedTuple):
@@ -38,6 +63,20 @@ class Profile(NamedTuple):
     watched: bool
     """Whether the backend wakes those who wait for a change."""
 
+    @property
+    def settings(self) -> RendezvousSettings:
+        """The same, as the drivers take it."""
+        bounds = self.bounds
+        return RendezvousSettings(
+            "job",
+            self.low,
+            self.high,
+            RendezvousTimeout(last_call=timedelta(seconds=bounds.last_call)),
+            timedelta(seconds=bounds.keep_alive),
+            bounds.misses,
+            shutdown_timeout=timedelta(seconds=bounds.grace),
+        )
+
 
 class Job:
     """All hosts of a job, and what they share."""
@@ -46,7 +85,7 @@ class Job:
         self.sim, self.profile, self.history = sim, profile, history
         self.hosts: list[Host] = []
         self.faults = True
-        self.connect: Callable[[Agent], SimDriver]
+        self.place: Place
         self.new_agent: Callable[[Host], Agent]
 
     def delay(self) -> float:
@@ -90,7 +129,7 @@ class Guardian:
         self.agent, self.round, self.lease = agent, round, lease
         self.runs += 1
         self._stopped_at, self.doomed = None, False
-        self.job.history.started(self.host, agent.id, agent.driver.epoch, round, lease)
+        self.job.history.started(self.host, agent.id, agent.epoch, round, lease)
         self._watch(self.runs)
         random, run = self.sim.random, self.runs
         if self.job.faults and random.random() < 0.3:
@@ -168,6 +207,8 @@ class Host(Machine):
 
     def start(self) -> None:
         """Start an agent, once nothing of the one before is left."""
+        if self.job.history.endings and self.job.place.state is None:
+            return  # a job that is over and forgotten is not begun anew
         if self.guardian.round or self.off or self.sim.now < self.frozen_until:
             self.sim.after(0.5, self.start)
         elif self.agent is None or not self.agent.alive:
@@ -185,7 +226,7 @@ class Host(Machine):
         self.off = True
         self.trouble(self.sim.now + 1e9)
         if self.agent is not None:
-            self.agent.alive = False
+            self.agent.kill()
         self.guardian.vanish()
 
     def thaw(self) -> None:

@@ -5,6 +5,9 @@ anything, so a seed is a history. A thread of a program is a generator: it yield
 (`Sleep`, `Until`, or any function that is given the thread's `resume`), and is resumed when that
 has come and its program runs. So a program that is paused does nothing and forgets nothing, and
 one that is killed never does anything again.
+
+A thread may also be code that blocks, which knows nothing of simulations: it runs as a greenlet,
+and where it would block it is given something that calls `Program.wait` (`sim_threads`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import heapq
 import random
 from collections.abc import Callable, Generator
 from typing import Any
+
+from greenlet import GreenletExit, getcurrent, greenlet
 
 Resume = Callable[[Any], None]
 Waits = Callable[[Resume], None]
@@ -26,6 +31,8 @@ class Simulation:
         self.random = random.Random(seed)
         self.now = 0.0
         self.done = 0
+        self.preempted = 0.0
+        """How often a thread loses the processor where it takes a lock."""
         self._order = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -80,6 +87,7 @@ class Program:
         self.alive = True
         self.paused_until = 0.0
         self._waiters: dict[object, tuple[Callable[[], bool], Resume]] = {}
+        self._blocking: dict[greenlet, None] = {}
 
     def spawn(self, thread: Thread) -> None:
         """Run a thread."""
@@ -98,6 +106,45 @@ class Program:
             waits(resume)
 
         step(None)
+
+    def start(self, call: Callable[[], None]) -> None:
+        """Run code that blocks, as a thread."""
+        thread = greenlet(lambda _: call())
+        self._blocking[thread] = None
+
+        def resume(value: Any) -> None:
+            self.when_awake(lambda: step(value))
+
+        def step(value: Any) -> None:
+            thread.parent = getcurrent()
+            waits = (thread.throw if isinstance(value, Exception) else thread.switch)(value)
+            if thread.dead:
+                self._blocking.pop(thread, None)
+            else:
+                waits(resume)
+
+        self.sim.after(0.0, lambda: resume(None))
+
+    def wait(self, waits: Waits) -> Any:
+        """Block a thread that was begun by `start`; return, or raise, what it is resumed with."""
+        parent = getcurrent().parent
+        if not self.alive:
+            raise GreenletExit
+        assert parent is not None, "what may block has to be called in a thread"
+        return parent.switch(waits)
+
+    def kill(self) -> None:
+        """Never run again.
+
+        What blocks is unwound here and now, so that nothing is left to be unwound at some other
+        time; the world must not mind what a program does that is not alive.
+        """
+        self.alive = False
+        for thread in [*self._blocking]:
+            if thread is not getcurrent() and not thread.dead:
+                thread.parent = getcurrent()
+                thread.throw()
+        self._blocking.clear()
 
     def when_awake(self, do: Callable[[], None]) -> None:
         """Do something now, or when the program is resumed; never if it is dead."""

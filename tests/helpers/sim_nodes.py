@@ -1,35 +1,61 @@
-"""The rounds run by the nodes, over a simulated backend that can compare and set.
+"""The rounds run by the nodes: the real driver, over a simulated backend that can compare and set.
 
 Every call to the backend takes effect at one instant, some time after it was made and before it is
 answered; calls overtake each other. It is slow, or does not answer, for spans of time; then what
 was asked may have been done, or be done much later. It keeps the nodes' beats, or has no place for
 them and they stand in the document; it tells those who watch it of changes, or tells nobody.
 
-What is played here is the part of `_by_nodes.NodesDriver` that waits for the backend. What it
-decides is decided by the real functions.
+What a node writes has to be what the rules make of what it replaces, and of nothing older.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from sim_agent import Agent, Unreachable
+from greenlet import getcurrent
+from sim_agent import Agent
 from sim_host import Job
-from sim_kernel import Resume, Thread, Waits
+from sim_kernel import Resume, Waits
+from sim_threads import Threads
 
-from regrow.rendezvous._driver import View, answer, differs, view
-from regrow.rendezvous._envelope import Envelope, seal, unseal
-from regrow.rendezvous._neighbours import Ear, listen, whom
-from regrow.rendezvous._news import Effect, Event, Leave, Seated, subject
-from regrow.rendezvous._round import step
-from regrow.rendezvous._state import Round, holds, watched
+from regrow.rendezvous import _round
+from regrow.rendezvous._backend import (
+    LivenessRendezvousBackend,
+    RendezvousBackend,
+    WatchedRendezvousBackend,
+)
+from regrow.rendezvous._by_nodes import NodesDriver
+from regrow.rendezvous._driver import Driver
+from regrow.rendezvous._envelope import unseal
+from regrow.rendezvous._errors import RendezvousConnectionError
+from regrow.rendezvous._news import Effect, Event
+from regrow.rendezvous._round import Round
+from regrow.store import MemoryStore
 
 ANSWERED_WITHIN = 5.0
 """Seconds after which a call to the backend is given up."""
+CLOSED_AFTER = 0.5
+"""Seconds after which the backend says of an agent that it has ended, if it knows."""
 
 read = lru_cache(maxsize=256)(unseal)
+
+
+class Decision(NamedTuple):
+    """A step that a node has made, and has yet to publish."""
+
+    before: Round
+    event: Event
+    after: Round
+    effects: tuple[Effect, ...]
+
+
+def step(before: Round, event: Event) -> tuple[Round, tuple[Effect, ...]]:
+    """Make a step, and remember of the thread that makes it what it was."""
+    after, effects = _round.step(before, event)
+    setattr(getcurrent(), "decision", Decision(before, event, after, effects))  # noqa: B010
+    return after, effects
 
 
 class SimBackend:
@@ -40,23 +66,44 @@ class SimBackend:
         self.data: bytes | None = None
         self.token = 0
         self.beats: dict[str, int] = {}
+        self.ended: dict[str, str] = {}
         self.paused_until = 0.0
         self.slow_until = 0.0
-        self.nodes: list[Nodes] = []
-        job.connect = self.connect
+        self.tells_ends = job.sim.random.random() < 0.3
+        self.pushes = job.sim.random.random() < 0.5
+        """Whether those who watch are sent the document, and not only told to read it."""
+        self._store = MemoryStore()
+        self._watching: list[Watched] = []
 
     @property
     def state(self) -> Round | None:
         """The rounds as they are now."""
         return None if self.data is None else read(self.data).state
 
-    def connect(self, agent: Agent) -> Nodes:
-        nodes = Nodes(self, agent)
-        self.nodes.append(nodes)
-        return nodes
+    def connect(self, agent: Agent) -> Driver:
+        """See `Place`."""
+        profile = self.job.profile
+        kind = Living if profile.beats_apart else Watched if profile.watched else Plain
+        backend = kind(self, agent)
+        if isinstance(backend, Watched):
+            self._watching = [other for other in self._watching if other.agent.alive]
+            self._watching.append(backend)
+        clock, threads = clock_of(agent), Threads(agent)
+        random = self.sim.random
+        return NodesDriver(backend, self._store, profile.settings, random, clock, threads)
+
+    def epoch(self, driver: Driver) -> int:
+        """See `Place`; nothing that was written is lost."""
+        return 0
 
     def reset(self, agent: Agent) -> None:
-        """A connection breaks: nothing of it is known here."""
+        """See `Place`."""
+        if self.tells_ends and not agent.alive:
+            self.sim.after(CLOSED_AFTER + self._delay(), lambda: self._end(agent.id))
+
+    def _end(self, id: str) -> None:
+        self.ended[id] = "its connection was closed"
+        self._tell()
 
     def pause(self, seconds: float) -> None:
         """Nothing is done for a while, or everything is slow."""
@@ -84,6 +131,9 @@ class SimBackend:
                     answered = True
                     resume(value)
 
+            def fail() -> None:
+                done(RendezvousConnectionError("no answer came"))
+
             def arrive() -> None:
                 until = max(self.paused_until, host.cut_until["out"])
                 if host.off:
@@ -107,10 +157,10 @@ class SimBackend:
                 # Not done, or done and not answered: nobody can tell.
                 if random.random() < 0.5:
                     self.sim.after(self._delay(), arrive)
-                self.sim.after(self._delay(), lambda: done(Unreachable()))
+                self.sim.after(self._delay(), fail)
             else:
                 self.sim.after(self._delay(), arrive)
-            host.after(ANSWERED_WITHIN, lambda: done(Unreachable()))
+            host.after(ANSWERED_WITHIN, fail)
 
         return waits
 
@@ -119,207 +169,137 @@ class SimBackend:
         return delay + self.sim.random.uniform(0, 2) if self.sim.now < self.slow_until else delay
 
     def get(self) -> tuple[bytes, int] | None:
+        """Return the document and its token."""
         return None if self.data is None else (self.data, self.token)
 
     def set(
-        self, data: bytes, token: int | None, note: Callable[[], None]
+        self, data: bytes, token: int | None, decision: Decision | None
     ) -> tuple[bytes, int, bool]:
+        """Replace the document; `decision` is the last that the writing thread has made."""
         if (token or 0) != self.token:
             assert self.data is not None
             return self.data, self.token, False
-        note()
+        self._check(data, decision)
         self.data, self.token = data, self.token + 1
-        for nodes in self.nodes:
-            if nodes.agent.alive and self.job.profile.watched:
-                self._wake(nodes, self.token)
+        self._tell()
         return data, self.token, True
 
-    def _wake(self, nodes: Nodes, token: int) -> None:
+    def _check(self, data: bytes, decision: Decision | None) -> None:
+        profile, history, new = self.job.profile, self.job.history, read(data)
+        old = Round(profile.low, profile.high) if self.data is None else read(self.data).state
+        if new.state != old:
+            if decision is None or (decision.before, decision.after) != (old, new.state):
+                raise history.broken(f"{old} was replaced by {new.state}, made of {decision}")
+            history.changed(*decision)
+
+    def _tell(self) -> None:
+        if self.job.profile.watched:
+            for backend in self._watching:
+                if backend.agent.alive:
+                    self._wake(backend, self.get())
+
+    def _wake(self, backend: Watched, now: tuple[bytes, int] | None) -> None:
         def arrive() -> None:
-            until = nodes.agent.host.cut_until["in"]
+            until = backend.agent.host.cut_until["in"]
             if self.sim.now < until:
                 self.sim.after(until - self.sim.now, arrive)
             else:
-                nodes.moved = max(nodes.moved, token)
-                nodes.agent.when_awake(nodes.agent.notify)
+                backend.told(now)
 
         self.sim.after(self._delay(), arrive)
 
 
-class Nodes:
-    """One agent's part in the rounds; a `SimDriver`."""
-
-    epoch = 0
-
-    def __init__(self, backend: SimBackend, agent: Agent) -> None:
-        self.backend, self.agent, self.sim = backend, agent, backend.sim
-        profile = backend.job.profile
-        self.bounds = profile.bounds
-        self.profile = profile
-        self.envelope = Envelope("", Round(profile.low, profile.high), {})
-        self.token: int | None = None
-        self.moved = 0
-        """The newest token that the backend told of."""
-        self.ear = Ear()
-        self._count = 0
-
-    # --- SimDriver
-
-    def submit(self, event: Event, timeout: float) -> Thread:
-        id = subject(event)
-        deadline = self.agent.host.clock + timeout
-        while True:
-            try:
-                state, effects = yield from self._apply(event, deadline)
-            except Unreachable:
-                if self.agent.host.clock >= deadline:
-                    raise
-                yield self.agent.sleep(0.25 * self.sim.random.random())
-            else:
-                break
-        if self.profile.beats_apart and isinstance(event, Leave):
-            yield from self._call(lambda: self.backend.beats.pop(id, None))
-        return answer(state, id, effects)
-
-    def follow(self, id: str, seen: View | None) -> Thread:
-        deadline = self.agent.host.clock + 60.0
-        pause = 0.02
-        yield from self._read()
-        while True:
-            again = yield from self._mind(id)
-            now = view(self.envelope.state, id)
-            if differs(now, seen):
-                return now
-            left = deadline - self.agent.host.clock
-            if left <= 0:
-                return None
-            if again is not None:
-                left = min(left, max(again - self.agent.host.clock, 0.0))
-            if self.profile.watched:
-                token = self.token or 0
-                yield self.agent.until(lambda t=token: self.moved > t, left)  # type: ignore[misc]
-            else:
-                yield self.agent.sleep(min(left, pause * self.sim.random.uniform(0.5, 1.0)))
-                longest = 1.0 if isinstance(now.news, Seated) else 0.3
-                pause = min(pause * 1.5, longest)
-            yield from self._read()
-
-    def beat(self, id: str, token: int, timeout: float) -> Thread:
-        self._count += 1
-        count = self._count
-        if self.profile.beats_apart:
-            yield from self._call(lambda: self._beaten(id, count))
-            yield from self._read()
-            return holds(self.envelope.state, id, token)
-
-        def beaten(old: Envelope) -> tuple[Envelope, Callable[[], None]]:
-            if id not in watched(old.state):
-                return old, _nothing
-            return old._replace(beats={**old.beats, id: count}), _nothing
-
-        yield from self._change(beaten, self.agent.host.clock + timeout)
-        return holds(self.envelope.state, id, token)
-
-    def _beaten(self, id: str, count: int) -> None:
-        self.backend.beats[id] = max(count, self.backend.beats.get(id, 0))
-
-    def peek(self, id: str) -> View:
-        return view(self.envelope.state, id)
-
-    def end(self) -> None:
-        pass
-
-    # --- compare and set
-
-    def _apply(self, event: Event, deadline: float) -> Thread:
-        effects: tuple[Effect, ...] = ()
-
-        def applied(old: Envelope) -> tuple[Envelope, Callable[[], None]]:
-            nonlocal effects
-            before = old.state
-            after, effects = step(before, event)
-            now = effects
-            history = self.agent.history
-            return (
-                old if after is before else old._replace(state=after),
-                lambda: history.changed(before, event, after, now),
-            )
-
-        envelope = yield from self._change(applied, deadline)
-        return envelope.state, effects
-
-    def _change(
-        self,
-        change: Callable[[Envelope], tuple[Envelope, Callable[[], None]]],
-        deadline: float,
-    ) -> Thread:
-        fresh, failures = False, 0
-        while True:
-            old, token = self.envelope, self.token
-            new, note = change(old)
-            if new is old:
-                if fresh:
-                    return old
-                yield from self._read()
-                fresh = True
-                continue
-            beats = {id: new.beats[id] for id in new.beats if id in watched(new.state)}
-            new = Envelope(new.life or "life", new.state, beats)
-            data = seal(new)
-            answered = yield from self._call(
-                lambda d=data, t=token, n=note: self.backend.set(d, t, n)  # type: ignore[misc]
-            )
-            self._take(answered[0], answered[1])
-            if answered[2]:
-                return new
-            fresh, failures = True, failures + 1
-            if self.agent.host.clock >= deadline:
-                raise Unreachable
-            took = 2 * self.profile.delay
-            pause = self.sim.random.uniform(0, min(took * 1.5 ** min(failures, 14), 1.0))
-            yield self.agent.sleep(pause)
-            if pause > took:
-                yield from self._read()
-
-    def _read(self) -> Thread:
-        got = yield from self._call(self.backend.get)
-        if got is not None:
-            self._take(*got)
-
-    def _call(self, do: Callable[[], Any]) -> Thread:
-        return (yield self.backend.call(self.agent, do))
-
-    def _take(self, data: bytes, token: int) -> None:
-        if token >= (self.token or 0):
-            moved = self.envelope.state.version
-            self.envelope, self.token = read(data), token
-            if self.envelope.state.version != moved:
-                self.agent.notify()
-
-    def now(self) -> float:
-        """The time by which it judges, in seconds."""
-        return self.agent.host.clock
-
-    def _mind(self, id: str) -> Thread:
-        while True:
-            state = self.envelope.state
-            others = whom(self.ear, state, id, self.bounds)
-            if others is None:
-                return None
-            beats: Mapping[str, int] = self.envelope.beats
-            if self.profile.beats_apart and others:
-                beats = yield from self._call(
-                    lambda o=others: {
-                        i: self.backend.beats[i] for i in o if i in self.backend.beats
-                    }  # type: ignore[misc]
-                )
-            now = self.now()
-            self.ear, due, again = listen(self.ear, state, id, others, beats, self.bounds, now)
-            if not due:
-                return again
-            for event in due:
-                yield from self._apply(event, now + self.bounds.keep_alive)
+def clock_of(agent: Agent) -> Callable[[], float]:
+    """Return what an agent takes for its clock."""
+    return lambda: agent.host.clock
 
 
-def _nothing() -> None:
-    pass
+class Plain(RendezvousBackend):
+    """What an agent has of a backend that can only be asked."""
+
+    def __init__(self, place: SimBackend, agent: Agent) -> None:
+        self.place, self.agent, self.sim = place, agent, place.sim
+
+    @property
+    def name(self) -> str:
+        """See base class."""
+        return "simulated"
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        """See base class."""
+        got: tuple[bytes, int] | None = self.call(self.place.get)
+        return got
+
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
+        """See base class; now and then it cannot say."""
+        decision = getattr(getcurrent(), "decision", None)
+        answer: tuple[bytes, int, bool] = self.call(lambda: self.place.set(state, token, decision))
+        unsure = self.place.job.faults and self.sim.random.random() < 0.01
+        return None if unsure else answer
+
+    def call(self, do: Callable[[], Any]) -> Any:
+        """Let the backend do something."""
+        return self.agent.wait(self.place.call(self.agent, do))
+
+
+class Watched(Plain, WatchedRendezvousBackend):
+    """What an agent has of a backend that can be watched."""
+
+    def __init__(self, place: SimBackend, agent: Agent) -> None:
+        super().__init__(place, agent)
+        self._heard: tuple[bytes, int] | None = None
+        self._news = False
+
+    def told(self, now: tuple[bytes, int] | None) -> None:
+        """Something has changed."""
+        self._news = True
+        if now is not None and (self._heard is None or now[1] > self._heard[1]):
+            self._heard = now
+        self.agent.when_awake(self.agent.notify)
+
+    def wait_state(self, token: int | None, timeout: float) -> None:
+        """See base class; where nobody is told, it is soon time to look again."""
+        if not self.place.job.profile.watched:
+            timeout = min(timeout, self.sim.random.uniform(0.01, 0.5))
+        self.agent.wait(self.agent.until(lambda: self._is_new(token), timeout))
+        self._news = False
+
+    def _is_new(self, token: int | None) -> bool:
+        return self._news or (self._heard is not None and self._heard[1] > (token or 0))
+
+    def interrupt(self) -> None:
+        """See base class."""
+
+    def close(self) -> None:
+        """See base class."""
+
+
+class Living(Watched, LivenessRendezvousBackend):
+    """What an agent has of a backend that keeps beats."""
+
+    def beat(self, id: str, count: int, lease: float) -> None:
+        """See base class."""
+        beats = self.place.beats
+        self.call(lambda: beats.update({id: max(count, beats.get(id, 0))}))
+
+    def beats(self, ids: Sequence[str]) -> Mapping[str, int]:
+        """See base class."""
+        beats = self.place.beats
+        said: Mapping[str, int] = self.call(lambda: {id: beats[id] for id in ids if id in beats})
+        return said
+
+    def ended(self, ids: Sequence[str]) -> Mapping[str, str]:
+        """See base class."""
+        ended = self.place.ended
+        if not self.place.tells_ends:
+            return {}
+        said: Mapping[str, str] = self.call(lambda: {id: ended[id] for id in ids if id in ended})
+        return said
+
+    def forget(self, id: str) -> None:
+        """See base class."""
+        self.call(lambda: self.place.beats.pop(id, None))
+
+    def heard_state(self) -> tuple[bytes, int] | None:
+        """See base class."""
+        return self._heard if self.place.pushes and self._heard else self.get_state()

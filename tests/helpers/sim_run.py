@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
+import sim_nodes
 from sim_agent import Agent
 from sim_history import History, Violation
 from sim_host import Host, Job, Profile
@@ -13,7 +14,7 @@ from sim_kernel import Simulation
 from sim_nodes import SimBackend
 from sim_server import SimServer
 
-from regrow.rendezvous import _round, _service
+from regrow.rendezvous import _by_nodes, _round, _service, _shared
 from regrow.rendezvous._news import Effect, Event, Seated
 from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._round import Round
@@ -83,6 +84,7 @@ class World:
         """Until when the place may not answer."""
         self.place: SimServer | SimBackend
         self.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
+        self.job.place = self.place
         for number in range(self.profile.hosts):
             host = Host(self.job, number)
             self.job.hosts.append(host)
@@ -181,10 +183,13 @@ class World:
 
     def _pause_place(self, _host: Host) -> None:
         span = self._span()
+        self._trouble_all(span)
+        self.place.pause(span)
+
+    def _trouble_all(self, span: float) -> None:
         self._place_troubled = max(self._place_troubled, self.sim.now + span)
         for host in self.job.hosts:
             host.trouble(self._place_troubled)
-        self.place.pause(span)
 
     def _jump_wall_clock(self, host: Host) -> None:
         host.wall += self.sim.random.choice([-3600.0, -5.0, 5.0, 3600.0])
@@ -192,6 +197,7 @@ class World:
     def _restart_place(self, _host: Host) -> None:
         state = self.place.state
         if state is None or not state.closed:  # a job that is over is not begun anew
+            self._trouble_all(2.0)
             self.place.restart()
 
     # --- the end
@@ -250,8 +256,9 @@ def simulate(
 
     def run() -> None:
         world.shake()
+        world.sim.preempted = 0.02
         world.sim.run(FAULTS_UNTIL, most)
-        world.job.faults = False
+        world.sim.preempted, world.job.faults = 0.0, False
         world.sim.run(CALM_AT + SETTLED_WITHIN, most)
         if world.sim.done != most:
             world.check_settled()
@@ -301,11 +308,20 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         history.changed(before, event, after, effects)
         return after, effects
 
-    with mock.patch.object(_service, "step", step):
+    # The documents are the same for all nodes, so each is read once.
+    with (
+        mock.patch.object(_service, "step", step),
+        mock.patch.object(_by_nodes, "step", sim_nodes.step),
+        mock.patch.object(_shared, "unseal", sim_nodes.read),
+    ):
         try:
             run()
         except Violation as error:
             violation = str(error)
+        finally:
+            for host in world.job.hosts:
+                if host.agent is not None:
+                    host.agent.kill()
     return Outcome(
         seed,
         world.sim.done,

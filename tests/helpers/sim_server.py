@@ -1,32 +1,44 @@
-"""The rounds run by a simulated store server, which runs the real service.
+"""The rounds run by a simulated store server, which runs the real service; the nodes' real drivers.
 
-A session is a connection that is made again when it breaks. Within one connection messages keep
-their order, whatever their delays, as TCP keeps it; when a line is cut they wait and arrive after
-it is mended; when a connection breaks, what was under way is lost, in both directions, and the
-client asks anew what was not answered. So a question may be heard twice, and late.
+What is simulated is the store between the two: its server without the service, its clients, and
+connections. Within one connection messages keep their order, whatever their delays, as TCP keeps
+it; when a line is cut they wait and arrive after it is mended; when a connection breaks, what was
+under way is lost, in both directions. A client makes another connection, within its grace, and asks
+anew what was not answered. So a question may be heard twice, and late. A client whose grace is
+over, or whose server does not know it, has lost its session, and says so to whoever waits.
 
-The server may be paused, and it may be killed: then another one begins, which knows nothing.
+The server may be paused, and it may be killed: then nobody listens for a while, or at once another
+one, which knows nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any, cast
 
-from sim_agent import Agent, JobLost, Unreachable
+from sim_agent import Agent
 from sim_host import Job
 from sim_kernel import Resume, Thread
+from sim_threads import Threads
 
-from regrow.rendezvous import _questions as questions
 from regrow.rendezvous import _service
-from regrow.rendezvous._driver import View
-from regrow.rendezvous._news import Event, Join, subject
+from regrow.rendezvous._by_server import ServerDriver
+from regrow.rendezvous._driver import Driver
+from regrow.rendezvous._line import GRACE, SPARE_ROUND_TRIPS, Where
 from regrow.rendezvous._round import Round
-from regrow.store import Answer
+from regrow.store import (
+    Answer,
+    ConnectionState,
+    StoreConnectionError,
+    StoreSessionLost,
+    StoreTimeout,
+)
 
-NOTHING = View(0, None, 0, None)
-GRACE = 0.5
-"""Seconds in which a client may come back to its session."""
+REACHED_WITHIN = 60.0
+"""Seconds in which an agent has to reach the server at its start."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.01, 0.5
+"""Seconds between two tries to connect anew."""
 
 
 class SimServer:
@@ -34,17 +46,24 @@ class SimServer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.sim = job, job.sim
+        self.grace = GRACE + SPARE_ROUND_TRIPS * 2 * job.profile.delay
+        """Seconds in which a client may come back to its session."""
         self.paused_until = 0.0
-        self.lines: list[Line] = []
+        self.down_until = 0.0
+        """Until when nobody listens."""
+        self.links: dict[Link, None] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._due_at: float | None = None
+        self._sessions = 0
         self._begin()
-        job.connect = self.connect
 
     def _begin(self) -> None:
-        self.life = f"life{self.job.history.epoch}"
-        self.service = _service.RendezvousService(lambda: self.life)
-        self.sessions: dict[object, Line] = {}
+        self.service = _service.RendezvousService(self._new_life)
+        self.sessions: dict[int, Link] = {}
+
+    def _new_life(self) -> str:
+        self.job.history.forgotten()
+        return f"life{self.job.history.epoch}"
 
     @property
     def state(self) -> Round | None:
@@ -52,43 +71,45 @@ class SimServer:
         job = self.service._jobs.get("job")
         return None if job is None else job.state
 
-    def connect(self, agent: Agent) -> Line:
-        line = Line(self, agent)
-        self.lines.append(line)
-        return line
+    def connect(self, agent: Agent) -> Driver:
+        """See `Place`."""
+        return ServerDriver(
+            Where("server:1", b""),
+            self.job.profile.settings,
+            REACHED_WITHIN,
+            clock=lambda: agent.host.clock,
+            threads=Threads(agent),
+            connect=lambda endpoint, **how: cast("Any", Client(self, agent, **how)),
+        )
+
+    def epoch(self, driver: Driver) -> int:
+        """See `Place`."""
+        assert isinstance(driver, ServerDriver)
+        return int(driver._life.removeprefix("life") or 0)
 
     def restart(self) -> None:
         """Lose the state and all connections."""
-        self.job.history.forgotten()
         self._begin()
-        for line in self.lines:
-            if line.agent.alive:
-                line.break_(by_server=True)
+        self._inbox.clear()
+        if self.sim.random.random() < 0.5:
+            self.down_until = self.sim.now + self.sim.random.uniform(0.1, 2.0)
+        for link in [*self.links]:
+            link.break_()
 
     def reset(self, agent: Agent) -> None:
-        """Something in between resets an agent's connection."""
-        for line in self.lines:
-            if line.agent is agent:
-                line.break_()
+        """See `Place`; something in between resets it, or the kernel of an agent that has ended."""
+        for link in [*self.links]:
+            if link.agent is agent:
+                link.break_()
 
     def pause(self, seconds: float) -> None:
         """The server's process stands still."""
         self.paused_until = max(self.paused_until, self.sim.now + seconds)
 
-    def settings(self) -> questions.Settings:
-        profile, bounds = self.job.profile, self.job.profile.bounds
-        return questions.Settings(
-            profile.low,
-            profile.high,
-            bounds.keep_alive,
-            bounds.misses,
-            bounds.last_call,
-            bounds.grace,
-        )
-
     # --- what arrives; it waits while the server is paused, and keeps its order
 
     def take(self, do: Callable[[], None]) -> None:
+        """Let something be done once the server runs."""
         self._inbox.append(do)
         self._drain()
 
@@ -101,7 +122,7 @@ class SimServer:
         # Only after everything that has arrived was read.
         deadline = self.service.deadline
         if deadline is not None and deadline <= self._clock:
-            self.send(self.service.due(self._clock))
+            self._send(self.service.due(self._clock))
             deadline = self.service.deadline
         if deadline is not None and (self._due_at is None or deadline < self._due_at):
             self._due_at = deadline
@@ -116,203 +137,218 @@ class SimServer:
     def _clock(self) -> float:
         return self.sim.now + 1234.5
 
-    def send(self, answers: Iterable[Answer]) -> None:
+    def _send(self, answers: Iterable[Answer]) -> None:
         # In an order that does not hang on that of a set of names, which no seed decides.
-        waiting = [(self.sessions[a.session], a) for a in answers if a.session in self.sessions]
-        for line, answer in sorted(waiting, key=lambda pair: pair[0].number):
-            line.answer(answer)
+        for answer in sorted(answers, key=lambda answer: cast("int", answer.session)):
+            link = self.sessions.get(cast("int", answer.session))
+            if link is not None:
+                link.send_in(lambda to, answer=answer: to.answered(answer.id, answer.body))  # type: ignore[misc]
 
-    def asked(self, session: object, id: int, body: bytes) -> None:
-        self.send(self.service.asked(session, id, body, self._clock))
+    def greeted(self, link: Link, session: int) -> None:
+        """A client begins a session, 0, or wants to go on with one."""
+        if not session:
+            self._sessions += 1
+            session = self._sessions
+        elif session in self.sessions:
+            self._send(self.service.resumed(session, self._clock))
+        else:
+            link.send_in(lambda to: to.welcomed(-1))
+            return
+        self.sessions[session], link.session = link, session
+        link.send_in(lambda to: to.welcomed(session))
 
-    def cancelled(self, session: object, id: int) -> None:
-        self.service.cancelled(session, id)
+    def asked(self, link: Link, id: int, body: bytes) -> None:
+        """A client asks the service."""
+        if self.sessions.get(link.session) is link:
+            self._send(self.service.asked(link.session, id, body, self._clock))
 
-    def suspended(self, session: object) -> None:
-        if session in self.sessions:
-            self.send(self.service.suspended(session, self._clock))
+    def cancelled(self, link: Link, id: int) -> None:
+        """A client does not wait for an answer any more."""
+        if self.sessions.get(link.session) is link:
+            self.service.cancelled(link.session, id)
 
-    def resumed(self, session: object) -> None:
-        self.send(self.service.resumed(session, self._clock))
+    def broken(self, link: Link) -> None:
+        """A connection is gone."""
+        if self.sessions.get(link.session) is link:
+            self._send(self.service.suspended(link.session, self._clock))
+            self.sim.after(self.grace, lambda: self.take(lambda: self._ended(link)))
 
-    def ended(self, session: object, why: str, closed: bool) -> None:
-        if self.sessions.pop(session, None) is not None:
-            self.send(self.service.ended(session, why, closed, self._clock))
+    def _ended(self, link: Link) -> None:
+        if self.sessions.get(link.session) is link:
+            del self.sessions[link.session]
+            why, closed = "its connection was closed", not link.agent.alive
+            self._send(self.service.ended(link.session, why, closed, self._clock))
 
 
-class Line:
-    """One agent's session with the server; a `SimDriver`."""
+class Link:
+    """One connection between a client and the server; what is under way on it is in order."""
 
-    def __init__(self, server: SimServer, agent: Agent) -> None:
-        self.server, self.agent, self.sim = server, agent, server.sim
-        self.number = len(server.lines)
-        self.connection = 0
-        """Counts the connections; what was under way on an older one is lost."""
-        self.connected = False
-        self._life = ""
+    def __init__(self, server: SimServer, client: Client) -> None:
+        self.server, self.client, self.agent, self.sim = server, client, client.agent, server.sim
+        self.session = 0
+        """Whose connection it is, as the server knows."""
+        self.open = True
+        self._under_way: dict[str, deque[Callable[[], None]]] = {"out": deque(), "in": deque()}
+        server.links[self] = None
+
+    def send_out(self, do: Callable[[], None]) -> None:
+        """Let the server do something once this has arrived."""
+        self._transmit("out", lambda: self.server.take(do))
+
+    def send_in(self, do: Callable[[Client], None]) -> None:
+        """Let the client do something."""
+        self._transmit("in", lambda: do(self.client))
+
+    def _transmit(self, direction: str, do: Callable[[], None]) -> None:
+        line = self._under_way[direction]
+        line.append(do)
+        if len(line) == 1:
+            self.sim.after(self.server.job.delay(), lambda: self._arrive(direction))
+
+    def _arrive(self, direction: str) -> None:
+        machine = self.agent.host
+        if not self.open or machine.off:  # nobody is there to take or repeat it
+            return
+        until = machine.cut_until[direction]
+        if self.sim.now < until:
+            again = until - self.sim.now + self.sim.random.uniform(0, 0.5)
+            self.sim.after(again, lambda: self._arrive(direction))
+            return
+        line = self._under_way[direction]
+        line.popleft()()
+        if line and self.open:
+            gap = self.server.job.delay() * 0.1
+            self.sim.after(gap, lambda: self._arrive(direction))
+
+    def break_(self) -> None:
+        """It is gone, and both ends notice; a server that is another one by now knows nothing."""
+        if self.open:
+            self.open = False
+            del self.server.links[self]
+            self.server.take(lambda: self.server.broken(self))
+            self.agent.when_awake(self.agent.notify)
+
+
+class Client:
+    """An agent's session with the server: what of `regrow.store.StoreClient` a driver uses.
+
+    Its constructor is `regrow.store.connect`; it blocks.
+    """
+
+    server = "server:1"
+    local_host = "here"
+
+    def __init__(
+        self,
+        place: SimServer,
+        agent: Agent,
+        *,
+        timeout: float,
+        refusal_is_final: bool,
+        **_: Any,
+    ) -> None:
+        self.place, self.agent, self.sim = place, agent, place.sim
+        self.state = ConnectionState.SUSPENDED
+        self._session = 0
+        self._link: Link | None = None
+        self._welcome = 0
         self._asked = 0
-        self._beats = 0
-        self._pending: dict[int, tuple[bytes, Resume]] = {}
-        self._under_way: dict[str, deque[Callable[[], None]]] = {}
-        self._heard: tuple[str, View] = ("", NOTHING)
-        self.session: object = None
-        self._open()
+        self._calls: dict[int, tuple[bytes, Resume]] = {}
+        agent.wait(lambda resume: agent.spawn(self._dial_first(timeout, refusal_is_final, resume)))
 
-    # --- SimDriver
-
-    def submit(self, event: Event, timeout: float) -> Thread:
-        id = subject(event)
-        body = questions.submit("job", self.server.settings(), event)
-        said = yield from self._ask(body, timeout)
-        return self._view(id, said, isinstance(event, Join))
-
-    def follow(self, id: str, seen: View | None) -> Thread:
-        follow = questions.Follow("job", self.server.settings(), id, questions.mark(seen))
-        try:
-            said = yield from self._ask(questions.encode(follow), 60.0)
-        except Unreachable:
-            return None
-        return self._view(id, said, False)
-
-    def beat(self, id: str, token: int, timeout: float) -> Thread:
-        body = questions.encode(questions.Beat("job", id, token, self._beats))
-        said = yield from self._ask(body, timeout)
-        assert isinstance(said, questions.Beaten), said
-        self._beats += 1
-        self._check_life(said.life)
-        return said.holds
-
-    def peek(self, id: str) -> View:
-        of, view = self._heard
-        return view if of == id else NOTHING
-
-    def end(self) -> None:
-        """The agent is gone, and its kernel closes the connection."""
-        self._pending.clear()
-        self.break_(by_server=False)
-
-    def _view(self, id: str, said: questions.Answer, joins: bool) -> View:
-        assert isinstance(said, questions.Told), said
-        self._check_life(said.life)
-        view = questions.read_view(said)
-        if joins and view.news is not None:
-            self._life = said.life
-        self._heard = id, view
-        return view
-
-    def _check_life(self, life: str) -> None:
-        if self._life and life != self._life:
-            raise JobLost
-
-    def _ask(self, body: bytes, timeout: float) -> Thread:
+    def ask(self, service: str, body: bytes, timeout: float, **_: Any) -> bytes:
+        """See `StoreClient.ask`."""
+        if self.state is ConnectionState.LOST:
+            raise StoreSessionLost("the session is lost")
         self._asked += 1
         id = self._asked
 
         def waits(resume: Resume) -> None:
-            self._pending[id] = body, resume
-            if self.connected:
+            self._calls[id] = body, resume
+            if self.state is ConnectionState.CONNECTED:
                 self._question(id, body)
-            self.agent.machine.after(timeout, expired)
+            self.agent.machine.after(timeout, lambda: self._expired(id))
 
-        def expired() -> None:
-            if id in self._pending:
-                resume = self._pending.pop(id)[1]
-                session = self.session
-                if self.connected:
-                    self._transmit("out", lambda: self.server.cancelled(session, id))
-                resume(Unreachable())
+        answer: bytes = self.agent.wait(waits)
+        return answer
 
-        said = yield waits
-        return said
-
-    @property
-    def epoch(self) -> int:
-        return int(self._life.removeprefix("life") or 0)
-
-    # --- the connection
-
-    def _open(self) -> None:
-        self.connected = True
-        self._under_way = {"out": deque(), "in": deque()}
-        session = self.session
-        if session is None:
-            session = self.session = object()
-            self.server.sessions[session] = self
-        else:
-            self._transmit("out", lambda: self.server.resumed(session))
-        for id, (body, _) in list(self._pending.items()):
-            self._question(id, body)
+    def close(self, timeout: float) -> None:
+        """See `StoreClient.close`; a driver closes what it has lost."""
 
     def _question(self, id: int, body: bytes) -> None:
-        session = self.session
-        self._transmit("out", lambda: self.server.asked(session, id, body))
+        link, server = self._link, self.place
+        assert link is not None
+        link.send_out(lambda: server.asked(link, id, body))
 
-    def answer(self, answer: Answer) -> None:
+    def _expired(self, id: int) -> None:
+        if id in self._calls:
+            resume = self._calls.pop(id)[1]
+            link, server = self._link, self.place
+            if link is not None and link.open:
+                link.send_out(lambda: server.cancelled(link, id))
+            resume(StoreTimeout("no answer came"))
+
+    def answered(self, id: int, body: bytes) -> None:
         """The server answers."""
-        if self.connected:
-            self._transmit("in", lambda: self._answered(answer.id, answer.body))
+        if id in self._calls:
+            self._calls.pop(id)[1](body)
 
-    def _answered(self, id: int, body: bytes) -> None:
-        if id in self._pending:
-            resume = self._pending.pop(id)[1]
-            resume(questions.decode_answer(body))
+    def welcomed(self, session: int) -> None:
+        """The server greets; with -1 if it does not know the session."""
+        self._welcome = session
+        self.agent.when_awake(self.agent.notify)
 
-    def _transmit(self, direction: str, do: Callable[[], None]) -> None:
-        """Let a message arrive after those that were sent before it."""
-        line = self._under_way[direction]
-        line.append(do)
-        if len(line) == 1:
-            connection = self.connection
-            self.sim.after(self.server.job.delay(), lambda: self._arrive(direction, connection))
+    # --- the client's own thread
 
-    def _arrive(self, direction: str, connection: int) -> None:
-        if connection != self.connection:
-            return
-        machine = self.agent.host
-        until = machine.cut_until[direction]
-        if machine.off:  # nobody is there to take or repeat it
-            return
-        if self.sim.now < until:
-            again = until - self.sim.now + self.sim.random.uniform(0, 0.5)
-            self.sim.after(again, lambda: self._arrive(direction, connection))
-            return
-        line = self._under_way[direction]
-        do = line.popleft()
-        if direction == "out":
-            self.server.take(do)
-        else:
-            do()
-        if line and connection == self.connection:
-            gap = self.server.job.delay() * 0.1
-            self.sim.after(gap, lambda: self._arrive(direction, connection))
+    def _dial_first(self, timeout: float, refusal_is_final: bool, resume: Resume) -> Thread:
+        deadline, pause = self.agent.machine.clock + timeout, FIRST_PAUSE
+        while True:
+            failure = yield from self._dial(deadline)
+            if failure is None:
+                break
+            refused = isinstance(failure, StoreConnectionError)
+            if (refused and refusal_is_final) or self.agent.machine.clock >= deadline:
+                resume(failure)
+                return
+            yield self.agent.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE)
+        resume(None)
+        yield from self._keep()
 
-    def break_(self, *, by_server: bool = False) -> None:
-        """The connection breaks, and both ends notice; the client makes another if it lives."""
-        if not self.connected:
-            return
-        self.connected = False
-        self.connection += 1
-        session, connection = self.session, self.connection
-        if by_server:
-            self.session = None
-        else:
-            self.server.take(lambda: self.server.suspended(session))
-            self.sim.after(GRACE, lambda: self._grace_over(session, connection))
-        if self.agent.alive:
-            soon = self.sim.random.uniform(0.01, 0.3)
-            self.sim.after(soon, lambda: self._reconnect(connection))
+    def _keep(self) -> Thread:
+        agent = self.agent
+        while True:
+            yield agent.until(lambda: self._link is None or not self._link.open)
+            self.state = ConnectionState.SUSPENDED
+            deadline, pause = agent.machine.clock + self.place.grace, FIRST_PAUSE
+            while (yield from self._dial(deadline)) is not None:
+                if self._welcome < 0 or agent.machine.clock >= deadline:
+                    self._lose()
+                    return
+                yield agent.sleep(pause)
+                pause = min(pause * 2, LONGEST_PAUSE)
 
-    def _reconnect(self, connection: int) -> None:
-        machine = self.agent.machine
-        until = max(*machine.cut_until.values(), self.agent.paused_until, machine.frozen_until)
-        if self.sim.now < until:
-            self.sim.after(until - self.sim.now + 0.05, lambda: self._reconnect(connection))
-        elif self.agent.alive:
-            if self.session not in self.server.sessions:
-                self.session = None
-            self._open()
+    def _dial(self, deadline: float) -> Thread:
+        """Connect, and begin or resume the session; returns what went wrong."""
+        agent, place = self.agent, self.place
+        if self.sim.now < place.down_until:
+            yield agent.sleep(place.job.delay())
+            return StoreConnectionError("nobody listens there")
+        self._welcome, self._link = 0, (link := Link(place, self))
+        session = self._session
+        link.send_out(lambda: place.greeted(link, session))
+        left = deadline - agent.machine.clock
+        yield agent.until(lambda: self._welcome != 0 or not link.open, max(left, 0.0))
+        if self._welcome <= 0:
+            link.break_()
+            return StoreTimeout("the server does not answer")
+        self._session, self.state = self._welcome, ConnectionState.CONNECTED
+        for id, (body, _) in list(self._calls.items()):
+            self._question(id, body)
+        return None
 
-    def _grace_over(self, session: object, connection: int) -> None:
-        if self.connection == connection and not self.connected:
-            why, closed = "its connection was closed", not self.agent.alive
-            self.server.take(lambda: self.server.ended(session, why, closed))
+    def _lose(self) -> None:
+        self.state = ConnectionState.LOST
+        calls, self._calls = self._calls, {}
+        for _, resume in calls.values():
+            resume(StoreSessionLost("the session is lost"))
