@@ -21,15 +21,13 @@ is on the wire is what `StoreExchange` sends.
 from __future__ import annotations
 
 import heapq
-import json
-import os
-import resource
 import secrets
-import select
 import sys
 import time
 from collections.abc import Callable
 from itertools import count
+
+from _simulated import Client, Connections, obey, open_many_files
 
 from regrow.heartbeat import HeartbeatFailure
 from regrow.heartbeat import _beats as beats
@@ -37,9 +35,6 @@ from regrow.heartbeat import _questions as questions
 from regrow.heartbeat._failure import Kind
 from regrow.heartbeat._merge import Agreed, Failed, Outcome
 from regrow.heartbeat._store_exchange import EARLY, MOST_EARLY
-from regrow.store import _wire as wire
-from regrow.store._channel import Channel
-from regrow.store._dial import Dialer
 
 PATIENCE_S = 120.0
 FAILURES = 3
@@ -63,19 +58,18 @@ class Timers:
         return min(left, 1.0) if self._due else 1.0
 
 
-class Worker:
+class Worker(Client):
     """One simulated worker and its connection."""
 
-    def __init__(self, channel: Channel, received: bytes, plan: beats.Plan, timers: Timers):
-        self.channel = channel
+    SERVICE = questions.NAME
+
+    def __init__(self, endpoint: str, token: bytes, plan: beats.Plan, timers: Timers) -> None:
+        super().__init__(endpoint, token, f"rank{plan.rank}")
         self.plan = plan
         self.failure: HeartbeatFailure | None = None
         self.failed_at = 0.0
         self.lost_at: float | None = None
-        self.messages = self.bytes = 0
         self._timers = timers
-        self._rest = bytearray(received)
-        self._asked = 0
         self._beat = 0  # the question that waits for all, if any
         self._seen = 0
         self._alarm = 0
@@ -114,7 +108,7 @@ class Worker:
                     self._set_alarm(until, lambda: self._happen(beats.Woke(time.monotonic())))
                 case beats.Listen():
                     follow = questions.Follow(GROUP, self.plan.rank, self._incarnation, on=True)
-                    self._ask(follow)
+                    self.ask(questions.encode(follow))
                 case beats.Fail(failure):
                     self.failure, self.failed_at = failure, time.monotonic()
 
@@ -139,7 +133,7 @@ class Worker:
             self._seen,
             timeout - min(EARLY * timeout, MOST_EARLY),
         )
-        self._beat = self._ask(beat)
+        self._beat = self.ask(questions.encode(beat))
         late = Failed(f"no answer within {timeout:g} s")
         self._set_alarm(time.monotonic() + timeout, lambda: self._heard(late))
 
@@ -148,31 +142,8 @@ class Worker:
         self._beat = 0
         self._happen(beats.Heard(outcome, time.monotonic()))
 
-    def _ask(self, question: questions.Question) -> int:
-        self._asked += 1
-        data = wire.frame(wire.Ask(self._asked, questions.NAME, questions.encode(question)))
-        self.messages += 1
-        self.bytes += len(data)
-        if not self.channel.send(data):
-            raise SystemExit("benchmark: the server does not keep up")
-        return self._asked
-
-    def receive(self) -> None:
-        self._rest += self.channel.recv()
-        while len(self._rest) >= wire.HEADER:
-            end = wire.HEADER + int.from_bytes(self._rest[: wire.HEADER], "big")
-            if len(self._rest) < end:
-                return
-            reply = wire.decode_reply(bytes(self._rest[wire.HEADER : end]))
-            del self._rest[:end]
-            self.messages += 1
-            self.bytes += end
-            if not isinstance(reply, wire.Done) or not isinstance(reply.result, bytes):
-                raise SystemExit(f"benchmark: the server answered {reply}")
-            self._answered(reply.id, questions.decode_answer(reply.result))
-
-    def _answered(self, id: int, answer: questions.Answer) -> None:
-        match answer:
+    def answered(self, id: int, body: bytes) -> None:
+        match answer := questions.decode_answer(body):
             case questions.Together(number, token, standing, age) if id == self._beat:
                 self._seen = number
                 self._heard(Agreed(token, standing, age))
@@ -186,16 +157,9 @@ class Crowd:
     """The workers of this process."""
 
     def __init__(self, endpoint: str, token: str, plans: list[beats.Plan]):
-        self._poll = select.epoll()
         self._timers = Timers()
-        self._workers: dict[int, Worker] = {}
-        for plan in plans:
-            dialer = Dialer(endpoint, token.encode(), None, None, f"rank{plan.rank}", 0.0)
-            channel, _, received = dialer.dial(b"", 0.5, time.monotonic() + PATIENCE_S)
-            worker = Worker(channel, received, plan, self._timers)
-            self._workers[channel.fileno()] = worker
-            self._poll.register(channel.fileno(), select.EPOLLIN)
-        self._all = list(self._workers.values())
+        self._all = [Worker(endpoint, token.encode(), plan, self._timers) for plan in plans]
+        self._connections = Connections(self._all)
 
     def form(self) -> int:
         for worker in self._all:
@@ -242,37 +206,29 @@ class Crowd:
             self._serve(min(self._timers.run(), left))
 
     def _serve(self, timeout: float) -> None:
-        for fd, _ in self._poll.poll(max(timeout, 0.0), 1024):
-            worker = self._workers[fd]
+        for worker in self._connections.ready(timeout):
             if worker.lost_at is None:
                 worker.receive()
             else:
-                self._poll.unregister(fd)
+                self._connections.drop(worker)
 
 
 def main() -> None:
     """Do what standard input says."""
     endpoint, token, size, first, share, period, timeout = sys.argv[1:]
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    open_many_files()
     began = time.monotonic()
     plans = [
         beats.Plan(rank, int(size), float(period), float(timeout), FAILURES, PATIENCE_S)
         for rank in range(int(first), int(first) + int(share))
     ]
     crowd = Crowd(endpoint, token, plans)
-    answer: object = time.monotonic() - began
-    while True:
-        print(json.dumps(answer), flush=True)
-        match sys.stdin.readline().split():
-            case ["form"]:
-                answer = crowd.form()
-            case ["hold", seconds]:
-                answer = crowd.hold(float(seconds))
-            case ["lose", how, rank, phase]:
-                answer = crowd.lose(how, int(rank), float(phase))
-            case _:
-                os._exit(0)  # as processes that are killed: hundreds of farewells say no more
+    orders: dict[str, Callable[..., object]] = {
+        "form": crowd.form,
+        "hold": lambda seconds: crowd.hold(float(seconds)),
+        "lose": lambda how, rank, phase: crowd.lose(how, int(rank), float(phase)),
+    }
+    obey(time.monotonic() - began, orders)
 
 
 if __name__ == "__main__":

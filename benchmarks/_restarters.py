@@ -10,19 +10,16 @@ measured is the protocol, and the time is that of the last rank.
 
 from __future__ import annotations
 
-import resource
-import select
 import statistics
 import sys
 import time
 from typing import NamedTuple
 
+from _simulated import Client, Connections, open_many_files
+
 from regrow.inprocess import _messages as messages
 from regrow.inprocess._link import Timeouts
-from regrow.store import _wire as wire
 from regrow.store import make_token, start_server
-from regrow.store._channel import Channel
-from regrow.store._dial import Dialer
 
 PATIENCE_S = 120.0
 GROUP = "bench"
@@ -42,20 +39,19 @@ class Restarts(NamedTuple):
     """Seconds until all were connected, one after the other, and had begun."""
 
 
-class Rank:
+class Rank(Client):
     """One simulated rank and its connection."""
 
-    def __init__(self, channel: Channel, received: bytes, rank: int, size: int) -> None:
-        self.channel = channel
+    SERVICE = messages.NAME
+
+    def __init__(self, endpoint: str, token: bytes, rank: int, size: int) -> None:
+        super().__init__(endpoint, token, f"rank {rank}")
         self.iteration = -1
         self.entered = -1
         self.entered_at = 0.0
-        self.messages = self.bytes = 0
         self._me = GROUP, rank, f"process-{rank}"
         self._rank = rank
         self._size = size
-        self._rest = bytearray(received)
-        self._asked = 0
 
     def join(self) -> None:
         """Take part."""
@@ -66,22 +62,8 @@ class Rank:
         iteration = self.entered
         self._ask(messages.Report(*self._me, iteration, iteration, "EXCEPTION", "a mistake"))
 
-    def receive(self) -> None:
-        """Take in what has arrived, and go on."""
-        self._rest += self.channel.recv()
-        while len(self._rest) >= wire.HEADER:
-            end = wire.HEADER + int.from_bytes(self._rest[: wire.HEADER], "big")
-            if len(self._rest) < end:
-                return
-            reply = wire.decode_reply(bytes(self._rest[wire.HEADER : end]))
-            del self._rest[:end]
-            self.messages += 1
-            self.bytes += end
-            if not isinstance(reply, wire.Done) or not isinstance(reply.result, bytes):
-                raise SystemExit(f"benchmark: the server answered {reply}")
-            self._told(reply.id, messages.decode_answer(reply.result))
-
-    def _told(self, id: int, told: messages.Told) -> None:
+    def answered(self, id: int, body: bytes) -> None:
+        told = messages.decode_answer(body)
         if isinstance(told, messages.Go) and self.iteration < 0:
             self._enter(told.iteration)
         elif isinstance(told, messages.Go):
@@ -104,36 +86,25 @@ class Rank:
         self._ask(messages.Enter(*self._me, iteration, self._rank, self._size))
 
     def _ask(self, question: messages.Asked) -> int:
-        self._asked += 1
-        data = wire.frame(wire.Ask(self._asked, messages.NAME, messages.encode(question)))
-        self.messages += 1
-        self.bytes += len(data)
-        if not self.channel.send(data):
-            raise SystemExit("benchmark: the server does not keep up")
-        return self._asked
+        return self.ask(messages.encode(question))
 
 
 class Crowd:
     """All ranks."""
 
     def __init__(self, endpoint: str, token: bytes, size: int) -> None:
-        self._poll = select.epoll()
-        self._ranks: dict[int, Rank] = {}
-        for rank in range(size):
-            dialer = Dialer(endpoint, token, None, None, f"rank {rank}", 0.0)
-            channel, _, received = dialer.dial(b"", 0.5, time.monotonic() + PATIENCE_S)
-            self._ranks[channel.fileno()] = Rank(channel, received, rank, size)
-            self._poll.register(channel.fileno(), select.EPOLLIN)
+        self._ranks = [Rank(endpoint, token, rank, size) for rank in range(size)]
+        self._connections = Connections(self._ranks)
 
     def begin(self) -> None:
         """Have all join and enter the first iteration."""
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.join()
         self._until_entered(0)
 
     def restart(self, who: int) -> tuple[float, float, float]:
         """Have a rank fail; return the seconds, and the messages and bytes of one rank."""
-        ranks = list(self._ranks.values())
+        ranks = self._ranks
         for rank in ranks:
             rank.messages = rank.bytes = 0
         began = time.monotonic()
@@ -145,7 +116,7 @@ class Crowd:
 
     def close(self) -> None:
         """Hang up."""
-        for rank in self._ranks.values():
+        for rank in self._ranks:
             rank.channel.close()
 
     def _until_entered(self, iteration: int) -> None:
@@ -154,10 +125,10 @@ class Crowd:
         while waiting:
             if time.monotonic() > deadline:
                 raise SystemExit(f"benchmark: {len(waiting)} ranks are not in {iteration}")
-            for fd, _ in self._poll.poll(1.0, 4096):
-                self._ranks[fd].receive()
-                if self._ranks[fd].entered >= iteration:
-                    waiting.discard(fd)
+            for rank in self._connections.ready(1.0):
+                rank.receive()
+                if rank.entered >= iteration:
+                    waiting.discard(rank)
 
 
 def restart_run(ranks: int, restarts: int) -> Restarts:
@@ -167,8 +138,7 @@ def restart_run(ranks: int, restarts: int) -> Restarts:
         ranks: how many; each takes a file descriptor here and in the server.
         restarts: how many, one after the other.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    open_many_files()
     token = make_token()
     services = {messages.NAME: "regrow.inprocess._service:create"}
     with start_server(token=token, services=services) as server:
