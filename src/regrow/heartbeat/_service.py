@@ -35,6 +35,7 @@ from regrow.heartbeat._group import Group
 from regrow.heartbeat._merge import Broken, Left
 from regrow.heartbeat._sums import Sums
 from regrow.store import Answer, StoreServiceError
+from regrow.store._service import within
 
 GROUPS: Final = 1024
 """The most groups at once."""
@@ -71,11 +72,7 @@ class HeartbeatService:
         """See `Service`."""
         self._now = now
         try:
-            if len(body) > questions.BODY_BYTES:
-                raise ValueError(
-                    f"the question has {len(body)} bytes, and {questions.BODY_BYTES} are allowed"
-                )
-            question = questions.decode_question(body)
+            question = questions.decode_question(within(body, questions.BODY_BYTES))
             match question:
                 case questions.Beat():
                     out = self._beat(session, id, question)

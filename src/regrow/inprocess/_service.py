@@ -34,6 +34,7 @@ from regrow.inprocess._group import Group, Phase, bit, ranks_of
 from regrow.inprocess._iteration import Event, Lost, Tick, step
 from regrow.inprocess._reply import reply
 from regrow.store import Answer
+from regrow.store._service import within
 
 GROUPS: Final = 1024
 """The most groups at once."""
@@ -93,11 +94,7 @@ class InprocessService:
     def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
         """See `Service`."""
         try:
-            if len(body) > messages.BODY_BYTES:
-                raise ValueError(
-                    f"the question has {len(body)} bytes, and {messages.BODY_BYTES} are allowed"
-                )
-            question = messages.decode_question(body)
+            question = messages.decode_question(within(body, messages.BODY_BYTES))
             told = self._ask(session, id, question, now)
         except (ValueError, msgspec.MsgspecError) as error:
             told = messages.Problem(f"the in-process service refused: {error}")

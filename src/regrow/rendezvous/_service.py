@@ -53,6 +53,7 @@ from regrow.rendezvous._patience import look
 from regrow.rendezvous._round import holds, step
 from regrow.rendezvous._waiting import explain_timeout
 from regrow.store import Answer
+from regrow.store._service import within
 
 JOBS: Final = 1024
 """The most jobs at once."""
@@ -104,11 +105,7 @@ class RendezvousService:
     def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
         """See `Service`."""
         try:
-            if len(body) > questions.BODY_BYTES:
-                raise ValueError(
-                    f"the question has {len(body)} bytes, and {questions.BODY_BYTES} are allowed"
-                )
-            question = questions.decode_question(body)
+            question = questions.decode_question(within(body, questions.BODY_BYTES))
             if isinstance(question, questions.Beat):
                 return [Answer(session, id, self._beat(session, question, now))]
             if isinstance(question, questions.Explain):

@@ -99,6 +99,17 @@ class Service(Protocol):
         ...
 
 
+def within(body: bytes, most: int) -> bytes:
+    """Return the body of a question, unless it has more bytes than its service takes.
+
+    Raises:
+        ValueError: it has.
+    """
+    if len(body) > most:
+        raise ValueError(f"the question has {len(body)} bytes, and {most} are allowed")
+    return body
+
+
 def load(where: str) -> Service:
     """Return the service that a function makes.
 
