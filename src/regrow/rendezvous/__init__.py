@@ -9,7 +9,6 @@ from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from regrow.rendezvous._errors import (
@@ -20,6 +19,7 @@ from regrow.rendezvous._errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+from regrow.rendezvous._parameters import RendezvousParameters
 from regrow.rendezvous._registry import (
     RendezvousHandlerCreator,
     RendezvousHandlerRegistry,

@@ -17,8 +17,8 @@ from regrow.rendezvous._settings import read_settings
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._api import RendezvousParameters
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.rendezvous._parameters import RendezvousParameters
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60.0  # seconds

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from regrow.utils._limits import LONGEST_S, MOST_NODES
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._parameters import RendezvousParameters
 
 _DYNAMIC = frozenset(
     {

@@ -15,7 +15,7 @@ from regrow.rendezvous._errors import RendezvousError
 from regrow.store._own_secret import is_loopback
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._parameters import RendezvousParameters
     from regrow.store import Tls
 
 NO_TOKEN = (

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     info_of,
 )
 from regrow.rendezvous._config import wanted_rank
 from regrow.rendezvous._errors import RendezvousError
 from regrow.rendezvous._member import Member
+from regrow.rendezvous._parameters import RendezvousParameters
 from regrow.rendezvous._settings import (
     KEEP_ALIVE,
     MISSES,

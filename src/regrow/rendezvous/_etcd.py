@@ -30,7 +30,6 @@ from copy import copy
 from math import ceil
 from typing import TYPE_CHECKING
 
-from regrow.rendezvous._api import RendezvousParameters
 from regrow.rendezvous._backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousStateError
@@ -41,6 +40,7 @@ from regrow.rendezvous._etcd_http import EtcdHttp
 from regrow.rendezvous._etcd_job import LIFE, EtcdJob
 from regrow.rendezvous._etcd_member import EXHAUSTED, INVALID, EtcdError
 from regrow.rendezvous._etcd_store import EtcdStore
+from regrow.rendezvous._parameters import RendezvousParameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

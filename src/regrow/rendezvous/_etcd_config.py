@@ -19,7 +19,7 @@ from regrow.store._own_secret import is_loopback
 if TYPE_CHECKING:
     import ssl
 
-    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._parameters import RendezvousParameters
 
 PREFIX = "/torch/elastic/rendezvous"
 PORT = 2379

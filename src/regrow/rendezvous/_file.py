@@ -50,8 +50,8 @@ from regrow.rendezvous._round import watched
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._api import RendezvousParameters
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.rendezvous._parameters import RendezvousParameters
 
 _PARTS = ("state", "beats", "keys", "drafts")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     info_of,
 )
 from regrow.rendezvous._config import timeout_option
@@ -26,6 +25,7 @@ from regrow.rendezvous._news import (
     RoundClosed,
     RoundEnded,
 )
+from regrow.rendezvous._parameters import RendezvousParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable

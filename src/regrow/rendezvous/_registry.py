@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from regrow.rendezvous._api import RendezvousHandler, RendezvousParameters
+from regrow.rendezvous._api import RendezvousHandler
 from regrow.rendezvous._errors import RendezvousError
+from regrow.rendezvous._parameters import RendezvousParameters
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

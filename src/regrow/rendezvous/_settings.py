@@ -17,7 +17,7 @@ from regrow.utils import get_logger
 from regrow.utils._limits import LONGEST_S
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._api import RendezvousParameters
+    from regrow.rendezvous._parameters import RendezvousParameters
 
 JOIN = 600.0  # seconds
 LAST_CALL = 30.0

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from regrow.rendezvous._api import (
     PushingRendezvousHandler,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStoreInfo,
 )
 from regrow.rendezvous._config import timeout_option
@@ -31,6 +30,7 @@ from regrow.rendezvous._errors import (
     RendezvousError,
     RendezvousGracefulExitError,
 )
+from regrow.rendezvous._parameters import RendezvousParameters
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
 from regrow.store import MemoryStore, PrefixStore
 

@@ -38,8 +38,8 @@ from regrow.utils._limits import LONGEST_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from regrow.rendezvous._api import RendezvousParameters
     from regrow.rendezvous._dynamic import DynamicRendezvousHandler
+    from regrow.rendezvous._parameters import RendezvousParameters
     from regrow.store import Store
 
 READ_TIMEOUT = 60  # seconds
