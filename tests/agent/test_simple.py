@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from plain_handler import PlainHandler
 
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState, _ranks
 from regrow.agent import _decide as core
@@ -19,7 +20,6 @@ from regrow.events import Event
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
@@ -27,18 +27,15 @@ from regrow.store import MemoryStore, PrefixStore, StoreSessionLost
 from regrow.workers import ProcessFailure, SignalException
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(PlainHandler):
     """A world of one node that does what the test says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rounds = 0
         self.waiting: list[int] = []
         self.before: Callable[[], None] = lambda: None
         self.triple = False
-        self.round: tuple[Any, int, int] | None = None
-
-    def get_backend(self) -> str:
-        return "test"
 
     def next_rendezvous(self) -> Any:
         self.before()
@@ -49,20 +46,8 @@ class Rendezvous(RendezvousHandler):
             return MemoryStore(), 0, 1
         return RendezvousInfo(MemoryStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 29501))
 
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
     def num_nodes_waiting(self) -> int:
         return self.waiting.pop(0) if self.waiting else 0
-
-    def get_run_id(self) -> str:
-        return "run"
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class Agent(SimpleElasticAgent):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from plain_handler import PlainHandler
 from processes import PATIENCE, wait_until
 
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
@@ -384,40 +385,12 @@ def test_a_certificate_that_others_would_refuse_is_not_served_with(
 # --- agents as users write them
 
 
-class Triple(RendezvousHandler):
-    """A plug-in that returns the reference's bare triple."""
-
-    def __init__(self, store: MemoryStore, rank: int, nodes: int) -> None:
-        self.round = (store, rank, nodes)
-
-    def get_backend(self) -> str:
-        return "triple"
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return cast("RendezvousInfo", self.round)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "job"
-
-    def shutdown(self) -> bool:
-        return True
-
-
 class Agent(SimpleElasticAgent):
     """Notes what its workers would find, and is done."""
 
     def __init__(self, store: MemoryStore, rank: int, nodes: int) -> None:
         self.found: dict[str, str] = {}
-        handler = Triple(store, rank, nodes)
+        handler = PlainHandler(round=(store, rank, nodes))  # the reference's bare triple
         super().__init__(
             WorkerSpec("r", 1, handler, entrypoint="train", local_addr=ADDR, monitor_interval=0.01)
         )

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plain_handler import PlainHandler
 
 import regrow.rendezvous as package
 from regrow.rendezvous import (
@@ -35,36 +36,8 @@ from regrow.store import MemoryStore, StoreTimeout
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-class Handler(RendezvousHandler):
-    """A plug-in's handler."""
-
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-
-    def get_backend(self) -> str:
-        return self.backend
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        raise NotImplementedError
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return "job"
-
-    def shutdown(self) -> bool:
-        return True
-
-
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    return Handler("mine")
+    return PlainHandler("mine")
 
 
 def plugin() -> Any:
@@ -229,7 +202,7 @@ def test_defaults_stand_in_for_missing_keys() -> None:
 def test_a_registered_backend_is_created() -> None:
     registry = RendezvousHandlerRegistry()
     registry.register("mine", create_handler)
-    assert isinstance(registry.create_handler(parameters()), Handler)
+    assert isinstance(registry.create_handler(parameters()), PlainHandler)
 
 
 def test_the_same_creator_may_be_registered_again_and_another_not() -> None:
@@ -237,7 +210,7 @@ def test_the_same_creator_may_be_registered_again_and_another_not() -> None:
     registry.register("mine", create_handler)
     registry.register("mine", create_handler)
     with pytest.raises(ValueError, match=r"^The rendezvous backend 'mine' cannot be registered"):
-        registry.register("mine", lambda params: Handler("mine"))
+        registry.register("mine", lambda params: PlainHandler("mine"))
     assert registry.create_handler(parameters()).get_backend() == "mine"
 
 
@@ -279,7 +252,7 @@ def test_a_plugin_is_loaded_when_its_name_is_asked_for() -> None:
         return {"mine": entry_point("plugin")}
 
     registry = RendezvousHandlerRegistry(plugins)
-    registry.register("built-in", lambda params: Handler("built-in"))
+    registry.register("built-in", lambda params: PlainHandler("built-in"))
     registry.create_handler(parameters("built-in"))
     assert asked == []
     assert registry.create_handler(parameters()).get_backend() == "mine"
