@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regrow.workers._context import PContext
     from regrow.workers._guardian_client import Guardian
-    from regrow.workers._logs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
+    from regrow.workers._logs import DefaultLogsSpecs, LogsDest, LogsSpecs
     from regrow.workers._multiprocess import MultiprocessContext
     from regrow.workers._numa import AffinityMode, NumaOptions
     from regrow.workers._procfs import process_states
     from regrow.workers._result import RunProcsResult, WorkerChange
     from regrow.workers._signals import SignalException
     from regrow.workers._start import start_processes
+    from regrow.workers._std import Std, to_map
     from regrow.workers._subprocess import SubprocessContext
     from regrow.workers.errors import (
         ChildFailedError,
@@ -54,13 +55,14 @@ __all__ = [
 _HOMES = {
     "_context": ("PContext",),
     "_guardian_client": ("Guardian",),
-    "_logs": ("DefaultLogsSpecs", "LogsDest", "LogsSpecs", "Std", "to_map"),
+    "_logs": ("DefaultLogsSpecs", "LogsDest", "LogsSpecs"),
     "_multiprocess": ("MultiprocessContext",),
     "_numa": ("AffinityMode", "NumaOptions"),
     "_procfs": ("process_states",),
     "_result": ("RunProcsResult", "WorkerChange"),
     "_signals": ("SignalException",),
     "_start": ("start_processes",),
+    "_std": ("Std", "to_map"),
     "_subprocess": ("SubprocessContext",),
     "errors": ("ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"),
 }

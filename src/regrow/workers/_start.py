@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from regrow.workers._context import PContext, validate_full_rank
-from regrow.workers._logs import DefaultLogsSpecs, LogsSpecs, Std
+from regrow.workers._logs import DefaultLogsSpecs, LogsSpecs
+from regrow.workers._std import Std
 
 if TYPE_CHECKING:
     from regrow.workers._guardian_client import Guardian
