@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import select
 import socket
 import sys
@@ -26,7 +27,10 @@ from interrupting import Striker, blocked
 
 from regrow.inprocess import _torch_abort
 from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
+from regrow.inprocess._torch_connecting import complete_connections
 from regrow.inprocess._torch_sockets import end_gloo_connections
+from regrow.inprocess.abort import AbortTorchDistributed
+from regrow.inprocess.state import FrozenState
 from regrow.store import connect, make_token, start_server
 from regrow.store.torch import TorchStore
 
@@ -135,6 +139,76 @@ def interrupted_in_init(endpoint: str, token: bytes) -> str:
     return "returned"
 
 
+class Expecting(dist.Store):  # type: ignore[misc] # torch is not followed by mypy
+    """A store in which the others have told addresses, greater than this rank's, and are not there.
+
+    So each of them is waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        told = value.encode() if isinstance(value, str) else bytes(value)
+        group = key.rpartition("/")[0]
+        at_no_port = re.sub(rb"(\x02\x00)..(\x7f\x00\x00\x01)", rb"\1\xff\xff\2", told, flags=re.S)
+        self._told |= {f"{group}/{other}": at_no_port for other in range(SIZE)} | {key: told}
+
+    def get(self, key: str) -> bytes:
+        return self._told[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        assert all(key in self._told for key in keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+
+def interrupted(fn: Callable[[], object]) -> str:
+    """Interrupt a call that waits in torch, and say how it ended."""
+    waking = AbortTorchDistributed().waking(FrozenState(rank=0, world_size=SIZE))
+    is_blocked = blocked(threading.get_native_id())
+    with Interrupter() as interrupter:
+        call = interrupter.call()
+
+        def strike() -> None:
+            while not is_blocked():
+                pass
+            call.interrupt(waking)
+
+        striking = threading.Thread(target=strike)
+        striking.start()
+        try:
+            call.run(fn)
+        except RankShouldRestart as error:
+            ended = "interrupted" if error.__cause__ is None else type(error.__cause__).__name__
+        else:
+            ended = "returned"
+        striking.join()
+    return ended
+
+
+def interrupted_while_connecting() -> list[Any]:
+    """Wait for ranks that never connect, twice: how that ended, and whether all is as before."""
+    found: list[Any] = []
+    for _ in range(2):
+        found.append(interrupted(lambda: begin(Expecting(), 0)) != "returned")
+        _torch_abort.abort_process_groups()
+        found.append(holdings())
+    return [found[0], found[2], found[1] == found[3]]
+
+
+def interrupted_in_torchs_store(port: int, outside: Any) -> list[str]:
+    """Wait for a key in a store that the function made, and in one from outside."""
+
+    def made_in_it() -> None:
+        dist.TCPStore("127.0.0.1", port, SIZE, False, PATIENCE).wait(["never"])
+
+    within = timedelta(seconds=0.5)
+    return [interrupted(made_in_it), interrupted(lambda: outside.wait(["never"], within))]
+
+
 def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, Any]:
     """Everything that one rank goes through."""
     stay: Any = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, PATIENCE)
@@ -148,6 +222,7 @@ def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, An
     found["after"] = holdings()
     begin(dist.PrefixStore("connected", stay), rank)
     dist.barrier()
+    found["nothing to complete"] = complete_connections(SIZE, set())
     found["connections"] = end_gloo_connections()
     _torch_abort.abort_process_groups()
     # What an interrupted init_process_group may leave.
@@ -162,6 +237,9 @@ def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, An
     begin(dist.PrefixStore("again", stay), rank)
     _torch_abort.abort_process_groups()
     found["in init"] = interrupted_in_init(endpoint, token) if rank == 0 else "interrupted"
+    if rank == 0:
+        found["while connecting"] = interrupted_while_connecting()
+        found["in torch's stores"] = interrupted_in_torchs_store(port, stay)
     stay.set(f"survivor {rank}", "yes")
     found["torch's store"] = [stay.get(f"survivor {other}").decode() for other in range(SIZE)]
     client.set(f"survivor {rank}", "yes")

@@ -26,6 +26,13 @@ SIZE = 3
 FOREVER = timedelta(minutes=10)
 
 
+class Deadly(TorchStore):
+    """Ends the process when the address of its gloo is told, and it waits for those of others."""
+
+    def wait(self, *args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def rank_main(case: str, rank: int) -> list[Any]:
     said: list[Any] = []
 
@@ -33,9 +40,9 @@ def rank_main(case: str, rank: int) -> list[Any]:
     def train(call: CallWrapper) -> int:
         place, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         keys = PrefixStore(f"{case}/{call.iteration}", worker_store())
-        dist.init_process_group(
-            "gloo", store=TorchStore(keys), rank=place, world_size=size, timeout=FOREVER
-        )
+        dies = rank == 1 and case == "dies connecting" and call.iteration == 0
+        store = Deadly(keys) if dies else TorchStore(keys)
+        dist.init_process_group("gloo", store=store, rank=place, world_size=size, timeout=FOREVER)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         said.append([call.iteration, tensor.item()])

@@ -25,7 +25,7 @@ def told() -> dict[str, Any]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
     environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "raises", "killed"],
+        [sys.executable, str(SCRIPT), "raises", "killed", "dies connecting"],
         env=environ,
         stdout=subprocess.PIPE,
         timeout=90,
@@ -45,3 +45,10 @@ def test_ranks_that_wait_in_a_collective_restart_without_one_that_was_killed(
 ) -> None:
     restarted = [[0, 3.0], [1, 2.0], 1]
     assert told["killed"] == [restarted, None, restarted]
+
+
+def test_ranks_that_are_being_connected_restart_without_one_that_dies_meanwhile(
+    told: dict[str, Any],
+) -> None:
+    restarted = [[1, 2.0], 1]
+    assert told["dies connecting"] == [restarted, None, restarted]

@@ -3,7 +3,8 @@
 It sleeps at the store until there is a fault. Then it answers the last call, and when that is over
 begins the termination procedure, which no `CallWrapper.atomic` section overlaps: the abort, which
 has blocking calls of the main thread fail, and the interrupt, which it repeats until the function
-was left. Torch's abort comes once more then: the function may have been making a process group.
+was left. What waits in torch by then is woken at each repetition, and torch's abort comes once more
+in the end: the function may have been making a process group.
 
 What fails here must not leave the main thread running with nobody who could stop it. So an abort
 that raises is logged and the function interrupted all the same, whose health the health check is to
@@ -41,7 +42,7 @@ LEAVE_TIME = 5.0
 class Ending:
     """The end of one iteration on this rank, as it comes about."""
 
-    __slots__ = ("aborted_at", "error", "faults", "guarded", "over", "state", "told_at")
+    __slots__ = ("aborted_at", "error", "faults", "guarded", "over", "state", "told_at", "waking")
 
     def __init__(self, guarded: GuardedCall, state: FrozenState) -> None:
         self.guarded = guarded
@@ -56,6 +57,8 @@ class Ending:
         """When it was through."""
         self.error: Exception | None = None
         """Why this rank cannot go on, if so."""
+        self.waking: list[Callable[[], object]] = []
+        """What wakes the main thread where it waits in torch."""
         self.over = threading.Event()
         """Set when the function was left and everything here is done."""
 
@@ -80,6 +83,7 @@ class Follower:
     def follow(self, guarded: GuardedCall, state: FrozenState) -> Ending:
         """Begin to follow an iteration, which this rank has met for and not entered yet."""
         ending = Ending(guarded, state)
+        ending.waking = [abort.waking(state) for abort in _of_torch(self._abort)]
         self._work.put(partial(self._follow, ending))
         return ending
 
@@ -130,12 +134,22 @@ class Follower:
         try:
             with self._atomic.termination():
                 self._aborted(self._abort, ending.state)
-                ending.guarded.interrupt()
+                ending.guarded.interrupt(partial(self._wake, ending.waking))
                 for again in _of_torch(self._abort):
                     self._aborted(again, ending.state)
         finally:
             ending.aborted_at = time.monotonic()
             ending.over.set()
+
+    @staticmethod
+    def _wake(waking: list[Callable[[], object]]) -> None:
+        for wake in waking:
+            try:
+                wake()
+            except Exception:
+                logger.exception("who waits in torch may not be woken")
+                waking.clear()
+                return
 
     @staticmethod
     def _aborted(abort: Abort | None, state: FrozenState) -> None:
@@ -151,7 +165,7 @@ class Follower:
             )
 
 
-def _of_torch(abort: object) -> Iterator[Abort]:
+def _of_torch(abort: object) -> Iterator[AbortTorchDistributed]:
     """The aborts of torch's process groups in a chain."""
     if isinstance(abort, Compose):
         for part in reversed(abort.instances):

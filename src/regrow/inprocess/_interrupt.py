@@ -188,10 +188,13 @@ class GuardedCall:
         finally:
             self._end()
 
-    def interrupt(self) -> bool:
+    def interrupt(self, meanwhile: Callable[[], object] | None = None) -> bool:
         """Have the call end by `RankShouldRestart`, and wait until it is over.
 
         One that does not run yet will end as soon as it does, and is not waited for.
+
+        Args:
+            meanwhile: called before each repetition: what may free a thread that no signal does.
 
         Returns:
             False: it was over before, and has ended as it would have without.
@@ -208,6 +211,8 @@ class GuardedCall:
             if self._ended.acquire(timeout=pause):
                 self._ended.release()
                 return True
+            if meanwhile is not None:
+                meanwhile()
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def strike(self, top: FrameType | None) -> None:

@@ -10,6 +10,10 @@ What wakes whom:
 - NCCL: torch aborts the communicators, all within one `ncclGroupStart`: one after the other they
   may wait for each other for ever. Then the groups are destroyed.
 
+- a group that is just being connected: gloo is given the connections it waits for, broken
+  (`_torch_connecting`), in RuntimeErrors of torch's. That is done again while the function is
+  interrupted, which may begin to make a group only after the abort.
+
 What is not woken, because neither torch nor gloo has a way to do it: `recv` without a source on
 gloo; a wait in a TCPStore or FileStore, and so `init_process_group` and `new_group` while other
 ranks have not come yet; gloo over ibverbs or libuv, MPI, UCC. Such a wait ends at its own time-out,

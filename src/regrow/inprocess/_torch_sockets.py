@@ -12,7 +12,7 @@ the kernel shows it (`/proc/self/fdinfo`). The first word of a C++ object points
 table of its class, and the dynamic linker knows the name of that. A descriptor is a connection of a
 group's if, and only if, its object is a `gloo::transport::tcp::Pair`. It is a listening socket, or
 a connection that is only being made, if the object is of another class: those are left alone, since
-gloo ends the process when they fail.
+gloo ends the process when they fail. Who waits for those is woken otherwise (`_torch_connecting`).
 
 Each fact is checked against the socket that is acted on: between two looks gloo may close it, and
 somebody else be given its number. So the descriptor is duplicated first, and the duplicate must be
@@ -39,6 +39,7 @@ PAIRS = frozenset(
 )
 """Virtual tables of what handles a connection: `gloo::transport::tcp::Pair`, and the one in TLS."""
 
+_dladdr = ctypes.CDLL(None).dladdr
 _WATCHED = re.compile(
     rb"tfd: *(\d+) .*data: *([0-9a-f]+) .*ino: *([0-9a-f]+)",
 )
@@ -55,7 +56,7 @@ class _Symbol(ctypes.Structure):
     )
 
 
-class _Watched(NamedTuple):
+class Watched(NamedTuple):
     """A descriptor that an epoll instance waits for."""
 
     fd: int
@@ -74,13 +75,13 @@ def end_gloo_connections() -> int:
     """
     ended = 0
     with open("/proc/self/mem", "rb", buffering=0) as memory:
-        for watched in _watched():
-            if _class_of(watched.handler, memory.fileno()) in PAIRS:
-                ended += _shut(watched)
+        for each in watched():
+            if class_of(each.handler, memory.fileno()) in PAIRS:
+                ended += _shut(each)
     return ended
 
 
-def _watched() -> Iterator[_Watched]:
+def watched() -> Iterator[Watched]:
     """All that the epoll instances of this process wait for."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
@@ -89,30 +90,43 @@ def _watched() -> Iterator[_Watched]:
             with open(f"/proc/self/fdinfo/{name}", "rb") as info:
                 lines = info.read()
             for fd, handler, inode in _WATCHED.findall(lines):
-                yield _Watched(int(fd), int(handler, 16), int(inode, 16))
+                yield Watched(int(fd), int(handler, 16), int(inode, 16))
 
 
-def _class_of(address: int, memory: int) -> bytes | None:
+def class_of(address: int, memory: int) -> bytes | None:
     """The symbol of the virtual table of an object; None: there is no such object."""
     try:
         (table,) = struct.unpack("P", os.pread(memory, struct.calcsize("P"), address))
     except (OSError, OverflowError, struct.error):
         return None
+    return symbol_at(table)
+
+
+def symbol_at(address: int) -> bytes | None:
+    """The symbol of what is at an address; None: the dynamic linker knows of none."""
     symbol = _Symbol()
-    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(table), ctypes.byref(symbol))
+    found = _dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
     name: bytes | None = symbol.name if found else None
     return name
 
 
-def _shut(watched: _Watched) -> bool:
+def duplicate(watched: Watched) -> socket.socket | None:
+    """Return the socket that is watched, under a descriptor of the caller's; None if it is gone."""
     try:
-        duplicate = os.dup(watched.fd)
+        fd = os.dup(watched.fd)
     except OSError:
+        return None
+    if os.fstat(fd).st_ino != watched.inode:
+        os.close(fd)
+        return None
+    return socket.socket(fileno=fd)
+
+
+def _shut(watched: Watched) -> bool:
+    connection = duplicate(watched)
+    if connection is None:
         return False
-    if os.fstat(duplicate).st_ino != watched.inode:
-        os.close(duplicate)
-        return False
-    with socket.socket(fileno=duplicate) as connection:
+    with connection:
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other side was faster

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import sys
+from collections.abc import Callable
 
 from .state import FrozenState
 
@@ -38,6 +39,16 @@ class AbortTorchDistributed(Abort):
 
             _torch_abort.abort_process_groups()
         return state
+
+    def waking(self, state: FrozenState) -> Callable[[], None]:
+        """Return what wakes the calling thread where it waits in torch, but not in a collective.
+
+        It is asked for when the function is about to be called, and called, by another thread,
+        again and again until the function was left.
+        """
+        from . import _torch_waits
+
+        return _torch_waits.waking(state.initial_world_size or state.world_size)
 
 
 class AbortTransformerEngine(Abort):
