@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 from storing import PATIENCE, Background
 
-from regrow.rendezvous._etcd_member import EtcdUnreachable, Member
+from regrow.rendezvous._etcd_answers import EtcdUnreachable
+from regrow.rendezvous._etcd_member import Member
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 

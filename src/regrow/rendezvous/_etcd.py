@@ -33,12 +33,12 @@ from typing import TYPE_CHECKING
 from regrow.rendezvous._backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous._config import timeout_option
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousStateError
+from regrow.rendezvous._etcd_answers import EXHAUSTED, INVALID, EtcdError
 from regrow.rendezvous._etcd_client import EtcdClient, get, put, unchanged
 from regrow.rendezvous._etcd_config import check_credentials, read_access, read_prefix
 from regrow.rendezvous._etcd_feed import EtcdFeed
 from regrow.rendezvous._etcd_http import EtcdHttp
 from regrow.rendezvous._etcd_job import LIFE, EtcdJob
-from regrow.rendezvous._etcd_member import EXHAUSTED, INVALID, EtcdError
 from regrow.rendezvous._etcd_store import EtcdStore
 from regrow.rendezvous._parameters import RendezvousParameters
 

@@ -10,14 +10,9 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from regrow.rendezvous._etcd_answers import NOT_FOUND, PRECONDITION, EtcdError, Message
 from regrow.rendezvous._etcd_http import EtcdHttp
-from regrow.rendezvous._etcd_member import (
-    NOT_FOUND,
-    PRECONDITION,
-    EtcdError,
-    Message,
-    Stream,
-)
+from regrow.rendezvous._etcd_member import Stream
 
 TXN_OPS = 100
 """Operations in one transaction; etcd allows 128 (--max-txn-ops)."""

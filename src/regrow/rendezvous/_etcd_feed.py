@@ -24,8 +24,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from regrow.rendezvous._etcd_answers import EtcdClosed, EtcdError, EtcdUnreachable
 from regrow.rendezvous._etcd_client import Compacted, Pair, Watch, get
-from regrow.rendezvous._etcd_member import EtcdClosed, EtcdError, EtcdUnreachable
 from regrow.rendezvous._patience import Bounds
 
 if TYPE_CHECKING:

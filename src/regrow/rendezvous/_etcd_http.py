@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import TYPE_CHECKING
 
-from regrow.rendezvous._etcd_member import (
+from regrow.rendezvous._etcd_answers import (
     DENIED,
     INVALID,
     PRECONDITION,
@@ -38,13 +38,12 @@ from regrow.rendezvous._etcd_member import (
     EtcdError,
     EtcdRefused,
     EtcdUnreachable,
-    Member,
     Message,
-    Stream,
     body_of,
     describe,
     read,
 )
+from regrow.rendezvous._etcd_member import Member, Stream
 
 if TYPE_CHECKING:
     import ssl

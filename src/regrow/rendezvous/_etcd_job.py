@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from urllib.parse import quote
 
+from regrow.rendezvous._etcd_answers import NOT_FOUND, EtcdError, Message
 from regrow.rendezvous._etcd_client import (
     EtcdClient,
     Outcome,
@@ -34,7 +35,6 @@ from regrow.rendezvous._etcd_client import (
     put,
     unchanged,
 )
-from regrow.rendezvous._etcd_member import NOT_FOUND, EtcdError, Message
 
 LIFE = 600
 """Seconds for which the document of a job outlives its last node."""

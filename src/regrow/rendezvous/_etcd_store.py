@@ -20,6 +20,14 @@ from itertools import islice
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from regrow.rendezvous._etcd_answers import (
+    EXHAUSTED,
+    INVALID,
+    EtcdClosed,
+    EtcdError,
+    EtcdUnreachable,
+    Message,
+)
 from regrow.rendezvous._etcd_client import (
     TXN_OPS,
     Compacted,
@@ -29,14 +37,6 @@ from regrow.rendezvous._etcd_client import (
     get,
     put,
     unchanged,
-)
-from regrow.rendezvous._etcd_member import (
-    EXHAUSTED,
-    INVALID,
-    EtcdClosed,
-    EtcdError,
-    EtcdUnreachable,
-    Message,
 )
 from regrow.store import (
     Characteristics,
