@@ -145,7 +145,7 @@ def test_a_process_that_got_the_pid_of_a_dead_worker_is_not_killed(
     worker.start()
     assert worker.pid is not None
     requests.put(TimerRequest(worker.pid, "step", time.time() + 1000))
-    wait_until(lambda: len(server._timers), "the timer is armed")
+    wait_until(lambda: len(server._timers) > 0, "the timer is armed")
     server._arrivals._bury(server._arrivals._pidfds[worker.pid])
     assert server._reap_worker(worker.pid)
     assert alive(worker.pid)
