@@ -26,7 +26,8 @@ import torch.distributed as dist
 from interrupting import Striker, blocked
 
 from regrow.inprocess import _torch_abort
-from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
+from regrow.inprocess._interrupt import Interrupter
+from regrow.inprocess._spared import RankShouldRestart
 from regrow.inprocess._torch_connecting import complete_connections
 from regrow.inprocess._torch_sockets import end_gloo_connections
 from regrow.inprocess.abort import AbortTorchDistributed

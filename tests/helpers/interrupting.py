@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 from processes import PATIENCE, wait_until
 
 from regrow.inprocess import _interrupt
-from regrow.inprocess._interrupt import RankShouldRestart
+from regrow.inprocess._spared import RankShouldRestart
 
 if TYPE_CHECKING:
     import pytest

@@ -28,9 +28,9 @@ from unittest import mock
 
 from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper, _pause
 from regrow.inprocess._follower import Follower
-from regrow.inprocess._interrupt import RankShouldRestart
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._service_link import ServiceLink
+from regrow.inprocess._spared import RankShouldRestart
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.completion import Completion
 from regrow.inprocess.finalize import Finalize

@@ -11,7 +11,8 @@ from interrupting import Striker
 from processes import PATIENCE, wait_until
 
 from regrow.inprocess._atomic import Atomic
-from regrow.inprocess._interrupt import Interrupter, RankShouldRestart
+from regrow.inprocess._interrupt import Interrupter
+from regrow.inprocess._spared import RankShouldRestart
 
 
 class Monitor:

@@ -25,8 +25,9 @@ import pytest
 from interrupting import Striker, blocked, sweep
 from processes import PATIENCE, wait_until
 
-from regrow.inprocess import _interrupt
-from regrow.inprocess._interrupt import GuardedCall, Interrupter, RankShouldRestart
+from regrow.inprocess import _interrupt, _spared
+from regrow.inprocess._interrupt import GuardedCall, Interrupter
+from regrow.inprocess._spared import RankShouldRestart
 from regrow.timer._stacks import CANDIDATES
 
 SEED = 20261121
@@ -492,7 +493,7 @@ def test_who_takes_too_long_for_it_is_interrupted_again(
             time.sleep(1000)
         finally:
             requests.await_some()
-            requests.now += _interrupt.PATIENCE
+            requests.now += _spared.PATIENCE
             time.sleep(1000)
 
     with Interrupter(requests.clock) as interrupter:

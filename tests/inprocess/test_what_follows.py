@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from regrow.inprocess._interrupt import RankShouldRestart
 from regrow.inprocess._link import Fault, Faults
 from regrow.inprocess._pause import Pauses
 from regrow.inprocess._progress import Progress
 from regrow.inprocess._restart import Next, Timeline, after, root_cause
+from regrow.inprocess._spared import RankShouldRestart
 
 
 def faults(*kinds: str, now: float = 10.0) -> Faults:

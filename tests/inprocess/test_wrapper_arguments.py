@@ -110,7 +110,7 @@ def test_more_than_one_parameter_for_the_call_is_refused_at_once() -> None:
 
 def test_the_names_are_where_nvidia_has_them() -> None:
     from regrow.inprocess import monitor_thread
-    from regrow.inprocess._interrupt import RankShouldRestart
+    from regrow.inprocess._spared import RankShouldRestart
 
     assert (wrap.Wrapper, wrap.CallWrapper) == (Wrapper, CallWrapper)
     assert monitor_thread.RankShouldRestart is RankShouldRestart

@@ -21,31 +21,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from regrow import _progress as board
-from regrow.inprocess._assignment import RankAssignmentCtx, RankDiscarded
+from regrow.inprocess._assignment import RankAssignmentCtx
 from regrow.inprocess._atomic import Atomic
+from regrow.inprocess._body import Body, LinkFailed, check_health
 from regrow.inprocess._config import Config
 from regrow.inprocess._follower import Ending, Follower
 from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
-from regrow.inprocess._link import CountedOutError, Faults, Link, LinkError, LinkLostError
+from regrow.inprocess._leaving import at_the_end, leave
+from regrow.inprocess._link import Link
 from regrow.inprocess._logging import describe
 from regrow.inprocess._open import group_name, open_link, open_monitor
 from regrow.inprocess._pause import LONGEST, Pauses
 from regrow.inprocess._progress import Watch
 from regrow.inprocess._progress_watch import SoftWatch
-from regrow.inprocess._restart import Next, Timeline, after, root_cause
+from regrow.inprocess._restart import Next, Timeline, after
 from regrow.inprocess._retold import tell
 from regrow.inprocess.attribution import Interruption
-from regrow.inprocess.exception import HealthCheckError, InternalError
+from regrow.inprocess.exception import InternalError
 from regrow.inprocess.param_utils import substitute_param_value
-from regrow.inprocess.state import FrozenState, Mode, State
+from regrow.inprocess.state import Mode, State
 from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.utils import get_logger
-
-T = TypeVar("T")
 
 logger = get_logger(__name__)
 
@@ -157,7 +157,7 @@ class CallWrapper:
             if os.getpid() == self._pid:
                 self._leave(error)
             raise
-        self._at_the_end("completion", self._config.completion)
+        at_the_end("completion", self._config.completion, self._state)
         return value
 
     # ------------------------------------------------------------ one iteration
@@ -176,7 +176,8 @@ class CallWrapper:
             self._restarted()
             self._watch.begin(self._iteration)
             try:
-                value, ended = guarded.run(self._body, fn, args, kwargs)
+                body = Body(self._config, self._link, self._watch, state.freeze(), self._iteration)
+                value, ended = guarded.run(body.run, fn, args, kwargs)
             except BaseException as raised:  # noqa: BLE001 - looked at below
                 error = raised
             finally:
@@ -191,53 +192,13 @@ class CallWrapper:
             return True, value
         if step is Next.LEAVE:
             assert error is not None  # or it would have returned
-            raise error.error if isinstance(error, _LinkFailed) else error
+            raise error.error if isinstance(error, LinkFailed) else error
         if step is Next.REPORT:
             assert isinstance(error, Exception)  # only such are reported
             self._report(error)
         value = error = None  # they hold what the function has left behind
         self._restart(ending)
         return False, None
-
-    def _body(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> tuple[Any, Faults | None]:
-        """What may be interrupted: from the plug-ins before the function to the barrier after."""
-        config, state, iteration = self._config, self._state.freeze(), self._iteration
-        if config.initialize is not None:
-            call(config.initialize, state)
-        self._check_health(state)
-        value = None
-        if state.mode is Mode.ACTIVE:
-            value = fn(*args, **kwargs)
-            self._watch.rest()
-            self._told(self._link.completed, iteration)
-        else:
-            self._watch.rest()
-            ended = self._told(self._link.wait_completed, iteration)
-            if ended is not None:
-                return None, ended
-        return value, self._told(self._link.done, iteration)
-
-    @staticmethod
-    def _told(ask: Callable[[int], T], iteration: int) -> T:
-        """Ask the link where what is raised is taken for the function's."""
-        try:
-            return ask(iteration)
-        except LinkError as error:
-            raise _LinkFailed(error) from None
-
-    def _check_health(self, state: FrozenState) -> None:
-        check = self._config.health_check
-        if check is None:
-            return
-        try:
-            call(check, state)
-        except Exception as error:
-            raise HealthCheckError(
-                f"rank {state.rank} (at first {state.initial_rank}) is not fit to go on: "
-                f"{describe(error)}"
-            ) from error
 
     # ---------------------------------------------------------------- a restart
 
@@ -261,7 +222,7 @@ class CallWrapper:
         if self._config.finalize is not None:
             call(self._config.finalize, state)
         timeline.reached("finalized", time.monotonic())
-        self._check_health(state)
+        check_health(self._config.health_check, state)
         self._state.fn_exception = None  # it holds the function's frames, and nobody needs it now
         del state
         timeline.reached("checked", time.monotonic())
@@ -319,56 +280,8 @@ class CallWrapper:
         self._groups_seen = True
         _torch_abort.warn_of_short_timeouts(self._config.hard_timeout)
 
-    # ------------------------------------------------------------------ the end
-
     def _leave(self, error: BaseException) -> None:
-        """End this rank's part: tell the others that it is out, and why."""
-        logger.error(
-            "rank %s leaves in iteration %d: %s", self._state.rank, self._iteration, describe(error)
-        )
-        if isinstance(error, CountedOutError):  # as the others know
-            self._is_out()
-        elif not isinstance(error, LinkLostError):  # else there is nobody to tell
-            self._tell_others(error)
+        """End this rank's part."""
+        self._left = leave(self._link, self._state, self._iteration, error)
         self._state.mode = Mode.TERMINATED
-        self._at_the_end("terminate", self._config.terminate)
-
-    def _is_out(self) -> None:
-        """The others go on without this rank, and its agent may know."""
-        self._left = True
-        board.stand(board.LEFT_RESTARTER)
-
-    def _tell_others(self, error: BaseException) -> None:
-        try:
-            faults = self._link.terminated(
-                self._iteration,
-                Interruption.BASE_EXCEPTION.name,
-                describe(error),
-                discarded=isinstance(error, RankDiscarded),
-            )
-        except LinkError as gone:
-            logger.warning("the others cannot be told: %s", gone)
-            return
-        self._is_out()
-        root = root_cause(faults)
-        if root is not None and root.rank != self._state.initial_rank:
-            error.add_note(
-                f"iteration {faults.iteration} ended by {root.kind} on initial rank "
-                f"{root.rank}: {root.message}"
-            )
-
-    def _at_the_end(self, name: str, plugin: Callable[..., Any] | None) -> None:
-        if plugin is None:
-            return
-        try:
-            call(plugin, self._state.freeze())
-        except Exception:
-            logger.exception("%s failed on rank %s", name, self._state.rank)
-
-
-class _LinkFailed(BaseException):
-    """The link failed while the function's exceptions are looked for; none of them."""
-
-    def __init__(self, error: LinkError) -> None:
-        super().__init__(str(error))
-        self.error = error
+        at_the_end("terminate", self._config.terminate, self._state)

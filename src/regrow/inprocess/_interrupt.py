@@ -12,14 +12,8 @@ its handler is Python code that runs in the interrupted thread and sees where it
 if, and only if, the frame that called the function is on the interrupted stack. The call is over
 when that frame is left, and from then on a late signal finds nothing to raise in.
 
-What a handler can see, it can spare as well (`_Look`). Three kinds of code are given time, because
-an exception in them does harm that no restart heals: an import, which could not be repeated
-(`import torch` cannot); `__del__` and callbacks of the collector, which lose the exception and the
-rest of their own work; and code that handles this very exception, a `finally` that closes a file:
-one that is interrupted once should be let clean up. And a function that is just taking or releasing
-a lock is let finish, as the lock would never be released (`Condition.__enter__`, and with it
-queues, are written in Python and have that gap). Code like that of the user's own has the risk that
-it has with Ctrl-C.
+What a handler can see, it can spare as well: code in which an exception would do harm that no
+restart heals (`_spared`).
 
 An exception can get lost: user code catches everything and goes on, or C code that called Python
 has nobody to hand it to. So the request is repeated, at growing pauses, until the call is over.
@@ -36,16 +30,15 @@ is spared is judged from outside.
 from __future__ import annotations
 
 import ctypes
-import gc
 import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
+from regrow.inprocess._spared import Look, RankShouldRestart
 from regrow.timer._stacks import CANDIDATES, Signals
 from regrow.utils import get_logger
 
@@ -58,89 +51,6 @@ FIRST_PAUSE = 0.001
 """Seconds from a request to its first repetition; doubled after each."""
 LONGEST_PAUSE = 0.25
 """Seconds between two requests, at most. Each may end a system call of the thread's early."""
-PATIENCE = 10.0
-"""Seconds for what should not be interrupted: imports, `__del__`, handling the exception."""
-LOOKS = 5
-"""Looks that find a thread in the same call of a function that takes or releases something, after
-which it is not passing by but waits there, and is interrupted. The longest one that matters,
-`logging.Handler.handle` until Python 3.12, can be met three times before it is past the gap."""
-
-_PASSING = {"__enter__", "__exit__", "acquire", "release", "handle"}
-_IMPORT = "<frozen importlib._bootstrap>"
-_WEAK = {
-    code
-    for made in (weakref.WeakSet.__init__, weakref.WeakValueDictionary.__init__)
-    for code in made.__code__.co_consts
-    if isinstance(code, CodeType)
-}
-"""What weak collections do when the collector has taken one of theirs."""
-
-
-class RankShouldRestart(BaseException):
-    """Raised in the wrapped function, to end it so that it can be called again.
-
-    Whoever catches it should clean up and raise it again; one that is swallowed comes back.
-    """
-
-    def __init__(self, message: str = "another rank or this one has failed") -> None:
-        super().__init__(message)
-
-
-class _Look:
-    """Judges whether a thread may be interrupted where it stands; remembers earlier looks."""
-
-    __slots__ = ("_clock", "_held_since", "_looks", "_outer", "_passing")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._outer = sys.exception()  # what the caller handles is none of the function's
-        self._held_since: float | None = None
-        self._passing: FrameType | None = None
-        self._looks = 0
-
-    def at(self, top: FrameType, guard: FrameType, handled: BaseException | None) -> bool:
-        """Whether to raise now.
-
-        Args:
-            top: the innermost frame of the thread.
-            guard: the frame that called the function.
-            handled: the exception that the thread handles, if any.
-        """
-        held = self._is_ours(handled)
-        collector = _WEAK | {getattr(each, "__code__", None) for each in gc.callbacks}
-        frame: FrameType | None = top
-        while frame is not None and frame is not guard:
-            code = frame.f_code
-            held = held or code.co_name == "__del__" or code.co_filename == _IMPORT
-            held = held or code in collector
-            frame = frame.f_back
-        if frame is None:
-            return False
-        return self._patience_is_over() if held else self._waits(top)
-
-    def _is_ours(self, handled: BaseException | None) -> bool:
-        while handled is not None and handled is not self._outer:
-            if isinstance(handled, RankShouldRestart):
-                return True
-            handled = handled.__context__
-        return False
-
-    def _patience_is_over(self) -> bool:
-        now = self._clock()
-        if self._held_since is None:
-            self._held_since = now
-        if now - self._held_since < PATIENCE:
-            return False
-        self._held_since = None
-        return True
-
-    def _waits(self, top: FrameType) -> bool:
-        self._held_since = None
-        if top.f_code.co_name not in _PASSING:
-            return True
-        self._looks = self._looks + 1 if top is self._passing else 1
-        self._passing = top
-        return self._looks >= LOOKS
 
 
 class GuardedCall:
@@ -160,7 +70,7 @@ class GuardedCall:
         self._requested = False
         self._leaving = False
         self._guard: FrameType | None = None
-        self._look: _Look | None = None
+        self._look: Look | None = None
 
     @property
     def requested(self) -> bool:
@@ -228,7 +138,7 @@ class GuardedCall:
     def _guarded(
         self, fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> T:
-        self._look = _Look(self._clock)
+        self._look = Look(self._clock)
         if self._signum is None:
             return self._leave_behind(fn, args, kwargs)
         self._guard = sys._getframe()

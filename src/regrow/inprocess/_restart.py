@@ -15,8 +15,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Final
 
-from regrow.inprocess._interrupt import RankShouldRestart
 from regrow.inprocess._link import Fault, Faults
+from regrow.inprocess._spared import RankShouldRestart
 
 
 class Next(enum.Enum):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ._interrupt import RankShouldRestart
+from ._spared import RankShouldRestart
 
 __all__ = ["RankShouldRestart"]

@@ -1,0 +1,64 @@
+"""How a rank's part in a call ends: by its own word to the others, and by a plug-in's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from regrow import _progress as board
+from regrow.inprocess._assignment import RankDiscarded
+from regrow.inprocess._generations import call
+from regrow.inprocess._link import CountedOutError, Link, LinkError, LinkLostError
+from regrow.inprocess._logging import describe
+from regrow.inprocess._restart import root_cause
+from regrow.inprocess.attribution import Interruption
+from regrow.inprocess.state import State
+from regrow.utils import get_logger
+
+logger = get_logger(__name__)
+
+
+def leave(link: Link, state: State, iteration: int, error: BaseException) -> bool:
+    """Tell the others that this rank is out, and why; the root cause is noted on the error.
+
+    Args:
+        link: this rank's.
+        state: this rank's.
+        iteration: as the link counts.
+        error: why.
+
+    Returns:
+        Whether the others go on without it. Then its agent may know it, too.
+    """
+    logger.error("rank %s leaves in iteration %d: %s", state.rank, iteration, describe(error))
+    if isinstance(error, LinkLostError):  # there is nobody to tell
+        return False
+    if not isinstance(error, CountedOutError):  # of which the others know
+        try:
+            faults = link.terminated(
+                iteration,
+                Interruption.BASE_EXCEPTION.name,
+                describe(error),
+                discarded=isinstance(error, RankDiscarded),
+            )
+        except LinkError as gone:
+            logger.warning("the others cannot be told: %s", gone)
+            return False
+        root = root_cause(faults)
+        if root is not None and root.rank != state.initial_rank:
+            error.add_note(
+                f"iteration {faults.iteration} ended by {root.kind} on initial rank "
+                f"{root.rank}: {root.message}"
+            )
+    board.stand(board.LEFT_RESTARTER)
+    return True
+
+
+def at_the_end(name: str, plugin: Callable[..., Any] | None, state: State) -> None:
+    """Call `completion` or `terminate`; what it raises is logged."""
+    if plugin is None:
+        return
+    try:
+        call(plugin, state.freeze())
+    except Exception:
+        logger.exception("%s failed on rank %s", name, state.rank)
