@@ -14,11 +14,13 @@ import re
 import select
 import socket
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,6 +212,32 @@ def interrupted_in_torchs_store(port: int, outside: Any) -> list[str]:
     return [interrupted(made_in_it), interrupted(lambda: outside.wait(["never"], within))]
 
 
+def traced(store: Any, rank: int) -> list[str]:
+    """What is written of an all-reduce in which this rank waits, and rank 0 does not come."""
+    begin(store, rank)
+    if rank == 0:
+        store.wait(["1 is through", "2 is through"])
+        _torch_abort.abort_process_groups()
+        return []
+    is_blocked = blocked(threading.get_native_id())
+    with tempfile.TemporaryDirectory() as folder:
+        state = FrozenState(rank=rank, world_size=SIZE, iteration=7)
+
+        def abort() -> None:
+            while not is_blocked():
+                pass
+            AbortTorchDistributed(torch_fr_trace_path=folder)(state)
+
+        aborting = threading.Thread(target=abort)
+        aborting.start()
+        with suppress(RuntimeError):
+            dist.all_reduce(small)
+        aborting.join()
+        trace = json.loads(Path(folder, "iter_7", f"_dump_{rank}.json").read_text())
+    store.set(f"{rank} is through", "")
+    return [entry["profiling_name"] for entry in trace["entries"]]
+
+
 def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, Any]:
     """Everything that one rank goes through."""
     stay: Any = dist.TCPStore("127.0.0.1", port, SIZE, rank == 0, PATIENCE)
@@ -238,6 +266,7 @@ def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, An
     begin(dist.PrefixStore("again", stay), rank)
     _torch_abort.abort_process_groups()
     found["in init"] = interrupted_in_init(endpoint, token) if rank == 0 else "interrupted"
+    found["trace"] = traced(dist.PrefixStore("traced", stay), rank)
     if rank == 0:
         found["while connecting"] = interrupted_while_connecting()
         found["in torch's stores"] = interrupted_in_torchs_store(port, stay)

@@ -36,7 +36,8 @@ def ranks() -> list[dict[str, Any]]:
     """Everything that needs torch happens once, in a process of its own."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_FR_BUFFER_SIZE": "100"},
         capture_output=True,
         text=True,
         check=False,
@@ -97,6 +98,11 @@ def test_groups_that_are_connected_are_given_no_other_connections(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [rank["nothing to complete"] for rank in ranks] == [0] * 3
+
+
+def test_the_collective_that_was_waited_in_is_in_the_trace(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks[1:]:
+        assert rank["trace"][-1:] == ["gloo:all_reduce"]
 
 
 class OldGroup:

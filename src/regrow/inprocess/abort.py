@@ -6,6 +6,7 @@ An abort runs in a thread of the wrapper's while the main thread may be blocked 
 from __future__ import annotations
 
 import abc
+import os
 import sys
 from collections.abc import Callable
 
@@ -30,13 +31,27 @@ class AbortTorchDistributed(Abort):
     """Aborts the collectives of all process groups of torch.distributed, and destroys the groups.
 
     A process that has not loaded torch has none.
+
+    Args:
+        torch_fr_trace_path: a folder to which the collectives under way are written first, as
+            torch's flight recorder has them (TORCH_FR_BUFFER_SIZE has to be set); default
+            NVRX_FR_TRACE_PATH, else they are not written.
     """
+
+    torch_fr_trace_path: str | None = None
+
+    def __init__(self, torch_fr_trace_path: str | None = None) -> None:
+        self.torch_fr_trace_path = torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Abort and destroy every process group, and return `state`."""
         if "torch" in sys.modules:
             from . import _torch_abort
 
+            if self.torch_fr_trace_path:
+                from . import _torch_trace
+
+                _torch_trace.write_trace(self.torch_fr_trace_path, state.iteration)
             _torch_abort.abort_process_groups()
         return state
 
