@@ -11,7 +11,12 @@ from datetime import timedelta
 import pytest
 
 from regrow.inprocess import Compose, FrozenState, State, _torch_abort
-from regrow.inprocess.abort import Abort, AbortTorchDistributed, AbortTransformerEngine
+from regrow.inprocess.abort import (
+    Abort,
+    AbortPersistentCheckpointProcesses,
+    AbortTorchDistributed,
+    AbortTransformerEngine,
+)
 from regrow.inprocess.attribution import (
     Interruption,
     InterruptionRecord,
@@ -177,6 +182,29 @@ def test_transformer_engine_lets_go_where_it_is_loaded(
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", fp8)
     abort(given)
     assert destroyed == ["buffers", "buffers", "groups"]
+
+
+def test_checkpoints_of_nvidia_resiliency_ext_are_aborted_where_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    abort, given, aborted = AbortPersistentCheckpointProcesses(), state(), []
+    name = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert abort(given) is given
+    core = types.SimpleNamespace(abort_nvrx_checkpoint=lambda: aborted.append(True))
+    monkeypatch.setitem(sys.modules, name, core)
+    assert abort(given) is given
+    assert aborted == [True]
+
+
+def test_the_trace_of_collectives_goes_where_the_argument_or_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NVRX_FR_TRACE_PATH", raising=False)
+    assert AbortTorchDistributed().torch_fr_trace_path is None
+    monkeypatch.setenv("NVRX_FR_TRACE_PATH", "/traces")
+    assert AbortTorchDistributed().torch_fr_trace_path == "/traces"
+    assert AbortTorchDistributed(torch_fr_trace_path="/others").torch_fr_trace_path == "/others"
 
 
 # ------------------------------------------------------------------ nested restarters

@@ -12,7 +12,12 @@ from collections.abc import Callable
 
 from .state import FrozenState
 
-__all__ = ["Abort", "AbortTorchDistributed", "AbortTransformerEngine"]
+__all__ = [
+    "Abort",
+    "AbortPersistentCheckpointProcesses",
+    "AbortTorchDistributed",
+    "AbortTransformerEngine",
+]
 
 
 class Abort(abc.ABC):
@@ -80,4 +85,15 @@ class AbortTransformerEngine(Abort):
         fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
         if fp8 is not None:
             fp8.FP8GlobalStateManager.reset()
+        return state
+
+
+class AbortPersistentCheckpointProcesses(Abort):
+    """Ends the processes of nvidia-resiliency-ext's asynchronous checkpoints, if any."""
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        """End them, and return `state`."""
+        core = sys.modules.get("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
+        if core is not None:
+            core.abort_nvrx_checkpoint()
         return state
