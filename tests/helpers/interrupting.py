@@ -36,31 +36,38 @@ class Striker:
     """A thread that interrupts the calls that it is given."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._told: list[bool] = []
+        self._over = threading.Lock()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._results.put(job())
+            job()
 
     def strike(
         self, call: Interruptible, delay: float = 0.0, when: Callable[[], bool] | None = None
     ) -> None:
         """Interrupt a call `delay` seconds from now, or once `when()` holds."""
 
-        def job() -> bool:
+        self._told, self._over = told, over = list[bool](), threading.Lock()
+        over.acquire()
+
+        def job() -> None:
             if when is not None:
                 wait_until(when, "time to interrupt")
             time.sleep(delay)
-            return call.interrupt()
+            told.append(call.interrupt())
+            over.release()
 
         self._jobs.put(job)
 
     def result(self) -> bool:
-        """What the next interrupt returned."""
-        return self._results.get(timeout=PATIENCE)
+        """What the last interrupt returned; asked for again if an exception came in between."""
+        if not self._told:
+            assert self._over.acquire(timeout=PATIENCE)
+        return self._told[0]
 
     def close(self) -> None:
         self._jobs.put(None)
