@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,25 @@ def test_an_etcd_that_ends_is_started_again_as_often_as_was_said(
     tries = (tmp_path / "tries").read_text().split()
     assert len(set(tries)) == 3
     assert not any(map(os.path.exists, tries))
+
+
+def test_an_etcd_that_came_at_the_second_try_ends_with_its_program_too(
+    program: Path, tmp_path: Path
+) -> None:
+    program.write_text(
+        f'#!/bin/sh\nif mkdir "{tmp_path}/tried"; then exit 3; fi\n'
+        f'echo $$ > "{tmp_path}/pid"; exec sleep 1000\n'
+    )
+    script = f"""
+import os, subprocess
+from regrow.rendezvous.etcd_server import EtcdServer
+EtcdServer._healthy = lambda self: os.path.exists({str(tmp_path / "pid")!r})
+EtcdServer().start(timeout=40, stderr=subprocess.DEVNULL)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    pid = int((tmp_path / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_an_etcd_that_does_not_answer_is_given_up(program: Path) -> None:

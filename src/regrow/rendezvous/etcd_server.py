@@ -77,7 +77,6 @@ class EtcdServer:
         """
         if self._process is not None:
             raise RuntimeError(f"this etcd already runs at {self.get_endpoint()}")
-        atexit.register(self.stop)
         for left in reversed(range(max(num_retries, 1))):
             try:
                 self._start(timeout, stderr)
@@ -100,6 +99,7 @@ class EtcdServer:
             self._temporary = None
 
     def _start(self, timeout: float, stderr: int | IO[bytes] | None) -> None:
+        atexit.register(self.stop)
         if self._data_dir is None:
             self._temporary = tempfile.mkdtemp(prefix="regrow-etcd-")
         # Held until it listens, as Go's listeners share an address with one that does not.
