@@ -19,7 +19,7 @@ native code which holds the interpreter's lock answers nothing, not even `ping`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -165,10 +165,10 @@ def _respond(request: Request) -> Response:
 
     from regrow.utils._http import Response
 
-    handlers: dict[str, Callable[[], bytes]] = {
+    handlers: dict[str, Callable[..., bytes]] = {
         "dump_traceback": _dump_traceback,
         "ping": lambda: b"pong",
-        **_traces(request.query),
+        **_traces(),
     }
     if request.path == "/":
         return Response(200, b'<a href="/handler/">Handler names</a>\n', "text/html")
@@ -180,35 +180,43 @@ def _respond(request: Request) -> Response:
     if name not in handlers:
         known = ", ".join(sorted(handlers))
         return Response(404, f"Handler {name} not found; known: {known}\n".encode())
+    try:
+        flags = _flags(_TRACES[name][1], request.query) if name in _TRACES else {}
+    except ValueError as error:
+        return Response(400, f"{name}: {error}\n".encode())
     kind = {"json": "application/json", "pickle": "application/octet-stream"}
     return Response(
-        200, handlers[name](), kind.get(name.rpartition("_")[2], "text/plain; charset=utf-8")
+        200, handlers[name](**flags), kind.get(name.rpartition("_")[2], "text/plain; charset=utf-8")
     )
 
 
-def _traces(query: str) -> dict[str, Callable[[], bytes]]:
-    """torch's flight recorder, by torch's names for the handlers.
-
-    Args:
-        query: true or false for what torch calls `includecollectives`, `includestacktraces` and
-            `onlyactive`.
-    """
+def _traces() -> dict[str, Callable[..., bytes]]:
+    """torch's flight recorder, by torch's names for the handlers."""
     import sys
 
     loaded = sys.modules.get("torch._C._distributed_c10d")
-    if loaded is None:
-        return {}
-    from functools import partial
-    from urllib.parse import parse_qsl
-
-    given = {name.lower(): value.lower() == "true" for name, value in parse_qsl(query)}
     return {
-        name: partial(
-            function, **{flag: given[flag.lower()] for flag in flags if flag.lower() in given}
-        )
-        for name, (attribute, flags) in _TRACES.items()
+        name: function
+        for name, (attribute, _) in _TRACES.items()
         if (function := getattr(loaded, attribute, None)) is not None
     }
+
+
+def _flags(flags: Iterable[str], query: str) -> dict[str, bool]:
+    """The flags that a query sets; case does not count.
+
+    Raises:
+        ValueError: it has something else.
+    """
+    from urllib.parse import parse_qsl
+
+    known = {flag.lower(): flag for flag in flags}
+    given = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name.lower() not in known or value.lower() not in ("true", "false"):
+            raise ValueError(f"{name}={value}: give true or false for {' or '.join(known)}")
+        given[known[name.lower()]] = value.lower() == "true"
+    return given
 
 
 def _dump_traceback() -> bytes:
