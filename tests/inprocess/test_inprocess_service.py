@@ -77,13 +77,17 @@ def test_a_question_that_was_given_up_is_not_answered() -> None:
 
 
 def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
-    for closed, kind in ((True, "TERMINATED"), (False, "UNRESPONSIVE")):
+    for closed, kind, said in (
+        (True, "TERMINATED", "its process is gone: it is over"),
+        (False, "UNRESPONSIVE", "nothing is heard of its process: it is over"),
+    ):
         asking = running(2)
         following = asking.ask("session-1", messages.Follow(*me(1), 0))
         asking.take(asking.service.ended("session-0", "it is over", closed, 7.0))
         told = asking.told["session-1", following]
         assert isinstance(told, messages.Interrupted)
-        assert [(f.kind, f.rank, f.at) for f in told.faults.records] == [(kind, 0, 7.0)]
+        (fault,) = told.faults.records
+        assert (fault.kind, fault.rank, fault.message, fault.at) == (kind, 0, said, 7.0)
 
 
 def test_a_process_that_speaks_over_another_session_outlives_the_old_one() -> None:

@@ -126,11 +126,13 @@ class InprocessService:
         self.suspended(session, now)
         self._suspended.discard(session)
         out: list[Answer] = []
-        kind = "TERMINATED" if closed else "UNRESPONSIVE"
+        kind, said = "TERMINATED", f"its process is gone: {why}"
+        if not closed:
+            kind, said = "UNRESPONSIVE", f"nothing is heard of its process: {why}"
         for name, rank in self._bound.pop(session, ()):
             entry = self._groups[name]
             del entry.sessions[rank]
-            out += self._apply(entry, Lost(rank, kind, f"its process is gone: {why}"), now)
+            out += self._apply(entry, Lost(rank, kind, said), now)
             if not entry.sessions:
                 entry.forget_at = now + FORGET
                 self._plan()
