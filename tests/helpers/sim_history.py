@@ -39,8 +39,12 @@ class Life(Protocol):
     """An agent, as far as it matters here."""
 
     alive: bool
-    id: str
     machine: Machine
+
+    @property
+    def id(self) -> str:
+        """Of its node."""
+        ...
 
 
 class Run(NamedTuple):
@@ -203,8 +207,8 @@ class History:
 
     # --- the agents
 
-    def seated(self, epoch: int, seat: Seated) -> None:
-        """An agent takes its seat."""
+    def seated(self, epoch: int, seat: Seated, over: int) -> None:
+        """An agent is given a seat; when it asked it knew that round `over` was over."""
         self.note(f"{seat}")
         round = Run(epoch, seat.round)
         same = seat.world_size, seat.leader, seat.digest
@@ -212,7 +216,7 @@ class History:
             raise self.broken(f"two agents were told two things about {round}")
         if self.rounds.get(round, {}).get(seat.id) != seat.rank:
             raise self.broken(f"{seat.id} was told a rank that is not its own: {seat}")
-        if seat.round <= self._over.get((epoch, seat.id), 0):
+        if seat.round <= over:
             raise self.broken(f"{seat.id} takes a seat in a round that it knows is over: {seat}")
 
     def told_over(self, epoch: int, id: str, round: int) -> None:

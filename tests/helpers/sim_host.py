@@ -136,7 +136,10 @@ class Guardian:
             self.sim.after(random.uniform(0, 20), lambda: self.fail(run))
 
     def renew(self, lease: float) -> None:
-        self.lease = max(self.lease, lease)
+        """Take over until when the workers may run; it may be sooner than was said before."""
+        sooner, self.lease = lease < self.lease, lease
+        if sooner and self.round:
+            self._watch(self.runs)
 
     def _watch(self, run: int) -> None:
         """Look at the lease when it is over as it is now."""

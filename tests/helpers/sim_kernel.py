@@ -86,6 +86,8 @@ class Program:
         self.machine, self.sim = machine, machine.sim
         self.alive = True
         self.paused_until = 0.0
+        self.threads = 0
+        """How many it has made so far."""
         self._waiters: dict[object, tuple[Callable[[], bool], Resume]] = {}
         self._blocking: dict[greenlet, None] = {}
 

@@ -18,7 +18,6 @@ from greenlet import getcurrent
 from sim_agent import Agent
 from sim_host import Job
 from sim_kernel import Resume, Waits
-from sim_threads import Threads
 
 from regrow.rendezvous import _round
 from regrow.rendezvous._backend import (
@@ -88,7 +87,7 @@ class SimBackend:
         if isinstance(backend, Watched):
             self._watching = [other for other in self._watching if other.agent.alive]
             self._watching.append(backend)
-        clock, threads = clock_of(agent), Threads(agent)
+        clock, threads = clock_of(agent), agent.threading
         random = self.sim.random
         return NodesDriver(backend, self._store, profile.settings, random, clock, threads)
 
@@ -129,6 +128,7 @@ class SimBackend:
                 nonlocal answered
                 if not answered:
                     answered = True
+                    agent.heard()
                     resume(value)
 
             def fail() -> None:
@@ -249,6 +249,7 @@ class Watched(Plain, WatchedRendezvousBackend):
         super().__init__(place, agent)
         self._heard: tuple[bytes, int] | None = None
         self._news = False
+        self._interrupted = False
 
     def told(self, now: tuple[bytes, int] | None) -> None:
         """Something has changed."""
@@ -265,10 +266,13 @@ class Watched(Plain, WatchedRendezvousBackend):
         self._news = False
 
     def _is_new(self, token: int | None) -> bool:
-        return self._news or (self._heard is not None and self._heard[1] > (token or 0))
+        moved = self._heard is not None and self._heard[1] > (token or 0)
+        return moved or self._news or self._interrupted
 
     def interrupt(self) -> None:
         """See base class."""
+        self._interrupted = True
+        self.agent.notify()
 
     def close(self) -> None:
         """See base class."""

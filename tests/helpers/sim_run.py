@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
@@ -14,6 +15,7 @@ from sim_kernel import Simulation
 from sim_nodes import SimBackend
 from sim_server import SimServer
 
+from regrow import utils
 from regrow.rendezvous import _by_nodes, _round, _service, _shared
 from regrow.rendezvous._news import Effect, Event, Seated
 from regrow.rendezvous._patience import Bounds
@@ -69,6 +71,15 @@ def profile_of(sim: Simulation) -> Profile:
         beats_apart=apart,
         watched=random.random() < 0.7,
     )
+
+
+class SimPort:
+    """Stands for a port that a node holds."""
+
+    port = 1
+
+    def close(self) -> None:
+        """See `PortReservation.close`."""
 
 
 class World:
@@ -140,9 +151,10 @@ class World:
 
     def _pause_agent(self, host: Host) -> None:
         if host.agent is not None:
-            until = self.sim.now + self._span()
-            host.agent.paused_until = max(until, host.agent.paused_until)
-            host.trouble(until)
+            if self.sim.random.random() < 0.5:
+                host.agent.stop(self._span())
+            else:
+                host.agent.stopped_for = self._span()
 
     def _freeze_host(self, host: Host) -> None:
         if self.sim.now < host.frozen_until:
@@ -309,7 +321,9 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         return after, effects
 
     # The documents are the same for all nodes, so each is read once.
+    logging.disable()
     with (
+        mock.patch.object(utils, "PortReservation", SimPort),
         mock.patch.object(_service, "step", step),
         mock.patch.object(_by_nodes, "step", sim_nodes.step),
         mock.patch.object(_shared, "unseal", sim_nodes.read),
@@ -322,6 +336,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
             for host in world.job.hosts:
                 if host.agent is not None:
                     host.agent.kill()
+            logging.disable(logging.NOTSET)
     return Outcome(
         seed,
         world.sim.done,

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, cast
 
 from sim_agent import Agent
 from sim_host import Job
 from sim_kernel import Resume, Thread
-from sim_threads import Threads
 
 from regrow.rendezvous import _service
 from regrow.rendezvous._by_server import ServerDriver
@@ -30,6 +30,7 @@ from regrow.rendezvous._round import Round
 from regrow.store import (
     Answer,
     ConnectionState,
+    StoreClosedError,
     StoreConnectionError,
     StoreSessionLost,
     StoreTimeout,
@@ -78,7 +79,7 @@ class SimServer:
             self.job.profile.settings,
             REACHED_WITHIN,
             clock=lambda: agent.host.clock,
-            threads=Threads(agent),
+            threads=agent.threading,
             connect=lambda endpoint, **how: cast("Any", Client(self, agent, **how)),
         )
 
@@ -174,9 +175,16 @@ class SimServer:
             self.sim.after(self.grace, lambda: self.take(lambda: self._ended(link)))
 
     def _ended(self, link: Link) -> None:
+        self._end(link, "its connection was closed", not link.agent.alive)
+
+    def left(self, link: Link) -> None:
+        """A client ends its session."""
+        self._end(link, "it said goodbye", True)
+        link.break_()
+
+    def _end(self, link: Link, why: str, closed: bool) -> None:
         if self.sessions.get(link.session) is link:
             del self.sessions[link.session]
-            why, closed = "its connection was closed", not link.agent.alive
             self._send(self.service.ended(link.session, why, closed, self._clock))
 
 
@@ -258,8 +266,7 @@ class Client:
 
     def ask(self, service: str, body: bytes, timeout: float, **_: Any) -> bytes:
         """See `StoreClient.ask`."""
-        if self.state is ConnectionState.LOST:
-            raise StoreSessionLost("the session is lost")
+        self._check()
         self._asked += 1
         id = self._asked
 
@@ -273,7 +280,26 @@ class Client:
         return answer
 
     def close(self, timeout: float) -> None:
-        """See `StoreClient.close`; a driver closes what it has lost."""
+        """See `StoreClient.close`; nobody waits here until the server has heard of it."""
+        link, server = self._link, self.place
+        if self.agent.alive:
+            if self.state is ConnectionState.CONNECTED and link is not None:
+                link.send_out(lambda: server.left(link))
+            self._end(ConnectionState.CLOSED)
+            self.agent.notify()
+
+    def _check(self) -> None:
+        if self.state is ConnectionState.LOST:
+            raise StoreSessionLost("the session is lost")
+        if self.state is ConnectionState.CLOSED:
+            raise StoreClosedError("the client was closed")
+
+    def _end(self, state: ConnectionState) -> None:
+        self.state = state
+        calls, self._calls = self._calls, {}
+        error = StoreSessionLost if state is ConnectionState.LOST else StoreClosedError
+        for _, resume in calls.values():
+            self.sim.after(0.0, partial(resume, error("the session is over")))
 
     def _question(self, id: int, body: bytes) -> None:
         link, server = self._link, self.place
@@ -291,6 +317,7 @@ class Client:
     def answered(self, id: int, body: bytes) -> None:
         """The server answers."""
         if id in self._calls:
+            self.agent.heard()
             self._calls.pop(id)[1](body)
 
     def welcomed(self, session: int) -> None:
@@ -318,15 +345,22 @@ class Client:
     def _keep(self) -> Thread:
         agent = self.agent
         while True:
-            yield agent.until(lambda: self._link is None or not self._link.open)
+            yield agent.until(lambda: self._is_over() or not (self._link and self._link.open))
+            if self._is_over():
+                return
             self.state = ConnectionState.SUSPENDED
             deadline, pause = agent.machine.clock + self.place.grace, FIRST_PAUSE
             while (yield from self._dial(deadline)) is not None:
+                if self._is_over():
+                    return
                 if self._welcome < 0 or agent.machine.clock >= deadline:
-                    self._lose()
+                    self._end(ConnectionState.LOST)
                     return
                 yield agent.sleep(pause)
                 pause = min(pause * 2, LONGEST_PAUSE)
+
+    def _is_over(self) -> bool:
+        return self.state is ConnectionState.CLOSED
 
     def _dial(self, deadline: float) -> Thread:
         """Connect, and begin or resume the session; returns what went wrong."""
@@ -339,16 +373,10 @@ class Client:
         link.send_out(lambda: place.greeted(link, session))
         left = deadline - agent.machine.clock
         yield agent.until(lambda: self._welcome != 0 or not link.open, max(left, 0.0))
-        if self._welcome <= 0:
+        if self._welcome <= 0 or self._is_over():
             link.break_()
             return StoreTimeout("the server does not answer")
         self._session, self.state = self._welcome, ConnectionState.CONNECTED
         for id, (body, _) in list(self._calls.items()):
             self._question(id, body)
         return None
-
-    def _lose(self) -> None:
-        self.state = ConnectionState.LOST
-        calls, self._calls = self._calls, {}
-        for _, resume in calls.values():
-            resume(StoreSessionLost("the session is lost"))

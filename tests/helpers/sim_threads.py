@@ -1,4 +1,4 @@
-"""Locks in virtual time, for code that blocks: what it is given for the module `threading`.
+"""Threads in virtual time, for code that blocks: what it is given for the module `threading`.
 
 One thread runs at a time, until it blocks. While faults happen a thread may also lose the processor
 where it takes a lock, for a moment or for longer, so others come between what it did before and
@@ -7,67 +7,102 @@ what it does under the lock. Those of a program that is not alive block nobody a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from greenlet import getcurrent
 from sim_kernel import Program, Resume
 
 T = TypeVar("T")
 
 
 class Threads:
-    """The locks of one program; see `regrow.rendezvous._threads.Threads`."""
+    """The threads and locks of one program; see `regrow.rendezvous._threads.Threads`."""
+
+    def __init__(self, program: Program) -> None:
+        self.Lock = partial(Lock, program)
+        self.RLock = partial(RLock, program)
+        self.Condition = partial(Condition, program)
+        self.Event = partial(Event, program)
+        self.Thread = partial(Thread, program)
+
+    def current_thread(self) -> Thread:
+        """See `threading.current_thread`; the thread must be one of these."""
+        thread: Thread = getcurrent().thread
+        return thread
+
+
+class Waiters:
+    """Those who wait for something, in order."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._waiting: dict[Resume, Callable[[], object]] = {}
 
-    def Lock(self) -> Lock:
-        return Lock(self.program)
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
 
-    def Condition(self) -> Condition:
-        return Condition(self.program)
+    def wait(self, timeout: float | None, ready: Callable[[], object] = lambda: True) -> bool:
+        """Block until woken; return whether that was before the time was up."""
+        woken: bool = self.program.wait(lambda resume: self._enter(resume, timeout, ready))
+        return woken
+
+    def _enter(self, resume: Resume, timeout: float | None, ready: Callable[[], object]) -> None:
+        self._waiting[resume] = ready
+
+        def expired() -> None:
+            if self._waiting.pop(resume, None):
+                resume(False)
+
+        if timeout is not None:
+            # Time must pass, also where it is too short to show in the clock.
+            self.program.machine.after(max(timeout, 1e-6), expired)
+
+    def wake(self, most: int | None = None) -> None:
+        """Wake those for whom it is of use, or so many of them that have waited longest."""
+        for resume in [resume for resume, ready in self._waiting.items() if ready()][:most]:
+            del self._waiting[resume]
+            self.program.sim.after(0.0, partial(resume, True))
 
 
 class Lock:
     """See `threading.Lock`; whoever waits longest has it next."""
 
+    reentrant = False
+
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._held = False
-        self._waiting: deque[Resume] = deque()
+        self._depth = 0
+        self._owner: object = None
+        self._waiters = Waiters(program)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; return whether it was taken in that many seconds."""
-        program, sim = self.program, self.program.sim
+        program, sim, me = self.program, self.program.sim, getcurrent()
         if not program.alive:
+            return True
+        if self.reentrant and self._depth and self._owner is me:
+            self._depth += 1
             return True
         if sim.random.random() < sim.preempted:
             program.wait(program.sleep(sim.random.choice([0.0, 0.01, 0.3])))
-        if not self._held:
-            self._held = True
-            return True
-        return blocking and bool(program.wait(lambda resume: self._queue(resume, timeout)))
-
-    def _queue(self, resume: Resume, timeout: float) -> None:
-        self._waiting.append(resume)
-
-        def expired() -> None:
-            if resume in self._waiting:
-                self._waiting.remove(resume)
-                resume(False)
-
-        if timeout >= 0:
-            self.program.machine.after(timeout, expired)
+        if self._depth:
+            if not blocking or not self._waiters.wait(None if timeout < 0 else timeout):
+                return False
+        else:
+            self._depth = 1
+        self._owner = me
+        return True
 
     def release(self) -> None:
         """Give the lock to whoever is next."""
         if self.program.alive:
-            assert self._held
-            self._held = bool(self._waiting)
-            if self._waiting:
-                self.program.sim.after(0.0, partial(self._waiting.popleft(), True))
+            assert self._depth, "a lock that nobody holds is released"
+            self._depth -= 1
+            if not self._depth and self._waiters:
+                self._depth = 1
+                self._waiters.wake(1)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -76,46 +111,88 @@ class Lock:
         self.release()
 
 
-class Condition(Lock):
+class RLock(Lock):
+    """See `threading.RLock`."""
+
+    reentrant = True
+
+
+class Condition(RLock):
     """See `threading.Condition`."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self._notified = deque[Resume]()
+        self._listeners = Waiters(program)
 
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
         """Wait until something holds; return what the predicate returned last."""
-        clock = self.program.machine
-        deadline = None if timeout is None else clock.clock + timeout
+        machine = self.program.machine
+        deadline = None if timeout is None else machine.clock + timeout
         while not (result := predicate()):
-            left = None if deadline is None else deadline - clock.clock
+            left = None if deadline is None else deadline - machine.clock
             if left is not None and left <= 0:
                 break
-            self.wait(left)
+            self.wait(left, predicate)
         return result
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait to be notified; return whether it was before the time was up."""
+    def wait(
+        self, timeout: float | None = None, ready: Callable[[], object] = lambda: True
+    ) -> bool:
+        """Wait to be notified; return whether that was before the time was up."""
+        assert self._depth == 1, "whoever waits holds the lock once"
         self.release()
         try:
-            notified: bool = self.program.wait(lambda resume: self._listen(resume, timeout))
+            return self._listeners.wait(timeout, ready)
         finally:
             self.acquire()
-        return notified
-
-    def _listen(self, resume: Resume, timeout: float | None) -> None:
-        self._notified.append(resume)
-
-        def expired() -> None:
-            if resume in self._notified:
-                self._notified.remove(resume)
-                resume(False)
-
-        if timeout is not None:
-            self.program.machine.after(max(timeout, 1e-6), expired)
 
     def notify_all(self) -> None:
         """Wake all who wait."""
-        notified, self._notified = self._notified, deque()
-        for resume in notified if self.program.alive else ():
-            self.program.sim.after(0.0, partial(resume, True))
+        if self.program.alive:
+            self._listeners.wake()
+
+
+class Event:
+    """See `threading.Event`."""
+
+    def __init__(self, program: Program) -> None:
+        self._set = False
+        self._changed = Condition(program)
+
+    def set(self) -> None:
+        """Let all go on who wait, now and later."""
+        with self._changed:
+            self._set = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, or for that long; return whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._set, timeout)
+
+
+class Thread:
+    """See `threading.Thread`."""
+
+    def __init__(self, program: Program, target: Callable[[], None], **_: Any) -> None:
+        program.threads += 1
+        self._number = program.threads
+        self._program = program
+        self._target = target
+        self._over = Event(program)
+
+    def __hash__(self) -> int:
+        return self._number  # so that the order of a set of threads hangs on no address
+
+    def start(self) -> None:
+        """Let it run."""
+        self._program.start(self._run)
+
+    def _run(self) -> None:
+        setattr(getcurrent(), "thread", self)  # noqa: B010 - greenlets take any
+        self._target()
+        self._over.set()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for its end, or for that long."""
+        self._over.wait(timeout)

@@ -28,7 +28,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize(("driver", "seeds"), [("server", 12), ("nodes", 4)])
+@pytest.mark.parametrize(("driver", "seeds"), [("server", 8), ("nodes", 4)])
 def test_no_promise_is_broken_whatever_befalls_a_job(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
     assert [outcome.violation for outcome in outcomes] == [""] * seeds

@@ -54,9 +54,13 @@ from regrow.rendezvous._waiting import Outcome, Reborn, TimedOut, Waiting, judge
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regrow.rendezvous._driver import Driver, View
     from regrow.rendezvous._news import Event
     from regrow.rendezvous._settings import RendezvousSettings
+    from regrow.rendezvous._threads import Event as ThreadEvent
+    from regrow.rendezvous._threads import Threads
     from regrow.store import Store
     from regrow.utils import PortReservation
 
@@ -71,10 +75,18 @@ class Member:
         settings: the settings of the rendezvous.
         addr: this node's address as the others reach it.
         wanted: the rank the node asks for, if any.
+        clock: seconds of this node's monotonic clock.
+        threads: how to start threads, and whose locks to use.
     """
 
     def __init__(
-        self, driver: Driver, settings: RendezvousSettings, addr: str, wanted: int | None
+        self,
+        driver: Driver,
+        settings: RendezvousSettings,
+        addr: str,
+        wanted: int | None,
+        clock: Callable[[], float] = time.monotonic,
+        threads: Threads = threading,
     ) -> None:
         self.id = ""
         """Of this life; empty before the first, and after the node gave up."""
@@ -85,8 +97,11 @@ class Member:
         """Whether this node has closed the rendezvous."""
         self.port: PortReservation | None = None
         """The port it holds."""
-        self.touch = Touch(driver, settings.bounds, settings.timeout.heartbeat.total_seconds())
+        patience = settings.timeout.heartbeat.total_seconds()
+        self.touch = Touch(driver, settings.bounds, patience, clock, threads)
         self._driver = driver
+        self._clock = clock
+        self._threading = threads
         self._settings = settings
         self._bounds = settings.bounds
         self._wanted = wanted
@@ -94,7 +109,7 @@ class Member:
         self._lives = 0
         self._interrupted = False
         self._calling = False
-        self._said = threading.Event()
+        self._said = threads.Event()
         """That it is leaving, or that this could not be said."""
         self._said.set()
 
@@ -148,7 +163,7 @@ class Member:
         waiting = Waiting(join.token, timeout)
         while True:
             said = self._call(join)
-            waiting, outcome = judge(waiting, said, time.monotonic())
+            waiting, outcome = judge(waiting, said, self._clock())
             if outcome is None:
                 waiting, outcome = self._wait(waiting)
             match outcome:
@@ -168,11 +183,11 @@ class Member:
                 if touch.lost:
                     return waiting, None
                 if touch.view is not None:
-                    waiting, outcome = judge(waiting, touch.view, time.monotonic())
+                    waiting, outcome = judge(waiting, touch.view, self._clock())
                     if outcome is not None:
                         return waiting, outcome
                 deadline = waiting.deadline
-                touch.changed.wait(None if deadline is None else deadline - time.monotonic())
+                touch.changed.wait(None if deadline is None else deadline - self._clock())
 
     def _call(self, event: Event) -> View:
         """Submit an event, however long it takes to get in touch again within the bounds."""
@@ -184,7 +199,7 @@ class Member:
         if lost_at is None:
             left = self._bounds.lease + reconnect
         else:
-            left = max(lost_at + reconnect - time.monotonic(), self._bounds.keep_alive)
+            left = max(lost_at + reconnect - self._clock(), self._bounds.keep_alive)
         try:
             return self._say(event, left)
         finally:
@@ -239,11 +254,13 @@ class Member:
         self.id, self._token = "", 0
 
     def _begin_life(self) -> None:
+        self.id, self._token = self._new_id(), 0
+        self.touch.live(self.id)
+
+    def _new_id(self) -> str:
         self._lives += 1
         # Containers on one host may share address and process id, so these are not enough.
-        self.id = f"{self.addr}/{os.getpid()}/{os.urandom(3).hex()}{self._lives}"
-        self._token = 0
-        self.touch.live(self.id)
+        return f"{self.addr}/{os.getpid()}/{os.urandom(3).hex()}{self._lives}"
 
     def release_port(self) -> None:
         """Give the port back."""
@@ -256,7 +273,7 @@ class Member:
     def judge(self, report: str) -> Judged | None:
         """See `PushingRendezvousHandler.report_failure`."""
         round, touch = self._token, self.touch
-        deadline = time.monotonic() + self._settings.timeout.join.total_seconds()
+        deadline = self._clock() + self._settings.timeout.join.total_seconds()
         while True:
             said: View | None = self._call(Failed(self.id, round, report))
             while said is not None:
@@ -282,7 +299,7 @@ class Member:
                 self._check()
                 if touch.view is not None and touch.view.version > seen.version:
                     return touch.view
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if touch.lost or left <= 0:
                     return None
                 touch.changed.wait(left)
@@ -292,11 +309,11 @@ class Member:
         if not self._token or self.done:
             return
         self.touch.part(self._token)
-        self._said = threading.Event()
+        self._said = self._threading.Event()
         leaving, said = Leaving(self.id, self._token, why), self._said
         self.touch.start("rendezvous leaving", lambda: self._say_leaving(leaving, said))
 
-    def _say_leaving(self, leaving: Leaving, said: threading.Event) -> None:
+    def _say_leaving(self, leaving: Leaving, said: ThreadEvent) -> None:
         try:
             self.touch.call(leaving, self._bounds.keep_alive)
         except RendezvousGracefulExitError:  # it has left meanwhile

@@ -1,4 +1,4 @@
-"""The locks at which threads meet, passed in as clocks are.
+"""Threads and the locks at which they meet, passed in as clocks are.
 
 By default they are those of `threading`. A simulation gives others, in which a thread that blocks
 goes on when its virtual time has come.
@@ -36,6 +36,8 @@ class Lock(Protocol):
 class Condition(Protocol):
     """As `threading.Condition`."""
 
+    def wait(self, timeout: float | None = None) -> bool: ...
+
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T: ...
 
     def notify_all(self) -> None: ...
@@ -51,8 +53,36 @@ class Condition(Protocol):
     ) -> None: ...
 
 
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def set(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Thread(Protocol):
+    """As `threading.Thread`."""
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
 class Threads(Protocol):
     """As the module `threading`, or what is needed of it."""
+
+    @property
+    def current_thread(self) -> Callable[[], Thread]: ...
+
+    @property
+    def Thread(self) -> Callable[..., Thread]: ...
+
+    @property
+    def Event(self) -> Callable[[], Event]: ...
+
+    @property
+    def RLock(self) -> Callable[[], Lock]: ...
 
     @property
     def Lock(self) -> Callable[[], Lock]: ...

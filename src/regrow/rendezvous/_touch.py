@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous._driver import Driver, View
     from regrow.rendezvous._news import Event
     from regrow.rendezvous._patience import Bounds
+    from regrow.rendezvous._threads import Thread, Threads
     from regrow.rendezvous._waiting import Tidings
 
     Subscriber = Callable[[object], None]
@@ -59,10 +60,19 @@ class Touch:
         driver: the rounds.
         bounds: how often to beat, and how long a lease lasts.
         patience: seconds in which a beat has to be answered.
+        clock: seconds of this node's monotonic clock.
+        threads: how to start threads, and whose locks to use.
     """
 
-    def __init__(self, driver: Driver, bounds: Bounds, patience: float) -> None:
-        self.changed = threading.Condition()
+    def __init__(
+        self,
+        driver: Driver,
+        bounds: Bounds,
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+        threads: Threads = threading,
+    ) -> None:
+        self.changed = threads.Condition()
         """Notified of all that follows; its lock guards it."""
         self.view: View | None = None
         """The latest that was heard about this life."""
@@ -73,6 +83,8 @@ class Touch:
         self.broken: Exception | None = None
         """What ended a thread."""
         self._driver = driver
+        self._clock = clock
+        self._threading = threads
         self._bounds = bounds
         self._patience = min(patience, bounds.lease)
         self._id = ""
@@ -86,9 +98,9 @@ class Touch:
         self._lease = 0.0
         self._given_up = False
         self._parted = 0  # the last round that this node leaves by its own decision
-        self._keeping = threading.Lock()  # what the keepers are told is told in order
-        self._threads: set[threading.Thread] = set()
-        self._telling = threading.RLock()
+        self._keeping = threads.Lock()  # what the keepers are told is told in order
+        self._threads: set[Thread] = set()
+        self._telling = threads.RLock()
         self._news: deque[Tidings] = deque()
         self._subscribers: dict[object, Subscriber] = {}
         self._keepers: dict[object, Callable[[float], None]] = {}
@@ -106,7 +118,7 @@ class Touch:
                 raise RendezvousGracefulExitError("this handler has been shut down")
             first = not self._id
             self._id, self._token, self._told, self.view = id, 0, Told(), None
-            self._answered = self._beaten = time.monotonic()
+            self._answered = self._beaten = self._clock()
             self.lost = ""
             self.changed.notify_all()
         self.start(f"rendezvous follower of {id}", lambda: self._follow(id))
@@ -122,7 +134,7 @@ class Touch:
         """
         said = self._driver.submit(event, timeout)
         with self.changed:
-            self._answer(time.monotonic())  # however long it took: no lease follows from it
+            self._answer(self._clock())  # however long it took: no lease follows from it
         if not isinstance(event, Close):  # which is no news to a node that has its seat
             self._hear(subject(event), said)
         return said
@@ -133,7 +145,7 @@ class Touch:
             self._token, self._told = seated.round, Told(seated.round)
             self._given_up = False
             self._beat_now = True
-            self._beaten = time.monotonic()
+            self._beaten = self._clock()
             self.changed.notify_all()
             view, failing = self.view, bool(self.lost or self.broken)
             if failing:  # since before it had a seat, so nobody was told
@@ -167,12 +179,12 @@ class Touch:
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
-            threads = self._threads - {threading.current_thread()}
+            threads = self._threads - {self._threading.current_thread()}
         self._driver.end_round_store()
         self._driver.interrupt()
-        deadline = time.monotonic() + self._patience
+        deadline = self._clock() + self._patience
         for thread in threads if wait else ():
-            thread.join(max(deadline - time.monotonic(), 0.0))
+            thread.join(max(deadline - self._clock(), 0.0))
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """See `PushingRendezvousHandler.subscribe`."""
@@ -181,7 +193,7 @@ class Touch:
     def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
         """See `PushingRendezvousHandler.keep_lease`."""
         with self._keeping:
-            renewed(self._lease or time.monotonic())
+            renewed(self._lease or self._clock())
             return self._add(self._keepers, renewed)
 
     def _add(self, to: dict[object, T], callback: T) -> Callable[[], None]:
@@ -211,7 +223,7 @@ class Touch:
                 with self.changed:
                     self._threads.discard(thread)
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = self._threading.Thread(target=run, name=name, daemon=True)
         with self.changed:  # whoever ends the threads finds those that are there started
             self._threads.add(thread)
             thread.start()
@@ -231,7 +243,7 @@ class Touch:
                 troubled = None
             except RendezvousConnectionError as error:
                 self._trouble = str(error)
-                now = time.monotonic()
+                now = self._clock()
                 troubled = now if troubled is None else troubled
                 if now - troubled >= self._bounds.lease:  # also if its beats are heard
                     self._lose(id)
@@ -256,7 +268,7 @@ class Touch:
                 if self._stopped:
                     return
                 id, token, self._beat_now = self._id, self._token, False
-            sent = time.monotonic()
+            sent = self._clock()
             pause = self._bounds.keep_alive
             try:
                 holds = self._driver.beat(id, token, self._patience)
@@ -271,7 +283,7 @@ class Touch:
             with self.changed:
                 self.changed.wait_for(
                     lambda: self._stopped or self._beat_now,
-                    max(sent + pause - time.monotonic(), 0.0),
+                    max(sent + pause - self._clock(), 0.0),
                 )
 
     def _watch_time(self) -> None:
@@ -279,7 +291,7 @@ class Touch:
             with self.changed:
                 if self._stopped:
                     return
-                left = self._answered + self._bounds.lease - time.monotonic()
+                left = self._answered + self._bounds.lease - self._clock()
                 if left > 0 or self.lost:
                     self.changed.wait(max(left, 0.0) or None)
                     continue
@@ -334,7 +346,7 @@ class Touch:
             with self.changed:
                 if not self._given_up:  # the node has another seat by now
                     return
-                self._lease = time.monotonic()
+                self._lease = self._clock()
             self._tell_keepers()
 
     def _tell_keepers(self) -> None:
@@ -355,7 +367,7 @@ class Touch:
         with self.changed:
             if self._over(id) or self.lost:
                 return
-            self.lost, self.lost_at = self._trouble, time.monotonic()
+            self.lost, self.lost_at = self._trouble, self._clock()
             self._end(id)
         logger.warning("node %s has lost touch with the others: %s", id, self.lost)
         self._driver.end_round_store()
