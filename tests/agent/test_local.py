@@ -54,6 +54,12 @@ def spec(entrypoint: Any, *args: Any, nproc: int = 2, max_restarts: int = 0) -> 
     )
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_grace_that_no_worker_can_be_given_is_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"shutdown_timeout must be .*, got {seconds}"):
+        config(tmp_path, shutdown_timeout=seconds)
+
+
 def rank_and_argument(argument: str) -> str:
     return os.environ["RANK"] + argument
 

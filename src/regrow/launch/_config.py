@@ -136,7 +136,7 @@ def heartbeat_fault(period: float) -> str | None:
 
 def grace_fault(seconds: float) -> str | None:
     """Why a number of seconds is no time for workers to stop; None: it is one."""
-    if seconds < 0:
+    if not seconds >= 0:  # or no number
         return f"must be non-negative, got {seconds}"
     return f"must be at most {LONGEST_S} seconds, got {seconds}" if seconds > LONGEST_S else None
 
