@@ -28,6 +28,15 @@ GATHER = 0.5
 """Seconds for which arrivals are gathered before workers are stopped for them."""
 
 
+class SimPort:
+    """Stands for a port that a node holds."""
+
+    port = 1
+
+    def close(self) -> None:
+        """See `PortReservation.close`."""
+
+
 class Node(Member):
     """An agent's node; its ids are numbered, and not random."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import sim_nodes
-from sim_agent import Agent
+from sim_agent import Agent, SimPort
 from sim_history import History, Violation
 from sim_host import Host, Job, Profile
 from sim_kernel import Simulation
@@ -71,15 +71,6 @@ def profile_of(sim: Simulation) -> Profile:
         beats_apart=apart,
         watched=random.random() < 0.7,
     )
-
-
-class SimPort:
-    """Stands for a port that a node holds."""
-
-    port = 1
-
-    def close(self) -> None:
-        """See `PortReservation.close`."""
 
 
 class World:
