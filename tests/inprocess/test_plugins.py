@@ -7,6 +7,7 @@ import threading
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -205,6 +206,35 @@ def test_the_trace_of_collectives_goes_where_the_argument_or_the_environment_say
     monkeypatch.setenv("NVRX_FR_TRACE_PATH", "/traces")
     assert AbortTorchDistributed().torch_fr_trace_path == "/traces"
     assert AbortTorchDistributed(torch_fr_trace_path="/others").torch_fr_trace_path == "/others"
+
+
+@pytest.mark.parametrize("folder", ["/proc/no/such/folder", "no\0folder", "{tmp_path}"])
+def test_a_trace_that_cannot_be_had_keeps_no_abort_back(
+    folder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(**flags: bool) -> bytes:
+        raise RuntimeError("the recorder is out of order")
+
+    aborted = []
+    distributed = types.SimpleNamespace(is_initialized=lambda: True, get_rank=lambda: 0)
+    native = types.SimpleNamespace(
+        _distributed_c10d=types.SimpleNamespace(_dump_fr_trace_json=fails)
+    )
+    torch = types.SimpleNamespace(distributed=distributed, _C=native)
+    for name, module in (
+        ("torch", torch),
+        ("torch._C", native),
+        ("torch._C._distributed_c10d", native._distributed_c10d),
+        ("torch.distributed", distributed),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(_torch_abort, "abort_process_groups", lambda: aborted.append(True))
+    AbortTorchDistributed(folder.format(tmp_path=tmp_path))(state(0))
+    assert aborted == [True]
+    assert "the trace of torch's collectives cannot be written" in caplog.text
 
 
 # ------------------------------------------------------------------ nested restarters

@@ -18,7 +18,7 @@ def write_trace(folder: str, iteration: int) -> None:
     """Write the collectives that are under way to `FOLDER/iter_ITERATION/_dump_RANK.json`.
 
     Nothing is written without a process group, or by a torch that has no such recorder (before
-    2.8). That the file cannot be written is logged.
+    2.8). What fails is logged: an abort is due, which a trace must not keep back.
 
     Args:
         folder: made if it is not there.
@@ -30,9 +30,9 @@ def write_trace(folder: str, iteration: int) -> None:
     read = getattr(recorder, "_dump_fr_trace_json", None)
     if read is None or not distributed.is_initialized():
         return
-    path = Path(folder, f"iter_{iteration}", f"_dump_{distributed.get_rank()}.json")
     try:
+        path = Path(folder, f"iter_{iteration}", f"_dump_{distributed.get_rank()}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(read(includeCollectives=True, onlyActive=True))
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - also the recorder's own
         logger.warning("the trace of torch's collectives cannot be written: %s", error)
