@@ -9,16 +9,14 @@ What wakes whom:
   receives and `Work.wait` fail within milliseconds.
 - NCCL: torch aborts the communicators, all within one `ncclGroupStart`: one after the other they
   may wait for each other for ever. Then the groups are destroyed.
-
-- a group that is just being connected: gloo is given the connections it waits for, broken
-  (`_torch_connecting`), in RuntimeErrors of torch's. That is done again while the function is
-  interrupted, which may begin to make a group only after the abort.
+- who makes a group is not in it yet, and may begin with that only after the abort; so it is woken
+  as long as the function is interrupted (`_torch_waits`).
 
 What is not woken, because neither torch nor gloo has a way to do it: `recv` without a source on
-gloo; a wait in a TCPStore or FileStore, and so `init_process_group` and `new_group` while other
-ranks have not come yet; gloo over ibverbs or libuv, MPI, UCC. Such a wait ends at its own time-out,
-or the process at the hard time-out. A group whose store is a `regrow.store.torch.TorchStore` waits
-in Python code, which an interrupt reaches.
+gloo; a wait in a FileStore, or in a TCPStore that is to live on, and so `init_process_group` and
+`new_group` over them while other ranks have not come yet; gloo over ibverbs or libuv, MPI, UCC.
+Such a wait ends at its own time-out, or the process at the hard time-out. A group whose store is a
+`regrow.store.torch.TorchStore` waits in Python code, which an interrupt reaches.
 
 The thread that is interrupted may be at any point of making a group, so torch's tables may be half
 filled. The names of groups are counted in them, and ranks with different counts never meet again;

@@ -13,10 +13,13 @@ from collections.abc import Callable
 
 
 def waking(size: int) -> Callable[[], None]:
-    """Return what wakes the calling thread, for another one to call; never raises what it can bear.
+    """Return what wakes the calling thread where it waits in torch, for another one to call.
 
     Args:
         size: the ranks that a group has at most.
+
+    Raises:
+        OSError: `/proc/self` cannot be read; what is returned raises it, too.
     """
     from regrow.inprocess._torch_connecting import complete_connections
     from regrow.inprocess._torch_store_wait import end_store_wait, sockets
