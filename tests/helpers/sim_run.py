@@ -323,6 +323,9 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
             run()
         except Violation as error:
             violation = str(error)
+        except Exception as error:
+            error.add_note(f"in seed {seed}")
+            raise
         finally:
             for host in world.job.hosts:
                 if host.agent is not None:
