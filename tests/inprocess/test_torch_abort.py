@@ -83,14 +83,14 @@ def test_who_waits_for_others_in_a_regrow_store_is_interrupted(ranks: list[dict[
 def test_who_waits_for_a_rank_to_connect_is_woken_and_nothing_is_left_behind(
     ranks: list[dict[str, Any]],
 ) -> None:
-    assert ranks[0]["while connecting"] == [True, True, True]
+    assert ranks[0]["while connecting"] == [True, True]
 
 
 def test_who_waits_in_a_store_of_torchs_is_woken_if_the_function_has_made_it(
     ranks: list[dict[str, Any]],
 ) -> None:
-    made_by_it, outside = ranks[0]["in torch's stores"]
-    assert made_by_it in ("interrupted", "DistNetworkError")
+    *made_by_it, outside = ranks[0]["in torch's stores"]
+    assert set(made_by_it) <= {"interrupted", "DistNetworkError"}
     assert outside == "DistStoreError"  # its own time-out; it is none the worse for it
 
 

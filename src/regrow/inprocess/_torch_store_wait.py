@@ -9,6 +9,10 @@ store from outside is to live on, and is left alone. Its wait ends at its own ti
 The connection is that for which the thread waits in `poll` or `recv`, as the kernel shows; and the
 thread waits in a TCPStore if, and only if, a function of that class is to be returned to, whose
 address is on its stack. Where the kernel or the linker does not show that, nothing is ended.
+
+Who makes a TCPStore that it serves itself sleeps until all workers are connected, and asks its own
+server for their number every 10 ms. So a thread that sleeps in there is looked at for two of its
+turns, in one of which it is met when it asks.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import os
 import platform
 import socket
 import struct
+import time
 from contextlib import suppress
+from io import FileIO
 from typing import Final, NamedTuple
 
 from regrow.inprocess._torch_sockets import symbol_at
@@ -28,14 +34,19 @@ STACK: Final = 1 << 14
 """Bytes of the stack that are looked at, from the innermost on."""
 
 
+TURNS: Final = 0.025
+"""Seconds for which a thread that sleeps is looked at."""
+
+
 class _Calls(NamedTuple):
     """The numbers of the system calls that a thread may wait in."""
 
     poll: int
     recv: int
+    sleep: int
 
 
-_CALLS: Final = {"x86_64": _Calls(7, 45), "aarch64": _Calls(73, 207)}
+_CALLS: Final = {"x86_64": _Calls(7, 45, 230), "aarch64": _Calls(73, 207, 115)}
 
 
 def sockets() -> frozenset[int]:
@@ -59,12 +70,21 @@ def end_store_wait(thread: int, outside: frozenset[int]) -> bool:
     Raises:
         OSError: `/proc/self` cannot be read.
     """
-    with open(f"/proc/self/task/{thread}/syscall", "rb") as file:
-        found = file.read().split()
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        fd = _waited_for(found, memory.fileno())
-        if fd is None or not _in_store(int(found[-2], 16), memory.fileno()):
+    calls = _CALLS.get(platform.machine())
+    with (
+        open(f"/proc/self/task/{thread}/syscall", "rb", buffering=0) as file,
+        open("/proc/self/mem", "rb", buffering=0) as memory,
+    ):
+        found = _look(file)
+        if calls is None or not found or found[0] not in calls:
             return False
+        if not _in_store(found[-2], memory.fileno()):
+            return False
+        until = time.monotonic() + TURNS
+        while (fd := _waited_for(calls, found, memory.fileno())) is None:
+            if time.monotonic() >= until:
+                return False
+            found = _look(file)
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
         if os.fstat(connection.fileno()).st_ino not in outside:
             connection.shutdown(socket.SHUT_RDWR)
@@ -72,18 +92,22 @@ def end_store_wait(thread: int, outside: frozenset[int]) -> bool:
     return False  # also where it has ended meanwhile
 
 
-def _waited_for(found: list[bytes], memory: int) -> int | None:
+def _look(file: FileIO) -> list[int]:
+    """The number of the system call that a thread is in, arguments, the stack; [] if it runs."""
+    file.seek(0)
+    number, *rest = file.read().split()
+    return [int(number), *(int(each, 16) for each in rest)] if rest else []
+
+
+def _waited_for(calls: _Calls, found: list[int], memory: int) -> int | None:
     """The descriptor of the one socket that a thread waits for, if it does that."""
-    calls = _CALLS.get(platform.machine())
-    if calls is None or len(found) < 9:  # it runs, or waits for something else
-        return None
-    number, first, second = int(found[0]), int(found[1], 16), int(found[2], 16)
-    if number == calls.recv:
-        return first
-    if number == calls.poll and second == 1:
-        with suppress(OSError, OverflowError, struct.error):
-            fd: int = struct.unpack("i", os.pread(memory, 4, first))[0]
+    match found:
+        case [calls.recv, fd, *_]:
             return fd
+        case [calls.poll, first, 1, *_]:
+            with suppress(OSError, OverflowError, struct.error):
+                waited: int = struct.unpack("i", os.pread(memory, 4, first))[0]
+                return waited
     return None
 
 
