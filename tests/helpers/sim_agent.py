@@ -115,31 +115,27 @@ class Agent(Program):
     # --- the main thread
 
     def _run(self) -> None:
-        for_good = False
+        how = ""
         try:
             self.driver = self.job.place.connect(self)
             self.node = Node(self, self.driver)
             self.node.touch.subscribe(self._told)
             self.node.touch.keep_lease(self._renewed)
             self._work(self.node)
-        except RendezvousClosedError:
-            for_good = self._is_closed()
-        except (RendezvousConnectionError, RendezvousGracefulExitError) as error:
-            for_good = self._is_closed()
-            self.history.note(f"{self.id} gives up: {error}")
+        except (
+            RendezvousClosedError,
+            RendezvousConnectionError,
+            RendezvousGracefulExitError,
+        ) as error:
+            self.history.note(f"{self.host.name} ends: {error}")
+            how = str(error).partition(" closed: ")[2]
+            if how:
+                self.history.endings.add(how)
         if self.node is not None:
             with suppress(RendezvousError):
                 self.node.leave("SIGTERM" if self._sigterm else "it is done", 3.0)
             self.node.end(linger=False)
-        self._finish(for_good)
-
-    def _is_closed(self) -> bool:
-        """Whether the job is over; then how is noted."""
-        view = self.node.touch.view if self.node else None
-        if view is not None and isinstance(view.news, RoundClosed):
-            self.history.endings.add(view.news)
-            return True
-        return False
+        self._finish(for_good=bool(how))
 
     def _finish(self, for_good: bool) -> None:
         self.over = True

@@ -24,7 +24,6 @@ from regrow.rendezvous._news import (
     Leave,
     Leaving,
     Lost,
-    RoundClosed,
     Seated,
 )
 from regrow.rendezvous._patience import Bounds
@@ -73,7 +72,8 @@ class History:
         """By node id."""
         self.rounds: dict[Run, Mapping[str, int]] = {}
         self.running: dict[Machine, Run] = {}
-        self.endings: set[RoundClosed] = set()
+        self.endings: set[str] = set()
+        """Who has closed the job and why, as its nodes were told."""
         self.trace: Callable[[str], None] | None = None
         self.charged = 0
         self.forgiven = 0
