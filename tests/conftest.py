@@ -91,6 +91,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what every job on several hosts took from its fault to the next world.
+
+    It is here, as the process that prints for all test processes collects no tests, and reads no
+    other of these files.
+    """
+    from recovery import TITLE, table
+
+    if lines := table(terminalreporter.getreports("passed")):
+        terminalreporter.section(TITLE)
+        terminalreporter.write("\n".join([*lines, ""]))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let nothing be skipped where nothing may be missing."""

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypeVar
 from netns import Host, Process
 from processes import alive, children_of
 
+from regrow.events import read_events, story
+
 T = TypeVar("T")
 
 #: Seconds after which a test gives up: far beyond what anything takes on a loaded machine.
@@ -86,6 +88,18 @@ class Agent:
                     found.append(json.loads(line))
         return found
 
+    def root_causes(self) -> list[tuple[str | None, int, int | None]]:
+        """Host, rank and exit code of each worker that ended an attempt, as its story is told.
+
+        That is what was judged in the end: a worker that was the first to fail may have done so
+        because of a host that turned out to be lost.
+        """
+        return [
+            (failure.host, failure.rank, failure.exit_code)
+            for failure in story(read_events(self.log_dir)).failures
+            if failure.rank is not None
+        ]
+
     def finish(self) -> int:
         """Its exit status."""
         try:
@@ -100,13 +114,15 @@ class Agent:
     def kill_family(self) -> None:
         """End it and its workers by SIGKILL, at one moment as far as this is possible.
 
-        All are stopped first, so that none acts on the end of another. A store server is none of
-        them: it belongs to the job, and takes sessions of its own to end.
+        All others are stopped first, so that none acts on the end of another; but not the agent: as
+        it would leave something unread, its connections would be reset instead of closed. A store
+        server is none of them: it belongs to the job, and takes sessions of its own to end.
         """
-        family = [self.process.pid, *_below(self.process.pid)]
-        for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in family:
-                os.kill(pid, signum)
+        family = _below(self.process.pid)
+        for pid in family:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in (self.process.pid, *family):
+            os.kill(pid, signal.SIGKILL)
 
     def __repr__(self) -> str:
         return f"the agent on {self.host.name}, which wrote {self.output[-6000:]}"
@@ -216,6 +232,14 @@ class Job:
                 raise AssertionError(f"never: {what}; {self}")
             time.sleep(0.01)
         return result
+
+    def waits(self, agent: Agent) -> None:
+        """Wait until an agent has asked for a seat, and has said that it waits for the others.
+
+        It says so late; but where no worker runs that takes no processor from anybody.
+        """
+        line = "still waiting for other nodes"
+        self.until(lambda: line in agent.output or None, f"{line!r} by {agent}")
 
     def told(self, agent: Agent, name: str) -> dict[str, Any]:
         """Wait for the first event of an agent called `regrow.<name>`, and return it."""

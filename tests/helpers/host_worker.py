@@ -6,7 +6,8 @@ by the monotonic clock, which the hosts of a test share; and in JOB_FOLDER/alive
 the time at which it was last seen to run.
 
 What to do is said by files in JOB_FOLDER: `finish` ends all workers well, `fail.HOST` the one on
-that host with exit code 7, and `stop.HOST` stops it, if it beats.
+that host with exit code 7, and `stop.HOST` stops it, if it beats. With the variable STAYS workers
+that lose the others, or are told to end, do so when there is the file `end`.
 """
 
 import json
@@ -81,6 +82,12 @@ def checkpoint(*_: object) -> None:
     os._exit(0)
 
 
+def stay() -> None:
+    """Wait to be allowed to end."""
+    while not (FOLDER / "end").exists():
+        time.sleep(STEP_S)
+
+
 def plain() -> None:
     """Wait to be told how to end."""
     while not (FOLDER / "finish").exists():
@@ -101,7 +108,12 @@ def gloo() -> None:
     first = True
     while True:
         told = torch.tensor([1.0, float((FOLDER / "finish").exists())])
-        dist.all_reduce(told)
+        try:
+            dist.all_reduce(told)
+        except RuntimeError:  # the others are gone
+            if "STAYS" in os.environ:
+                stay()
+            raise
         assert told[0] == dist.get_world_size()
         if first:
             note("reduced")
@@ -109,7 +121,7 @@ def gloo() -> None:
         if told[1]:
             break
         if asked_to_fail():
-            sys.exit(7)
+            os._exit(7)  # on the long way out gloo's threads may abort us
         time.sleep(STEP_S)
     time.sleep(0.1)  # gloo's thread lets go of its work, else it may abort us
     dist.destroy_process_group()
@@ -117,6 +129,8 @@ def gloo() -> None:
 
 if "CHECKPOINT" in os.environ:  # a handler in Python: it has to wait for the collective to return
     signal.signal(signal.SIGTERM, checkpoint)
+if "STAYS" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note("started")
 threading.Thread(target=keep_alive, daemon=True).start()
 {"gloo": gloo, "plain": plain, "beating": beating}[sys.argv[1]]()

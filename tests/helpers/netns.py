@@ -199,6 +199,7 @@ class Network:
         self.hosts: list[Host] = []
         self.name_server = f"{SUBNET}.254" if names == "silent" else "127.0.0.1"
         self._lines: dict[tuple[int, int], dict[str, Any]] = {}
+        self._everywhere: dict[str, Any] = {}
         self._switch = subprocess.Popen(
             ["unshare", "--net", sys.executable, netns_switch.__file__],
             stdin=subprocess.PIPE,
@@ -231,6 +232,11 @@ class Network:
         """Delay each frame by seconds, and lose a share of them; `directions` as in `cut`."""
         self._change(host, directions, delay_s=delay_s, loss=loss)
 
+    def impair_all(self, delay_s: float, loss: float) -> None:
+        """Do so on the way from each host to each other, also those that are made later."""
+        self._everywhere = {"delay_s": delay_s, "loss": loss}
+        self.command(do="lines", **self._everywhere)
+
     def close(self) -> None:
         """Take everything away."""
         for host in self.hosts:
@@ -262,7 +268,7 @@ class Network:
             ways = {"out": (host.port, peer.port), "in": (peer.port, host.port)}
             for direction, way in ways.items():
                 if peer is not host and directions in (direction, "both"):
-                    line = self._lines.setdefault(way, {})
+                    line = self._lines.setdefault(way, dict(self._everywhere))
                     line.update(properties)
                     self.command(do="line", **{"from": way[0], "to": way[1]}, **line)
 

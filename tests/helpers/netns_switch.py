@@ -13,6 +13,8 @@ done, "null" or what went wrong. Frames that were on their way when a line is cu
     {"do": "plug", "port": 1, "pid": 4711}      a new port; its other end becomes eth0 of process
                                                 4711's network namespace
     {"do": "line", "from": 1, "to": 2, "delay_s": 0.2, "loss": 0.05, "cut": false}
+    {"do": "lines", "delay_s": 0.2, "loss": 0.05}
+                                                all lines of which nothing else was said
 
 Offloads are off at both ends. A veth would otherwise pass on packets of 64 kB without a checksum,
 as both of its ends are memory of one machine, and who takes them off it with a packet socket and
@@ -77,10 +79,11 @@ class Switch:
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         self._ports: dict[int, socket.socket] = {}
         self._lines: dict[tuple[int, int], Line] = {}
+        self._other = Line()
         self._way: list[Frame] = []
         self._count = 0
         self._unread = b""
-        self._random = random.Random(int(__import__("os").environ.get("SEED", "1")))
+        self._random = random.Random(int(os.environ.get("SEED", "1")))
 
     def run(self) -> None:
         """Carry frames until stdin ends."""
@@ -106,7 +109,7 @@ class Switch:
             to_all = bool(content[0] & 1)
             targets = [p for p in self._ports if p != source] if to_all else [content[5]]
             for target in targets:
-                line = self._lines.get((source, target), Line())
+                line = self._lines.get((source, target), self._other)
                 if target in self._ports and self._random.random() >= line.loss:
                     self._count += 1
                     due_s = time.monotonic() + line.delay_s
@@ -115,7 +118,7 @@ class Switch:
     def _deliver(self) -> None:
         while self._way and self._way[0].due_s <= time.monotonic():
             frame = heapq.heappop(self._way)
-            if not self._lines.get((frame.source, frame.target), Line()).cut:
+            if not self._lines.get((frame.source, frame.target), self._other).cut:
                 try:
                     self._ports[frame.target].send(frame.content)
                 except OSError:  # the port is down or its buffer is full: a frame is lost
@@ -136,11 +139,14 @@ class Switch:
         return True
 
     def _obey(self, command: dict[str, Any]) -> None:
-        if command.pop("do") == "plug":
-            self._plug(command["port"], command["pid"])
-        else:
-            way = command.pop("from"), command.pop("to")
-            self._lines[way] = Line(**command)
+        match command.pop("do"):
+            case "plug":
+                self._plug(command["port"], command["pid"])
+            case "line":
+                way = command.pop("from"), command.pop("to")
+                self._lines[way] = Line(**command)
+            case "lines":
+                self._other = Line(**command)
 
     def _plug(self, port: int, pid: int) -> None:
         ours, theirs = f"port{port}", f"host{port}"

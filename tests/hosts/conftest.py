@@ -1,4 +1,4 @@
-"""Jobs on hosts that are network namespaces, and the table of how fast they recovered."""
+"""Jobs on hosts that are network namespaces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_jobs import Job
+from etcd_server import require_etcd
+from host_etcd import Etcd
+from host_jobs import Agent, Job, World
 from netns import Host, Network, require_hosts
-from recovery import RECOVERY, Fault
+from recovery import Fault
 
 
 @pytest.fixture
@@ -38,24 +40,45 @@ def start_job(tmp_path: Path) -> Callable[..., Job]:
     return start
 
 
+@pytest.fixture(params=["server", "etcd"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Where the nodes meet: a store server on the first host, or an etcd on a host of its own."""
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture
+def prepare(
+    start_job: Callable[..., Job], hosts: list[Host], network: Network, tmp_path: Path
+) -> Callable[..., Job]:
+    """Make a job of gloo workers that meets in a backend: `prepare("etcd", nodes="3:4")`."""
+
+    def prepare(backend: str, **settings: Any) -> Job:
+        settings = {"nodes": "2:4", "mode": "gloo", **settings}
+        if backend == "server":
+            return start_job(hosts[0], **settings)
+        require_etcd()
+        etcd = Etcd(network, tmp_path, 1)
+        return start_job(None, backend="etcd", endpoint=etcd.endpoint, **settings)
+
+    return prepare
+
+
+@pytest.fixture
+def form(
+    prepare: Callable[..., Job], hosts: list[Host]
+) -> Callable[..., tuple[Job, list[Agent], World]]:
+    """Start such a job on the hosts, and wait for its first world: `form("server", count=3)`."""
+
+    def form(backend: str, *, count: int = 4, **settings: Any) -> tuple[Job, list[Agent], World]:
+        job = prepare(backend, **settings)
+        agents = [job.agent(host) for host in hosts[:count]]
+        return job, agents, job.world(count)
+
+    return form
+
+
 @pytest.fixture
 def fault(record_property: Callable[[str, object], None]) -> Fault:
-    """Takes the time from a fault to the next world."""
+    """Takes the time from a fault to the next world; `recovery.table` shows it."""
     return Fault(record_property)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what every scenario took from its fault to the next world."""
-    rows = [
-        (report.nodeid.split("::")[-1].removeprefix("test_").replace("_", " "), times)
-        for report in terminalreporter.getreports("passed")
-        for name, times in getattr(report, "user_properties", [])
-        if name == RECOVERY and report.when == "call"
-    ]
-    if not rows:
-        return
-    width = max(len(name) for name, _ in rows)
-    terminalreporter.section("from the fault to the next world, in seconds")
-    terminalreporter.write_line(f"{'':{width}}  workers started  first all-reduce")
-    for name, (started_s, reduced_s) in sorted(rows):
-        terminalreporter.write_line(f"{name:{width}}  {started_s:15.2f}  {reduced_s:16.2f}")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from host_jobs import Job
 from netns import Host, Network, require_hosts
+from recovery import Fault
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
@@ -20,29 +21,24 @@ def three() -> Iterator[list[Host]]:
 
 
 def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_restart_before(
-    start_job: Callable[..., Job], three: list[Host]
+    start_job: Callable[..., Job], three: list[Host], fault: Fault
 ) -> None:
     job = start_job(three[0], nodes="2:2", mode="plain")
     first, second = job.agent(three[0]), job.agent(three[1])
     world = job.world(2)
     standby = job.agent(three[2])
     job.connected(three[2])
+    fault.now()
     second.kill_family()
     after = job.world(2, after=world)
+    fault.healed(after, reduces=False)
     assert after.hosts == ("node1", "node3"), job
     assert after.round == world.round + 1, job
     assert after.restarts == 0, job
+    node, why = job.blamed(world, first)
+    assert node.split("/")[0] == three[1].addr, job
+    assert "connection" in why, job
     job.finish(first, standby)
-
-
-def test_nodes_that_come_during_the_last_call_are_in_the_round(
-    start_job: Callable[..., Job], three: list[Host]
-) -> None:
-    job = start_job(three[0], nodes="1:3", mode="plain", conf="last_call_timeout=600")
-    agents = [job.agent(host) for host in three]
-    assert sorted(job.world(3).hosts) == ["node1", "node2", "node3"], job
-    job.finish(*agents)
-    assert {record.round for record in job.records("started")} == {1}, job
 
 
 def test_the_loss_of_the_store_s_host_ends_the_others_with_a_code_to_try_again(

@@ -9,50 +9,80 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from host_jobs import Job
+from host_jobs import Agent, Job, World
 from netns import Host
 from recovery import Fault
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
+Form = Callable[..., tuple[Job, list[Agent], World]]
+
+
+def nobody_failed(job: Job, *why: str) -> None:
+    """Check that no worker is to blame, and that every round has ended for this reason."""
+    for agent in job.agents:
+        assert agent.root_causes() == [], agent
+        assert {event["why"] for event in agent.events("round.ended")} <= {*why}, agent
+
 
 def test_a_node_that_joins_a_running_job_is_taken_in(
-    start_job: Callable[..., Job], hosts: list[Host], fault: Fault
+    form: Form, hosts: list[Host], fault: Fault, backend: str
 ) -> None:
-    job = start_job(hosts[0], nodes="3:4", mode="gloo", conf="last_call_timeout=1")
-    agents = [job.agent(host) for host in hosts[:3]]
-    world = job.world(3)
+    job, agents, world = form(backend, count=3, nodes="3:4", conf="last_call_timeout=1")
     fault.now()
     agents.append(job.agent(hosts[3]))
     after = job.world(4, after=world)
     fault.healed(after)
-    assert after.hosts[:3] == world.hosts, job
+    assert after.hosts == (*world.hosts, "node4"), job
     assert after.restarts == 0, job
+    nobody_failed(job, "1 node waits to join")
     job.finish(*agents)
 
 
 def test_a_node_that_joins_while_the_others_start_again_is_in_the_same_round(
-    start_job: Callable[..., Job], hosts: list[Host], fault: Fault
+    form: Form, hosts: list[Host], fault: Fault, backend: str
 ) -> None:
-    # The workers of node2 fail, and take their grace to end; meanwhile node4 comes.
-    job = start_job(hosts[0], nodes="3:4", mode="gloo", conf="last_call_timeout=1", max_restarts=1)
-    agents = [job.agent(host) for host in hosts[:3]]
-    world = job.world(3)
-    fault.now()
-    agents.append(job.agent(hosts[3]))
+    conf, env = "last_call_timeout=1", {"STAYS": "1"}
+    job, agents, world = form(backend, count=3, nodes="3:4", max_restarts=1, conf=conf, env=env)
     (job.folder / "fail.node2").touch()
+    job.told(agents[0], "round.ended")  # and its worker is told to end, which it does not
+    agents.append(job.agent(hosts[3]))
+    job.waits(agents[3])
+    fault.now()  # from here on nobody is held up
+    (job.folder / "end").touch()
     after = job.world(4, after=world)
     fault.healed(after)
-    assert after.hosts[:3] == world.hosts, job
+    assert after.round == world.round + 1, job
+    assert after.hosts == (*world.hosts, "node4"), job
+    assert after.restarts == 1, job
+    for agent in agents[:3]:
+        assert agent.root_causes() == [("node2", world.hosts.index("node2"), 7)], agent
     job.finish(*agents)
 
 
-def test_a_failed_worker_starts_all_again_with_the_same_ranks_and_one_budget(
-    start_job: Callable[..., Job], hosts: list[Host], fault: Fault
+def test_a_node_that_comes_during_the_last_call_is_in_the_round(
+    prepare: Callable[..., Job], hosts: list[Host], fault: Fault, backend: str
 ) -> None:
-    job = start_job(hosts[0], nodes="2:4", mode="gloo", max_restarts=1)
-    agents = [job.agent(host) for host in hosts]
+    job = prepare(backend, nodes="2:4", conf="last_call_timeout=600,join_timeout=900")
+    agents = [job.agent(host) for host in hosts[:3]]
+    for agent in agents:
+        job.waits(agent)
+    assert job.records("started") == [], job
+    fault.now()
+    agents.append(job.agent(hosts[3]))
     world = job.world(4)
+    fault.healed(world)
+    assert sorted(world.hosts) == ["node1", "node2", "node3", "node4"], job
+    assert world.round == 1, job
+    nobody_failed(job)
+    job.finish(*agents)
+    assert {record.round for record in job.records("started")} == {1}, job
+
+
+def test_a_failed_worker_starts_all_again_with_the_same_ranks_and_one_budget(
+    form: Form, fault: Fault
+) -> None:
+    job, agents, world = form("server", max_restarts=1)
     fault.now()
     (job.folder / "fail.node3").touch()
     after = job.world(4, after=world)
@@ -61,32 +91,27 @@ def test_a_failed_worker_starts_all_again_with_the_same_ranks_and_one_budget(
     assert after.restarts == 1, job
     (job.folder / "fail.node2").touch()
     assert [agent.finish() for agent in agents] == [1, 1, 1, 1], job
+    for agent in agents:
+        assert agent.root_causes() == [("node3", 2, 7), ("node2", 1, 7)], agent
     job.assert_one_world_at_a_time()
 
 
 def test_a_worker_that_fails_for_good_ends_every_agent_with_the_same_root_cause(
-    start_job: Callable[..., Job], hosts: list[Host]
+    form: Form,
 ) -> None:
-    job = start_job(hosts[0], nodes="2:4", mode="gloo")
-    agents = [job.agent(host) for host in hosts]
-    job.world(4)
+    job, agents, _ = form("server")
     (job.folder / "fail.node3").touch()
     assert [agent.finish() for agent in agents] == [1, 1, 1, 1], job
     for agent in agents:
-        causes = [event for event in agent.events("worker.failed") if event["root_cause"]]
-        assert [(cause["host"], cause["rank"], cause["exit_code"]) for cause in causes] == [
-            ("node3", 2, 7)
-        ], agent
+        assert agent.root_causes() == [("node3", 2, 7)], agent
         assert "node3" in agent.output, agent
     job.assert_one_world_at_a_time()
 
 
 def test_a_node_told_to_go_has_its_grace_and_the_others_go_on(
-    start_job: Callable[..., Job], hosts: list[Host], fault: Fault
+    form: Form, hosts: list[Host], fault: Fault, backend: str
 ) -> None:
-    job = start_job(hosts[0], nodes="2:4", mode="gloo", env={"CHECKPOINT": "1"})
-    agents = [job.agent(host) for host in hosts]
-    world = job.world(4)
+    job, agents, world = form(backend, env={"CHECKPOINT": "1"})
     fault.now()
     agents[2].process.signal(signal.SIGTERM)
     after = job.world(3, after=world)
@@ -99,4 +124,5 @@ def test_a_node_told_to_go_has_its_grace_and_the_others_go_on(
         node, why = job.blamed(world, agent)
         assert "node3" in node or hosts[2].addr in node, agent
         assert "SIGTERM" in why, (why, agent)
+        assert agent.root_causes() == [], agent
     job.finish(agents[0], agents[1], agents[3])

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from host_jobs import Agent, Job
+from host_jobs import Job
 from netns import Host, Process
 from processes import wait_until
+from recovery import Fault
 
 from regrow.events import read_events, story
 
@@ -20,28 +21,24 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 StartJob = Callable[..., Job]
 
 
-def root_causes(agent: Agent) -> list[tuple[int, str]]:
-    """The rank and the signal of every failure that this agent holds for the first of its round."""
-    failed = agent.events("worker.failed")
-    return [(each["rank"], each["signal"]) for each in failed if each["root_cause"]]
-
-
 def test_a_host_whose_link_is_cut_is_to_blame_and_not_the_workers_that_miss_it(
-    start_job: StartJob, hosts: list[Host]
+    start_job: StartJob, hosts: list[Host], fault: Fault
 ) -> None:
     job = start_job(hosts[0], nodes="2:3", mode="beating")
     agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
     world = job.world(3)
     victim = next(agent for agent in agents if agent.host.name == world.hosts[2])
+    fault.now()
     victim.host.link("down")
     after = job.world(2, after=world)
+    fault.healed(after, reduces=False)
     assert after.restarts == 0, job
     for agent in agents:
         if agent is not victim:
             node, why = job.blamed(world, agent)
             assert victim.host.addr in node, agent
             assert "nothing was heard of it" in why, agent
-            assert root_causes(agent) == [], agent
+            assert agent.root_causes() == [], agent
     victim.host.link("up")
     again = job.world(3, after=after)
     assert again.restarts == 0, job
@@ -49,14 +46,16 @@ def test_a_host_whose_link_is_cut_is_to_blame_and_not_the_workers_that_miss_it(
 
 
 def test_a_lost_agent_is_to_blame_though_its_workers_are_missed_at_the_same_moment(
-    start_job: StartJob, hosts: list[Host]
+    start_job: StartJob, hosts: list[Host], fault: Fault
 ) -> None:
     job = start_job(hosts[0], nodes="2:3", mode="beating")
     agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
     world = job.world(3)
     victim = next(agent for agent in agents if agent.host.name == world.hosts[2])
+    fault.now()
     victim.kill()
     after = job.world(2, after=world)
+    fault.healed(after, reduces=False)
     assert after.restarts == 0, job
     others = [agent for agent in agents if agent is not victim]
     for agent in others:
@@ -70,17 +69,19 @@ def test_a_lost_agent_is_to_blame_though_its_workers_are_missed_at_the_same_mome
 
 
 def test_a_stopped_worker_is_the_root_cause_on_every_host(
-    start_job: StartJob, hosts: list[Host]
+    start_job: StartJob, hosts: list[Host], fault: Fault
 ) -> None:
     job = start_job(hosts[0], nodes="3", mode="beating", max_restarts=1)
     agents = [job.agent(host, "--heartbeat=0.5") for host in hosts[:3]]
     world = job.world(3)
+    fault.now()
     (job.folder / f"stop.{world.hosts[1]}").touch()
     after = job.world(3, after=world)
+    fault.healed(after, reduces=False)
     assert after.restarts == 1, job
     job.finish(*agents)
     for agent in agents:
-        assert root_causes(agent) == [(1, "SIGKILL")], agent
+        assert agent.root_causes() == [(world.hosts[1], 1, -signal.SIGKILL)], agent
         assert agent.events("heartbeat.failed") == [], agent
         assert "no heartbeat for" in agent.output, agent
 

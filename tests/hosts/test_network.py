@@ -108,6 +108,22 @@ def test_a_lossy_line_loses_some_and_not_all(
     assert 0 < int(heard) < 50
 
 
+def test_what_is_said_of_all_lines_holds_for_each_but_those_of_which_more_was_said(
+    network: Network, talkers: tuple[Talker, Talker]
+) -> None:
+    one, two = talkers
+    network.impair_all(delay_s=0.0, loss=1.0)
+    one.say("lost", two)
+    two.say("lost", one)
+    network.impair(two.host, delay_s=0.0, loss=0.0, directions="in")
+    one.say("heard", two)
+    two.hears("heard")
+    two.say("lost", one)
+    network.impair_all(delay_s=0.0, loss=0.0)
+    two.say("heard", one)
+    one.hears("heard")
+
+
 # Sends datagrams to a port where nobody is, and counts the refusals that come back.
 _COUNT_ECHOES = """
 import socket, sys
