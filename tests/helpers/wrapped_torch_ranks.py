@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -33,6 +34,21 @@ class Deadly(TorchStore):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def begin_by_environment(keys: PrefixStore, iteration: int) -> None:
+    """Make the default group as MASTER_PORT says; at first rank 1 fails while others wait there."""
+    rank = os.environ["RANK"]
+    if rank == "0":
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            keys.set("port", str(free.getsockname()[1]))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": keys.get("port").decode()}
+    if iteration == 0:
+        if rank == "1":
+            keys.wait(["0 begins", "2 begins"])
+            raise ValueError("a mistake")
+        keys.set(f"{rank} begins", "")
+    dist.init_process_group("gloo", timeout=FOREVER)
+
+
 def rank_main(case: str, rank: int) -> list[Any]:
     said: list[Any] = []
 
@@ -42,7 +58,12 @@ def rank_main(case: str, rank: int) -> list[Any]:
         keys = PrefixStore(f"{case}/{call.iteration}", worker_store())
         dies = rank == 1 and case == "dies connecting" and call.iteration == 0
         store = Deadly(keys) if dies else TorchStore(keys)
-        dist.init_process_group("gloo", store=store, rank=place, world_size=size, timeout=FOREVER)
+        if case == "fails before env://":
+            begin_by_environment(keys, call.iteration)
+        else:
+            dist.init_process_group(
+                "gloo", store=store, rank=place, world_size=size, timeout=FOREVER
+            )
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         said.append([call.iteration, tensor.item()])

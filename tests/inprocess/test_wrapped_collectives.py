@@ -16,6 +16,7 @@ from regrow.inprocess._service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
 pytestmark = pytest.mark.training
+CASES = ("raises", "killed", "dies connecting", "fails before env://")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_torch_ranks.py"
 
 
@@ -25,7 +26,7 @@ def told() -> dict[str, Any]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
     environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "raises", "killed", "dies connecting"],
+        [sys.executable, str(SCRIPT), *CASES],
         env=environ,
         stdout=subprocess.PIPE,
         timeout=90,
@@ -52,3 +53,9 @@ def test_ranks_that_are_being_connected_restart_without_one_that_dies_meanwhile(
 ) -> None:
     restarted = [[1, 2.0], 1]
     assert told["dies connecting"] == [restarted, None, restarted]
+
+
+def test_ranks_that_begin_as_the_environment_says_restart_with_one_that_never_comes(
+    told: dict[str, Any],
+) -> None:
+    assert told["fails before env://"] == [[[1, 3.0], 1]] * 3
