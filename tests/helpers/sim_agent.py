@@ -63,8 +63,6 @@ class Agent(Program):
         self.threading = Threads(self)
         self.driver: Driver
         self.node: Node | None = None
-        self.over = False
-        """The agent has ended by itself."""
         self.stopped_for = 0.0
         """Seconds for which it is to be stopped as soon as it has heard something."""
         self.lease = host.clock
@@ -133,12 +131,12 @@ class Agent(Program):
                 self.history.endings.add(how)
         if self.node is not None:
             with suppress(RendezvousError):
-                self.node.leave("SIGTERM" if self._sigterm else "it is done", 3.0)
+                why = "SIGTERM" if self._sigterm else "it is done"
+                self.node.leave(why, self.job.profile.bounds.lease)
             self.node.end(linger=False)
         self._finish(for_good=bool(how))
 
     def _finish(self, for_good: bool) -> None:
-        self.over = True
         self.die()
         self.host.guardian.kill(self.host.guardian.runs, within=0.3)
         if not for_good:
