@@ -23,10 +23,11 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper, _pause
+from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper, _call, _pause
 from regrow.inprocess._follower import Follower
 from regrow.inprocess._progress_watch import SoftWatch
 from regrow.inprocess._service_link import ServiceLink
@@ -178,6 +179,18 @@ def is_told_to_stop(me: Rank) -> Any:
         time.sleep(LONG)
 
     return me.wrapped(first)()
+
+
+def is_told_to_stop_in_a_pause(me: Rank) -> Any:
+    """Over a store that tells nobody who has left an iteration after its end."""
+
+    def told(seconds: float) -> None:
+        if me.initial == 0:
+            signal.raise_signal(signal.SIGINT)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=told)
+    with mock.patch.object(_pause, "FREE", 0), mock.patch.object(_call, "time", clock):
+        return meets_in_any_store(me)
 
 
 def fails_in_finalize(me: Rank) -> Any:

@@ -89,6 +89,7 @@ def test_the_others_restart_without_a_rank_that_was_killed(play: Play) -> None:
     [
         ("exits", 1, "SystemExit"),
         ("is_told_to_stop", 0, "KeyboardInterrupt"),
+        ("is_told_to_stop_in_a_pause", 0, "KeyboardInterrupt"),
         ("exits_in_initialize", 1, "SystemExit"),
         ("fails_in_finalize", 1, "Played"),
         ("is_unhealthy_after_a_fault", 1, "HealthCheckError"),

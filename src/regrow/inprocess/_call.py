@@ -230,8 +230,8 @@ class CallWrapper:
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
         timeline.lost = met.lost
+        self._iteration = met.iteration  # who is told to stop in the pause leaves this one
         self._pause(self._pauses.after(met.faults, ending.told_at))
-        self._iteration = met.iteration
         self._timeline = timeline
         self._assign(set(met.terminated))
         self._state.advance()
