@@ -85,10 +85,14 @@ def end_store_wait(thread: int, outside: frozenset[int]) -> bool:
             if time.monotonic() >= until:
                 return False
             found = _look(file)
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        if os.fstat(connection.fileno()).st_ino not in outside:
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
+        with suppress(OSError), open(os.dup(fd), "rb", buffering=0) as copy:
+            # Asked again: a thread that slept may have left the store, and wait for something else.
+            if not _in_store(found[-2], memory.fileno()):
+                return False
+            if os.fstat(copy.fileno()).st_ino not in outside:
+                with socket.socket(fileno=os.dup(copy.fileno())) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                return True
     return False  # also where it has ended meanwhile
 
 
