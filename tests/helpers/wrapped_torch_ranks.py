@@ -7,6 +7,7 @@ wait in an all-reduce. It prints one JSON object: for each case what the ranks h
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import socket
 import sys
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,12 +43,20 @@ def begin_by_environment(keys: PrefixStore, iteration: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             keys.set("port", str(free.getsockname()[1]))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": keys.get("port").decode()}
-    if iteration == 0:
-        if rank == "1":
-            keys.wait(["0 begins", "2 begins"])
-            raise ValueError("a mistake")
-        keys.set(f"{rank} begins", "")
-    dist.init_process_group("gloo", timeout=FOREVER)
+    if iteration == 0 and rank == "1":
+        # Rank 0 ends its store with its call, and nothing wakes who is not connected by then.
+        keys.wait(["2 is connected"])
+        raise ValueError("a mistake")
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    made = rendezvous._create_c10d_store
+
+    def make(*args: Any, **more: Any) -> Any:
+        store = made(*args, **more)
+        keys.set(f"{rank} is connected", "")
+        return store
+
+    with mock.patch.object(rendezvous, "_create_c10d_store", make):
+        dist.init_process_group("gloo", timeout=FOREVER)
 
 
 def rank_main(case: str, rank: int) -> list[Any]:
