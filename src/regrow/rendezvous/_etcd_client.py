@@ -140,7 +140,7 @@ class EtcdClient:
     def renew(self, ids: Sequence[int], *, timeout: float) -> list[bool]:
         """Let leases begin anew; say of each whether it still existed."""
         wanted = [{"ID": str(id)} for id in ids]
-        answers = self.http.call("lease/keepalive", *wanted, timeout=timeout, hurry=True)
+        answers = self.http.call("lease/keepalive", *wanted, timeout=timeout, renews=True)
         alive = {int(answer["ID"]): int(answer.get("TTL", 0)) > 0 for answer in answers}
         return [alive.get(id, False) for id in ids]
 

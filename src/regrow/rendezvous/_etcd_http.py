@@ -17,7 +17,9 @@ member is silent. Nobody waits for a member: after the loss of a leader a new on
 two seconds, and each try is a new question to someone.
 
 A call that was given up may still take effect. So whoever makes a call that changes something makes
-one that may be repeated (`_etcd_job` says how).
+one that may be repeated (`_etcd_job` says how). A lease is the exception: a host that is heard and
+hears nothing would renew it with each try, at one member after the other, and live on for all who
+listen. So after silence it is renewed only at a member that has answered something else first.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 _SHORTEST = 0.4
 """Seconds that any member is given for an answer, besides the way there and back."""
 _HURRY = 0.2
-"""The same, for a call that had better be repeated soon."""
+"""The same, for a renewal, which had better be repeated soon."""
 _ALONE = 1.0
 """The same, where there is only one member to ask."""
 _LOG_IN = 2.0
@@ -66,6 +68,8 @@ _ONCE_MORE = 1.0
 """Seconds for a call when the last one has found nobody; whoever must go on asks again."""
 _PAUSE = 0.05
 """Seconds before all members are asked once more after each has refused at once."""
+_ANY = "kv/range", b'{"key": "AA==", "serializable": true}', ""
+"""A question that a member answers, if only to deny it, without the others; it changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class EtcdHttp:
         self._closed = False
 
     def call(
-        self, path: str, *messages: Message, timeout: float, hurry: bool = False
+        self, path: str, *messages: Message, timeout: float, renews: bool = False
     ) -> list[Message]:
         """Ask the cluster, one member after the other until one answers.
 
@@ -106,8 +110,9 @@ class EtcdHttp:
             path: what is asked, e.g. "kv/range".
             messages: the request; several where the gateway takes a stream of them.
             timeout: seconds.
-            hurry: ask anew sooner. Most calls that wait for a leader are answered the moment that
-                there is one, but a lease is renewed up to a second after it.
+            renews: it renews leases. It is asked anew sooner: most calls that wait for a leader are
+                answered the moment that there is one, but a lease is renewed up to a second after
+                it. And what was not answered is repeated only where something else is.
 
         Raises:
             EtcdUnreachable: none has answered in time; the text says what each was heard to say.
@@ -120,13 +125,17 @@ class EtcdHttp:
         tried: dict[str, str] = {}
         useless: set[Member] = set()
         tries = logins = 0
+        silent = self._unreachable
         while True:
             member = self._member()
-            patience = self._patience(tries, len(body), hurry)
+            patience = self._patience(tries, len(body), renews)
             began = time.monotonic()
             left = max(deadline - began, 0.01)
             try:
-                answer = member.ask(path, body, self._authorized(member, left), patience, left)
+                token = self._authorized(member, left)
+                if renews and silent:
+                    member.ask(*_ANY, patience, left)
+                answer = member.ask(path, body, token, patience, left)
                 took = time.monotonic() - began
                 found = read(answer, member)
             except EtcdError as error:
@@ -142,6 +151,7 @@ class EtcdHttp:
                 tried[member.name] = describe(error)
                 useless.add(member)
                 if isinstance(error, TimeoutError):  # silent, or slow; who knows
+                    silent = True
                     self._latency = max(self._latency, min(1.5 * self._latency + 0.01, _SLOW))
             else:
                 for other in useless - {member}:  # which others may be waiting for
@@ -216,10 +226,10 @@ class EtcdHttp:
             usable = (n for n in following if self._members[n].avoid_until <= now)
             self._preferred = next(usable, following[0])
 
-    def _patience(self, tries: int, size: int = 0, hurry: bool = False) -> float:
+    def _patience(self, tries: int, size: int = 0, renews: bool = False) -> float:
         """A member's time to answer; longer after some turns, for an etcd that is merely slow."""
         count = len(self._members)
-        least = _ALONE if count == 1 else _HURRY if hurry else _SHORTEST
+        least = _ALONE if count == 1 else _HURRY if renews else _SHORTEST
         return (least + 2 * self._latency + size * _PER_BYTE) * 1.5 ** max(tries // count - 3, 0)
 
     def _authorized(self, member: Member, left: float) -> str:
