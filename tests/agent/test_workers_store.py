@@ -104,7 +104,7 @@ class Bench:
 def listens(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, PATIENCE).close()
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):  # it is closed, or this very moment was
         return False
     return True
 
