@@ -138,6 +138,12 @@ def test_the_settings_are_what_they_were_given(job: Job) -> None:
     assert default.keep_alive_max_attempt == 3
 
 
+def test_what_is_printed_as_a_bound_has_the_time_until_a_beat_is_looked_for(job: Job) -> None:
+    handler = job.handler("node0", 1, 2, keep_alive_interval=0.5, keep_alive_max_attempt=4)
+    assert handler.bounds["a silent host is given up"] == 2 + 1 + 0.5
+    assert handler.bounds["workers of a host that is cut off are killed"] == 2
+
+
 def test_a_round_grows_when_its_members_make_room(job: Job) -> None:
     first, second = job.handler("node0", 2, 3), job.handler("node1", 2, 3)
     assert [info.world_size for info in meet(first, second)] == [2, 2]

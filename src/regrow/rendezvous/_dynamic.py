@@ -63,6 +63,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             the place where the nodes meet.
         node_rank: the rank the node asks for, if any.
         credentials: what the nodes prove to each other, if not only to the place where they meet.
+        hears_within: seconds after which the others know of a beat at the latest.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         local_addr: str | None = None,
         node_rank: int | None = None,
         credentials: Credentials | None = None,
+        hears_within: float = 0.0,
     ) -> None:
         self._settings = settings
+        self._hears_within = hears_within
         self._credentials = credentials
         self._backend = backend
         self._node = Member(driver, settings, local_addr or driver.local_addr, node_rank)
@@ -135,7 +138,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         bounds, reconnect = self._settings.bounds, self._settings.reconnect_timeout.total_seconds()
         return {
-            "a silent host is given up": bounds.lease + bounds.kill,
+            "a silent host is given up": bounds.lease + bounds.kill + self._hears_within,
             "workers of a host that is cut off are killed": bounds.lease,
             "a coordinator that cannot be reached ends the job": bounds.lease + reconnect,
         }
@@ -289,9 +292,13 @@ def over_backend(
     """Create the handler of a node that runs the rounds with the others over a backend."""
     from regrow.rendezvous._by_nodes import NodesDriver
 
-    driver = NodesDriver(backend, store, settings)
     return DynamicRendezvousHandler(
-        driver, settings, backend=backend.name, local_addr=local_addr, node_rank=node_rank
+        NodesDriver(backend, store, settings),
+        settings,
+        backend=backend.name,
+        local_addr=local_addr,
+        node_rank=node_rank,
+        hears_within=settings.bounds.keep_alive,  # they look as often as it beats
     )
 
 
