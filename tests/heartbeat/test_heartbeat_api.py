@@ -434,3 +434,15 @@ def test_that_one_stands_still_is_said_loud_by_it_and_rank_0(
     _fate.Callback(plan, lambda failure: None).stalled(standing, "rank 2 stands still")
     [record] = caplog.records
     assert (record.levelname, record.message) == (level, "rank 2 stands still")
+
+
+def test_a_stall_is_reported_unless_that_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+    monkeypatch.setattr(_api, "_begin", lambda plan, *_: plans.append(plan))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    heartbeat.start(1)
+    _api.start_by_itself(1)
+    heartbeat.start(1, stalled_after=None)
+    assert [plan.stalled_after for plan in plans] == [30, 30, None]
+    assert not any(plan.stall_is_fatal for plan in plans)

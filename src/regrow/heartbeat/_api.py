@@ -21,7 +21,7 @@ from regrow.heartbeat._beats import Plan
 from regrow.heartbeat._fate import Callback, Death
 from regrow.heartbeat._merge import NO_STEP, clip
 from regrow.heartbeat._store_exchange import StoreExchange
-from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, timeout_of
+from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, STALLED_AFTER, timeout_of
 from regrow.heartbeat._world import world
 from regrow.utils import get_logger
 from regrow.utils._limits import LONGEST_S
@@ -62,7 +62,7 @@ def start(
     failures: int = FAILURES,
     on_failure: Callable[[HeartbeatFailure], object] | None = None,
     start_timeout: float | None = None,
-    stalled_after: int | None = None,
+    stalled_after: int | None = STALLED_AFTER,
     on_stall: Literal["report", "fatal"] = "report",
     store: StoreClient | None = None,
 ) -> threading.Event:
@@ -93,7 +93,7 @@ def start(
         start_timeout: seconds within which all must have come; None: as long as it may take to
             notice that one is missing.
         stalled_after: for how many beats a worker's step may stay the same while others are ahead,
-            or go on; None: that is nothing to this heartbeat.
+            or go on; None: that is nothing to this heartbeat. One that tells no steps never is.
         on_stall: whether it is reported, or fatal.
         store: a session with a store server that runs the service "heartbeat"; None: the one that
             `regrow.store.worker_store` finds.
@@ -139,7 +139,7 @@ def start_by_itself(period: float) -> threading.Event:
     rank, world_size = world(None, None)
     seconds = timeout_of(period)
     bound = FAILURES * (period + seconds)
-    plan = Plan(rank, world_size, period, seconds, FAILURES, bound, patient=True)
+    plan = Plan(rank, world_size, period, seconds, FAILURES, bound, True, STALLED_AFTER)
     _check(plan, "report")
     return _begin(plan, None, None, None)
 

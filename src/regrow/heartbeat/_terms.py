@@ -17,6 +17,9 @@ STALLED: Final = "regrow.heartbeat.stalled: "
 FAILURES: Final = 3
 """The failed exchange in a row that is fatal; TensorFlow's DTensor has the same."""
 
+STALLED_AFTER: Final = 30
+"""Beats for which a step may stay the same until that is reported: longer than most checkpoints."""
+
 KILL_S: Final = 2.0
 """Seconds after a fatal verdict at which a process is killed that could not end by itself."""
 
