@@ -130,6 +130,8 @@ class Switch:
             return False
         *lines, self._unread = (self._unread + read).split(b"\n")
         for line in lines:
+            for port in self._ports:  # what was sent before the command is not what it is about
+                self._take(port)
             try:
                 self._obey(json.loads(line))
                 answer = None

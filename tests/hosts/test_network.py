@@ -9,6 +9,8 @@ import sys
 import pytest
 from netns import Host, Network
 
+pytestmark = pytest.mark.hosts
+
 DEADLINE_S = 30.0
 
 # A host's end of a conversation: writes what comes in by UDP, sends what stdin says.

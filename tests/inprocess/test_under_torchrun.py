@@ -1,0 +1,58 @@
+"""Restarts in the processes of torchrun, whose agent ends all when one of them has ended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
+
+SCRIPT = """\
+import os
+import torch
+import torch.distributed as dist
+from regrow.inprocess import CallWrapper, Wrapper
+from regrow.inprocess.abort import AbortTorchDistributed
+
+@Wrapper(abort=AbortTorchDistributed())
+def train(call: CallWrapper) -> None:
+    dist.init_process_group("gloo")
+    rank, total = dist.get_rank(), torch.ones(1)
+    for step in range(3):
+        if (call.iteration, rank, step) in ((0, 1, 1), (1, 2, 2)):
+            raise ValueError(f"in iteration {call.iteration}")
+        dist.all_reduce(total)
+    told = f"rank {rank} of {dist.get_world_size()} pid {os.getpid()} iteration {call.iteration}"
+    os.write(1, f"{told}: {total.item():g}\\n".encode())
+
+os.write(1, f"started {os.getpid()}\\n".encode())
+train()
+"""
+
+
+def test_a_function_that_fails_on_one_rank_and_then_another_is_completed_by_the_same_processes(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    home = {"HOME": str(tmp_path), "XDG_STATE_HOME": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
+        + [str(script)],
+        env=os.environ | home | {"GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    started = {line.split()[1] for line in lines if line.startswith("started")}
+    ends = sorted(line.split() for line in lines if line.startswith("rank"))
+    assert [end[1] for end in ends] == ["0", "1", "2"]
+    assert {end[5] for end in ends} == started, "a process was started anew"
+    assert {" ".join(end[6:]) for end in ends} == {"iteration 2: 27"}
