@@ -16,17 +16,22 @@ import os
 import torch
 import torch.distributed as dist
 from regrow.inprocess import CallWrapper, Wrapper
-from regrow.inprocess.abort import AbortTorchDistributed
+from regrow.store import PrefixStore, worker_store
+from regrow.store.torch import TorchStore
 
-@Wrapper(abort=AbortTorchDistributed())
+store = worker_store()
+
+@Wrapper()
 def train(call: CallWrapper) -> None:
-    dist.init_process_group("gloo")
-    rank, total = dist.get_rank(), torch.ones(1)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    keys = TorchStore(PrefixStore(str(call.iteration), store))
+    dist.init_process_group("gloo", store=keys, rank=rank, world_size=size)
+    total = torch.ones(1)
     for step in range(3):
         if (call.iteration, rank, step) in ((0, 1, 1), (1, 2, 2)):
             raise ValueError(f"in iteration {call.iteration}")
         dist.all_reduce(total)
-    told = f"rank {rank} of {dist.get_world_size()} pid {os.getpid()} iteration {call.iteration}"
+    told = f"rank {rank} of {size} pid {os.getpid()} iteration {call.iteration}"
     os.write(1, f"{told}: {total.item():g}\\n".encode())
 
 os.write(1, f"started {os.getpid()}\\n".encode())
@@ -40,9 +45,9 @@ def test_a_function_that_fails_on_one_rank_and_then_another_is_completed_by_the_
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     home = {"HOME": str(tmp_path), "XDG_STATE_HOME": "", "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
-        + [str(script)],
+        [*torchrun, "--nproc-per-node=3", script],
         env=os.environ | home | {"GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
