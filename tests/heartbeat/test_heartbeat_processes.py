@@ -95,6 +95,32 @@ def test_a_worker_that_is_stopped_is_missing(nursery: Nursery, start: Start) -> 
     assert verdicts(nursery, 2) == {("missing", (2,))}
 
 
+def test_a_worker_whose_native_code_holds_the_interpreters_lock_is_missing_and_ends_with_the_others(
+    nursery: Nursery, start: Start
+) -> None:
+    pids = [
+        start(rank, **STRICT, dies=True, stuck="with the lock" if rank == 1 else "")
+        for rank in range(SIZE)
+    ]
+    ends = [nursery.hear("ended", pid=pid)["status"] & 0x7F for pid in pids]
+    assert ends == [signal.SIGABRT] * SIZE
+    for rank in (0, 2):
+        said = [line["text"] for line in nursery.said("logged") if line["rank"] == rank]
+        assert "rank 1 is missing" in said[-1]
+
+
+def test_a_worker_whose_native_code_leaves_the_interpreter_to_others_beats_on(
+    nursery: Nursery, server: ServerProcess, start: Start
+) -> None:
+    for rank in range(SIZE):
+        start(rank, **OFTEN, stuck="without" if rank == 1 else "")
+    for rank in range(SIZE):
+        nursery.hear("beats", rank=rank)
+    with connect(server.endpoint, token=TOKEN) as client:
+        all_beat(client)
+    assert nursery.said("failed") == []
+
+
 def test_a_worker_that_is_started_again_behind_the_others_backs_is_told_apart(
     nursery: Nursery, start: Start
 ) -> None:

@@ -114,12 +114,15 @@ def work(
     dies: bool = False,
     clock_jumps: bool = False,
     forks: bool = False,
+    stuck: str = "",
     **options: Any,
 ) -> None:
     """Be a worker: beat, until that is over or a signal says to end.
 
-    SIGUSR1 has it exit, SIGUSR2 fail by an exception.
+    SIGUSR1 has it exit, SIGUSR2 fail by an exception. With `stuck` its main thread then waits for
+    ever in a function of C, "with the lock" of the interpreter, or without.
     """
+    import ctypes
     import logging
 
     from regrow import heartbeat
@@ -170,6 +173,9 @@ def work(
         os.waitpid(child, 0)
     tell("beats", rank=rank)
     heartbeat.step(rank, "train")
+    if stuck:
+        library = ctypes.PyDLL(None) if stuck == "with the lock" else ctypes.CDLL(None)
+        library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
     event.wait()
     tell("over", rank=rank)
 
