@@ -376,10 +376,11 @@ except SignalException as error:
 """
 
 
-def _agent(directory: Path, **env: str) -> subprocess.Popen[str]:
+def _agent(directory: Path, program: str = AGENT, **env: str) -> subprocess.Popen[str]:
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, str(directory)],
+        [sys.executable, "-c", program, str(directory)],
         env=os.environ | env,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -400,6 +401,22 @@ def test_a_signal_is_raised_in_the_main_thread_as_torch_does(
     assert output == f"{signum.name} Process {agent.pid} got signal: {int(signum)}\n"
     assert agent.returncode == 0
     assert (tmp_path / "got").exists()
+
+
+ASIDE = """
+import signal, sys, threading
+def aside():
+    sys.stdin.readline()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=aside).start()
+"""
+
+
+def test_a_signal_that_the_kernel_gives_to_another_thread_is_heard(tmp_path: Path) -> None:
+    """As one is that comes the moment before the main thread falls asleep: Python wakes nobody."""
+    agent = _agent(tmp_path, ASIDE + AGENT)
+    output, _ = agent.communicate("now\n", timeout=PATIENCE)
+    assert output == f"SIGTERM Process {agent.pid} got signal: {int(signal.SIGTERM)}\n"
 
 
 def test_the_environment_chooses_which_signals_are_raised(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -192,13 +193,18 @@ class PContext(ABC):
 
         Args:
             timeout: seconds; negative for ever; 0 only looks.
-            period: unused, there is nothing to poll; torch's signature.
+            period: seconds after which the main thread hears at the latest of a signal that came as
+                it fell asleep, or to another thread; Python wakes it for no such signal.
 
         Returns:
             How they ended; None if the time is over first.
         """
+        end = monotonic() + timeout if timeout >= 0 else inf
+        main = threading.current_thread() is threading.main_thread()
+        longest = max(period, 0.001) if main else threading.TIMEOUT_MAX
         with self._changed:
-            self._changed.wait_for(lambda: self._done, None if timeout < 0 else timeout)
+            while not self._done and (left := end - monotonic()) > 0:
+                self._changed.wait(min(left, longest))
             if self._error is not None:
                 raise self._error
             return self._result
