@@ -207,4 +207,4 @@ class NodesDriver:
                 if not (due or gone):
                     return again
                 for event in (*gone, *due):
-                    self._apply(event, now + self._bounds.lease)
+                    self._apply(event, now + self._bounds.keep_alive)
