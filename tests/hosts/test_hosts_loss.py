@@ -216,7 +216,11 @@ def test_with_etcd_the_loss_of_a_member_costs_nothing_and_the_next_loss_is_heale
 ) -> None:
     require_etcd()
     etcd = Etcd(network, tmp_path, 3)
-    job = start_job(None, nodes="2:4", mode="gloo", backend="etcd", endpoint=etcd.endpoint)
+    # On a busy machine an election may take longer than the default lease: see docs/etcd.md.
+    conf = "keep_alive_max_attempt=10"
+    job = start_job(
+        None, nodes="2:4", mode="gloo", backend="etcd", endpoint=etcd.endpoint, conf=conf
+    )
     agents = [job.agent(host) for host in hosts]
     world = job.world(4)
     etcd.kill(etcd.leader())
