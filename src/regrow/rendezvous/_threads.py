@@ -15,12 +15,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Lock(Protocol):
-    """As `threading.Lock`."""
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
-
-    def release(self) -> None: ...
+class Held(Protocol):
+    """What a `with` block holds."""
 
     def __enter__(self) -> bool: ...
 
@@ -33,7 +29,15 @@ class Lock(Protocol):
     ) -> None: ...
 
 
-class Condition(Protocol):
+class Lock(Held, Protocol):
+    """As `threading.Lock`."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool: ...
+
+    def release(self) -> None: ...
+
+
+class Condition(Held, Protocol):
     """As `threading.Condition`."""
 
     def wait(self, timeout: float | None = None) -> bool: ...
@@ -41,16 +45,6 @@ class Condition(Protocol):
     def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T: ...
 
     def notify_all(self) -> None: ...
-
-    def __enter__(self) -> bool: ...
-
-    def __exit__(
-        self,
-        type: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
 
 
 class Event(Protocol):
