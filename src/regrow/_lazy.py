@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+# Here, and so in the main thread, before any thread of regrow's own imports anything: CPython 3.11
+# breaks its import system where two threads are the first to import importlib at the same time.
+from importlib import import_module
+
 
 def lazily(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[str], object]:
     """Return a package's `__getattr__` (PEP 562).
@@ -23,8 +27,6 @@ def lazily(package: dict[str, object], modules: Mapping[str, str]) -> Callable[[
         where = package["__name__"]
         if name not in modules:
             raise AttributeError(f"module {where!r} has no attribute {name!r}")
-        from importlib import import_module
-
         package[name] = getattr(import_module(f"{where}.{modules[name]}"), name)
         return package[name]
 

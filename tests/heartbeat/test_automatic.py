@@ -47,3 +47,19 @@ def test_where_nobody_asks_for_heartbeats_importing_regrow_imports_none_of_them(
         check=True,
     )
     assert sorted(done.stdout.split()) == ["regrow", "regrow._progress"]
+
+
+def test_importlib_is_loaded_before_the_thread_that_starts_the_heartbeat() -> None:
+    # Else that thread and the script may be the first to import it at the same time, and then
+    # `sys` is missing in CPython's own importlib for the rest of the process: NameError.
+    asked = {HEARTBEAT_ENV: "1", "RANK": "0", "PATH": ""}
+    script = (
+        "import sys, threading\n"
+        "threading.Thread.start = lambda self: print(self.name, 'importlib' in sys.modules)\n"
+        "assert 'importlib' not in sys.modules\n"
+        "import regrow"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=asked, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "regrow-heartbeat-start True\n"
