@@ -57,48 +57,28 @@ class StoreMixin:
         self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
         """Meet before the first iteration, all ranks from 0 on; see `barrier`."""
-        everyone = range(rendezvous_count)
-        meet(_store(self), "initial", ranks, rendezvous_count, timeout, expected=everyone)
+        _meet_all(self, "initial", ranks, rendezvous_count, timeout)
 
     @_either
     def completion_barrier(
         self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
         """Meet when the function has returned, all ranks from 0 on; see `barrier`."""
-        everyone = range(rendezvous_count)
-        meet(_store(self), "completion", ranks, rendezvous_count, timeout, expected=everyone)
+        _meet_all(self, "completion", ranks, rendezvous_count, timeout)
 
     @_either
     def iteration_barrier(
         self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
         """Meet at the beginning of an iteration, all ranks from 0 on; see `reentrant_barrier`."""
-        everyone = range(rendezvous_count)
-        meet(
-            _store(self),
-            "iteration",
-            ranks,
-            rendezvous_count,
-            timeout,
-            expected=everyone,
-            again=True,
-        )
+        _meet_all(self, "iteration", ranks, rendezvous_count, timeout, again=True)
 
     @_either
     def termination_barrier(
         self, ranks: Ranks, rendezvous_count: int, timeout: Time, timeout_chunk: Time | None = None
     ) -> None:
         """Meet when an iteration has failed, all ranks from 0 on; see `reentrant_barrier`."""
-        everyone = range(rendezvous_count)
-        meet(
-            _store(self),
-            "termination",
-            ranks,
-            rendezvous_count,
-            timeout,
-            expected=everyone,
-            again=True,
-        )
+        _meet_all(self, "termination", ranks, rendezvous_count, timeout, again=True)
 
     @_either
     def barrier(
@@ -248,3 +228,9 @@ _OURS: Final = [name for name in vars(StoreMixin) if not name.startswith("_")]
 
 def _store(mixed: StoreMixin) -> Store:
     return cast("Store", mixed)
+
+
+def _meet_all(
+    mixed: StoreMixin, name: str, ranks: Ranks, count: int, timeout: Time, *, again: bool = False
+) -> None:
+    meet(_store(mixed), name, ranks, count, timeout, expected=range(count), again=again)
