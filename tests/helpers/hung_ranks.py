@@ -8,6 +8,7 @@ with `signal` or `exit`, and the lines that it has written into the folder's fil
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -23,7 +24,12 @@ from typing import Any
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.inprocess._follower import Follower
 from regrow.inprocess._service_link import ServiceLink
+from regrow.inprocess.abort import Abort
+from regrow.inprocess.finalize import Finalize
+from regrow.inprocess.health_check import HealthCheck
+from regrow.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from regrow.inprocess.store import StoreMixin
+from regrow.inprocess.terminate import Terminate
 from regrow.store import PrefixStore, worker_store
 
 LOADED = (Follower, ServiceLink)
@@ -123,16 +129,76 @@ def holds_the_lock_with_a_store_of_torchs_kind(me: Rank) -> None:
     me.wrapped(lambda _: hold_the_lock(), store_factory=foreign)
 
 
-def is_stuck_where_an_exception_does_not_arrive(me: Rank, **arguments: Any) -> None:
-    """In native code that lets others run, and goes on when it was interrupted."""
+def get_stuck(*_: object) -> None:
+    """Stand for ever in native code that lets others run, and goes on when it was interrupted."""
     mutex = ctypes.create_string_buffer(64)
     native = ctypes.CDLL(None)
     native.pthread_mutex_lock(mutex)
-    me.wrapped(lambda _: native.pthread_mutex_lock(mutex), **arguments)
+    native.pthread_mutex_lock(mutex)
+
+
+def is_stuck_where_an_exception_does_not_arrive(me: Rank, **arguments: Any) -> None:
+    me.wrapped(get_stuck, **arguments)
 
 
 def is_stuck_so_with_a_store_of_torchs_kind(me: Rank) -> None:
     is_stuck_where_an_exception_does_not_arrive(me, store_factory=foreign)
+
+
+def is_stuck_between_two_calls(me: Rank, name: str, base: type) -> None:
+    def call(self: Any, given: Any) -> Any:
+        if me.initial == 1 and failed:
+            get_stuck()
+        return ShiftRanks()(given) if base is RankAssignment else given
+
+    def fail(_: CallWrapper) -> None:
+        failed.append(True)
+        raise OSError
+
+    failed: list[bool] = []
+    me.wrapped(fail, **{name: type("Plugin", (base,), {"__call__": call})()})
+
+
+def is_stuck_in_the_abort(me: Rank) -> None:
+    is_stuck_between_two_calls(me, "abort", Abort)
+
+
+def is_stuck_in_finalize(me: Rank) -> None:
+    is_stuck_between_two_calls(me, "finalize", Finalize)
+
+
+def is_stuck_in_the_health_check(me: Rank) -> None:
+    is_stuck_between_two_calls(me, "health_check", HealthCheck)
+
+
+class Stuck:
+    """Garbage that is never through with its end."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        get_stuck()
+
+
+def is_stuck_in_a_finalizer(me: Rank) -> None:
+    def fail(_: CallWrapper) -> None:
+        gc.disable()
+        Stuck()
+        raise OSError
+
+    me.wrapped(fail)
+
+
+def is_stuck_where_ranks_are_assigned(me: Rank) -> None:
+    is_stuck_between_two_calls(me, "rank_assignment", RankAssignment)
+
+
+def is_stuck_as_it_leaves(me: Rank) -> None:
+    def leave(_: CallWrapper) -> None:
+        raise SystemExit
+
+    me.wrapped(leave, terminate=type("Plugin", (Terminate,), {"__call__": get_stuck})())
 
 
 def loses_its_monitor(me: Rank) -> None:

@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -427,6 +428,25 @@ def meets_in_any_store(me: Rank) -> Any:
     return me.failing(
         1, Played("a mistake"), store_factory=lambda: Foreign("foreign", worker_store())
     )
+
+
+def writes_into_the_store(me: Rank) -> Any:
+    class Writes(ShiftRanks):
+        def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
+            assert ctx.store is not None
+            ctx.store.set(f"rank {me.initial}", b"")
+            return super().__call__(ctx)
+
+    @Wrapper(rank_assignment=Writes())
+    def function(call: CallWrapper) -> None:
+        with closing(worker_store()) as store:
+            changes = store.watch(["inprocess/"], prefix=True, timeout=0.0).changes
+        keys = (change.key for change in changes if change.value is not None)
+        me.seen.append(sorted(key.rpartition("/")[2] for key in keys))
+        if call.iteration < 2:
+            raise Played
+
+    function()  # type: ignore[call-arg]
 
 
 def calls_within_a_call(me: Rank) -> Any:

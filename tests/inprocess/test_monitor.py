@@ -145,6 +145,39 @@ def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play, case: st
     assert all(cause.startswith(("SOFT_TIMEOUT", "HARD_TIMEOUT")) for cause in causes(fates))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "is_stuck_in_the_abort",
+        "is_stuck_in_finalize",
+        "is_stuck_in_the_health_check",
+        "is_stuck_in_a_finalizer",
+        "is_stuck_where_ranks_are_assigned",
+    ],
+)
+def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
+    play: Play, case: str, tmp_path: Path
+) -> None:
+    fates = play(case)
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert went_on(fates[0])
+    assert went_on(fates[2])
+    # By the latter where the others had met it already, and waited for it to enter.
+    kinds = ("EXCEPTION on initial rank 1", "HARD_TIMEOUT on initial rank 1")
+    assert all(cause.startswith(kinds) for cause in causes(fates))
+    assert "no progress for 0.7 s: in" in (tmp_path / "monitor.1.log").read_text()
+    log = "\n".join(fates[1]["notes"])  # of all threads, since the abort is in one of its own
+    assert "no automatic progress for 0.6 s; the restart stands here" in log
+    assert "in get_stuck" in log.split("the restart stands here")[1]
+
+
+def test_a_rank_that_hangs_as_it_leaves_is_ended(play: Play) -> None:
+    fates = play("is_stuck_as_it_leaves")
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert went_on(fates[0])
+    assert went_on(fates[2])
+
+
 def test_a_monitor_that_was_killed_is_started_again_and_keeps_the_time_out(play: Play) -> None:
     fates = play("loses_its_monitor")
     assert "another monitor: True" in fates[1]["notes"]

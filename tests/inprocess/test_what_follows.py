@@ -41,6 +41,15 @@ def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_ne
     assert (cause.kind, cause.rank) == ("TERMINATED", 2)
 
 
+def test_what_a_process_had_failed_by_before_it_ended_is_the_cause() -> None:
+    records = (
+        Fault("EXCEPTION", 0, "", 9.0),
+        Fault("SOFT_TIMEOUT", 1, "", 9.1),
+        Fault("HARD_TIMEOUT", 1, "", 9.2),
+    )
+    assert root_cause(Faults(0, records, 10.0)) == records[1]
+
+
 def test_the_first_fault_is_the_cause_where_no_process_ended() -> None:
     cause = root_cause(faults("EXCEPTION", "BASE_EXCEPTION"))
     assert cause is not None
@@ -126,3 +135,23 @@ def test_what_rests_or_has_asked_for_it_is_not_judged() -> None:
     progress.rest()
     progress.ran(500.0)
     assert (progress.due, progress.stale(600.0)) == (None, None)
+
+
+def test_the_hard_time_out_follows_the_soft_one_in_the_function_and_between_two_calls() -> None:
+    progress = Progress(allowed=10.0, hard=15.0)
+    assert progress.ends is None
+    progress.begin(100.0)
+    progress.ping(100.0)
+    progress.ran(108.0)
+    assert (progress.due, progress.ends) == (110.0, 115.0)
+    progress.suspend()
+    assert progress.ends is None
+    progress.recover(200.0)  # whoever the function was left by, nobody is spared now
+    assert (progress.due, progress.ends, progress.stale(210.0)) == (210.0, 215.0, "automatic")
+    progress.ran(207.0)
+    assert (progress.stale(216.9), progress.ends) == (None, 222.0)
+    progress.rest()
+    assert (progress.ends, progress.stale(900.0)) == (None, None)
+    progress.recover(300.0)
+    progress.begin(301.0)
+    assert (progress.due, progress.ends) == (311.0, 316.0)

@@ -107,6 +107,11 @@ def test_what_ends_a_rank_is_raised_there_and_the_others_restart_without(
     assert all(value >= 1 for value in values(living))
 
 
+def test_the_keys_of_an_iteration_are_gone_in_the_next(play: Play) -> None:
+    keys = [f"rank {rank}" for rank in range(3)]
+    assert seen(play("writes_into_the_store")) == [[keys] * 3] * 3
+
+
 def test_a_rank_without_a_place_is_nothing_that_others_restart_for(play: Play) -> None:
     assert [len(worlds(fate)) for fate in play("is_discarded")] == [2, 2, 1]
 

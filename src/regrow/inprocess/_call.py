@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ from regrow.inprocess.exception import InternalError
 from regrow.inprocess.param_utils import substitute_param_value
 from regrow.inprocess.state import Mode, State
 from regrow.inprocess.store import PrefixStore, TCPStore
+from regrow.store import StoreError
 from regrow.utils import get_logger
 
 logger = get_logger(__name__)
@@ -98,7 +99,7 @@ class CallWrapper:
                 self._overdue,
                 self._look_at_groups,
                 open_monitor(self._store, self._link, self._group, state.rank, config),
-                (config.hard_timeout - config.soft_timeout).total_seconds(),
+                config.hard_timeout.total_seconds(),
             )
             stack.callback(self._watch.close)
             stack.callback(self._stand_alone_again)
@@ -211,6 +212,8 @@ class CallWrapper:
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, ready to enter."""
+        ending.heard.wait()
+        self._watch.recover()  # with the abort, which all wait for
         ending.over.wait()
         if ending.error is not None:
             raise ending.error
@@ -226,15 +229,19 @@ class CallWrapper:
         self._state.fn_exception = None  # it holds the function's frames, and nobody needs it now
         del state
         timeline.reached("checked", time.monotonic())
-        met = self._follower.ready(self._iteration)
+        meeting = self._follower.ready(self._iteration)
+        self._watch.rest()
+        met = meeting.result()
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
         timeline.lost = met.lost
-        self._iteration = met.iteration  # who is told to stop in the pause leaves this one
+        left, self._iteration = self._iteration, met.iteration  # a pause can be interrupted
         self._pause(self._pauses.after(met.faults, ending.told_at))
         self._timeline = timeline
         self._assign(set(met.terminated))
         self._state.advance()
+        if self._state.rank == 0:
+            self._forget(left)
 
     def _pause(self, seconds: float) -> None:
         """Wait, if the function fails again and again."""
@@ -255,9 +262,17 @@ class CallWrapper:
         config = self._config
         store = PrefixStore(f"{self._group}/{self._iteration}", self._store)
         ctx = RankAssignmentCtx(self._state, store, terminated)
+        self._watch.recover()
         self._state = assign(config.rank_assignment, ctx, config.rank_filter)
+        self._watch.rest()
         self._state.store = store
         self._state.set_distributed_vars()
+
+    def _forget(self, iteration: int) -> None:
+        """Delete the keys of an iteration, which all have left, from a store of ours."""
+        if isinstance(self._store, TCPStore):
+            with suppress(StoreError):  # a lost store is the link's to tell
+                self._store.forget(f"{self._group}/{iteration}")
 
     def _restarted(self) -> None:
         """A restart is through: all have entered, and the function is about to be called."""
@@ -282,6 +297,7 @@ class CallWrapper:
 
     def _leave(self, error: BaseException) -> None:
         """End this rank's part."""
+        self._watch.recover()
         self._left = leave(self._link, self._state, self._iteration, error)
         self._state.mode = Mode.TERMINATED
         at_the_end("terminate", self._config.terminate, self._state)

@@ -42,7 +42,17 @@ LEAVE_TIME = 5.0
 class Ending:
     """The end of one iteration on this rank, as it comes about."""
 
-    __slots__ = ("aborted_at", "error", "faults", "guarded", "over", "state", "told_at", "waking")
+    __slots__ = (
+        "aborted_at",
+        "error",
+        "faults",
+        "guarded",
+        "heard",
+        "over",
+        "state",
+        "told_at",
+        "waking",
+    )
 
     def __init__(self, guarded: GuardedCall, state: FrozenState) -> None:
         self.guarded = guarded
@@ -59,6 +69,8 @@ class Ending:
         """Why this rank cannot go on, if so."""
         self.waking: list[Callable[[], object]] = []
         """What wakes the main thread where it waits in torch."""
+        self.heard = threading.Event()
+        """Set when the last call is over, and the abort may begin."""
         self.over = threading.Event()
         """Set when the function was left and everything here is done."""
 
@@ -87,11 +99,11 @@ class Follower:
         self._work.put(partial(self._follow, ending))
         return ending
 
-    def ready(self, iteration: int) -> Met:
+    def ready(self, iteration: int) -> Future[Met]:
         """Be ready for the next iteration, and collect garbage while the others are waited for.
 
-        Raises:
-            LinkError: as `Link.ready`.
+        Returns:
+            What becomes of it; raises as `Link.ready`.
         """
         met: Future[Met] = Future()
         asking = threading.Event()
@@ -106,7 +118,7 @@ class Follower:
         self._work.put(ask)
         asking.wait()
         gc.collect()
-        return met.result()
+        return met
 
     def stop(self) -> None:
         """End the thread; the link has to be closed."""
@@ -131,6 +143,7 @@ class Follower:
             return
         except Exception as error:  # noqa: BLE001 - raised in the main thread
             ending.error = error
+        ending.heard.set()
         try:
             with self._atomic.termination():
                 self._aborted(self._abort, ending.state)

@@ -5,15 +5,18 @@ at all; whoever finds that out (`Watch`) says so here. The *manual* one is the w
 own `ping`, which counts from its first `ping` of an iteration on. Either one that is older than the
 soft time-out ends the iteration.
 
-Only the wrapped function is judged, and what is called just before it. Who waits for other ranks,
-or was interrupted, is `at rest`: there the time-outs of the barriers hold, and other ranks'. So is
-who has asked for it (`CallWrapper.disable_hang_protection`).
+Only the wrapped function is judged by it, and what is called just before. Between two calls of the
+function a rank *recovers*: it aborts, finalizes, checks its health and takes a new rank. There is
+nothing to restart then, but all others wait for it: so where it stands is logged at the soft
+time-out, and the hard one ends it. Who waits for other ranks is *at rest*: there the time-outs of
+barriers hold, and other ranks'. So is who has asked for it (`CallWrapper.disable_hang_protection`).
 
 `Progress` decides and knows no clock; times are seconds of a monotonic one.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -31,8 +34,12 @@ class Progress:
 
     allowed: float
     """Seconds that either progress may be old: the soft time-out."""
+    hard: float = math.inf
+    """Seconds after which the process is ended: the hard time-out."""
     judged: bool = False
     """Whether the function runs; only the thread that runs it says so."""
+    recovering: bool = False
+    """Whether this rank does its own part between two calls; said by the same thread."""
     automatic_at: float = 0.0
     """When the main thread was last seen to execute Python code."""
     manual_at: float | None = None
@@ -43,11 +50,16 @@ class Progress:
     def begin(self, now: float) -> None:
         """An iteration begins: automatic progress is due from now on, manual is not yet."""
         self.automatic_at, self.manual_at, self.unjudged = now, None, 0
-        self.judged = True
+        self.judged, self.recovering = True, False
+
+    def recover(self, now: float) -> None:
+        """The function was left, and what follows takes no longer than the hard time-out."""
+        self.automatic_at = now
+        self.judged, self.recovering = False, True
 
     def rest(self) -> None:
-        """The function was left: nothing is due."""
-        self.judged = False
+        """Others are waited for: nothing is due."""
+        self.judged = self.recovering = False
 
     def ran(self, now: float) -> None:
         """The main thread has executed Python code."""
@@ -71,11 +83,19 @@ class Progress:
     @property
     def due(self) -> float | None:
         """When one of them will be stale if nothing happens; None if none is judged."""
+        if self.recovering:
+            return self.automatic_at + self.allowed
         if not self.judged or self.unjudged:
             return None
         manual = self.manual_at
         at = self.automatic_at if manual is None else min(self.automatic_at, manual)
         return at + self.allowed
+
+    @property
+    def ends(self) -> float | None:
+        """When the process is to be ended if nothing happens; None if it is at rest."""
+        due = self.due
+        return None if due is None else due - self.allowed + self.hard
 
     def stale(self, now: float) -> Which | None:
         """Say which of them is older than allowed, if any; the automatic one if both are."""
@@ -95,8 +115,11 @@ class Watch(Protocol):
     def begin(self, iteration: int) -> None:
         """The main thread begins an iteration."""
 
+    def recover(self) -> None:
+        """The function was left; what the main thread does now has the hard time-out only."""
+
     def rest(self) -> None:
-        """The function was left, or has returned; what the main thread does now is not judged."""
+        """The main thread waits for other ranks, and is not judged."""
 
     def ping(self) -> None:
         """Manual progress; as cheap as the wrapped function may call it in each of its steps."""

@@ -16,6 +16,7 @@ Pending calls are the main thread's. A function that runs in another one is judg
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ class SoftWatch:
         report: called with the iteration and what was found, once an iteration.
         look: called at each look, for what else is to be seen from time to time.
         outside: told until when this rank may go on; closed with this.
-        beyond: seconds from the soft to the hard time-out.
+        hard: the hard time-out, seconds; what `outside` is told is made of it.
         clock: seconds; monotonic.
     """
 
@@ -60,21 +61,20 @@ class SoftWatch:
         report: Callable[[int, str], None],
         look: Callable[[], None] = lambda: None,
         outside: HardWatch | None = None,
-        beyond: float = 0.0,
+        hard: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._progress = Progress(allowed)
+        self._progress = Progress(allowed, hard)
         self._interval = interval
         self._report = report
         self._look = look
         self._outside = outside
-        self._beyond = beyond
         self._clock = clock
         self._runs_in = threading.get_ident()
         self._automatic = threading.current_thread() is threading.main_thread()
         self._asked = False
         self._iteration = 0
-        self._told = -1
+        self._told = (-1, False)
         self._closed = False
         self._begun = threading.Event()
         self._end = threading.Event()
@@ -85,6 +85,12 @@ class SoftWatch:
         """See `Watch.begin`."""
         self._iteration = iteration
         self._progress.begin(self._clock())
+        self._changed()
+        self._begun.set()
+
+    def recover(self) -> None:
+        """See `Watch.recover`."""
+        self._progress.recover(self._clock())
         self._changed()
         self._begun.set()
 
@@ -129,9 +135,9 @@ class SoftWatch:
             self._begun.clear()
             self._keep()
             self._ask()
-            while self._progress.judged:
+            while self._progress.judged or self._progress.recovering:
                 due = self._progress.due
-                told = self._told >= self._iteration
+                told = self._told == self._span
                 left = self._interval if due is None or told else due - self._clock()
                 if self._end.wait(max(min(self._interval, left), 0.0)):
                     return
@@ -144,31 +150,29 @@ class SoftWatch:
         self._ask()
         self._keep()
         self._look()
-        iteration = self._iteration
+        span = iteration, recovering = self._span
         which = self._progress.stale(self._clock())
-        if which is None or self._told >= iteration:
+        if which is None or self._told == span:
             return
-        self._told = iteration
+        self._told = span
+        message = self._message(which, "the restart" if recovering else "the function")
+        if recovering:
+            return
         try:
-            self._report(iteration, self._message(which))
+            self._report(iteration, message)
         except LinkError as error:
             logger.warning("a soft time-out cannot be told to the other ranks: %s", error)
-
-    def _until(self) -> float | None:
-        """When the hard time-out is over if nothing happens."""
-        due = self._progress.due
-        return None if due is None else due + self._beyond
 
     def _changed(self) -> None:
         """Tell the monitor, from the thread that may be in native code from now on."""
         if self._outside is not None:
-            self._outside.change(self._until())
+            self._outside.change(self._progress.ends)
 
     def _keep(self) -> None:
         """Tell the monitor of progress."""
         if self._outside is not None:
             change = self._outside.changes  # before that is looked at which it is about
-            until = self._until()
+            until = self._progress.ends
             self._outside.keep(change, until)
             self._outside.say(change, until)
 
@@ -176,14 +180,27 @@ class SoftWatch:
         if self._automatic and not self._asked:
             self._asked = ctypes.pythonapi.Py_AddPendingCall(_post, _ran) == 0
 
-    def _message(self, which: Which) -> str:
-        frame = sys._current_frames().get(self._runs_in)
+    @property
+    def _span(self) -> tuple[int, bool]:
+        """What is told of once: the iteration, and whether it is over."""
+        return self._iteration, self._progress.recovering
+
+    def _message(self, which: Which, what: str) -> str:
+        frames = sys._current_frames()
+        frames.pop(threading.get_ident(), None)
+        frame = frames.pop(self._runs_in, None)
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
         logger.error(
-            "no %s progress for %g s; the function stands here:\n%s",
+            "no %s progress for %g s; %s stands here:\n%s%s",
             which,
             self._progress.allowed,
+            what,
             "".join(stack.format()),
+            "".join(
+                f"thread {names.get(thread, thread)}:\n{''.join(traceback.format_stack(other))}"
+                for thread, other in frames.items()
+            ),
         )
         at = f", at {stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}" if stack else ""
         return f"no {which} progress for {self._progress.allowed:g} s{at}"

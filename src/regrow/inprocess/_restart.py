@@ -6,7 +6,8 @@ then on is what the abort is for: collectives fail because others are not in the
 nobody begins to abort before all have heard. It is nobody's fault, is not counted, and is not told.
 
 Whose connections a dead process leaves broken has an exception before anybody can know of the
-death. So of the faults that the last call has collected, a process that ended is the root cause.
+death. So of the faults that the last call has collected, a process that ended is the root cause;
+or what it had failed by before, if it ended because it did not get over that.
 """
 
 from __future__ import annotations
@@ -54,9 +55,12 @@ _ENDS: Final = {"TERMINATED", "UNRESPONSIVE", "HARD_TIMEOUT"}
 
 
 def root_cause(faults: Faults) -> Fault | None:
-    """Return the first process that ended, or else the first fault; None if there is none."""
-    ends = (fault for fault in faults.records if fault.kind in _ENDS)
-    return next(ends, faults.records[0] if faults.records else None)
+    """Return the first fault of the first process that ended, or of all; None if there is none."""
+    records = faults.records
+    if not records:
+        return None
+    ended = next((fault for fault in records if fault.kind in _ENDS), records[0])
+    return next(fault for fault in records if fault.rank == ended.rank)
 
 
 PHASES: Final = ("told", "aborted", "finalized", "checked", "met", "called")
