@@ -33,7 +33,7 @@ def restarted(iteration: int, **fields: Any) -> Line:
         "message": "ValueError('x')",
         "lost": [],
         "lost_count": 0,
-        "seconds": {"told": 0.001, "met": 0.004, "called": 0.005},
+        "seconds": {"detected": 0.0005, "told": 0.001, "met": 0.004, "called": 0.005},
         **fields,
     }
 
@@ -41,7 +41,7 @@ def restarted(iteration: int, **fields: Any) -> Line:
 def test_it_says_whose_fault_it_was_and_when_each_phase_was_over() -> None:
     lines = told(restarted(1))
     assert "restarted in place (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
-    assert "called after 5.0 ms (told 1.0 ms, met 4.0 ms)" in lines
+    assert "called after 5.0 ms (detected 0.5 ms, told 1.0 ms, met 4.0 ms)" in lines
     assert not any(line.startswith("without") for line in lines)
 
 

@@ -90,6 +90,23 @@ def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
         assert (fault.kind, fault.rank, fault.message, fault.at) == (kind, 0, said, 7.0)
 
 
+def test_a_fault_says_how_long_ago_it_happened() -> None:
+    asking = running(3)
+    asking.now = 5.0
+    asking.ask("session-0", messages.Report(*me(0), 0, 1, "EXCEPTION", "a mistake", 0.25))
+    asking.take(asking.service.suspended("session-1", 6.0))
+    asking.take(asking.service.ended("session-1", "it is over", True, 6.5))
+    asking.take(asking.service.suspended("session-2", 7.0))
+    asking.take(asking.service.resumed("session-2", 7.25))
+    asking.take(asking.service.suspended("session-2", 8.0))
+    asking.now = 9.0
+    asking.ask("watcher", messages.Accuse("group", 2, "", "TERMINATED", "it was killed"))
+    told = asking.answer("watcher", messages.Leave(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5))
+    assert isinstance(told, messages.Left)
+    times = [(fault.at, fault.lag) for fault in told.faults.records]
+    assert times == [(5.0, 0.25), (6.5, 0.5), (9.0, 1.0), (9.0, 0.5)]
+
+
 def test_a_process_that_speaks_over_another_session_outlives_the_old_one() -> None:
     asking = running(2)
     asking.ask("another", messages.Follow(*me(0), 0))

@@ -61,13 +61,23 @@ def test_phases_are_counted_from_the_first_fault() -> None:
     timeline = Timeline(faults("EXCEPTION", "TERMINATED", now=9.5), told_at=100.0)
     timeline.reached("aborted", 100.25)
     timeline.reached("met", 101.0)
-    assert timeline.seconds() == {"told": 0.5, "aborted": 0.75, "met": 1.5}
+    assert timeline.seconds() == {"detected": 0.0, "told": 0.5, "aborted": 0.75, "met": 1.5}
+
+
+def test_that_a_fault_is_detected_takes_time_from_when_the_first_one_happened() -> None:
+    exception = Fault("EXCEPTION", 0, "", 9.25, 0.125)
+    death = Fault("TERMINATED", 1, "", 9.75, 0.75)  # the cause, which was recorded later
+    timeline = Timeline(Faults(0, (exception, death), 9.5), told_at=100.0)
+    timeline.reached("aborted", 100.5)
+    assert timeline.seconds() == {"detected": 0.25, "told": 0.5, "aborted": 1.0}
+    timeline.faults = Faults(0, (exception,), 9.5)
+    assert timeline.seconds() == {"detected": 0.125, "told": 0.375, "aborted": 0.875}
 
 
 def test_without_a_common_clock_they_are_counted_from_when_this_rank_knew() -> None:
     timeline = Timeline(Faults(0, (Fault("EXCEPTION", 0, "", 0.0),), 0.0), told_at=100.0)
     timeline.reached("aborted", 100.25)
-    assert timeline.seconds() == {"told": 0.0, "aborted": 0.25}
+    assert timeline.seconds() == {"detected": 0.0, "told": 0.0, "aborted": 0.25}
 
 
 def waits(*times: float) -> list[float]:

@@ -114,8 +114,8 @@ class C10dLink:
         """See `Link.follow`."""
         return self._end(iteration, FOREVER)
 
-    def report(self, iteration: int, kind: str, message: str) -> None:
-        """See `Link.report`."""
+    def report(self, iteration: int, kind: str, message: str, lag: float = 0.0) -> None:
+        """See `Link.report`; faults have no times in such a store."""
         fault = Fault(kind, self._rank, message, 0.0)
         self._keys.whole(lambda: rules.record(self._keys, iteration, fault))
 
@@ -170,7 +170,13 @@ class C10dLink:
         return self._end(iteration, FOREVER)
 
     def terminated(
-        self, iteration: int, kind: str, message: str, *, discarded: bool = False
+        self,
+        iteration: int,
+        kind: str,
+        message: str,
+        *,
+        discarded: bool = False,
+        lag: float = 0.0,
     ) -> Faults:
         """See `Link.terminated`."""
         fault = Fault(kind, self._rank, message, 0.0)

@@ -204,11 +204,13 @@ class CallWrapper:
     # ---------------------------------------------------------------- a restart
 
     def _report(self, error: Exception) -> None:
+        left_at = time.monotonic()
         self._state.fn_exception = error
         logger.error(
             "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=error
         )
-        self._link.report(self._iteration, Interruption.EXCEPTION.name, describe(error))
+        lag = time.monotonic() - left_at
+        self._link.report(self._iteration, Interruption.EXCEPTION.name, describe(error), lag)
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, ready to enter."""

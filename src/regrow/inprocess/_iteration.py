@@ -44,6 +44,8 @@ class Lost(NamedTuple):
     rank: int
     kind: str
     message: str
+    lag: float = 0.0
+    """For how many seconds it has been."""
 
 
 class Tick(NamedTuple):
@@ -82,7 +84,8 @@ def _take_in(group: Group, event: Event, now: float) -> Group:
     if not group.living & one:
         return group
     if isinstance(event, Lost | messages.Accuse):
-        fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
+        lag = event.lag if isinstance(event, Lost) else 0.0
+        fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now, lag)
         return _ended(_record(group, fault), fault, own=False)
     if event.iteration > group.iteration:
         raise ValueError(
@@ -159,7 +162,7 @@ def _report(group: Group, event: messages.Report, now: float) -> Group:
     if known in group.reported:
         return group
     group = group._replace(reported=group.reported | {known})
-    fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
+    fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now, event.lag)
     if event.iteration == group.iteration:
         return _record(group, fault)
     before = group.before
@@ -170,7 +173,7 @@ def _report(group: Group, event: messages.Report, now: float) -> Group:
 
 
 def _leave(group: Group, event: messages.Leave, now: float) -> Group:
-    fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now)
+    fault = Fault(event.kind, event.rank, event.message[: messages.TEXT], now, event.lag)
     one = bit(event.rank)
     if event.discarded and not group.entered & one and group.phase is not Phase.JOINING:
         group = group._replace(discarded=group.discarded | one)

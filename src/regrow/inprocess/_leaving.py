@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def leave(link: Link, state: State, iteration: int, error: BaseException) -> boo
     Returns:
         Whether the others go on without it. Then its agent may know it, too.
     """
+    left_at = time.monotonic()
     logger.error("rank %s leaves in iteration %d: %s", state.rank, iteration, describe(error))
     if isinstance(error, LinkLostError):  # there is nobody to tell
         return False
@@ -40,6 +42,7 @@ def leave(link: Link, state: State, iteration: int, error: BaseException) -> boo
                 Interruption.BASE_EXCEPTION.name,
                 describe(error),
                 discarded=isinstance(error, RankDiscarded),
+                lag=time.monotonic() - left_at,
             )
         except LinkError as gone:
             logger.warning("the others cannot be told: %s", gone)

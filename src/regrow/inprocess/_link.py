@@ -105,6 +105,8 @@ class Fault(NamedTuple):
     """What happened, for people; "" for all but the first of many."""
     at: float
     """When it was recorded, in seconds of the store server's monotonic clock."""
+    lag: float = 0.0
+    """How many seconds before that it happened, as far as anybody knows."""
 
 
 class Faults(NamedTuple):
@@ -181,7 +183,7 @@ class Link(Protocol):
         """
         ...
 
-    def report(self, iteration: int, kind: str, message: str) -> None:
+    def report(self, iteration: int, kind: str, message: str, lag: float = 0.0) -> None:
         """Have a fault of this rank recorded, one that it survives; ends the iteration for all.
 
         Sends: one question, answered at once. The thread that follows hears of it as all do. A
@@ -192,6 +194,7 @@ class Link(Protocol):
             iteration: in which it happened.
             kind: the name of the `Interruption`.
             message: what happened, for people; its first 1,000 characters are kept.
+            lag: how many seconds ago.
         """
 
     def heard(self, iteration: int) -> Faults:
@@ -240,7 +243,13 @@ class Link(Protocol):
         ...
 
     def terminated(
-        self, iteration: int, kind: str, message: str, *, discarded: bool = False
+        self,
+        iteration: int,
+        kind: str,
+        message: str,
+        *,
+        discarded: bool = False,
+        lag: float = 0.0,
     ) -> Faults:
         """Leave for good; the others go on without this rank.
 
@@ -253,6 +262,7 @@ class Link(Protocol):
             message: why, for people; its first 1,000 characters are kept.
             discarded: it left because the rank assignment gave it no place, which the others know
                 from their own; so it is nothing that they have to restart for.
+            lag: how many seconds ago it happened.
 
         Returns:
             What was recorded so far, this fault included. The first record is the root cause, the

@@ -34,6 +34,7 @@ Rank = Annotated[int, Meta(ge=0, lt=RANKS)]
 Size = Annotated[int, Meta(ge=1, le=RANKS)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Kind = Annotated[str, Meta(min_length=1, max_length=64)]
+Lag = Annotated[float, Meta(ge=0)]
 
 
 class Question(Struct, array_like=True, frozen=True, gc=False):
@@ -79,6 +80,7 @@ class Report(OfIteration, tag=4, frozen=True, gc=False):
     """Of this process's reports; the same when the question is repeated."""
     kind: Kind
     message: str
+    lag: Lag = 0.0
 
 
 class Heard(OfIteration, tag=5, frozen=True, gc=False):
@@ -107,6 +109,7 @@ class Leave(OfIteration, tag=10, frozen=True, gc=False):
     kind: Kind
     message: str
     discarded: bool
+    lag: Lag = 0.0
 
 
 class Accuse(Question, tag=11, frozen=True, gc=False):

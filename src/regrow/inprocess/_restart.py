@@ -63,13 +63,13 @@ def root_cause(faults: Faults) -> Fault | None:
     return next(fault for fault in records if fault.rank == ended.rank)
 
 
-PHASES: Final = ("told", "aborted", "finalized", "checked", "met", "called")
-"""What happens on each rank in a restart, in this order."""
+PHASES: Final = ("detected", "told", "aborted", "finalized", "checked", "met", "called")
+"""What happens in a restart, in this order; from "told" on on each rank."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """When each phase of a restart was over, counted from the fault."""
+    """When each phase of a restart was over, counted from when the first fault happened."""
 
     faults: Faults
     """What ended the iteration."""
@@ -90,11 +90,13 @@ class Timeline:
         return root_cause(self.faults)
 
     def seconds(self) -> dict[str, float]:
-        """For each phase that is over how long after the first fault was recorded that was.
+        """For each phase that is over how long after the first fault happened that was.
 
-        Without a clock that the ranks share (a store of c10d), after this rank knew of it.
+        "detected" is when the first one was recorded; that is the beginning, too, where nobody
+        knows more. Without a clock that the ranks share (a store of c10d) it is "told".
         """
         records, now = self.faults.records, self.faults.now
-        began = self.told_at - (max(now - records[0].at, 0.0) if records else 0.0)
-        times = {"told": self.told_at, **self.reached_at}
-        return {phase: times[phase] - began for phase in PHASES if phase in times}
+        detected = self.told_at - (max(now - records[0].at, 0.0) if records else 0.0)
+        lead = max((records[0].at - fault.at + fault.lag for fault in records), default=0.0)
+        times = {"detected": detected, "told": self.told_at, **self.reached_at}
+        return {phase: times[phase] - detected + lead for phase in PHASES if phase in times}

@@ -80,8 +80,8 @@ class InprocessService:
         self._groups: dict[str, _Entry] = {}
         self._bound: dict[Hashable, set[tuple[str, int]]] = {}
         """The groups and ranks of each session."""
-        self._suspended: set[Hashable] = set()
-        """Sessions without a connection."""
+        self._suspended: dict[Hashable, float] = {}
+        """Sessions without a connection, and since when."""
         self._deadline: float | None = None
 
     @property
@@ -109,7 +109,7 @@ class InprocessService:
 
     def suspended(self, session: Hashable, now: float) -> list[Answer]:
         """See `Service`."""
-        self._suspended.add(session)
+        self._suspended.setdefault(session, now)
         for name, rank in self._bound.get(session, ()):
             parked = self._groups[name].parked.get(rank, {})
             for asked in [asked for asked in parked if asked[0] == session]:
@@ -118,13 +118,13 @@ class InprocessService:
 
     def resumed(self, session: Hashable, now: float) -> list[Answer]:
         """See `Service`; what the client still wants to know, it asks again."""
-        self._suspended.discard(session)
+        self._suspended.pop(session, None)
         return []
 
     def ended(self, session: Hashable, why: str, closed: bool, now: float) -> list[Answer]:
         """See `Service`; the ranks of the session are lost."""
         self.suspended(session, now)
-        self._suspended.discard(session)
+        lag = now - self._suspended.pop(session)
         out: list[Answer] = []
         kind, said = "TERMINATED", f"its process is gone: {why}"
         if not closed:
@@ -132,7 +132,7 @@ class InprocessService:
         for name, rank in self._bound.pop(session, ()):
             entry = self._groups[name]
             del entry.sessions[rank]
-            out += self._apply(entry, Lost(rank, kind, said), now)
+            out += self._apply(entry, Lost(rank, kind, said, lag), now)
             if not entry.sessions:
                 entry.forget_at = now + FORGET
                 self._plan()
@@ -226,7 +226,9 @@ class InprocessService:
             process = entry.processes.get(question.rank)
             meant = question.group in ("", entry.name) and question.process in ("", process)
             if meant and process is not None:
-                out += self._apply(entry, question, now)
+                gone = self._suspended.get(entry.sessions.get(question.rank), now)
+                lost = Lost(question.rank, question.kind, question.message, now - gone)
+                out += self._apply(entry, lost, now)
                 told = reply(entry.state, question, now)
                 news = news or (isinstance(told, messages.Noted) and told.news)
         return [Answer(session, id, messages.encode(messages.Noted(news))), *out]

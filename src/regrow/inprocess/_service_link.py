@@ -111,10 +111,10 @@ class ServiceLink:
         """See `Link.follow`."""
         return self._faults(self._wait(messages.Follow(*self._me, iteration)))
 
-    def report(self, iteration: int, kind: str, message: str) -> None:
+    def report(self, iteration: int, kind: str, message: str, lag: float = 0.0) -> None:
         """See `Link.report`."""
         text = message[: messages.TEXT]
-        self._say(messages.Report(*self._me, iteration, next(self._reports), kind, text))
+        self._say(messages.Report(*self._me, iteration, next(self._reports), kind, text, lag))
 
     def heard(self, iteration: int) -> Faults:
         """See `Link.heard`."""
@@ -146,11 +146,17 @@ class ServiceLink:
         return self._faults(self._wait(question, self._timeouts.completion, "done"))
 
     def terminated(
-        self, iteration: int, kind: str, message: str, *, discarded: bool = False
+        self,
+        iteration: int,
+        kind: str,
+        message: str,
+        *,
+        discarded: bool = False,
+        lag: float = 0.0,
     ) -> Faults:
         """See `Link.terminated`."""
         text = message[: messages.TEXT]
-        told = self._say(messages.Leave(*self._me, iteration, kind, text, discarded))
+        told = self._say(messages.Leave(*self._me, iteration, kind, text, discarded, lag))
         if not isinstance(told, messages.Left):
             raise self._nonsense(told)
         return told.faults
