@@ -3,7 +3,7 @@
 Run as a script it loads the package once. Then it reads a line of JSON for each case to play,
 `[name, number of ranks]`, forks the ranks, and answers with what became of each of them: an object
 with `calls` (iteration, RANK and WORLD_SIZE of each call of the function, without those before an
-end by a signal), and `value`, or `raised` with its `text`, or `signal`.
+end by a signal), and `value`, or `raised` with its `text` and `cause`, or `signal`.
 """
 
 from __future__ import annotations
@@ -406,6 +406,15 @@ def ends(me: Rank) -> Any:
     )
 
 
+def fails_at_its_end(me: Rank) -> Any:
+    return me.failing(
+        1,
+        SystemExit(3),
+        completion=plugin(Completion, throw(Played("of what is done"))),
+        terminate=plugin(Terminate, throw(Played("of the rank"))),
+    )
+
+
 def swallows(me: Rank) -> Any:
     """User code that catches everything, and a function that cleans up."""
 
@@ -596,6 +605,7 @@ def child(case: str, rank: int, size: int, answer: int) -> None:
     except BaseException as error:  # noqa: BLE001 - told to the test
         notes = getattr(error, "__notes__", [])
         result |= {"raised": type(error).__name__, "text": "\n".join([str(error), *notes])}
+        result["cause"] = repr(error.__cause__)
     os.write(answer, json.dumps(result | {"calls": me.calls, "seen": me.seen}).encode())
 
 

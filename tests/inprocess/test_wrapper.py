@@ -205,6 +205,18 @@ def test_the_end_of_the_call_and_the_end_of_a_rank_have_their_plugins(play: Play
     assert seen(fates) == [done, gone, done]
 
 
+def test_what_fails_at_the_end_of_a_rank_is_raised_there_and_at_that_of_the_call_is_not(
+    play: Play,
+) -> None:
+    first, gone, last = play("fails_at_its_end")
+    assert values([first, last]) == [1, 1]
+    assert (gone["raised"], gone["text"], gone["cause"]) == (
+        "Played",
+        "of the rank",
+        "SystemExit(3)",
+    )
+
+
 def test_a_call_within_a_call_is_refused(play: Play) -> None:
     fates = play("calls_within_a_call", 1)
     assert fates[0]["raised"] == "RestartAbort"

@@ -31,7 +31,7 @@ from regrow.inprocess._config import Config
 from regrow.inprocess._follower import Ending, Follower
 from regrow.inprocess._generations import assign, call
 from regrow.inprocess._interrupt import Interrupter
-from regrow.inprocess._leaving import at_the_end, leave
+from regrow.inprocess._leaving import complete, leave, terminate
 from regrow.inprocess._link import Link
 from regrow.inprocess._logging import describe
 from regrow.inprocess._open import group_name, open_link, open_monitor
@@ -158,7 +158,7 @@ class CallWrapper:
             if os.getpid() == self._pid:
                 self._leave(error)
             raise
-        at_the_end("completion", self._config.completion, self._state)
+        complete(self._config.completion, self._state)
         return value
 
     # ------------------------------------------------------------ one iteration
@@ -302,4 +302,4 @@ class CallWrapper:
         self._watch.recover()
         self._left = leave(self._link, self._state, self._iteration, error)
         self._state.mode = Mode.TERMINATED
-        at_the_end("terminate", self._config.terminate, self._state)
+        terminate(self._config.terminate, self._state, error)

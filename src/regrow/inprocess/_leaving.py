@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 from regrow import _progress as board
 from regrow.inprocess._assignment import RankDiscarded
@@ -13,7 +11,9 @@ from regrow.inprocess._link import CountedOutError, Link, LinkError, LinkLostErr
 from regrow.inprocess._logging import describe
 from regrow.inprocess._restart import root_cause
 from regrow.inprocess.attribution import Interruption
+from regrow.inprocess.completion import Completion
 from regrow.inprocess.state import State
+from regrow.inprocess.terminate import Terminate
 from regrow.utils import get_logger
 
 logger = get_logger(__name__)
@@ -57,11 +57,26 @@ def leave(link: Link, state: State, iteration: int, error: BaseException) -> boo
     return True
 
 
-def at_the_end(name: str, plugin: Callable[..., Any] | None, state: State) -> None:
-    """Call `completion` or `terminate`; what it raises is logged."""
+def complete(plugin: Completion | None, state: State) -> None:
+    """Call `completion`, if there is one; what it raises is logged: the work is done."""
     if plugin is None:
         return
     try:
         call(plugin, state.freeze())
     except Exception:
-        logger.exception("%s failed on rank %s", name, state.rank)
+        logger.exception("completion failed on rank %s", state.rank)
+
+
+def terminate(plugin: Terminate | None, state: State, error: BaseException) -> None:
+    """Call `terminate`, if there is one, for a rank that `error` has ended.
+
+    Raises:
+        Exception: what the plug-in raised, with `error` for its cause.
+    """
+    if plugin is None:
+        return
+    try:
+        call(plugin, state.freeze())
+    except Exception as failed:
+        logger.error("terminate failed on rank %s: %s", state.rank, describe(failed))
+        raise failed from error

@@ -12,8 +12,9 @@ __all__ = ["Terminate"]
 class Terminate(abc.ABC):
     """Base of the wrapper's `terminate`: called once on a rank that is about to leave.
 
-    The rank has been counted out by then; what ended it is raised afterwards. Several are chained
-    by `Compose`.
+    The rank has been counted out by then. What ended it is raised afterwards; if this raises an
+    exception, that one is, with what ended the rank for its cause. Several are chained by
+    `Compose`.
     """
 
     @abc.abstractmethod
