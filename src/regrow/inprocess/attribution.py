@@ -22,7 +22,8 @@ class Interruption(enum.Enum):
         HARD_TIMEOUT: no progress for `hard_timeout`; the process is killed.
         TERMINATED: the process ended.
         UNRESPONSIVE: nothing was heard of the rank for `heartbeat_timeout`.
-        MONITOR_PROCESS_EXCEPTION: what watches the rank from outside failed.
+        MONITOR_PROCESS_EXCEPTION: what watches the rank from outside failed. It is never recorded:
+            a monitor that has ended is started again, and nothing restarts.
     """
 
     EXCEPTION = enum.auto()
