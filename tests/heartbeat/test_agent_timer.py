@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -52,6 +53,19 @@ def test_each_sign_of_life_puts_the_timer_off_to_shortly_before_the_others_know(
     assert armed["monotonic"] - armed["armed"] == pytest.approx(20.0 - lead(20.0, 5.0), abs=1e-3)
     assert late["monotonic"] - late["armed"] == pytest.approx(0.0, abs=1e-3)
     assert released["expiration_time"] < 0
+
+
+def test_a_wall_clock_that_is_set_meanwhile_moves_no_timer(
+    read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.cycle([2e9, 1e9, -1e9])
+    monkeypatch.setattr("time.time", lambda: next(times))
+    timer = AgentTimer(20.0, 5.0)
+    for _ in range(3):
+        timer.alive(20.0)
+        (armed,) = read()
+        assert armed["expiration_time"] >= 0  # or it would be a release
+        assert armed["monotonic"] - armed["armed"] == pytest.approx(19.0, abs=1e-3)
 
 
 def test_a_stall_is_a_timer_that_is_due_and_asks_for_no_signal(read: Read) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from regrow.heartbeat._beats import (
     Exchange,
     Fail,
     Heard,
+    Judge,
     Listen,
     Plan,
     Rearm,
@@ -191,6 +194,12 @@ def test_the_last_failure_is_never_after_the_bound_and_there_is_one_try_a_window
     ("outcome", "kind", "said"),
     [
         (Broken("out of step", Ranks.of([2])), "out of step", "rank 2 shows another token"),
+        (
+            Broken("out of step", Ranks.of([1]), "the others show 7"),
+            "out of step",
+            "this process, or another one of rank 1, shows another token, and is of another run "
+            "(the others show 7)",
+        ),
         (Broken("restarted", Ranks.of([2])), "restarted", "rank 2 was started again behind"),
         (Broken("restarted", Ranks.of([1])), "restarted", "another process was started in"),
         (Broken("lost", Ranks.of([0])), "lost", "the process of rank 0 ended without a goodbye"),
@@ -273,11 +282,32 @@ def test_one_that_is_patient_waits_for_ever_and_says_for_whom() -> None:
     for _ in range(50):
         now = state.asked + 30.0
         state, actions = result = step(state, Heard(MISSING, now))
-        assert "rank 3 not here yet" in one(result, Say).text
+        said = one(result, Say).text
+        assert said.startswith("heartbeat: rank 3 of 4 has not begun to beat, ")
+        assert "A worker begins when it imports regrow" in said
+        assert "start_timeout" in said
         assert actions[-1] == Sleep(now)
         state, actions = step(state, Woke(now))
         assert actions == (Exchange(30.0, final=False),)
     assert step(state, Heard(Agreed(TOKEN), now + 1.0))[0].beats == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing", "level"),
+    [
+        (0, [3], logging.WARNING),
+        (1, [3], logging.INFO),
+        (1, [0], logging.WARNING),
+        (2, [0], logging.INFO),
+        (19, range(19), logging.WARNING),
+    ],
+)
+def test_who_is_still_waited_for_is_said_loud_by_one_of_those_who_know(
+    rank: int, missing: Iterable[int], level: int
+) -> None:
+    state, _ = begin(replace(PLAN, rank=rank, size=20, patient=True), 0, T0)
+    failed = Failed("nothing came", Ranks.of(missing))
+    assert one(step(state, Heard(failed, T0 + 30.0)), Say).level == level
 
 
 def test_one_that_is_patient_does_not_hurry_when_an_exchange_fails_at_once() -> None:
@@ -306,6 +336,22 @@ def test_one_that_stands_still_for_too_long_is_reported_once() -> None:
     assert not [action for action in result[1] if isinstance(action, Stalled)]
     state, _ = step(result[0], Heard(Agreed(TOKEN, STILL._replace(still=0)), T0 + 40))
     assert one(step(state, Heard(Agreed(TOKEN, STILL), T0 + 50)), Stalled)
+
+
+def test_what_is_thought_of_standing_still_can_be_changed_and_nothing_else_is() -> None:
+    state = joined()
+    state, actions = step(state, Judge(6, True, T0 + 3.0))
+    assert actions == (Sleep(T0 + 10.0),)
+    failure = failure_of(step(state, Heard(Agreed(TOKEN, STILL), T0 + 10)))
+    assert failure.kind == "stalled"
+    calm, _ = step(state, Judge(None, False, T0 + 4.0))
+    assert calm == joined()
+
+
+def test_who_waits_for_the_others_does_not_hurry_when_that_is_changed() -> None:
+    state, _ = begin(replace(PLAN, patient=True), 0, T0)
+    state, _ = step(state, Heard(Failed("refused"), T0 + 0.1))
+    assert step(state, Judge(6, True, T0 + 3.0))[1] == (Sleep(T0 + 10.0),)
 
 
 def test_one_that_stands_still_is_fatal_by_choice() -> None:

@@ -438,7 +438,13 @@ def test_that_one_stands_still_is_said_loud_by_it_and_rank_0(
 
 def test_a_stall_is_reported_unless_that_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Plan] = []
-    monkeypatch.setattr(_api, "_begin", lambda plan, *_: plans.append(plan))
+
+    def begin(plan: Plan, *_: object) -> Beater:
+        plans.append(plan)
+        meeting = VectorMeeting(same, plan.size)
+        return Beater(plan, meeting, Record(), lambda: (NO_STEP, ""))
+
+    monkeypatch.setattr(_api, "_begin", begin)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     heartbeat.start(1)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 from beating_workers import Nursery
-from processes import wait_until
+from processes import PATIENCE, wait_until
 from storing import CuttingProxy
 
 from regrow.heartbeat import _questions as questions
@@ -17,6 +17,7 @@ from regrow.heartbeat._world import group_name
 from regrow.store import ServerProcess, StoreClient, connect, make_token, start_server
 
 TOKEN = make_token()
+SERVICE = {questions.NAME: "regrow.heartbeat._service:create"}
 SIZE = 3
 RARELY = {"period": 30.0, "timeout": 20.0}
 """So that whatever is learned is learned between two beats."""
@@ -35,8 +36,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def server(nursery: Nursery) -> Iterator[ServerProcess]:
-    service = {questions.NAME: "regrow.heartbeat._service:create"}
-    with start_server(token=TOKEN, services=service) as server:
+    with start_server(token=TOKEN, services=SERVICE) as server:
         yield server
         nursery.clear()
 
@@ -135,10 +135,64 @@ def test_a_worker_that_is_started_again_behind_the_others_backs_is_told_apart(
     }
 
 
-def test_a_worker_of_another_world_size_is_told_apart(nursery: Nursery, start: Start) -> None:
-    beating(nursery, start, **RARELY)
-    start(3, **RARELY, world_size=4)
-    assert verdicts(nursery, 0, 1, 2, 3) == {("wrong world size", (3,))}
+def last_words(nursery: Nursery, pids: Iterable[int]) -> list[str]:
+    """What these workers say when they die of their heartbeats, which they do."""
+    pids = list(pids)
+    ends = [nursery.hear("ended", pid=pid)["status"] & 0x7F for pid in pids]
+    assert ends == [signal.SIGABRT] * len(pids)
+    logged = nursery.said("logged")
+    return [[each["text"] for each in logged if each["pid"] == pid][-1] for pid in pids]
+
+
+def test_a_worker_that_is_killed_and_started_again_before_that_is_known_ends_all_of_them(
+    nursery: Nursery, start: Start
+) -> None:
+    # The server waits for its session to come back for as long as this takes.
+    pids = beating(nursery, start, **RARELY, dies=True, session_grace=PATIENCE)
+    os.kill(pids[1], signal.SIGKILL)
+    assert nursery.hear("ended", pid=pids[1])["status"] == signal.SIGKILL
+    new = start(1, **RARELY, dies=True)
+    said = nursery.hear("failed", pid=new)
+    assert said["kind"] == "restarted"
+    assert "this process was started while the others were beating, in the place of" in said["text"]
+    assert nursery.hear("ended", pid=new)["status"] == 0  # it was told before it beat
+    for words in last_words(nursery, [pids[0], pids[2]]):
+        assert "rank 1 was started again behind the others' backs; all were there" in words
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_worker_of_another_world_size_is_told_apart_and_ends_all_of_them(
+    nursery: Nursery, start: Start, rank: int
+) -> None:
+    pids = beating(nursery, start, **RARELY, dies=True)
+    new = start(rank, **RARELY, dies=True, world_size=4)
+    said = nursery.hear("failed", pid=new)
+    assert (said["kind"], said["ranks"]) == ("wrong world size", [rank])
+    assert nursery.hear("ended", pid=new)["status"] == 0
+    for words in last_words(nursery, pids):
+        assert f"rank {rank} expects another number of workers (it says 4, and rank 0 says 3)" in (
+            words
+        )
+
+
+def test_a_worker_that_is_left_of_another_run_is_told_apart_and_ends_all_of_them(
+    nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
+) -> None:
+    """It was stopped while its job was ended and begun anew, and goes on with its old token."""
+    old = beating(nursery, start, **OFTEN, dies=True, session_grace=None, endpoint=proxy.endpoint)
+    os.kill(old[1], signal.SIGSTOP)
+    os.kill(server.pid, signal.SIGKILL)  # so that it does not tell it of the end of the others
+    for pid in (old[0], old[2]):
+        os.kill(pid, signal.SIGKILL)
+        nursery.hear("ended", pid=pid)
+    with start_server(token=TOKEN, services=SERVICE) as another:
+        new = beating(nursery, start, **RARELY, dies=True, endpoint=another.endpoint)
+        proxy.lead_to(int(another.endpoint.rpartition(":")[2]))
+        os.kill(old[1], signal.SIGCONT)
+        said = last_words(nursery, [new[0], new[2], new[1], old[1]])
+    assert all("rank 1 shows another token, and is of another run" in each for each in said[:2])
+    own = "this process, or another one of rank 1, shows another token, and is of another run"
+    assert all(own in each for each in said[2:])
 
 
 def test_a_worker_that_never_starts_is_named(nursery: Nursery, start: Start) -> None:
@@ -233,12 +287,3 @@ def test_the_end_of_a_forked_child_is_not_the_workers(
     with connect(server.endpoint, token=TOKEN) as client:
         all_beat(client)
     assert nursery.said("over") == nursery.said("failed") == []
-
-
-def test_the_wall_clock_may_jump_as_it_likes(
-    nursery: Nursery, server: ServerProcess, start: Start
-) -> None:
-    beating(nursery, start, **OFTEN, clock_jumps=True)
-    with connect(server.endpoint, token=TOKEN) as client:
-        all_beat(client)
-    assert nursery.said("failed") == []

@@ -202,6 +202,12 @@ def test_a_new_process_in_the_place_of_one_that_beats_ends_the_group(desk: Desk)
     assert told == {"new": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
 
 
+def test_what_is_left_of_another_run_ends_the_group_and_was_not_restarted(desk: Desk) -> None:
+    verdict = Over("out of step", Ranks.of([2]), f"the others show {TOKEN}")
+    told = desk.beat(2, "old", incarnation=7, token=TOKEN + 1)
+    assert told == {"old": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
+
+
 def test_the_newer_of_two_takes_the_place_while_the_group_forms() -> None:
     desk = Desk()
     first: dict[str, Any] = {"joined": False, "token": 0}

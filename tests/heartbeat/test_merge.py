@@ -20,6 +20,7 @@ from regrow.heartbeat._merge import (
     Standing,
     clip,
     merge,
+    out_of_step,
 )
 
 TOKEN = 4711
@@ -65,7 +66,7 @@ def test_whoever_shows_another_token_than_most_is_out_of_step(
     few = (size - 1) // 2
     others = data.draw(st.sets(st.integers(0, size - 1), min_size=min(1, few), max_size=few))
     beats = [b._replace(token=TOKEN + 1) if b.rank in others else b for b in group(size)]
-    expected = Broken("out of step", Ranks.of(others)) if others else Agreed(TOKEN)
+    expected = out_of_step(others, TOKEN) if others else Agreed(TOKEN)
     assert merge(remembered(group(size)), beats)[1] == expected
 
 
@@ -78,6 +79,29 @@ def test_a_new_process_in_an_old_place_was_restarted(size: int, data: st.DataObj
     assert merge(remembered(group(size)), beats)[1] == Broken("restarted", Ranks.of([rank]))
     seen_by_itself = merge((), beats)[1]
     assert seen_by_itself == Broken("restarted", Ranks.of([rank]))
+
+
+@given(st.integers(2, 6), st.data())
+def test_what_is_left_of_another_run_is_out_of_step_and_was_not_restarted(
+    size: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    left = Beat(rank, TOKEN + 7, incarnation=5, joined=True)
+    beats = group(size)
+    beats[rank] = left
+    assert merge(remembered(group(size)), beats)[1] == out_of_step([rank], TOKEN)
+
+
+@given(st.integers(3, 6), st.data())
+def test_what_is_left_of_another_run_does_not_make_new_workers_restarted_ones(
+    size: int, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    beats = group(size, joined=False)
+    beats[rank] = Beat(rank, TOKEN + 7, incarnation=5, joined=True)
+    broken = merge((), beats)[1]
+    assert isinstance(broken, Broken)
+    assert (broken.kind, broken.ranks) == ("out of step", Ranks.of([rank]))
 
 
 def test_one_that_did_not_hear_the_first_answer_is_no_new_process() -> None:

@@ -19,15 +19,24 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from jumping_clock import jumps
 from processes import PATIENCE
 
 
 class Nursery:
-    """The test's side: starts workers, and hears of them."""
+    """The test's side: starts workers, and hears of them.
 
-    def __init__(self) -> None:
+    Args:
+        env: added to the environment of all of them.
+    """
+
+    def __init__(self, **env: str) -> None:
         self._program = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | env,
         )
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._kept: list[dict[str, Any]] = []
@@ -112,21 +121,22 @@ def work(
     token: str,
     *,
     dies: bool = False,
-    clock_jumps: bool = False,
     forks: bool = False,
     stuck: str = "",
+    session_grace: float | None = 0.5,
     **options: Any,
 ) -> None:
     """Be a worker: beat, until that is over or a signal says to end.
 
     SIGUSR1 has it exit, SIGUSR2 fail by an exception. With `stuck` its main thread then waits for
-    ever in a function of C, "with the lock" of the interpreter, or without.
+    ever in a function of C, "with the lock" of the interpreter, or without. Without a grace for
+    its session, the heartbeat makes sessions of its own.
     """
     import ctypes
     import logging
 
     from regrow import heartbeat
-    from regrow.store import connect
+    from regrow.store import STORE_ENV, STORE_TOKEN_ENV, connect
 
     class Teller(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -151,10 +161,12 @@ def work(
     logging.getLogger("regrow").addHandler(Teller())
     signal.signal(signal.SIGUSR1, leave)
     signal.signal(signal.SIGUSR2, fail)
-    if clock_jumps:
-        times = iter(range(10**9, 0, -(10**6)))
-        time.time = lambda: float(next(times)) * (-1) ** rank
-    store = connect(endpoint, token=bytes.fromhex(token), session_grace=0.5, timeout=PATIENCE)
+    secret = bytes.fromhex(token)
+    store = None
+    if session_grace is None:
+        os.environ |= {STORE_ENV: endpoint, STORE_TOKEN_ENV: secret.decode()}
+    else:
+        store = connect(endpoint, token=secret, session_grace=session_grace, timeout=PATIENCE)
     try:
         event = heartbeat.start(
             rank=rank,
@@ -171,7 +183,7 @@ def work(
         if child == 0:
             sys.exit(0)
         os.waitpid(child, 0)
-    tell("beats", rank=rank)
+    tell("beats", rank=rank, clock_jumps=jumps())
     heartbeat.step(rank, "train")
     if stuck:
         library = ctypes.PyDLL(None) if stuck == "with the lock" else ctypes.CDLL(None)

@@ -15,7 +15,6 @@ Without an agent that serves timers, nothing happens here.
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING
 
 from regrow.heartbeat._terms import SCOPE, STALLED, lead
@@ -47,7 +46,7 @@ class AgentTimer:
             seconds: after which all others know, should this be its last sign of life.
         """
         if self._client is not None:
-            self._client.acquire(SCOPE, time.time() + max(seconds - self._lead, 0.0))
+            self._client.acquire_in(SCOPE, max(seconds - self._lead, 0.0))
 
     def release(self) -> None:
         """Nobody need beat here any more."""
@@ -63,7 +62,7 @@ def tell_stall(what: str) -> None:
     """
     client = _client(signal=0)
     if client is not None:
-        client.acquire(STALLED + what.removeprefix("heartbeat: "), time.time())
+        client.acquire_in(STALLED + what.removeprefix("heartbeat: "), 0.0)
 
 
 def _client(**how: int) -> FileTimerClient | None:

@@ -16,19 +16,20 @@ from operator import index
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from regrow import _progress as board
+from regrow.heartbeat import _arguments as arguments
 from regrow.heartbeat._beater import Beater
 from regrow.heartbeat._beats import Plan
-from regrow.heartbeat._fate import Callback, Death
+from regrow.heartbeat._fate import Callback, Death, Provisional
 from regrow.heartbeat._merge import NO_STEP, clip
 from regrow.heartbeat._store_exchange import StoreExchange
 from regrow.heartbeat._terms import FAILURES, HEARTBEAT_ENV, STALLED_AFTER, timeout_of
 from regrow.heartbeat._world import world
 from regrow.utils import get_logger
-from regrow.utils._limits import LONGEST_S
 
 if TYPE_CHECKING:
     from regrow.heartbeat._exchange import AllReduce, Exchange, Meeting, Progress
     from regrow.heartbeat._failure import HeartbeatFailure
+    from regrow.heartbeat._fate import Fate
     from regrow.store import StoreClient
 
 __all__ = ["progress", "start", "start_by_itself", "step"]
@@ -50,6 +51,8 @@ class _Beating(NamedTuple):
     beater: Beater
     error: object
     """The last exception that nobody had caught when it began."""
+    provisional: Provisional | None = None
+    """Its fate, if the script may still say what that is."""
 
 
 def start(
@@ -74,6 +77,11 @@ def start(
     process has ended, within a second. Called again while the heartbeat runs, it warns and returns
     the same event.
 
+    Under `regrow run --heartbeat` the worker beats already. The first call warns and returns that
+    event, too, and `on_failure`, `stalled_after` and `on_stall` hold from then on; what all workers
+    must have in common stays as the agent has it, and the others are only waited for if
+    `start_timeout` is given.
+
     When the program ends, the worker leaves, and the others stop beating without alarm. If it ends
     by an exception other than SystemExit, it does not leave, so that the others learn of it.
 
@@ -89,7 +97,8 @@ def start(
         on_failure: what to do when it is. None: this process ends, whatever it is doing: by
             SIGABRT, and if that does not help by SIGKILL. Else it is called once with the failure,
             in the thread that beats, and how to end is its affair; if it raises, the process ends
-            as if it was None.
+            as if it was None. Under `--heartbeat`, a worker that hangs is killed by its agent all
+            the same, as it cannot call anything.
         start_timeout: seconds within which all must have come; None: as long as it may take to
             notice that one is missing.
         stalled_after: for how many beats a worker's step may stay the same while others are ahead,
@@ -109,7 +118,7 @@ def start(
         from regrow.heartbeat import _automatic
 
         _automatic.wait()  # in all workers alike, the one that begins by itself comes first
-    rank, world_size = world(*_of(exchange, rank, world_size))
+    rank, world_size = world(*arguments.of(exchange, rank, world_size))
     seconds = timeout_of(period) if timeout is None else timeout
     plan = Plan(
         rank,
@@ -121,8 +130,11 @@ def start(
         stalled_after=stalled_after,
         stall_is_fatal=on_stall == "fatal",
     )
-    _check(plan, on_stall)
-    return _begin(plan, exchange, store, on_failure)
+    arguments.check(plan, on_stall)
+    beater = _begin(plan, exchange, store, on_failure)
+    if beater.plan.patient and start_timeout is not None:
+        beater.meet(start_timeout)
+    return beater.event
 
 
 def start_by_itself(period: float) -> threading.Event:
@@ -140,8 +152,8 @@ def start_by_itself(period: float) -> threading.Event:
     seconds = timeout_of(period)
     bound = FAILURES * (period + seconds)
     plan = Plan(rank, world_size, period, seconds, FAILURES, bound, True, STALLED_AFTER)
-    _check(plan, "report")
-    return _begin(plan, None, None, None)
+    arguments.check(plan, "report")
+    return _begin(plan, None, None, None).event
 
 
 def step(n: int, phase: str | None = None) -> None:
@@ -182,47 +194,47 @@ def _begin(
     exchange: Exchange | AllReduce | None,
     store: StoreClient | None,
     on_failure: Callable[[HeartbeatFailure], object] | None,
-) -> threading.Event:
+) -> Beater:
+    """Beat, unless this process does already; return what beats."""
     global _beating
     with _lock:
         if _beating is not None and _beating.beater.alive:
-            logger.warning("a heartbeat is running already; this start of another does nothing")
-            return _beating.beater.event
-        fate = Death(plan) if on_failure is None else Callback(plan, on_failure)
+            _join(_beating, plan, on_failure)
+            return _beating.beater
+        fate = _fate_of(plan, on_failure)
         beater = Beater(plan, _meeting(plan, exchange, store), fate, _how_far)
         if not plan.patient:
             beater.agree()
         beater.start()
-        _beating = _Beating(beater, _last_error())
+        _beating = _Beating(beater, _last_error(), fate if isinstance(fate, Provisional) else None)
         _leave_when_it_ends()
-    return beater.event
+    return beater
 
 
-def _of(
-    exchange: object, rank: int | None, world_size: int | None
-) -> tuple[int | None, int | None]:
-    """The rank and world size that were given, here or to the exchange."""
-    rank = getattr(exchange, "rank", None) if rank is None else rank
-    world_size = getattr(exchange, "world_size", None) if world_size is None else world_size
-    return rank, world_size
+def _fate_of(plan: Plan, on_failure: Callable[[HeartbeatFailure], object] | None) -> Fate:
+    if on_failure is not None:
+        return Callback(plan, on_failure)
+    return Provisional(plan) if plan.patient else Death(plan)
 
 
-def _check(plan: Plan, on_stall: str) -> None:
-    for name, count in (("failures", plan.failures), ("stalled_after", plan.stalled_after)):
-        if count is not None and (not isinstance(count, int) or count < 1):
-            raise ValueError(f"{name}={count!r}: give a whole number, at least 1")
-    for name, value in (
-        ("period", plan.period),
-        ("timeout", plan.timeout),
-        ("start_timeout", plan.start_timeout),
-    ):
-        if not 0.0 < value <= LONGEST_S:
-            raise ValueError(
-                f"{name}={value}: give a number of seconds greater than zero, and at most"
-                f" {LONGEST_S}"
-            )
-    if on_stall not in ("report", "fatal"):
-        raise ValueError(f"on_stall={on_stall!r}: give 'report' or 'fatal'")
+def _join(
+    beating: _Beating, plan: Plan, on_failure: Callable[[HeartbeatFailure], object] | None
+) -> None:
+    """Take over what a script may say of a beating that began by itself, once."""
+    global _beating
+    beater, fate = beating.beater, beating.provisional
+    if fate is None:
+        logger.warning("a heartbeat is running already; this start of another does nothing")
+        return
+    logger.warning(
+        "a heartbeat is running already, every %g s, as `regrow run --heartbeat` has it; of this "
+        "start, on_failure, stalled_after and on_stall hold, and the rest does nothing",
+        beater.plan.period,
+    )
+    _beating = beating._replace(provisional=None)
+    if on_failure is not None and not fate.hand_over(on_failure):
+        logger.warning("the heartbeat has failed already, and on_failure comes too late")
+    beater.judge(plan.stalled_after, stall_is_fatal=plan.stall_is_fatal)
 
 
 def _meeting(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from regrow.heartbeat import _beats as beats
-from regrow.heartbeat._failure import NOBODY
+from regrow.heartbeat._failure import NOBODY, Kind, Ranks, failure_of
 from regrow.heartbeat._merge import Beat, Broken, Failed, Outcome
 from regrow.utils import get_logger
 
@@ -67,6 +67,8 @@ class Beater:
         self._clock = clock
         self._inbox: queue.SimpleQueue[beats.Event] = queue.SimpleQueue()
         self._exchanging = False
+        self._met = threading.Event()
+        """All have come, or it is over."""
         self._incarnation = secrets.randbelow(2**62) + 1
         token = secrets.randbelow(65535) + 1 if plan.rank == 0 else 0
         self._state, self._due = beats.begin(plan, token, clock())
@@ -103,6 +105,38 @@ class Beater:
         """Beat from now on, in a thread."""
         self._thread.start()
 
+    def judge(self, stalled_after: int | None, *, stall_is_fatal: bool) -> None:
+        """Think differently of workers that stand still, from the next beat on; see `Plan`."""
+        self._inbox.put(beats.Judge(stalled_after, stall_is_fatal, self._clock()))
+
+    def meet(self, seconds: float) -> None:
+        """Wait until all have come, or it is over; for one that is patient.
+
+        Raises:
+            HeartbeatFailure: that has not happened in so many seconds; who came is still there.
+        """
+        if self._met.wait(seconds):
+            return
+        kind: Kind = "no exchange"
+        missing, why = NOBODY, "all came, but never at the same time"
+        try:
+            come = {row.rank for row in self.meeting.table(self.plan.timeout)}
+        except Exception as error:  # noqa: BLE001 - whatever it was, nobody can be asked
+            why = f"{type(error).__name__}: {error}"
+        else:
+            missing = Ranks.of(set(range(self.plan.size)) - come - {self.plan.rank})
+            kind, why = ("never started", "") if missing.total else (kind, why)
+        raise failure_of(
+            kind,
+            missing,
+            why,
+            rank=self.plan.rank,
+            world_size=self.plan.size,
+            beat=0,
+            seconds=seconds,
+            failures=1,
+        )
+
     def leave(self) -> None:
         """Stop, and wait until the others know it; there is none of them before the first beat."""
         self.event.set()
@@ -125,6 +159,7 @@ class Beater:
             self._fate.end()
             self.meeting.close()
             self.event.set()
+            self._met.set()
 
     def _turn(self) -> None:
         """Do what is to be done, and take in what comes of the last of it."""
@@ -144,6 +179,7 @@ class Beater:
                 self.meeting.listen(self._tell)
             case beats.Rearm(seconds):
                 self._fate.arm(seconds)
+                self._met.set()
             case beats.Say(level, text):
                 logger.log(level, text)
             case beats.Stalled(standing, text):

@@ -39,6 +39,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from regrow.heartbeat import _reports as reports
 from regrow.heartbeat._failure import NOBODY, HeartbeatFailure, Kind, Ranks, failure_of
 from regrow.heartbeat._merge import Agreed, Broken, Failed, Left, Outcome, Standing
 
@@ -121,7 +122,15 @@ class Stop(NamedTuple):
     now: float
 
 
-Event = Woke | Heard | Stop
+class Judge(NamedTuple):
+    """From now on, this is what is thought of workers that stand still; see `Plan`."""
+
+    stalled_after: int | None
+    stall_is_fatal: bool
+    now: float
+
+
+Event = Woke | Heard | Stop | Judge
 
 
 class Exchange(NamedTuple):
@@ -184,14 +193,11 @@ def begin(plan: Plan, token: int, now: float) -> Step:
         token: 1 to 65535 for rank 0, 0 for the others.
         now: monotonic seconds, as all times.
     """
-    bound = (
-        f"heartbeat of {plan.size} workers every {plan.period:g} s: a worker that is missing is "
-        f"known to all others within {plan.bound:g} s ({plan.failures} exchanges of "
-        f"{plan.timeout:g} s at most), one whose process ends within 1 s where the exchange is the "
-        f"store's"
-    )
     state = Beating(plan, token, since=now, asked=now)
-    return state, (Say(logging.INFO, bound), Exchange(plan.start_timeout, not plan.patient))
+    return state, (
+        Say(logging.INFO, reports.bound(plan)),
+        Exchange(plan.start_timeout, not plan.patient),
+    )
 
 
 def step(state: Beating, event: Event) -> Step:
@@ -210,6 +216,11 @@ def step(state: Beating, event: Event) -> Step:
             return _leave(state, now)
         case Heard() if state.leaving:
             return replace(state, over=True), (End(),)
+        case Judge(stalled_after, stall_is_fatal, now):
+            changed = replace(
+                state.plan, stalled_after=stalled_after, stall_is_fatal=stall_is_fatal
+            )
+            return _wait(replace(state, plan=changed), now)
         case Heard(outcome, now):
             return _heard(state, outcome, now)
 
@@ -225,6 +236,13 @@ def _heard(state: Beating, outcome: Outcome, now: float) -> Step:
         case Left(ranks):
             text = f"heartbeat: {ranks} left in peace, and the beating is over"
             return replace(state, over=True), (Say(logging.INFO, text), End())
+
+
+def _wait(state: Beating, now: float) -> Step:
+    """Wait until it is time for the next try."""
+    if state.beats:
+        return _try(state, now)
+    return state, (Sleep(max(state.asked + state.plan.period, now)),)
 
 
 def _try(state: Beating, now: float) -> Step:
@@ -268,7 +286,7 @@ def _agreed(state: Beating, agreed: Agreed, now: float) -> Step:
         actions = (*actions, Listen())
     standing = agreed.standing
     if plan.stalled_after and standing and standing.still >= plan.stalled_after:
-        text = _stands_still(standing)
+        text = reports.stands_still(standing)
         if plan.stall_is_fatal:
             return _fail(state, "stalled", standing.stalled, text, now)
         if standing.stalled != state.stalled:
@@ -280,25 +298,19 @@ def _agreed(state: Beating, agreed: Agreed, now: float) -> Step:
     return state, (*actions, *then)
 
 
-def _stands_still(standing: Standing) -> str:
-    who = standing.stalled
-    what = f"{who} beat{'s' * (who.total == 1)}, but stand{'s' * (who.total == 1)} still"
-    phase = f" in phase {standing.phase!r}" if standing.phase else ""
-    return (
-        f"{what} at step {standing.step}{phase} for {standing.still} beats; the others are at up "
-        f"to step {standing.highest}"
-    )
-
-
 def _failed(state: Beating, failed: Failed, now: float) -> Step:
     plan = state.plan
     if not state.beats:
         if not plan.patient:
             kind: Kind = "never started" if failed.missing.total else "no exchange"
             return _fail(state, kind, failed.missing, failed.why, now)
-        missing = f"; {failed.missing} not here yet" if failed.missing.total else ""
-        text = f"heartbeat: waiting for all {plan.size} workers: {failed.why}{missing}"
-        return state, (Say(logging.WARNING, text), Sleep(max(state.asked + plan.period, now)))
+        state, then = _wait(state, now)
+        if not failed.missing.total:
+            text = f"heartbeat: waiting for all {plan.size} workers: {failed.why}"
+            return state, (Say(logging.WARNING, text), *then)
+        text = reports.not_begun(plan, failed.missing, now - state.since)
+        loud = logging.WARNING if reports.speaks(plan, failed.missing) else logging.INFO
+        return state, (Say(loud, text), *then)
     failures = state.window + 1
     if failures >= plan.failures:
         kind = "missing" if failed.missing.total else "no exchange"

@@ -143,6 +143,11 @@ def failure_of(
             text = f"{ranks} {was} started again behind the others' backs{more}; {ago}"
         case "twice":
             text = f"another process says that it is {ranks}; give each its own RANK{more}"
+        case "out of step" if own:
+            text = (
+                f"this process, or another one of {ranks}, shows another token, and is of another "
+                f"run{more}; {ago}"
+            )
         case "out of step":
             text = f"{ranks} show{s} another token, and {is_} of another run{more}; {ago}"
         case "wrong world size":

@@ -3,11 +3,17 @@
 Whoever gives no `on_failure` has chosen certain death, with deadlines that hold when nothing runs
 here any more (`_death`). Whoever gives one has taken that over, and there are no deadlines: a timer
 of the kernel's knows nothing of what a user would rather do.
+
+Under `regrow run --heartbeat` a worker beats before its script has had its say, so the choice comes
+later, at any moment, from another thread. Until it does, it is death; once a failure is being
+handled, it is too late. The agent's watch over a worker that hangs is not the script's to give up:
+it is about this process alone, which then could not act on anything.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
     from regrow.heartbeat._failure import HeartbeatFailure
     from regrow.heartbeat._merge import Standing
 
-__all__ = ["Callback", "Death", "Fate"]
+__all__ = ["Callback", "Death", "Fate", "Provisional"]
 
 logger = get_logger(__name__)
 
@@ -106,3 +112,55 @@ class Death(Callback):
     def end(self) -> None:
         """See `Fate`."""
         self._deadline.disarm()
+
+
+class Provisional(Death):
+    """The `Fate` of a process whose script may yet say what to do: `Death` until then."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._plan = plan
+        self._lock = threading.Lock()
+        """Between the thread that beats and the script's."""
+        self._scripts: Callback | None = None
+        self._decided = False
+
+    def hand_over(self, on_failure: Callable[[HeartbeatFailure], object]) -> bool:
+        """From now on, a failure is the script's affair; whether that came in time.
+
+        Args:
+            on_failure: as of `regrow.heartbeat.start`.
+        """
+        with self._lock:
+            if self._decided:
+                return False
+            self._scripts = Callback(self._plan, on_failure)
+            self._deadline.leave_to_agent()
+            return True
+
+    def alive(self) -> None:
+        """See `Fate`."""
+        with self._lock:
+            super().alive()
+
+    def arm(self, seconds: float) -> None:
+        """See `Fate`."""
+        with self._lock:
+            super().arm(seconds)
+
+    def fatal(self, failure: HeartbeatFailure) -> None:
+        """See `Fate`."""
+        with self._lock:
+            self._decided = True
+            scripts = self._scripts
+        if scripts is None:
+            super().fatal(failure)
+            return
+        self._deadline.disarm()  # it may take its time
+        scripts.fatal(failure)
+
+    def end(self) -> None:
+        """See `Fate`."""
+        with self._lock:
+            self._decided = True
+            super().end()

@@ -3,7 +3,8 @@
 **Who is who.** A worker is known by the incarnation it drew when it started. It may come by another
 session than before; another incarnation is another process. While the group forms, the newer one of
 two takes the place, since a launcher may have started it again, and the older one, if it still
-waits, is told so. Once the group has beaten together, a new one ends it.
+waits, is told so. Once the group has beaten together, a new one ends it: as one that was started
+again, or, if it shows a token of its own, as what is left of another run.
 
 **Who gives up first** ends it for all, for the reason that it has. All come to the same end of
 their patience within moments; but then one is the first, and the others would hear of its end, and
@@ -21,7 +22,7 @@ from regrow.heartbeat import _questions as questions
 from regrow.heartbeat._exchange import Progress
 from regrow.heartbeat._failure import Kind, Ranks
 from regrow.heartbeat._gathering import Gathering, Waiting
-from regrow.heartbeat._merge import NO_STEP, Agreed, Broken, Left, Memory, merge
+from regrow.heartbeat._merge import NO_STEP, Agreed, Broken, Left, Memory, merge, out_of_step
 from regrow.store import Answer
 
 Told = tuple[list[Answer], Left | Broken | None]
@@ -79,6 +80,8 @@ class Group:
         if question.leaving:
             return Left(rank) if known else None
         if member is not None and not known and self._last is not None:
+            if question.joined and question.token != self._last.token:
+                return out_of_step(rank.named, self._last.token)
             return Broken("restarted", rank)
         return None
 

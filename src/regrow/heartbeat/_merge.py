@@ -12,8 +12,9 @@ A full set can still be wrong, and the reasons are told apart:
   random number of its process, so a new process in an old place is seen whatever else it says. A
   worker that is new itself remembers nobody, and sees it by who has joined: in a first exchange
   nobody has.
-- Somebody shows another token. The one that most of those who joined show is taken to be right: if
-  rank 0 is of another run, it is not all others that are out of step.
+- Somebody shows another token, since it is left over from another run. The one that most of those
+  who joined show is taken to be right: if rank 0 is of another run, it is not all others that are
+  out of step. Where more have not joined than have, these are the run, and who has is left over.
 
 **Who stands still.** A worker whose training has stopped still beats, since that is done by a
 thread of its own. In training by collectives all others stop as well, a step later at most, so
@@ -25,7 +26,7 @@ the same and somebody else's is not. Ranks that never told a step are not judged
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from regrow.heartbeat._failure import NOBODY, Kind, Ranks
@@ -145,15 +146,20 @@ def merge(memory: Memory, beats: Sequence[Beat]) -> tuple[Memory, Agreed | Left 
     leaving = [beat.rank for beat in beats if beat.leaving]
     if leaving:
         return memory, Left(Ranks.of(leaving))
+    token = _token(memory, beats)
+    others = [beat.rank for beat in beats if beat.joined and beat.token != token]
+    if others or not token:
+        return memory, out_of_step(others, token)
     new = _new(memory, beats)
     if new:
         return memory, Broken("restarted", Ranks.of(new))
-    token = _token(beats)
-    others = [beat.rank for beat in beats if beat.joined and beat.token != token]
-    if others or not token:
-        return memory, Broken("out of step", Ranks.of(others))
     traces = _follow(memory, beats)
     return traces, Agreed(token, _standing(traces, beats))
+
+
+def out_of_step(ranks: Iterable[int], token: int) -> Broken:
+    """Say of some ranks that they show another token than the others, who may have none yet."""
+    return Broken("out of step", Ranks.of(ranks), f"the others show {token}" if token else "")
 
 
 def clip(phase: str) -> str:
@@ -173,10 +179,17 @@ def _new(memory: Memory, beats: Sequence[Beat]) -> list[int]:
     return new if len(new) < len(beats) else []
 
 
-def _token(beats: Sequence[Beat]) -> int:
-    """The token that is right: of most of those who joined, or rank 0's if nobody has."""
-    votes = Counter(beat.token for beat in beats if beat.joined)
-    return votes.most_common(1)[0][0] if votes else beats[0].token
+def _token(memory: Memory, beats: Sequence[Beat]) -> int:
+    """The token that is right; 0 if there is none."""
+    voters = [
+        beat
+        for place, beat in enumerate(beats)
+        if not memory or beat.incarnation == memory[place].incarnation
+    ]
+    votes = Counter(beat.token for beat in voters if beat.joined)
+    if votes and (memory or 2 * votes.total() >= len(voters)):
+        return votes.most_common(1)[0][0]
+    return 0 if beats[0].joined else beats[0].token
 
 
 def _follow(memory: Memory, beats: Sequence[Beat]) -> Memory:

@@ -74,7 +74,6 @@ class FileTimerClient(TimerClient):
         Raises:
             ValueError: `expiration_time` is not a number.
         """
-        pid = os.getpid()
         expiration_time = float(expiration_time)  # whatever the caller calculates with
         # Read before the other clock: should this be interrupted in between, the timer gets longer.
         left = expiration_time - time.time()
@@ -87,6 +86,19 @@ class FileTimerClient(TimerClient):
                 )
             self.release(scope_id)
             return
+        self._arm(scope_id, expiration_time, left, now)
+
+    def acquire_in(self, scope_id: str, seconds: float) -> None:
+        """Arm the timer of a scope, or arm it anew, whatever the wall clock is set to meanwhile.
+
+        Args:
+            scope_id: see `acquire`.
+            seconds: from now to when it expires.
+        """
+        self._arm(scope_id, max(0.0, time.time() + seconds), seconds, time.monotonic())
+
+    def _arm(self, scope_id: str, expiration_time: float, left: float, now: float) -> None:
+        pid = os.getpid()
         line = (
             f'\n{{"version": {VERSION}, "pid": {pid}, "scope_id": {_written(scope_id)}, '
             f'"expiration_time": {expiration_time!r}, "signal": {int(self.signal)}, '

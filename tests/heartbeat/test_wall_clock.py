@@ -1,0 +1,89 @@
+"""Real workers and a real store whose wall clocks jump by days each time somebody looks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import jumping_clock
+import pytest
+from beating_workers import Nursery
+from processes import wait_until
+
+from regrow.heartbeat import _questions as questions
+from regrow.heartbeat._world import group_name
+from regrow.store import ServerProcess, connect, make_token, start_server
+
+pytestmark = pytest.mark.skipif(not jumping_clock.COMPILER, reason="needs a C compiler")
+
+TOKEN = make_token()
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return jumping_clock.library(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.fixture(scope="module")
+def nursery(preload: str) -> Iterator[Nursery]:
+    nursery = Nursery(LD_PRELOAD=preload)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def server(
+    nursery: Nursery, preload: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServerProcess]:
+    with monkeypatch.context() as brief:
+        brief.setenv("LD_PRELOAD", preload)
+        service = {questions.NAME: "regrow.heartbeat._service:create"}
+        server = start_server(token=TOKEN, services=service)
+    with server:
+        yield server
+        nursery.clear()
+
+
+def beating(nursery: Nursery, server: ServerProcess, **spec: object) -> list[int]:
+    """The pids of workers that have agreed, and whose clocks jump."""
+    where = {"world_size": SIZE, "endpoint": server.endpoint, "token": TOKEN.hex()}
+    pids = [nursery.start(rank=rank, **where, **spec) for rank in range(SIZE)]
+    assert all(nursery.hear("beats", pid=pid)["clock_jumps"] for pid in pids)
+    return pids
+
+
+def test_jumps_of_the_wall_clock_raise_no_alarm(nursery: Nursery, server: ServerProcess) -> None:
+    beating(nursery, server, period=0.1, timeout=5.0)
+    look = questions.encode(questions.Look(group_name()))
+    began = time.monotonic()
+    with connect(server.endpoint, token=TOKEN) as client:
+
+        def beaten() -> bool:
+            asked = time.monotonic()
+            table = questions.decode_answer(client.ask(questions.NAME, look, 30.0))
+            assert isinstance(table, questions.Table)
+            assert all(row.age >= 0 for row in table.rows)
+            return all(row.age < asked - began - 0.5 for row in table.rows)
+
+        wait_until(beaten, "all beat half a second later")
+    assert nursery.said("failed") == []
+    assert [line["text"] for line in nursery.said("logged")] == []
+
+
+def test_a_worker_that_is_stopped_is_missed_and_ends_though_the_wall_clock_jumps(
+    nursery: Nursery, server: ServerProcess
+) -> None:
+    pids = beating(nursery, server, period=0.2, timeout=0.8, failures=2, dies=True)
+    os.kill(pids[2], signal.SIGSTOP)
+    # It is the kernel that ends this one, by timers of the other clock.
+    assert {
+        clock for pid in [*pids, server.pid] for clock in jumping_clock.clocks_of_timers(pid)
+    } == {time.CLOCK_MONOTONIC}
+    ends = [nursery.hear("ended", pid=pid)["status"] & 0x7F for pid in pids]
+    assert ends == [signal.SIGABRT, signal.SIGABRT, signal.SIGKILL]
+    for rank in (0, 1):
+        said = [line["text"] for line in nursery.said("logged") if line["rank"] == rank]
+        assert "rank 2 is missing; all were there" in said[-1]

@@ -1,0 +1,77 @@
+"""A wall clock that jumps by days each time it is looked at, for whole processes.
+
+A library of C that a process is started with (LD_PRELOAD) stands before the C library's own, so it
+is all the same who asks: Python, one of its modules in C, or another library. The monotonic clock
+is left as it is, and so is what the kernel does with either.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+COMPILER = shutil.which("cc") or ""
+
+_SOURCE = r"""
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static long jump(void) {
+    static _Atomic long looks;
+    long n = looks++ % 1000;
+    return 86400 * (n % 2 ? n : -n);
+}
+
+int clock_gettime(clockid_t id, struct timespec *now) {
+    int failed = syscall(SYS_clock_gettime, id, now);
+    if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE || id == CLOCK_TAI))
+        now->tv_sec += jump();
+    return failed;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec;
+    now->tv_usec = exact.tv_nsec / 1000;
+    return 0;
+}
+
+time_t time(time_t *now) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (now)
+        *now = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+
+
+def library(folder: Path) -> str:
+    """Make the library, and return its path."""
+    path = folder / "jumping_clock.so"
+    command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=_SOURCE, text=True, check=True)
+    return str(path)
+
+
+def jumps() -> bool:
+    """Whether this process's wall clock does."""
+    return abs(time.time() - time.time()) > 3600
+
+
+def clocks_of_timers(pid: int) -> set[int]:
+    """By which of the kernel's clocks the timers of a process go, those in descriptors included."""
+    texts = [Path(f"/proc/{pid}/timers").read_text()]
+    for info in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            texts.append(info.read_text())
+    found = [re.findall(r"^clockid:\s*(\d+)", text, re.IGNORECASE | re.MULTILINE) for text in texts]
+    return {int(clock) for clocks in found for clock in clocks}
