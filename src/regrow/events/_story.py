@@ -141,7 +141,7 @@ class InPlace:
     lost_count: int
     """How many these are."""
     phases: tuple[tuple[str, float], ...]
-    """What happened on the new rank 0, in order, and how many seconds after the fault it had."""
+    """What the new rank 0 saw happen, in order, and how many seconds after the fault it had."""
 
 
 @dataclass(frozen=True, slots=True)
