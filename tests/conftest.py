@@ -7,7 +7,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,3 +112,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
     unskip(report, os.environ)
     return report
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage is collected, for a test whose JSON is nested too deep to be read.
+
+    Where the recursion has an end, the finalizers of what other tests left behind would have none.
+    """
+    gc.disable()
+    yield
+    gc.enable()

@@ -191,6 +191,7 @@ def test_a_removed_directory_costs_only_the_lines(
     assert lines_of(path)[0] == [{"name": "regrow.log.gap", "lost": 2}, {"n": 3}]
 
 
+@pytest.mark.usefixtures("uncollected")
 def test_broken_lines_are_reported_by_number_and_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     bad = [b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, b"1" * 5000, b"{} {}"]

@@ -96,6 +96,7 @@ def test_a_document_of_another_version_is_refused_with_what_to_do() -> None:
         decode(json.dumps({**parts(), "format_version": 3}).encode())
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     "document", [b"", b"\xff", b"{", b"[]", b"7", b'{"format":"other"}', b"[" * 99999]
 )

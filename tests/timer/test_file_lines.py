@@ -104,6 +104,7 @@ NO_SCOPES: list[object] = [..., None, 7, True, ["a"], {}]
 NO_TIMES: list[object] = [None, True, "1", float("nan"), float("inf"), -float("inf"), 10**400, []]
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     ("bad", "why"),
     [

@@ -94,6 +94,7 @@ def test_failures_do_not_share_what_they_say() -> None:
     assert ProcessFailure(1, 13, -9, "").error_file_data == {"message": "<NONE>"}
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -220,6 +220,7 @@ NESTED = 100_000
 DEEP = f'{{"message": {"[" * NESTED}{"]" * NESTED}}}'
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("content", [None, "{broken", DEEP], ids=["none", "broken", "deep"])
 def test_a_childs_error_that_cannot_be_passed_on_masks_nothing(
     tmp_path: Path, error_file: Path, content: str | None, capsys: pytest.CaptureFixture[str]
