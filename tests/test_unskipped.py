@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from unskipped import ALL, unskip
+from unskipped import A_GPU, ALL, NO_GPU, unskip
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -19,7 +19,10 @@ def report(outcome: Outcome, reason: str = "") -> pytest.TestReport:
     ("environ", "before", "reason", "after"),
     [
         ({ALL: "1"}, "skipped", "needs openssl", "failed"),
-        ({ALL: "1"}, "skipped", "this machine has a GPU", "skipped"),
+        ({ALL: "1"}, "skipped", A_GPU, "skipped"),
+        ({ALL: "1"}, "skipped", NO_GPU, "skipped"),
+        ({ALL: "1"}, "skipped", f"{NO_GPU} and no openssl", "failed"),
+        ({ALL: "1"}, "skipped", "torch 2.13.0+cpu cannot use /dev/nvidia0", "failed"),
         ({}, "skipped", "needs openssl", "skipped"),
         ({ALL: "0"}, "skipped", "needs openssl", "skipped"),
         ({ALL: "1"}, "passed", "", "passed"),

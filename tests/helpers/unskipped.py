@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
-import pytest
+if TYPE_CHECKING:
+    import pytest
 
 ALL = "REGROW_TEST_ALL"
 """Environment variable; 1: the machine has all that any test needs."""
-TOO_MUCH = "this machine has"
-"""So begins the reason of a test that is about a machine without something."""
+A_GPU: Final = "this machine has a GPU"
+NO_GPU: Final = "this machine has no GPU"
+"""Reasons of tests that are about another machine: one without a GPU, and one with."""
 
 
 def unskip(report: pytest.TestReport, environ: Mapping[str, str]) -> None:
@@ -18,7 +21,7 @@ def unskip(report: pytest.TestReport, environ: Mapping[str, str]) -> None:
         return
     # Of a skip: the file, the line and the reason.
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    if reason.removeprefix("Skipped: ").startswith(TOO_MUCH):
+    if reason.removeprefix("Skipped: ") in (A_GPU, NO_GPU):
         return
     report.outcome = "failed"
     report.longrepr = f"{ALL} is 1, so nothing may be skipped: {reason}"

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unskipped import A_GPU
 
 from regrow.inprocess import FrozenState, State
 from regrow.inprocess.exception import TimeoutError
@@ -51,7 +52,7 @@ def state() -> FrozenState:
 
 def test_a_machine_without_a_gpu_is_healthy(torch: Any, state: FrozenState) -> None:
     if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
+        pytest.skip(A_GPU)
     called: list[int] = []
     assert CudaHealthCheck()(state) is state
     assert ThreadedFinalize(LONG, called.append, (1,))(state) is state
