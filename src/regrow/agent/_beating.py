@@ -13,18 +13,26 @@ not beat: then it is made a failure, so that it is named and not the one which n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.agent._comparing import ComparingAgent
 from regrow.utils import get_logger
 from regrow.workers.errors._failure import first_of
 
 if TYPE_CHECKING:
+    from regrow.agent import _words as words
     from regrow.agent._hang import Hang
     from regrow.agent._progress import ProgressBoard
     from regrow.workers import PContext, ProcessFailure, WorkerChange
 
 logger = get_logger(__name__)
+
+
+class _LookForSilent(NamedTuple):
+    """The workers of an attempt have had the time to begin to beat."""
+
+    context: PContext
 
 
 class BeatingAgent(ComparingAgent):
@@ -33,6 +41,7 @@ class BeatingAgent(ComparingAgent):
     _heartbeat: float | None
     _board: ProgressBoard | None
     _pcontext: PContext | None
+    _look_out: threading.Timer | None = None  # for workers that do not begin to beat
 
     def _beating_bound(self) -> float | None:
         """Seconds from a worker's last beat to the end of all; None without heartbeats."""
@@ -41,6 +50,51 @@ class BeatingAgent(ComparingAgent):
         from regrow.heartbeat._terms import KILL_S, bound
 
         return bound(self._heartbeat) + KILL_S
+
+    def _watch(self, context: PContext) -> None:
+        super()._watch(context)
+        if self._heartbeat is None:
+            return
+        from regrow.agent._silent import LATEST_S
+        from regrow.heartbeat._terms import bound
+
+        self._stop_looking_out()
+        after = min(bound(self._heartbeat), LATEST_S)
+        look = _LookForSilent(context)
+        self._look_out = threading.Timer(after, self._inbox.put, (look,))
+        self._look_out.daemon = True
+        self._look_out.start()
+
+    def _stop_watchdog(self) -> None:
+        self._stop_looking_out()
+        super()._stop_watchdog()
+
+    def _stop_looking_out(self) -> None:
+        if self._look_out is not None:
+            self._look_out.cancel()
+            self._look_out = None
+
+    def _heed(self, message: object) -> words.Event | None:
+        if isinstance(message, _LookForSilent):
+            self._name_silent(message.context)
+            return None
+        return super()._heed(message)
+
+    def _name_silent(self, context: PContext) -> None:
+        """Say which workers of the running attempt do not beat."""
+        if context is not self._pcontext:
+            return
+        from regrow.agent._silent import silent
+        from regrow.heartbeat._failure import Ranks
+
+        running = [context.envs[each] for each in context.pids() if context.ended(each) is None]
+        ranks = Ranks.of(silent(running))
+        if ranks.total:
+            logger.warning(
+                "no heartbeat yet of %s, though --heartbeat asks for it, so nobody is missed: a "
+                "worker begins to beat when it imports regrow, and all wait for the last one",
+                ranks,
+            )
 
     def _spare(self) -> None:
         """Tell the workers that they are being stopped."""

@@ -1,0 +1,147 @@
+"""Under `--heartbeat`: what a script says of its own heartbeat holds, and who has none is named."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jumping_clock
+import pytest
+from e2e_job import Job
+
+Launch = Callable[..., Job]
+
+SAYING = """
+import threading
+from regrow import heartbeat
+told = threading.Event()
+def on_failure(failure):
+    tell("told", failure.kind, *failure.ranks)
+    told.set()
+"""
+
+
+def test_a_script_says_what_becomes_of_its_process_though_the_launcher_began_the_heartbeat(
+    launch: Launch,
+) -> None:
+    job = launch(
+        SAYING
+        + """
+event = heartbeat.start(
+    60, on_failure=on_failure, stalled_after=2, on_stall="fatal", start_timeout=30
+)
+assert heartbeat.start(60, on_failure=print) is event
+with open("/proc/self/timers") as timers:
+    tell("kernel", timers.read().count("ClockID"))
+heartbeat.step(0)
+while not told.wait(0.01):
+    if RANK == 0:
+        heartbeat.step(int(time.monotonic() * 100))
+event.wait(30)
+tell("lives")
+""",
+        "--heartbeat=0.1",
+    )
+    news = sorted(job.news(6))
+    assert job.finish() == 0, job.output
+    assert news == [
+        [rank, "0", *words]
+        for rank in "01"
+        for words in (["kernel", "0"], ["lives"], ["told", "stalled", "1"])
+    ]
+    assert job.events("worker.failed") == []
+    told = " ".join(job.stderr.split())
+    assert told.count("every 0.1 s, as `regrow run --heartbeat` has it") == 2
+    assert told.count("this start of another does nothing") == 2
+
+
+@pytest.mark.training
+def test_a_worker_that_never_imports_regrow_is_named_and_a_script_may_give_up_on_it(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+if RANK == 1:
+    forever()
+from regrow import heartbeat
+heartbeat.start(60, start_timeout=12)
+""",
+        "--heartbeat=0.1",
+    )
+    assert job.finish() == 1, job.output
+    (failed,) = [event for event in job.events("worker.failed") if event["root_cause"]]
+    assert failed["rank"] == 0
+    told = " ".join(job.stderr.split())
+    assert "heartbeat of rank 0 of 2, beat 0: rank 1 did not come within 12 s" in told
+    # One word of the worker that waits, and one of the agent, which need not wait for anybody.
+    assert "heartbeat: rank 1 of 2 has not begun to beat" in told
+    assert "no heartbeat yet of rank 1, though --heartbeat asks for it" in told
+
+
+@pytest.mark.training
+def test_a_job_whose_script_never_imports_regrow_is_told_that_it_has_no_heartbeat(
+    launch: Launch,
+) -> None:
+    job = launch("forever()", "--heartbeat=0.1")
+    said = "no heartbeat yet of ranks 0, 1, though --heartbeat asks for it"
+    deadline = time.monotonic() + 40
+    while said not in " ".join(job.stderr.split()):
+        assert time.monotonic() < deadline, job.output
+        time.sleep(0.02)
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
+
+
+@pytest.mark.training
+def test_a_worker_that_hangs_is_killed_by_its_agent_though_its_script_says_what_to_do(
+    launch: Launch,
+) -> None:
+    job = launch(
+        SAYING
+        + """
+heartbeat.start(60, on_failure=on_failure, start_timeout=30)
+if ATTEMPT == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if ATTEMPT == 0:
+    forever()
+""",
+        "--heartbeat=0.1",
+        "--max-restarts=1",
+    )
+    assert job.finish() == 0, job.output
+    (expired,) = job.events("timer.expired")
+    assert (expired["heartbeat"], expired["rank"]) == (True, 1)
+
+
+@pytest.mark.training
+@pytest.mark.skipif(not jumping_clock.COMPILER, reason="needs a C compiler")
+def test_a_wall_clock_that_jumps_changes_nothing_of_a_job_and_of_what_a_hang_comes_to(
+    launch: Launch, tmp_path: Path
+) -> None:
+    """The agent, its guardian, the store's server and the workers all see it jump."""
+    job = launch(
+        f"""
+sys.path.insert(0, {str(Path(jumping_clock.__file__).parent)!r})
+import jumping_clock
+from regrow import heartbeat
+heartbeat.start(60, start_timeout=30)
+tell("jumps", jumping_clock.jumps(), *jumping_clock.clocks_of_timers(os.getpid()))
+if ATTEMPT == 0 and RANK == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if ATTEMPT == 0:
+    forever()
+""",
+        "--heartbeat=0.5",
+        "--max-restarts=1",
+        env={"LD_PRELOAD": jumping_clock.library(tmp_path)},
+    )
+    assert job.finish() == 0, job.output
+    assert sorted(job.news(4)) == [
+        [rank, attempt, "jumps", "True", "1"] for rank in "01" for attempt in "01"
+    ]
+    (expired,) = job.events("timer.expired")
+    assert (expired["heartbeat"], expired["rank"], expired["attempt"]) == (True, 1, 0)
+    failed = [event for event in job.events("worker.failed") if event["root_cause"]]
+    assert [(event["attempt"], event["rank"]) for event in failed] == [(0, 1)]
