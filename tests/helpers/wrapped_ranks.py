@@ -450,8 +450,12 @@ def writes_into_the_store(me: Rank) -> Any:
     def function(call: CallWrapper) -> None:
         with closing(worker_store()) as store:
             changes = store.watch(["inprocess/"], prefix=True, timeout=0.0).changes
-        keys = (change.key for change in changes if change.value is not None)
-        me.seen.append(sorted(key.rpartition("/")[2] for key in keys))
+            keys = (change.key for change in changes if change.value is not None)
+            me.seen.append(sorted(key.rpartition("/")[2] for key in keys))
+            # Who raises interrupts the others, who are to have seen it by then.
+            if store.add(f"saw {call.iteration}", 1) == int(os.environ["WORLD_SIZE"]):
+                store.set(f"all saw {call.iteration}", b"")
+            store.wait([f"all saw {call.iteration}"], LONG)
         if call.iteration < 2:
             raise Played
 

@@ -206,11 +206,13 @@ class CallWrapper:
     def _report(self, error: Exception) -> None:
         left_at = time.monotonic()
         self._state.fn_exception = error
-        logger.error(
-            "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=error
-        )
-        lag = time.monotonic() - left_at
-        self._link.report(self._iteration, Interruption.EXCEPTION.name, describe(error), lag)
+        kind, text = Interruption.EXCEPTION.name, describe(error)
+        try:
+            self._link.report(self._iteration, kind, text, time.monotonic() - left_at)
+        finally:  # others wait for the report, and nobody for the log, which may be slow
+            logger.error(
+                "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=error
+            )
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, ready to enter."""
