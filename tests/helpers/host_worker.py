@@ -1,13 +1,15 @@
-"""A worker that tells what it sees, for jobs on several hosts: `host_worker.py gloo|plain|beating`.
+"""A worker that tells what it sees, for jobs on several hosts: `host_worker.py MODE`.
 
 `gloo` does one all-reduce after the other, `plain` imports nothing and sleeps, `beating` sleeps as
-well, once it has beaten with all others. Everything told is one line of JOB_FOLDER/records, stamped
+well, once it has beaten with all others, and `wrapped` in a function that is restarted in place.
+Everything told is one line of JOB_FOLDER/records, stamped
 by the monotonic clock, which the hosts of a test share; and in JOB_FOLDER/alive each worker keeps
 the time at which it was last seen to run.
 
 What to do is said by files in JOB_FOLDER: `finish` ends all workers well, `fail.HOST` the one on
-that host with exit code 7, and `stop.HOST` stops it, if it beats. With the variable STAYS workers
-that lose the others, or are told to end, do so when there is the file `end`.
+that host with exit code 7, or in place by an exception, and `stop.HOST` stops it, if it beats. With
+the variable STAYS workers that lose the others, or are told to end, do so when there is the file
+`end`.
 """
 
 import json
@@ -76,6 +78,21 @@ def beating() -> None:
         time.sleep(STEP_S)
 
 
+def wrapped() -> None:
+    """Tell of each call of a function that restarts in place, until told how to end."""
+    from regrow.inprocess import CallWrapper, Wrapper
+
+    @Wrapper()
+    def train(call: CallWrapper) -> None:
+        note(f"iteration {call.iteration}")
+        while not (FOLDER / "finish").exists():
+            if asked_to_fail():
+                raise RuntimeError("told to fail")
+            time.sleep(STEP_S)
+
+    train()  # type: ignore[call-arg]
+
+
 def checkpoint(*_: object) -> None:
     """Note that there was time to save."""
     note("checkpoint")
@@ -133,5 +150,5 @@ if "STAYS" in os.environ:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note("started")
 threading.Thread(target=keep_alive, daemon=True).start()
-{"gloo": gloo, "plain": plain, "beating": beating}[sys.argv[1]]()
+{"gloo": gloo, "plain": plain, "beating": beating, "wrapped": wrapped}[sys.argv[1]]()
 note("finished")
