@@ -12,6 +12,9 @@ to be the one. "Killed" is a process that ends, at a quarter, a half and three q
 after a beat in turn; "silent" is one that is there and does nothing. That is known by waiting, and
 ours waits for as long as it says: 3 x (1 + 2) s after the last beat.
 
+**Faults**: what is done to one of a few real worker processes, and when the last of all has ended
+(see `_beat_faults.py`).
+
 **Cost**, at a period of 0.2 s: messages and bytes of a worker and beat, both ways together, the
 processor time of a real worker's process for a beat, and that of the server, for the beat of all
 and for each worker.
@@ -45,6 +48,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from _beat_faults import faults
 
 from regrow.store import ServerProcess, make_token, start_server
 
@@ -386,7 +391,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="runs of killed workers")
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks of the training")
     parser.add_argument("--steps", type=int, default=500, help="steps of such a block")
-    parser.add_argument("--only", choices=("loss", "cost", "training"), help="only this part")
+    parser.add_argument(
+        "--only", choices=("loss", "faults", "cost", "training"), help="only this part"
+    )
     parser.add_argument("--quiet", type=float, metavar="MINUTES", help="only this, for so long")
     options = parser.parse_args()
     if options.quiet:
@@ -394,6 +401,7 @@ def main() -> int:
     else:
         parts: dict[str, Callable[[], list[str]]] = {
             "loss": lambda: losses(options.sizes, options.both, options.runs),
+            "faults": lambda: faults(PERIOD_S, TIMEOUT_S),
             "cost": lambda: costs(options.sizes),
             "training": lambda: training(options.pairs, options.steps),
         }
