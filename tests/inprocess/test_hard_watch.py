@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from queue import SimpleQueue
 
 import pytest
 from processes import PATIENCE
 
-from regrow.inprocess._hard_watch import WORD, HardWatch, Terms
+from regrow.inprocess._hard_watch import GOODBYE, WORD, HardWatch, Terms
+from regrow.inprocess._link import LinkLostError
 from regrow.inprocess._monitor_start import _environment, monitor_name
 
 JOB = f"test-{os.getpid()}"
@@ -50,6 +54,7 @@ def test_a_rank_finds_the_monitor_that_is_there_and_speaks_in_packets(
         watch.change(None)
         assert WORD.unpack(monitor.recv(1 << 16)) == (2, float("inf"))
         watch.close()
+        assert monitor.recv(1 << 16) == GOODBYE
         assert monitor.recv(1 << 16) == b""
 
 
@@ -102,6 +107,41 @@ def test_a_monitor_keeps_nothing_open_that_its_rank_lets_others_inherit() -> Non
         another.connect(monitor_name(f"{JOB}-pipe"))  # it has not ended
     watch.close()
     os.close(reads)
+
+
+def test_a_rank_that_the_monitor_asks_has_another_one_counted_out_at_once(
+    listener: socket.socket,
+) -> None:
+    counted: SimpleQueue[tuple[int, str, str]] = SimpleQueue()
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, lambda *said: counted.put(said))
+    monitor, _ = listener.accept()
+    with monitor:
+        monitor.send(b'[1, "TERMINATED", "it has ended"]')
+        monitor.send(b'[2, "TERMINATED", "it, too"]')
+        assert counted.get(timeout=PATIENCE) == (1, "TERMINATED", "it has ended")
+        assert counted.get(timeout=PATIENCE) == (2, "TERMINATED", "it, too")
+    watch.close()
+
+
+def test_one_that_cannot_have_another_one_counted_out_says_so_and_goes_on(
+    listener: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: SimpleQueue[int] = SimpleQueue()
+
+    def accuse(rank: int, kind: str, message: str) -> None:
+        asked.put(rank)
+        raise LinkLostError("the store is gone")
+
+    threads = threading.active_count()
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, accuse)
+    monitor, _ = listener.accept()
+    with monitor:
+        for rank in (1, 2):
+            monitor.send(json.dumps([rank, "TERMINATED", ""]).encode())
+            assert asked.get(timeout=PATIENCE) == rank
+        assert "a rank that has ended cannot be counted out: the store is gone" in caplog.text
+        watch.close()
+        assert threading.active_count() == threads
 
 
 def test_where_no_monitor_can_be_started_the_training_goes_on_and_it_is_said(

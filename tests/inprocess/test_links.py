@@ -277,6 +277,24 @@ def test_an_accused_rank_is_counted_out_once_and_told_so(opens: Opens) -> None:
     assert entered == [None, None]
 
 
+def test_a_rank_that_ends_before_all_have_joined_is_missed_from_the_first_iteration_on(
+    opens: Opens,
+) -> None:
+    links = [opens(rank, 3) for rank in range(3)]
+    assert not links[0].accuse(1, "TERMINATED", "it came to nothing before it joined")
+    early = [Background(link.join) for link in links[:2]]
+    assert all(call.running() for call in early)
+    accused = Background(eventually, lambda: links[0].accuse(1, "TERMINATED", "it has ended"))
+    assert links[2].join() == 0
+    accused.result()
+    living = [links[0], links[2]]
+    assert early[0].result() == 0
+    everyone(living, lambda link, i: link.enter(0, 2 * i, 3))
+    told = everyone(living, lambda link, _: link.follow(0))
+    assert [kinds(faults) for faults in told] == [[("TERMINATED", 1, "it has ended")]] * 2
+    assert [met.lost for met in healed(living, 0)] == [(1,)] * 2
+
+
 def test_nobody_can_be_accused_when_the_call_is_over(opens: Opens) -> None:
     links = begun(opens, 2)
     assert everyone(links, lambda link, _: link.done(0)) == [None, None]

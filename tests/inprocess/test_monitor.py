@@ -206,7 +206,7 @@ def test_a_monitor_is_light_spares_who_is_not_to_be_judged_and_ends_with_its_ran
     wait_until(lambda: not list(tmp_path.glob("*.pid")), "the monitor removes its pid files")
 
 
-def test_a_rank_that_has_ended_before_it_was_looked_at_is_nothing_to_speak_of(
+def test_a_process_that_has_ended_before_it_said_anything_is_nothing_to_speak_of(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     name = f"\0regrow-test-{os.getpid()}"
@@ -215,7 +215,5 @@ def test_a_rank_that_has_ended_before_it_was_looked_at_is_nothing_to_speak_of(
         listener.bind(name)
         listener.listen()
         subprocess.run([sys.executable, "-S", "-c", f"import socket; {connect}"], check=True)
-        monitor = Monitor(listener)
-        monitor._accept()
-        assert not monitor._watched
+        Monitor(listener).run()
     assert capfd.readouterr() == ("", "")

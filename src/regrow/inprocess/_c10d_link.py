@@ -9,10 +9,12 @@ writes down how they met.
 first two living ones; and all watch these. Whose number has not changed for `Timeouts.heartbeat` by
 its watcher's clock is counted out. A rank that holds the interpreter's lock for as long is, too.
 
-What this cannot give, and the store server can: nothing tells that a process has ended but its
-silence; a store that a rank hosts ends with it; and who completes a barrier and dies before it has
-told the others leaves them waiting for its time-out. There is no common clock, so `Fault.at` and
-`Faults.now` are 0. Use it where a store of c10d is given; everything else is better off with ours.
+What this cannot give, and the store server can: the store itself does not tell that a process has
+ended. The monitor of its host does, to the ranks beside it (`_monitor`); where there are none, only
+its silence. A store that a rank hosts ends with it; and who completes a barrier and dies before it
+has told the others leaves them waiting for its time-out. There is no common clock, so `Fault.at`
+and `Faults.now` are 0. Use it where a store of c10d is given; everything else is better off with
+ours.
 """
 
 from __future__ import annotations
@@ -187,7 +189,11 @@ class C10dLink:
         return rules.faults_of(self._keys, iteration)
 
     def accuse(self, rank: int, kind: str, message: str) -> bool:
-        """See `Link.accuse`."""
+        """See `Link.accuse`; of a rank that has joined, it waits until all have."""
+        if not self._keys.there(f"join/{rank}"):
+            return False
+        if self._keys.wait("joined", self._timeouts.barrier) is None:
+            return False
         return rules.accuse(self._keys, Fault(kind, rank, message, 0.0))
 
     def close(self) -> None:

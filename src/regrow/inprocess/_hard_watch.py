@@ -7,8 +7,12 @@ process of its own (`_monitor`), one for the ranks of a job on a host.
 A word is one packet, and never waits: if there is no room the next one says the same. A monitor
 that is gone is started again by the thread that looks for progress.
 
-The monitor itself can tell a store of ours of a rank that it ends. A c10d store is torch's, which
-it does not load. There it has the other ranks of the host tell, in packets the other way.
+The monitor itself can tell a store of ours of a rank that it ends, or that has ended. A c10d store
+is torch's, which it does not load. There it has the other ranks of the host tell, in packets the
+other way, for which a thread of each sleeps.
+
+Who needs the monitor no more says goodbye. An end of the connection without it says nothing yet:
+the process may have ended, which the monitor then hears from the kernel, or comes back.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import math
 import os
 import socket
 import struct
+import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -35,10 +40,14 @@ logger = get_logger(__name__)
 WORD: Final = struct.Struct("<Qd")
 """The number of the last change, and until when this rank may go on, in seconds of
 CLOCK_MONOTONIC."""
+GOODBYE: Final = b"goodbye"
+"""The last packet of a rank that needs no monitor any more."""
 LONGEST: Final = 1 << 16
 """Bytes of a packet, at most."""
 _LONGEST_PAUSE: Final = 60.0
 """Seconds between two attempts to start a monitor again, at most."""
+_LEAVE_TIME: Final = 1.0
+"""Seconds for the thread to end at the end of the call; one that waits for the store is left."""
 
 
 class Terms(NamedTuple):
@@ -52,6 +61,8 @@ class Terms(NamedTuple):
     """Seconds from SIGTERM to SIGKILL."""
     group: str
     """The name of the rank's group in its store."""
+    process: str = ""
+    """The name of this process there; empty: the rank has never another one."""
     endpoint: str = ""
     """Where the store is that the others are told by; empty: the ranks of this host tell them."""
     token: str = ""
@@ -68,7 +79,8 @@ class HardWatch:
     Args:
         terms: of the rank.
         job: what the ranks share that one monitor watches.
-        accuse: has another rank counted out, as `Link.accuse`; called when the monitor asks for it.
+        accuse: has another rank counted out, as `Link.accuse`; called when the monitor asks for it,
+            in a thread of its own.
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class HardWatch:
         self._pid = os.getpid()
         self._job = job
         self._socket: socket.socket | None = None
+        self._ear: threading.Thread | None = None
         self._said: bytes = b""  # the last word that has arrived
         self._pause = 1.0
         self._try_at = 0.0
@@ -110,13 +123,11 @@ class HardWatch:
         if word == self._said or connection is None or self._pid != os.getpid():
             return  # a fork has its parent's connection, and nothing to say
         try:
-            connection.send(word)
+            connection.send(word, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return  # the next one says the same
         except OSError:
-            self._said = b""
-            self._socket = None
-            connection.close()
+            self._lost(connection)
             return
         self._said = word
 
@@ -129,7 +140,8 @@ class HardWatch:
         """
         if self._started:
             self._reap()
-        self.listen()
+        if self._accuse is None:
+            self._look()
         if self._socket is not None or time.monotonic() < self._try_at:
             return
         lost, self._try_at = bool(self._try_at), time.monotonic() + self._pause
@@ -143,10 +155,11 @@ class HardWatch:
             )
         try:
             connection, self._started = reach(self._job)
-            connection.setblocking(False)
+            connection.setblocking(True)  # whatever the default is: who listens waits
             # In one packet: between two, the main thread may take the interpreter's lock for good.
             first = {"change": change, "until": math.inf if until is None else until}
-            connection.send(json.dumps({"terms": self._terms._asdict(), **first}).encode())
+            packet = json.dumps({"terms": self._terms._asdict(), **first}).encode()
+            connection.send(packet, socket.MSG_DONTWAIT)
         except OSError as error:
             logger.error(
                 "nobody keeps the hard time-out of %g s of initial rank %d: no monitor can be "
@@ -158,39 +171,63 @@ class HardWatch:
             return
         self._said = b""
         self._socket = connection
+        if self._accuse is not None:
+            self._ear = threading.Thread(
+                target=self._listen,
+                args=(connection, self._accuse),
+                name="regrow-monitor",
+                daemon=True,
+            )
+            self._ear.start()
 
     def close(self) -> None:
         """This rank needs no monitor any more."""
         connection, self._socket = self._socket, None
+        if connection is not None and self._pid == os.getpid():
+            with suppress(OSError):
+                connection.send(GOODBYE, socket.MSG_DONTWAIT)
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes who listens
+        if self._ear is not None:
+            self._ear.join(_LEAVE_TIME)
         if connection is not None:
             connection.close()
         if self._started:
             self._reap()
 
-    @property
-    def speaks_for_others(self) -> bool:
-        """Whether the monitor may have something for this rank to tell."""
-        return self._accuse is not None
+    def _listen(self, connection: socket.socket, accuse: Callable[[int, str, str], object]) -> None:
+        """Hear of other ranks that have ended, or are being ended, until the monitor's end."""
+        while packet := self._received(connection):
+            try:
+                accuse(*json.loads(packet))
+            except LinkError as error:
+                if self._socket is connection:  # else this call is over, and its link closed
+                    logger.warning("a rank that has ended cannot be counted out: %s", error)
+        self._lost(connection)
 
-    def listen(self) -> None:
-        """Hear of another rank that is being ended, or of the monitor's end."""
+    def _look(self) -> None:
+        """Notice that the monitor has ended; where nobody listens."""
         connection = self._socket
         if connection is None:
             return
+        with suppress(BlockingIOError):
+            if not self._received(connection, socket.MSG_DONTWAIT):
+                self._lost(connection)
+
+    @staticmethod
+    def _received(connection: socket.socket, flags: int = 0) -> bytes:
+        """Return a packet; nothing at the end of the connection."""
         try:
-            packet = connection.recv(LONGEST)
+            return connection.recv(LONGEST, flags)
         except BlockingIOError:
-            return
+            raise
         except OSError:
-            packet = b""
-        if not packet:
+            return b""
+
+    def _lost(self, connection: socket.socket) -> None:
+        if self._socket is connection:
             self._socket, self._said = None, b""
-            connection.close()
-        elif self._accuse is not None:
-            try:
-                self._accuse(*json.loads(packet))
-            except LinkError as error:
-                logger.warning("a rank that is ended cannot be counted out: %s", error)
+        connection.close()
 
     def _reap(self) -> None:
         """Wait for what was started, which ends at once."""

@@ -1,15 +1,15 @@
-"""The monitor of a host: the process that ends ranks which make no progress.
+"""The monitor of a host: the process that ends ranks which hang, and tells of those that ended.
 
 It is one process for the ranks of a job on a host, which find it as `_monitor_start` says; it
 loads neither torch nor anything of the job. Each rank has a connection; the kernel says whose that
-is. When a rank's deadline has passed (`_hard_deadlines`), a thread of its own ends that rank, and
-the others are watched meanwhile:
+is, and when that process has ended. When a rank's deadline has passed (`_hard_deadlines`), a thread
+of its own ends that rank (`_monitor_end`), and the others are watched meanwhile.
 
-    stacks ─► the store is told: HARD_TIMEOUT ─► SIGTERM, SIGCONT ─► grace ─► SIGKILL
-
-The store comes before the signal: at the end of the process it would take the rank for one that has
-died by itself. A store that does not answer puts the signal off by a few seconds, and no more.
-A process that is stopped takes SIGTERM when it is continued, and runs nothing in between.
+**A process that ends** without a goodbye takes its rank along, and the store is told: TERMINATED.
+That is seen by the end of the process, and not of the connection. The kernel closes a process's
+connections some time before it is over; a rank may come back over a new one; and a child that it
+has forked may hold the connection for longer than the rank lives. So a connection that ends is put
+aside, and the process is waited for.
 
 The monitor ends with its ranks. It takes no more connections then, serves those that were made
 before, and lets go of its socket, so that whoever comes later starts another one.
@@ -21,25 +21,19 @@ import json
 import math
 import os
 import select
-import signal
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
 from regrow.inprocess._hard_deadlines import HardDeadlines
-from regrow.inprocess._hard_watch import LONGEST, WORD, Terms
+from regrow.inprocess._hard_watch import GOODBYE, LONGEST, WORD, Terms
+from regrow.inprocess._monitor_end import end_rank
 from regrow.inprocess._monitor_start import LISTENER
-from regrow.timer._capture import Target, capture
-from regrow.timer._frames import where
+from regrow.inprocess._telling import TERMINATED, End, Teller, note, tell_ranks
 
-HARD_TIMEOUT: Final = "HARD_TIMEOUT"
-"""As `attribution.Interruption` names it."""
-VISIT: Final = 2.0
-"""Seconds that the store may take to be reached, and to answer."""
 FIRST_RANK: Final = 30.0
 """Seconds in which the rank that has started the monitor has to connect to it."""
 _PEER: Final = struct.Struct("3i")
@@ -48,26 +42,21 @@ _PEER: Final = struct.Struct("3i")
 class Watched:
     """One rank's process."""
 
-    __slots__ = ("connection", "pid", "pidfd", "terms")
+    __slots__ = ("connection", "is_being_ended", "pid", "pidfd", "terms")
 
     def __init__(self, connection: socket.socket) -> None:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         pid, uid, _ = _PEER.unpack(raw)
         if uid != os.getuid() or pid <= 0:
             raise PermissionError(f"process {pid} of user {uid} is none to be signalled from here")
-        self.connection = connection
+        self.connection: socket.socket | None = connection
+        """None when it has ended; the process will, or comes back."""
         self.pid = pid
-        self.pidfd = os.pidfd_open(pid)
+        self.pidfd = _pidfd(pid)
         self.terms: Terms | None = None
         """Known with the first packet."""
-
-    def forget(self) -> None:
-        """Let go of it."""
-        self.connection.close()
-        os.close(self.pidfd)
-        if self.terms is not None and self.terms.pidfile:
-            with suppress(OSError):
-                os.unlink(self.terms.pidfile)
+        self.is_being_ended = False
+        """From here, of which the others know."""
 
 
 class Monitor:
@@ -82,9 +71,10 @@ class Monitor:
         self._listener = listener
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        self._deadlines = HardDeadlines()
+        self._deadlines = HardDeadlines()  # by pidfd
         self._watched: dict[int, Watched] = {}  # by connection and by pidfd
         self._endings: list[threading.Thread] = []
+        self._teller = Teller()
 
     def run(self) -> None:
         """Watch."""
@@ -99,6 +89,7 @@ class Monitor:
             self._sleep(self._deadlines.next())
         for ending in self._endings:
             ending.join()
+        self._teller.close()
 
     def _sleep(self, until: float) -> None:
         """Sleep, and do what there is to be done."""
@@ -107,16 +98,16 @@ class Monitor:
         ready = self._poll.poll(left)
         slept = self._deadlines.woke(begin, until, time.monotonic())
         if slept:
-            _note("", f"the host stood still for {slept:.3f} s, which does not count")
-        heard = [fd for fd, _ in ready if fd != self._listener.fileno()]
-        for fd in heard:
+            note("", f"the host stood still for {slept:.3f} s, which does not count")
+        self._accept()  # first: what a process has said over all its connections, it said living
+        for fd, _ in ready:
             watched = self._watched.get(fd)
             if watched is not None:
-                self._hear(watched, ended=fd == watched.pidfd)
-        if len(heard) < len(ready):  # last: who is new may have a number that was another's
-            self._accept()
-        for fd in self._deadlines.due(time.monotonic()):
-            self._end(self._watched[fd])
+                self._hear(watched)
+                if fd == watched.pidfd and fd in self._watched:
+                    self._ended(watched)
+        for pidfd in self._deadlines.due(time.monotonic()):
+            self._end(self._watched[pidfd])
 
     def _accept(self) -> None:
         while True:
@@ -127,121 +118,121 @@ class Monitor:
             connection.setblocking(False)
             try:
                 watched = Watched(connection)
-            except ProcessLookupError:  # it has ended since, and needs no watching
-                connection.close()
-                continue
             except OSError as error:
-                _note("", f"a connection is refused: {error}")
+                note("", f"a connection is refused: {error}")
                 connection.close()
                 continue
             for fd in (connection.fileno(), watched.pidfd):
                 self._watched[fd] = watched
                 self._poll.register(fd, select.POLLIN)
+            self._hear(watched)
 
-    def _hear(self, watched: Watched, *, ended: bool) -> None:
-        """Take what a rank has said; it is forgotten when it has no more to say."""
-        who = watched.connection.fileno()
-        while True:
+    def _hear(self, watched: Watched) -> None:
+        """Take what a rank has said."""
+        while (connection := watched.connection) is not None:
             try:
-                packet = watched.connection.recv(LONGEST)
+                packet = connection.recv(LONGEST)
             except BlockingIOError:
-                break
+                return
             except OSError:
                 packet = b""
             if not packet:
-                ended = True
-                break
-            try:
-                if watched.terms is None:
-                    first = json.loads(packet)
-                    watched.terms = Terms(**first["terms"])
-                    self._deadlines.said(who, first["change"], first["until"])
-                    _publish(watched.terms)
-                else:
-                    self._deadlines.said(who, *WORD.unpack(packet))
-            except (ValueError, TypeError, LookupError, struct.error) as error:
-                _note("", f"process {watched.pid} is not understood: {error}: {packet!r:.200}")
-                ended = True
-                break
-        if ended:
-            self._deadlines.gone(who)
-            for fd in (who, watched.pidfd):
-                del self._watched[fd]
-                self._poll.unregister(fd)
-            watched.forget()
+                self._hang_up(watched)
+            elif packet == GOODBYE:
+                self._forget(watched)
+            else:
+                try:
+                    self._take(watched, packet)
+                except (ValueError, TypeError, LookupError, struct.error) as error:
+                    note("", f"process {watched.pid} is not understood: {error}: {packet!r:.200}")
+                    self._forget(watched)
+
+    def _take(self, watched: Watched, packet: bytes) -> None:
+        """Take a packet; raises if it makes no sense."""
+        if watched.terms is not None:
+            self._deadlines.said(watched.pidfd, *WORD.unpack(packet))
+            return
+        first = json.loads(packet)
+        terms = Terms(**first["terms"])
+        for other in list(self._watched.values()):  # it has come back
+            known = other.terms
+            if known is not None and (other.pid, known.group, known.rank) == (
+                watched.pid,
+                terms.group,
+                terms.rank,
+            ):
+                self._forget(other)
+        watched.terms = terms
+        self._deadlines.said(watched.pidfd, first["change"], first["until"])
+        _publish(terms)
+        if terms.endpoint:
+            self._teller.prepare()
+
+    def _hang_up(self, watched: Watched) -> None:
+        """Close a connection; nothing is known of the process."""
+        connection, watched.connection = watched.connection, None
+        self._deadlines.gone(watched.pidfd)
+        if connection is not None:
+            del self._watched[connection.fileno()]
+            self._poll.unregister(connection)
+            connection.close()
+
+    def _forget(self, watched: Watched) -> None:
+        """Let go of a rank."""
+        self._hang_up(watched)
+        if self._watched.pop(watched.pidfd, None) is None:
+            return
+        self._poll.unregister(watched.pidfd)
+        os.close(watched.pidfd)
+        if watched.terms is not None and watched.terms.pidfile:
+            with suppress(OSError):
+                os.unlink(watched.terms.pidfile)
+
+    def _ended(self, watched: Watched) -> None:
+        """A process has ended without a goodbye."""
+        self._forget(watched)
+        terms = watched.terms
+        if terms is None or watched.is_being_ended:
+            return
+        said = f"process {watched.pid} on {socket.gethostname()} has ended"
+        end = End(terms, TERMINATED, said)
+        if terms.endpoint:
+            self._teller.tell(end)
+        else:
+            tell_ranks(end, self._group(terms))
 
     def _end(self, watched: Watched) -> None:
         terms = watched.terms
         assert terms is not None  # it has a deadline
+        watched.is_being_ended = True
         process = os.dup(watched.pidfd)
-        group = [
-            each.connection
-            for fd, each in self._watched.items()
-            if fd != each.pidfd and each.terms is not None and each.terms.group == terms.group
-        ]
-        ending = threading.Thread(target=end, args=(terms, watched.pid, process, group))
+        ending = threading.Thread(
+            target=end_rank, args=(terms, watched.pid, process, self._group(terms))
+        )
         self._endings = [each for each in self._endings if each.is_alive()]
         self._endings.append(ending)
         ending.start()
 
+    def _group(self, terms: Terms) -> list[socket.socket]:
+        """The connections of a group's ranks."""
+        return [
+            each.connection
+            for fd, each in self._watched.items()
+            if fd == each.pidfd
+            and each.connection is not None
+            and each.terms is not None
+            and each.terms.group == terms.group
+        ]
 
-def end(terms: Terms, pid: int, pidfd: int, group: Sequence[socket.socket]) -> None:
-    """End a rank.
 
-    Args:
-        terms: the rank's.
-        pid: its process.
-        pidfd: of that process; closed when it has ended.
-        group: the connections of its group's ranks on this host, which tell the others where the
-            monitor cannot.
-    """
+def _pidfd(pid: int) -> int:
+    """Return a descriptor that is readable when a process has ended."""
     try:
-        dump = capture([Target(pid, pidfd)])[pid]
-        message = f"no progress for {terms.hard:g} s: {where(dump)}"
-        _note(
-            terms.logfile,
-            f"initial rank {terms.rank} (process {pid}) is ended: {message}\n{dump.text}".rstrip(),
-        )
-        _tell(terms, message, group)
-        if not _signalled(pidfd, terms.grace, signal.SIGTERM, signal.SIGCONT):
-            _note(
-                terms.logfile,
-                f"initial rank {terms.rank} (process {pid}) has not ended within {terms.grace:g} s "
-                f"of SIGTERM, and is killed",
-            )
-            _signalled(pidfd, terms.grace, signal.SIGKILL)
-    finally:
-        os.close(pidfd)
-
-
-def _signalled(pidfd: int, patience: float, *signals: int) -> bool:
-    """Send a process signals; whether it has ended within so many seconds."""
-    for each in signals:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, each)
-    ended = select.poll()
-    ended.register(pidfd, select.POLLIN)
-    return bool(ended.poll(math.ceil(patience * 1000)))
-
-
-def _tell(terms: Terms, message: str, group: Sequence[socket.socket]) -> None:
-    """Have the rank counted out by the store, for this reason."""
-    if not terms.endpoint:
-        for connection in group:  # its own as well: it will not read that
-            with suppress(OSError):
-                connection.send(json.dumps([terms.rank, HARD_TIMEOUT, message]).encode())
-        return
-    from regrow.inprocess._accuse import accuse
-    from regrow.store import StoreError
-    from regrow.store._worker import visit
-
-    try:
-        with visit(terms.endpoint, bytes.fromhex(terms.token), VISIT) as client:
-            accuse(client, terms.rank, HARD_TIMEOUT, message, group=terms.group, timeout=VISIT)
-    except StoreError as error:
-        _note(
-            terms.logfile, f"the other ranks cannot be told of initial rank {terms.rank}: {error}"
-        )
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # it has, and was waited for
+        reads, writes = os.pipe2(os.O_CLOEXEC)
+        os.close(writes)
+        return reads
 
 
 def _publish(terms: Terms) -> None:
@@ -252,22 +243,7 @@ def _publish(terms: Terms) -> None:
         with open(terms.pidfile, "w", encoding="utf-8") as file:
             file.write(f"{os.getpid()}\n")
     except OSError as error:
-        _note(terms.logfile, f"the monitor's pid cannot be written to {terms.pidfile}: {error}")
-
-
-def _note(path: str, text: str) -> None:
-    """Say something, in a file if there is one to be written, else on stderr."""
-    line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} regrow monitor: {text}\n"
-    if path:
-        try:
-            with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(line)
-        except OSError as error:
-            line = f"{line}{path} cannot be written: {error}\n"
-        else:
-            return
-    with suppress(OSError):
-        os.write(2, line.encode(errors="backslashreplace"))
+        note(terms.logfile, f"the monitor's pid cannot be written to {terms.pidfile}: {error}")
 
 
 def serve() -> None:

@@ -45,7 +45,7 @@ def open_link(
 
 
 def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) -> HardWatch:
-    """Return what keeps this rank's hard time-out.
+    """Return what keeps this rank's hard time-out, and tells of its end.
 
     Args:
         store: as in `open_link`.
@@ -55,6 +55,7 @@ def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) 
         config: the wrapper's.
     """
     from regrow.inprocess._hard_watch import HardWatch, Terms
+    from regrow.inprocess._service_link import ServiceLink
 
     terms = Terms(
         rank,
@@ -64,10 +65,11 @@ def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) 
         logfile=(config.monitor_process_logfile or "").format(rank=rank),
         pidfile=(config.monitor_process_pidfile or "").format(rank=rank),
     )
-    if not isinstance(store, TCPStore):
+    if not isinstance(link, ServiceLink):
         return HardWatch(terms, group.rpartition("/")[0], link.accuse)
     endpoint, token = store.whereabouts()
-    return HardWatch(terms._replace(endpoint=endpoint, token=token.hex()), endpoint)
+    known = {"process": link.process, "endpoint": endpoint, "token": token.hex()}
+    return HardWatch(terms._replace(**known), endpoint)
 
 
 def group_name(environ: Mapping[str, str] = os.environ) -> str:

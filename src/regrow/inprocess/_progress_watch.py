@@ -124,12 +124,8 @@ class SoftWatch:
             self._outside.close()
 
     def _run(self) -> None:
-        outside = self._outside
-        pause = self._interval if outside is not None and outside.speaks_for_others else None
         while True:
-            while not self._begun.wait(pause):
-                if outside is not None:
-                    outside.listen()
+            self._begun.wait()
             if self._end.is_set():
                 return
             self._begun.clear()

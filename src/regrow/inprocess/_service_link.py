@@ -94,6 +94,11 @@ class ServiceLink:
         self._client: StoreClient | None = None
         self._begin(timeouts.barrier)
 
+    @property
+    def process(self) -> str:
+        """The name by which the server knows this process."""
+        return self._me[2]
+
     def join(self) -> int:
         """See `Link.join`."""
         question = messages.Join(*self._me, self._size, self._timeouts)

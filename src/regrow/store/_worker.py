@@ -143,7 +143,7 @@ def visit(endpoint: str, token: bytes, timeout: float) -> StoreClient:
     Raises:
         StoreError: it cannot be reached in `timeout` seconds; says why.
     """
-    return _connect(endpoint, token, timeout)
+    return _connect(endpoint, token, timeout, refusal_is_final=True)
 
 
 def _agents(

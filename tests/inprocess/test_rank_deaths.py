@@ -1,0 +1,241 @@
+"""A rank whose process ends is counted out at once by the monitor of its host, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import PATIENCE
+from storing import Background, ServerThread
+
+from regrow.inprocess._hard_watch import GOODBYE, Terms
+from regrow.inprocess._link import Faults, Timeouts
+from regrow.inprocess._monitor import Monitor
+from regrow.inprocess._service import InprocessService
+from regrow.inprocess._service_link import ServiceLink
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "watched_rank.py"
+NAME = f"regrow-test-deaths-{os.getpid()}"
+FOREVER = float("inf")
+
+
+def first_packet(terms: Terms, until: float = FOREVER) -> str:
+    return json.dumps({"terms": terms._asdict(), "change": 0, "until": until})
+
+
+class Rank:
+    """A process that a monitor watches."""
+
+    def __init__(self, terms: Terms, until: float = FOREVER) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(SCRIPT), NAME, first_packet(terms, until)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+
+    def does(self, word: str) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+    def dies(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Host:
+    """A monitor, and a rank beside the others, which is this process."""
+
+    def __init__(self) -> None:
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(f"\0{NAME}")
+        self.listener.listen()
+        self.beside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.beside.settimeout(PATIENCE)
+        self.beside.connect(f"\0{NAME}")
+        self.beside.send(first_packet(Terms(0, 90.0, 5.0, "group")).encode())
+        self.monitor = threading.Thread(target=Monitor(self.listener).run, daemon=True)
+        self.ranks: list[Rank] = []
+
+    def has(self, rank: int, *, until: float = FOREVER, **terms: str) -> Rank:
+        self.ranks.append(Rank(Terms(rank, 90.0, 5.0, "group", **terms), until))
+        return self.ranks[-1]
+
+    def told(self) -> list[Any]:
+        """What the rank beside the others is asked to have counted out: rank, kind, message."""
+        told: list[Any] = json.loads(self.beside.recv(1 << 16))
+        return told
+
+    def ends(self) -> None:
+        """The rank beside the others leaves, and the monitor has nobody to watch."""
+        self.beside.send(GOODBYE)
+        self.beside.close()
+        self.monitor.join(PATIENCE)
+        assert not self.monitor.is_alive()
+
+
+@pytest.fixture
+def host(capfd: pytest.CaptureFixture[str]) -> Iterator[Host]:
+    host = Host()
+    host.monitor.start()
+    yield host
+    for rank in host.ranks:
+        rank.dies()
+    if host.beside.fileno() >= 0:
+        host.ends()
+    assert capfd.readouterr() == ("", "")
+
+
+def ended(rank: Rank, number: int) -> list[Any]:
+    said = f"process {rank.process.pid} on {socket.gethostname()} has ended"
+    return [number, "TERMINATED", said]
+
+
+def test_ranks_beside_it_are_told_of_a_process_that_is_killed(host: Host) -> None:
+    rank = host.has(1)
+    rank.dies()
+    assert host.told() == ended(rank, 1)
+
+
+def test_a_rank_that_has_said_goodbye_may_end(host: Host) -> None:
+    left, killed = host.has(1), host.has(2)
+    left.does(f"send {GOODBYE.decode()}")
+    left.dies()
+    killed.dies()
+    assert host.told() == ended(killed, 2)
+
+
+def test_a_connection_that_ends_is_no_death_and_the_process_is_waited_for(host: Host) -> None:
+    quiet, killed = host.has(1), host.has(2)
+    quiet.does("close")
+    killed.dies()
+    assert host.told() == ended(killed, 2)
+    quiet.dies()
+    assert host.told() == ended(quiet, 1)
+
+
+def test_a_rank_that_has_come_back_over_another_connection_dies_once(host: Host) -> None:
+    rank, last = host.has(1), host.has(2)
+    rank.does("connect")
+    rank.does("close")
+    rank.does("connect")
+    rank.dies()
+    assert host.told() == ended(rank, 1)
+    last.dies()
+    assert host.told() == ended(last, 2)
+
+
+def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Host) -> None:
+    rank = host.has(1)
+    child = int(rank.does("fork"))
+    try:
+        rank.process.kill()
+        assert host.told() == ended(rank, 1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_that_the_monitor_ends_is_told_of_once(
+    host: Host, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hung, killed = host.has(1, until=time.monotonic()), host.has(2)
+    assert host.told()[:2] == [1, "HARD_TIMEOUT"]
+    assert hung.process.wait(PATIENCE) == -signal.SIGTERM
+    killed.dies()
+    assert host.told() == ended(killed, 2)
+    assert f"initial rank 1 (process {hung.process.pid}) is ended" in capfd.readouterr().err
+
+
+def test_a_rank_that_has_ended_before_the_monitor_looked_is_told_of() -> None:
+    host = Host()
+    rank = host.has(1)
+    rank.dies()
+    host.monitor.start()
+    assert host.told() == ended(rank, 1)
+    host.ends()
+
+
+# ----------------------------------------------------------------------- over a store of ours
+
+
+class Crowd:
+    """A group of three ranks that runs, over a store."""
+
+    def __init__(self, server: ServerThread) -> None:
+        timeouts = Timeouts(barrier=PATIENCE)
+        self.links = [
+            ServiceLink(lambda _: server.connect(), "group", rank, 3, timeouts) for rank in range(3)
+        ]
+        self._everyone(lambda rank: self.links[rank].join())
+        self._everyone(lambda rank: self.links[rank].enter(0, rank, 3))
+        self.server = server
+
+    def rank(self, host: Host, rank: int, process: str = "") -> Rank:
+        """A process that a monitor watches as one of the group."""
+        return host.has(
+            rank,
+            process=process or self.links[rank].process,
+            endpoint=self.server.endpoint,
+            token=self.server.token.hex(),
+        )
+
+    @staticmethod
+    def _everyone(call: Callable[[int], object]) -> None:
+        for each in [Background(call, rank) for rank in range(3)]:
+            each.result()
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    server = ServerThread(services={"inprocess": InprocessService()})
+    crowd = Crowd(server)
+    yield crowd
+    for link in crowd.links:
+        link.close()
+    server.stop()
+
+
+def test_a_store_of_ours_is_told_by_the_monitor_itself(host: Host, crowd: Crowd) -> None:
+    rank = crowd.rank(host, 1)
+    rank.dies()  # its session with the store lives on, in this process
+    faults = crowd.links[0].follow(0)
+    assert isinstance(faults, Faults)
+    assert [[f.rank, f.kind, f.message] for f in faults.records] == [ended(rank, 1)]
+
+
+def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(
+    host: Host, crowd: Crowd
+) -> None:
+    crowd.rank(host, 1, "the one before").dies()
+    crowd.rank(host, 2).dies()
+    faults = crowd.links[0].follow(0)
+    assert isinstance(faults, Faults)
+    host.ends()  # all is told
+    assert crowd.links[0].accuse(1, "TERMINATED", "for another reason")
+
+
+def test_a_store_that_is_gone_is_nothing_to_speak_of_and_holds_nobody_up(host: Host) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    where = f"127.0.0.1:{port}"
+    token = (b"t" * 16).hex()
+    ranks = [host.has(rank, endpoint=where, token=token) for rank in (1, 2)] + [host.has(3)]
+    for rank in ranks:
+        rank.dies()
+    assert host.told() == ended(ranks[2], 3)
+    host.ends()
