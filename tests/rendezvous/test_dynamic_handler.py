@@ -665,7 +665,7 @@ def test_no_answer_to_an_earlier_beat_revives_a_lease(news: Refused | None) -> N
     touch.seat(Seated("a", 3, 0, 1, "host", "digest", 1, 0))
     touch._renew("a", 1, time.monotonic(), holds=True)  # on its way since round 1
     assert leases[-1] == over
-    touch._lapse()  # begun before the node had its new seat
+    touch._lease.lapse(1)  # begun before the node had its new seat
     touch._renew("a", 3, time.monotonic(), holds=True)
     assert leases[-1] > time.monotonic()
     assert len(leases) == 4  # none, one, its end, the next

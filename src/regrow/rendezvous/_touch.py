@@ -2,17 +2,10 @@
 
 Three threads, because none of this may wait for the other. One beats: it says once in every
 keep-alive interval that the node is alive, and each answer renews the lease under which the node
-runs its workers. One follows the rounds, and tells whoever subscribed what concerns them. One has
-an eye on the time, since a call can hang. Calls of the node itself (`call`) are made from the
-caller's thread, and the answers go the same way as what the follower hears, so there is one latest
-view.
-
-**The lease** counts from when a beat was *sent*: whoever answered it may have done so at once, and
-counts the silence from then. So a node that gets no answer knows when its lease ends without
-asking anyone, and that is when it says that touch is lost. Its workers are killed then, by another
-process that was told of each renewal; this one only finds out what to do next. A node that hears
-that it was given up ends the lease at once, since its seat may be another's already. No answer to a
-beat for that seat moves it on again; the next seat has a lease of its own.
+runs its workers (`_lease`). One follows the rounds, and tells whoever subscribed what concerns
+them. One has an eye on the time, since a call can hang: touch is lost when nothing was answered for
+as long as a lease lasts. Calls of the node itself (`call`) are made from the caller's thread, and
+the answers go the same way as what the follower hears, so there is one latest view.
 
 **A life** is one id of the node. When the others have given the node up it comes back under a new
 id, and the thread that followed the old one ends at its next turn; what is still said about the
@@ -28,9 +21,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from regrow.rendezvous._errors import RendezvousConnectionError, RendezvousGracefulExitError
+from regrow.rendezvous._lease import Lease
 from regrow.rendezvous._news import Close, Heard, RoundEnded, Seated, subject
 from regrow.rendezvous._waiting import Told, given_up, tidings
 from regrow.utils import get_logger
@@ -45,8 +39,6 @@ if TYPE_CHECKING:
     from regrow.rendezvous._waiting import Tidings
 
     Subscriber = Callable[[object], None]
-
-T = TypeVar("T")
 
 _TURN = 20.0  # seconds for which the follower is blocked before it asks whether it is still needed
 
@@ -95,15 +87,14 @@ class Touch:
         self._answered = 0.0
         self._beaten = 0.0
         self._trouble = "nobody answers"
-        self._lease = 0.0
-        self._given_up = False
+        self._lease = Lease(bounds.lease, clock, threads)
         self._parted = 0  # the last round that this node leaves by its own decision
-        self._keeping = threads.Lock()  # what the keepers are told is told in order
         self._threads: set[Thread] = set()
         self._telling = threads.RLock()
         self._news: deque[Tidings] = deque()
         self._subscribers: dict[object, Subscriber] = {}
-        self._keepers: dict[object, Callable[[float], None]] = {}
+        self.keep_lease = self._lease.keep
+        """See `PushingRendezvousHandler.keep_lease`."""
 
     # --- the node's own thread
 
@@ -141,9 +132,9 @@ class Touch:
 
     def seat(self, seated: Seated) -> None:
         """The node takes its seat: from now on its agent is told about this round."""
+        self._lease.begin(seated.round)
         with self.changed:
             self._token, self._told = seated.round, Told(seated.round)
-            self._given_up = False
             self._beat_now = True
             self._beaten = self._clock()
             self.changed.notify_all()
@@ -188,22 +179,13 @@ class Touch:
 
     def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
         """See `PushingRendezvousHandler.subscribe`."""
-        return self._add(self._subscribers, subscriber)
-
-    def keep_lease(self, renewed: Callable[[float], None]) -> Callable[[], None]:
-        """See `PushingRendezvousHandler.keep_lease`."""
-        with self._keeping:
-            renewed(self._lease or self._clock())
-            return self._add(self._keepers, renewed)
-
-    def _add(self, to: dict[object, T], callback: T) -> Callable[[], None]:
         key = object()
         with self.changed:
-            to[key] = callback
+            self._subscribers[key] = subscriber
 
         def stop() -> None:
             with self.changed:
-                to.pop(key, None)
+                self._subscribers.pop(key, None)
 
         return stop
 
@@ -316,11 +298,10 @@ class Touch:
             self._told, news = tidings(before, view, id)
             self._news += news
             over = self._told.ended is not None and before.ended is None
-            lapses = given_up(self._told, view) and not self._given_up
-            self._given_up = self._given_up or lapses
+            lapsed = self._told.round if given_up(self._told, view) else 0
             self.changed.notify_all()
-        if lapses:
-            self._lapse()
+        if lapsed:
+            self._lease.lapse(lapsed)
         if over:
             self._driver.end_round_store()
         self._tell()
@@ -330,30 +311,12 @@ class Touch:
             # The lease ran out while this process was stopped, and others may have counted on it.
             self._lose(id)
         self._beaten = sent
-        with self._keeping:
-            with self.changed:
-                if self._over(id):
-                    return
-                self._answer(sent)
-                if not holds or token != self._token or self._given_up:
-                    return
-                self._lease = max(self._lease, sent + self._bounds.lease)
-            self._tell_keepers()
-
-    def _lapse(self) -> None:
-        """The seat was given up, so the workers in it may run no longer."""
-        with self._keeping:
-            with self.changed:
-                if not self._given_up:  # the node has another seat by now
-                    return
-                self._lease = self._clock()
-            self._tell_keepers()
-
-    def _tell_keepers(self) -> None:
         with self.changed:
-            lease, keepers = self._lease, tuple(self._keepers.values())
-        for renewed in keepers:
-            renewed(lease)
+            if self._over(id):
+                return
+            self._answer(sent)
+        if holds:
+            self._lease.renew(token, sent)
 
     def _answer(self, at: float) -> None:
         """Somebody was there at that time."""
