@@ -190,7 +190,8 @@ class Agent(Program):
     def _told(self, news: object) -> None:
         match news:
             case RoundEnded(round) | Judged(round):
-                self.history.told_over(self.epoch, self.id, round)
+                alone = isinstance(news, RoundEnded) and news.id == self.id
+                self.history.told_over(self.epoch, self.id, round, alone=alone)
                 self._ended = max(self._ended, round)
             case NodesWaiting():
                 self.machine.after(GATHER, lambda: self.when_awake(lambda: self._make_room(news)))

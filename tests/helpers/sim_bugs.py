@@ -6,7 +6,7 @@ nothing, and a simulator is a test like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partialmethod
@@ -20,11 +20,13 @@ from sim_agent import Agent
 from regrow.rendezvous import _by_nodes, _neighbours, _round, _service, _shared
 from regrow.rendezvous._by_server import ServerDriver
 from regrow.rendezvous._envelope import Envelope, seal
+from regrow.rendezvous._lease import Lease
 from regrow.rendezvous._news import Effect, Event, Join, Judged, LastCallOver, Lost
 from regrow.rendezvous._patience import Bounds, Patience, look
 from regrow.rendezvous._round import Step
 from regrow.rendezvous._shared import Shared
 from regrow.rendezvous._state import Round, watched
+from regrow.store import Answer
 
 
 def _a_stale_token_is_accepted() -> list[Any]:
@@ -169,6 +171,27 @@ def _the_grace_is_cut_by_the_last_call() -> list[Any]:
     return [mock.patch.object(Bounds, "comeback", property(lambda bounds: bounds.last_call))]
 
 
+def _a_seat_that_was_given_away_is_kept() -> list[Any]:
+    """A node that hears that its seat is another's stops its workers as at the end of any round."""
+
+    def lapse(lease: Lease, round: int) -> None:
+        pass
+
+    return [mock.patch.object(Lease, "lapse", lapse)]
+
+
+def _a_reset_is_taken_for_an_end() -> list[Any]:
+    """A seat is given away at once however a connection has broken."""
+    real = _service.RendezvousService.ended
+
+    def ended(
+        service: _service.RendezvousService, session: Hashable, why: str, _: bool, now: float
+    ) -> list[Answer]:
+        return real(service, session, why, True, now)
+
+    return [mock.patch.object(_service.RendezvousService, "ended", ended)]
+
+
 def _change(
     shared: Shared, change: Callable[[Envelope], Envelope], deadline: float, *, torn: bool
 ) -> Round:
@@ -218,18 +241,20 @@ class Bug(NamedTuple):
 
 BUGS: dict[str, Bug] = {
     "stale token": Bug("server", range(100), _a_stale_token_is_accepted),
-    "seat given away": Bug("nodes", range(25, 125), _a_seat_is_given_away_at_once),
-    "evicted member": Bug("server", range(36, 136), _an_evicted_member_renews_its_lease),
+    "seat given away": Bug("nodes", range(20, 120), _a_seat_is_given_away_at_once),
+    "evicted member": Bug("server", range(48, 148), _an_evicted_member_renews_its_lease),
     "ranks kept": Bug("server", range(100), _ranks_are_kept_when_the_world_shrinks),
-    "wall clock": Bug("nodes", range(4, 104), _silence_is_measured_by_wall_clock),
+    "wall clock": Bug("nodes", range(100), _silence_is_measured_by_wall_clock),
     "hasty judge": Bug("nodes", range(100), _a_failure_is_charged_before_anyone_is_heard),
-    "late judgement": Bug("nodes", range(25, 125), _a_late_judgement_ends_another_last_call),
-    "hasty loss": Bug("server", range(17, 117), _a_silent_node_is_lost_while_its_lease_lasts),
-    "sleeper blames": Bug("nodes", range(6, 106), _whoever_slept_blames_the_others),
+    "late judgement": Bug("nodes", range(46, 146), _a_late_judgement_ends_another_last_call),
+    "hasty loss": Bug("server", range(4, 104), _a_silent_node_is_lost_while_its_lease_lasts),
+    "sleeper blames": Bug("nodes", range(131, 231), _whoever_slept_blames_the_others),
     "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
-    "unsure write": Bug("nodes", range(71, 171), _a_write_is_taken_for_made),
-    "torn read": Bug("nodes", range(6, 106), _a_token_is_taken_for_that_of_an_older_state),
-    "another life": Bug("server", range(6, 106), _another_life_of_the_job_is_taken_for_ours),
+    "unsure write": Bug("nodes", range(187, 287), _a_write_is_taken_for_made),
+    "torn read": Bug("nodes", range(3, 103), _a_token_is_taken_for_that_of_an_older_state),
+    "another life": Bug("server", range(4, 104), _another_life_of_the_job_is_taken_for_ours),
+    "seat kept": Bug("server", range(14, 114), _a_seat_that_was_given_away_is_kept),
+    "reset for end": Bug("server", range(6, 106), _a_reset_is_taken_for_an_end),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
 }
 

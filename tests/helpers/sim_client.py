@@ -40,6 +40,10 @@ class Link:
         self.session = 0
         """Whose connection it is, as the server knows."""
         self.open = True
+        self.closed = False
+        """Whether what the server has seen of its end is what it sees when an agent ends."""
+        self.broken_at = 0.0
+        """When that was, by the clock of the client's machine."""
         self._under_way: dict[str, deque[Callable[[], None]]] = {"out": deque(), "in": deque()}
         server.links[self] = None
 
@@ -72,10 +76,10 @@ class Link:
             gap = self.server.job.delay() * 0.1
             self.sim.after(gap, lambda: self._arrive(direction))
 
-    def break_(self) -> None:
+    def break_(self, *, closed: bool = False) -> None:
         """It is gone, and both ends notice; a server that is another one by now knows nothing."""
         if self.open:
-            self.open = False
+            self.open, self.closed, self.broken_at = False, closed, self.agent.host.clock
             del self.server.links[self]
             self.server.take(lambda: self.server.broken(self))
             self.agent.when_awake(self.agent.notify)
@@ -209,7 +213,7 @@ class Client:
     def _dial(self, deadline: float) -> Thread:
         """Connect, and begin or resume the session; returns what went wrong."""
         agent, place = self.agent, self.place
-        if self.sim.now < place.down_until:
+        if self.sim.now < max(place.down_until, agent.host.refused_until):
             yield agent.sleep(place.job.delay())
             return StoreConnectionError("nobody listens there")
         self._welcome, self._link = 0, (link := Link(place, self))
@@ -218,7 +222,7 @@ class Client:
         left = deadline - agent.machine.clock
         yield agent.until(lambda: self._welcome != 0 or not link.open, max(left, 0.0))
         if self._welcome <= 0 or self._is_over():
-            link.break_()
+            link.break_(closed=True)
             return StoreTimeout("the server does not answer")
         self._session, self.state = self._welcome, ConnectionState.CONNECTED
         for id, (body, _) in list(self._calls.items()):

@@ -1,17 +1,17 @@
 """What is checked of a simulated job: not how it ends, but all that happened in it.
 
 The checks know nothing of how the rules come to their decisions. They see each change of the state
-and the event that made it, what each agent was told, and when workers ran; what is promised of
-these is written down here a second time, in other words.
+and the event that made it, what each agent was told, and when workers ran (`sim_worlds`); what is
+promised of these is written down here a second time, in other words.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from sim_kernel import Machine, Simulation
+from sim_worlds import Run, Violation, Worlds
 
 from regrow.rendezvous._document import contradictions
 from regrow.rendezvous._news import (
@@ -30,10 +30,6 @@ from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._round import Round
 
 
-class Violation(AssertionError):
-    """A promise was broken."""
-
-
 class Life(Protocol):
     """An agent, as far as it matters here."""
 
@@ -44,13 +40,6 @@ class Life(Protocol):
     def id(self) -> str:
         """Of its node."""
         ...
-
-
-class Run(NamedTuple):
-    """The workers of one machine."""
-
-    epoch: int
-    round: int
 
 
 class _Accused:
@@ -71,7 +60,7 @@ class History:
         self.lives: dict[str, Life] = {}
         """By node id."""
         self.rounds: dict[Run, Mapping[str, int]] = {}
-        self.running: dict[Machine, Run] = {}
+        self.worlds = Worlds(sim, bounds, self.note)
         self.endings: set[str] = set()
         """Who has closed the job and why, as its nodes were told."""
         self.trace: Callable[[str], None] | None = None
@@ -80,8 +69,6 @@ class History:
         self.losses = 0
         self.evictions = 0
         self._seats: dict[Run, tuple[int, str, str]] = {}
-        self._worlds: Counter[Run] = Counter()
-        self._frozen: dict[Machine, Run] = {}
         self._over: dict[tuple[int, str], int] = {}
         self._begin()
 
@@ -104,7 +91,8 @@ class History:
             self.trace(f"{self.sim.now:8.3f} {what}")
 
     def broken(self, promise: str) -> Violation:
-        return Violation(f"at {self.sim.now:.3f} s: {promise}")
+        """Return what to raise."""
+        return self.worlds.broken(promise)
 
     # --- the state
 
@@ -219,50 +207,31 @@ class History:
         if seat.round <= over:
             raise self.broken(f"{seat.id} takes a seat in a round that it knows is over: {seat}")
 
-    def told_over(self, epoch: int, id: str, round: int) -> None:
-        """An agent has been told that its round is over."""
+    def told_over(self, epoch: int, id: str, round: int, *, alone: bool) -> None:
+        """An agent has been told that its round is over; `alone`: it is for this node alone."""
         self.note(f"{id} knows that round {round} is over")
         self._over[epoch, id] = max(round, self._over.get((epoch, id), 0))
+        if alone:
+            self.worlds.gave_up(self.lives[id].machine, id, round)
 
     # --- the workers
 
+    def taken_for_dead(self, id: str, since: float) -> None:
+        """A connection was closed and nobody came back, so the seat of its node is given away.
+
+        Args:
+            id: the node.
+            since: when that was, by the clock of its machine.
+        """
+        life = self.lives[id]
+        if life.alive and life.id == id and id in self._seated_in:
+            self.worlds.taken_for_dead(life.machine, id, self._seated_in[id], since)
+
     def started(self, machine: Machine, id: str, epoch: int, round: int, lease: float) -> None:
         """Workers begin to run."""
-        self.note(f"{id} starts workers of round {round}")
-        if machine in self.running:
-            raise self.broken(f"workers of two rounds on {machine.name}")
         if round <= self._over.get((epoch, id), 0):
             raise self.broken(f"{id} starts workers of round {round}, which it knows is over")
-        if machine.clock > lease:
-            raise self.broken(f"{id} starts workers without a lease")
-        self._run(machine, Run(epoch, round))
-
-    def _run(self, machine: Machine, run: Run) -> None:
-        self.running[machine] = run
-        self._worlds[run] += 1
-        for world in self._worlds:
-            if world.epoch == run.epoch and world.round != run.round:
-                names = [other.name for other, its in self.running.items() if its == world]
-                raise self.broken(
-                    f"workers of round {run.round} on {machine.name}, "
-                    f"while those of round {world.round} run on {', '.join(names)}"
-                )
-
-    def _stand_still(self, machine: Machine) -> Run | None:
-        run = self.running.pop(machine, None)
-        if run is not None:
-            self._worlds[run] -= 1
-            if not self._worlds[run]:
-                del self._worlds[run]
-        return run
-
-    def ended(self, machine: Machine, lease: float) -> None:
-        """Workers do not run any more."""
-        self.note(f"the workers on {machine.name} have ended")
-        self._frozen.pop(machine, None)
-        if self._stand_still(machine) and machine.clock > lease + self.bounds.kill:
-            late = machine.clock - lease
-            raise self.broken(f"workers on {machine.name} outlived their lease by {late:.2f} s")
+        self.worlds.started(machine, id, Run(epoch, round), lease)
 
     def killed_while_stopping(self, machine: Machine, asked: float) -> None:
         """A lease was over so many seconds after the workers were asked to end."""
@@ -273,13 +242,3 @@ class History:
                 f"workers on {machine.name} were killed {asked:.1f} s into a grace of {grace:g} s, "
                 f"and their host was healthy for {healthy_for:.1f} s"
             )
-
-    def frozen(self, machine: Machine) -> None:
-        """A whole host stands still: nothing of it runs."""
-        if run := self._stand_still(machine):
-            self._frozen[machine] = run
-
-    def thawed(self, machine: Machine) -> None:
-        """It goes on; its workers as well, if their lease is not over."""
-        if run := self._frozen.pop(machine, None):
-            self._run(machine, run)

@@ -40,8 +40,19 @@ class Place(Protocol):
         """Return which life of the job a driver is in."""
         ...
 
-    def reset(self, agent: Agent) -> None:
-        """Break the connection of an agent, which may have ended."""
+    def reset(self, agent: Agent, *, closed: bool = False) -> None:
+        """Break the connection of an agent.
+
+        Args:
+            agent: whose; it may have ended.
+            closed: what is heard of it is what is heard when an agent ends, though it lives.
+        """
+
+    def pause(self, seconds: float) -> None:
+        """Answer nothing for a while, or late."""
+
+    def restart(self) -> None:
+        """Begin anew, with no more than is safe from that."""
 
 
 class Profile(NamedTuple):
@@ -62,6 +73,8 @@ class Profile(NamedTuple):
     """Whether the backend keeps beats beside the document."""
     watched: bool
     """Whether the backend wakes those who wait for a change."""
+    most: int = 1
+    """Hosts that one fault befalls at most."""
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -132,7 +145,7 @@ class Guardian:
         self.job.history.started(self.host, agent.id, agent.epoch, round, lease)
         self._watch(self.runs)
         random, run = self.sim.random, self.runs
-        if self.job.faults and random.random() < 0.3:
+        if self.job.faults and random.random() < min(0.3, 2.1 / self.job.profile.hosts):
             self.sim.after(random.uniform(0, 20), lambda: self.fail(run))
 
     def renew(self, lease: float) -> None:
@@ -188,7 +201,7 @@ class Guardian:
         if run != self.runs or not self.round:
             return
         round, self.round = self.round, 0
-        self.job.history.ended(self.host, self.lease)
+        self.job.history.worlds.ended(self.host, self.lease)
         self.job.workers_ended(self.host, round)
         if self.agent is not None:
             self.agent.when_awake(self.agent.notify)
@@ -205,8 +218,8 @@ class Host(Machine):
         self.agent: Agent | None = None
         self.off = False
         """Without power."""
-        self.reset_until = 0.0
-        """Until when it may need to connect anew."""
+        self.refused_until = 0.0
+        """Until when whatever is in between refuses its connections."""
 
     def start(self) -> None:
         """Start an agent, once nothing of the one before is left."""
@@ -237,4 +250,4 @@ class Host(Machine):
         guardian = self.guardian
         if guardian.round and self.clock > guardian.lease:
             guardian._ended(guardian.runs)
-        self.job.history.thawed(self)
+        self.job.history.worlds.thawed(self)

@@ -40,15 +40,14 @@ class Simulation:
         self._order += 1
         heapq.heappush(self._heap, (self.now + seconds, self._order, do))
 
-    def run(self, until: float, most: int | None = None) -> None:
-        """Do what is to be done until then, or until `most` things were done."""
+    def run(self, until: float) -> None:
+        """Do what is to be done until then."""
         heap = self._heap
-        while heap and heap[0][0] <= until and self.done != most:
+        while heap and heap[0][0] <= until:
             self.now, _, do = heapq.heappop(heap)
             self.done += 1
             do()
-        if self.done != most:
-            self.now = until
+        self.now = until
 
 
 class Machine:

@@ -95,8 +95,8 @@ class SimBackend:
         """See `Place`; nothing that was written is lost."""
         return 0
 
-    def reset(self, agent: Agent) -> None:
-        """See `Place`."""
+    def reset(self, agent: Agent, *, closed: bool = False) -> None:
+        """See `Place`; a backend tells ends of which it is certain, and a connection is not."""
         if self.tells_ends and not agent.alive:
             self.sim.after(CLOSED_AFTER + self._delay(), lambda: self._end(agent.id))
 

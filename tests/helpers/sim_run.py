@@ -9,11 +9,13 @@ from unittest import mock
 
 import sim_nodes
 from sim_agent import Agent, SimPort
-from sim_history import History, Violation
+from sim_faults import FAULTS_UNTIL, Faults
+from sim_history import History
 from sim_host import Host, Job, Profile
 from sim_kernel import Simulation
 from sim_nodes import SimBackend
 from sim_server import SimServer
+from sim_worlds import Violation
 
 from regrow import utils
 from regrow.rendezvous import _by_nodes, _round, _service, _shared
@@ -22,8 +24,6 @@ from regrow.rendezvous._patience import Bounds
 from regrow.rendezvous._round import Round
 from regrow.rendezvous._state import standing
 
-FAULTS_UNTIL = 90.0
-"""Virtual seconds."""
 CALM_AT = FAULTS_UNTIL + 30.0
 """When the last fault has passed, and everyone who was killed is back."""
 SETTLED_WITHIN = 50.0
@@ -40,6 +40,8 @@ class Outcome(NamedTuple):
     rounds: int
     losses: int
     evictions: int
+    mistaken: int
+    """Agents that lived and were taken for dead, as something had closed their connection."""
     charged: int
     forgiven: int
     closed: bool
@@ -47,9 +49,11 @@ class Outcome(NamedTuple):
     """What was broken; empty if nothing was."""
 
 
-def profile_of(sim: Simulation) -> Profile:
-    """Draw the kind of job."""
+def profile_of(sim: Simulation, nodes: int = 0) -> Profile:
+    """Draw the kind of job; `nodes`: one of so many, else of a few."""
     random = sim.random
+    if nodes:
+        return _crowd_of(sim, nodes)
     hosts = random.randint(2, 7)
     high = random.randint(2, hosts)
     low = random.randint(1, min(3, high))
@@ -73,141 +77,45 @@ def profile_of(sim: Simulation) -> Profile:
     )
 
 
-class World:
-    """A job, the place where its rounds are, and the faults that befall both."""
+def _crowd_of(sim: Simulation, nodes: int) -> Profile:
+    """Draw a job of many nodes, on lines and a backend that are made for it."""
+    random = sim.random
+    grace = random.choice([0.5, 2.0])
+    return Profile(
+        hosts=nodes,
+        low=nodes // 2,
+        high=random.choice([nodes, nodes - nodes // 10]),
+        bounds=Bounds(last_call=random.choice([3.0, 8.0]), grace=grace),
+        max_restarts=10**6,
+        delay=random.choice([0.0005, 0.005]),
+        start=random.choice([0.5, 2.0]),
+        grace=grace,
+        beats_apart=True,
+        watched=True,
+        most=max(nodes // 10, 1),
+    )
 
-    def __init__(self, seed: int, driver: str, profile: Profile | None = None) -> None:
+
+class World:
+    """A job, and the place where its rounds are."""
+
+    def __init__(
+        self, seed: int, driver: str, nodes: int = 0, profile: Profile | None = None
+    ) -> None:
         self.sim = sim = Simulation(seed)
-        self.profile = profile or profile_of(sim)
+        self.profile = profile or profile_of(sim, nodes)
         self.history = History(sim, self.profile.bounds)
         self.job = Job(sim, self.profile, self.history)
         self.job.new_agent = Agent
-        self._place_troubled = 0.0
-        """Until when the place may not answer."""
-        self.place: SimServer | SimBackend
-        self.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
-        self.job.place = self.place
+        self.job.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
         for number in range(self.profile.hosts):
             host = Host(self.job, number)
             self.job.hosts.append(host)
             sim.after(sim.random.uniform(0, 3), host.start)
-        self._faults: list[tuple[float, Callable[[Host], None]]] = [
-            (3, self._kill_agent),
-            (3, self._pause_agent),
-            (2, self._freeze_host),
-            (3, self._cut_line),
-            (2, self._reset_connection),
-            (2, self._lose_host),
-            (2, self._terminate),
-            (1, self._pause_place),
-            (1, self._jump_wall_clock),
-            (0.15, self._restart_place),
-        ]
-
-    # --- faults
-
-    def shake(self) -> None:
-        """Begin with faults, until `FAULTS_UNTIL`."""
-        random = self.sim.random
-        mean = random.choice([1.0, 3.0, 3.0, 6.0])
-
-        def fault() -> None:
-            if self.sim.now < FAULTS_UNTIL:
-                weights = [weight for weight, _ in self._faults]
-                (_, befall) = random.choices(self._faults, weights)[0]
-                host = random.choice(self.job.hosts)
-                if max(host.reset_until, host.frozen_until) < self.sim.now:
-                    self.history.note(f"{befall.__name__} {host.name}")
-                    befall(host)
-                self.sim.after(random.expovariate(1 / mean), fault)
-
-        self.sim.after(random.uniform(2, 8), fault)
-
-    def _span(self) -> float:
-        """Seconds: less than the bounds, about as long, or longer."""
-        return self.sim.random.choice([0.3, 1.5, 3.0, 4.5, 8.0, 20.0]) * self.sim.random.uniform(
-            0.7, 1.3
-        )
-
-    def _back(self, host: Host) -> None:
-        self.sim.after(self.sim.random.uniform(0.2, 15), host.start)
-
-    def _kill_agent(self, host: Host) -> None:
-        host.kill_agent()
-        self._back(host)
-
-    def _terminate(self, host: Host) -> None:
-        if host.agent is not None:
-            host.agent.terminate()
-
-    def _pause_agent(self, host: Host) -> None:
-        if host.agent is not None:
-            if self.sim.random.random() < 0.5:
-                host.agent.stop(self._span())
-            else:
-                host.agent.stopped_for = self._span()
-
-    def _freeze_host(self, host: Host) -> None:
-        if self.sim.now < host.frozen_until:
-            return
-        span = self._span()
-        host.frozen_until = self.sim.now + span
-        host.trouble(host.frozen_until)
-        self.history.frozen(host)
-        self.sim.after(span, host.thaw)
-
-    def _cut_line(self, host: Host) -> None:
-        for way in self.sim.random.choice([["out"], ["in"], ["out", "in"], ["out", "in"]]):
-            until = self.sim.now + self._span()
-            host.cut_until[way] = max(until, host.cut_until[way])
-            host.trouble(until + 1.0)
-
-    def _reset_connection(self, host: Host) -> None:
-        agent = host.agent
-        busy = max(*host.cut_until.values(), host.frozen_until, agent.paused_until if agent else 0)
-        if agent is not None and agent.alive and busy < self.sim.now:
-            # It can come back within its grace. A network that resets the connections of a host
-            # that lives and then lets none through makes the others believe that it has died.
-            host.reset_until = self.sim.now + 1.0
-            self.place.reset(agent)
-
-    def _lose_host(self, host: Host) -> None:
-        """Its power fails: nobody closes anything."""
-        if host.off or self.sim.now < host.frozen_until:
-            return
-        host.vanish()
-
-        def power() -> None:
-            host.off = False
-            host.trouble_at = max(self.sim.now, self._place_troubled, *host.cut_until.values())
-            host.start()
-
-        self.sim.after(self.sim.random.uniform(1, 20), power)
-
-    def _pause_place(self, _host: Host) -> None:
-        span = self._span()
-        self._trouble_all(span)
-        self.place.pause(span)
-
-    def _trouble_all(self, span: float) -> None:
-        self._place_troubled = max(self._place_troubled, self.sim.now + span)
-        for host in self.job.hosts:
-            host.trouble(self._place_troubled)
-
-    def _jump_wall_clock(self, host: Host) -> None:
-        host.wall += self.sim.random.choice([-3600.0, -5.0, 5.0, 3600.0])
-
-    def _restart_place(self, _host: Host) -> None:
-        state = self.place.state
-        if state is None or not state.closed:  # a job that is over is not begun anew
-            self._trouble_all(2.0)
-            self.place.restart()
-
-    # --- the end
 
     def check_settled(self) -> None:
         """Everyone who can has a seat in the same round, and workers run."""
-        state = self.place.state
+        state = self.job.place.state
         hosts = self.job.hosts
         if self.history.endings or (state is not None and state.closed):
             self._check_closed()
@@ -232,7 +140,7 @@ class World:
     def _check_closed(self) -> None:
         if len(self.history.endings) > 1:
             raise self.history.broken(f"the job ended in two ways: {self.history.endings}")
-        if self.history.running:
+        if self.history.worlds.running:
             raise self.history.broken("the job is over, and workers run")
 
 
@@ -240,7 +148,7 @@ def simulate(
     seed: int,
     driver: str,
     *,
-    most: int | None = None,
+    nodes: int = 0,
     trace: Callable[[str], None] | None = None,
 ) -> Outcome:
     """Run one seed.
@@ -248,23 +156,22 @@ def simulate(
     Args:
         seed: decides everything.
         driver: "server" or "nodes".
-        most: end after so many events.
+        nodes: as `profile_of`.
         trace: is told what happens.
 
     Returns:
         What came of it; a broken promise is in it, and not raised.
     """
-    world = World(seed, driver)
+    world = World(seed, driver, nodes)
     world.history.trace = trace
 
     def run() -> None:
-        world.shake()
+        Faults(world.job).begin()
         world.sim.preempted = 0.02
-        world.sim.run(FAULTS_UNTIL, most)
+        world.sim.run(FAULTS_UNTIL)
         world.sim.preempted, world.job.faults = 0.0, False
-        world.sim.run(CALM_AT + SETTLED_WITHIN, most)
-        if world.sim.done != most:
-            world.check_settled()
+        world.sim.run(CALM_AT + SETTLED_WITHIN)
+        world.check_settled()
 
     return _run(world, seed, run)
 
@@ -277,7 +184,7 @@ def simulate_many(nodes: int) -> Outcome:
     """
     bounds = Bounds(last_call=5.0, grace=2.0)
     profile = Profile(nodes, nodes - 100, nodes, bounds, 0, 0.005, 1.0, 2.0, True, True)
-    world = World(0, "server", profile)
+    world = World(0, "server", profile=profile)
 
     def run() -> None:
         world.job.faults = False
@@ -297,7 +204,7 @@ def simulate_many(nodes: int) -> Outcome:
 
 
 def _complete(world: World, round: int, nodes: int) -> None:
-    state = world.place.state
+    state = world.job.place.state
     if state is None or not state.complete or state.number < round or len(state.ranks) != nodes:
         raise world.history.broken(f"round {round} of {nodes} nodes has not formed")
 
@@ -324,7 +231,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         except Violation as error:
             violation = str(error)
         except Exception as error:
-            error.add_note(f"in seed {seed}")
+            error.add_note(f"in seed {seed} of a job of {world.profile.hosts} nodes")
             raise
         finally:
             for host in world.job.hosts:
@@ -338,6 +245,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         len(history.rounds),
         history.losses,
         history.evictions,
+        history.worlds.mistaken,
         history.charged,
         history.forgiven,
         bool(history.endings),

@@ -81,11 +81,11 @@ class SimServer:
         for link in [*self.links]:
             link.break_()
 
-    def reset(self, agent: Agent) -> None:
-        """See `Place`; something in between resets it, or the kernel of an agent that has ended."""
+    def reset(self, agent: Agent, *, closed: bool = False) -> None:
+        """See `Place`; something in between does it, or the kernel of an agent that has ended."""
         for link in [*self.links]:
             if link.agent is agent:
-                link.break_()
+                link.break_(closed=closed or not agent.alive)
 
     def pause(self, seconds: float) -> None:
         """The server's process stands still."""
@@ -159,7 +159,11 @@ class SimServer:
             self.sim.after(self.grace, lambda: self.take(lambda: self._ended(link)))
 
     def _ended(self, link: Link) -> None:
-        self._end(link, "its connection was closed", not link.agent.alive)
+        client = self.service._clients.get(link.session)
+        if client is not None and link.closed and self.sessions.get(link.session) is link:
+            for _, id in client.lives:
+                self.job.history.taken_for_dead(id, link.broken_at)
+        self._end(link, "its connection was closed", link.closed)
 
     def left(self, link: Link) -> None:
         """A client ends its session."""

@@ -2,11 +2,14 @@
 
     python tests/simulation/simulate.py --seeds 1000 --events 1000000
     python tests/simulation/simulate.py --driver nodes --seed 1160 --trace
+    python tests/simulation/simulate.py --driver server --crowd 1000 --seed 2
 
 The first runs seeds from 0 on, over both drivers and on all processors, until there were as many
-seeds and as many events as asked for; then one job of thousands of nodes. It ends with status 1 if
-a promise was broken, and prints the command that shows it again. The second runs one seed of one
-driver and, with --trace, prints what happened in it.
+seeds and as many events as asked for. Besides, it runs some jobs of hundreds of nodes with each
+driver under the same faults, which befall many hosts at once there; and one job of thousands that
+loses some of them. It ends with status 1 if a promise was broken, and prints the command that shows
+it again. The others run one seed of one driver, of a job of a few nodes or of so many, and with
+--trace print what happened in it.
 """
 
 from __future__ import annotations
@@ -28,15 +31,16 @@ from sim_run import Outcome, simulate, simulate_many
 DRIVERS = ("server", "nodes")
 BATCH = 5
 """Seeds that a process runs at a time."""
+CROWD = {"server": 300, "nodes": 100}
+"""Nodes of a job of many, unless told otherwise. Where they run the rules, every one looks at each
+change that another makes."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run what the command line says; returns the exit status."""
     options = _parser().parse_args(arguments)
-    drivers = (options.driver,) if options.driver else DRIVERS
-    if options.seed is not None:
-        return _replay(options.seed, drivers, options.trace, options.plant)
-    return _search(options.seeds, options.events, drivers, options.jobs, options.nodes)
+    options.drivers = (options.driver,) if options.driver else DRIVERS
+    return _search(options) if options.seed is None else _replay(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,30 +50,42 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--driver", choices=DRIVERS, help="who runs the rules (default: both)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--nodes", type=int, default=2048, help="of the one large job; 0: none")
+    parser.add_argument("--crowds", type=int, default=3, help="seeds of jobs of many nodes")
+    parser.add_argument(
+        "--crowd", type=int, help=f"their nodes (default: {CROWD}); with --seed: of that job"
+    )
     parser.add_argument("--seed", type=int, help="run this one only")
     parser.add_argument("--trace", action="store_true", help="with --seed: print what happens")
     parser.add_argument("--plant", choices=sorted(BUGS), help="with --seed: make this mistake")
     return parser
 
 
-def _replay(seed: int, drivers: tuple[str, ...], trace: bool, bug: str | None) -> int:
+def _replay(options: argparse.Namespace) -> int:
     broken = False
-    for driver in drivers:
-        with planted(bug) if bug else nullcontext():
-            outcome = simulate(seed, driver, trace=print if trace else None)
+    for driver in options.drivers:
+        with planted(options.plant) if options.plant else nullcontext():
+            trace = print if options.trace else None
+            outcome = simulate(options.seed, driver, nodes=options.crowd or 0, trace=trace)
         print(f"{driver}: {outcome}")
         broken = broken or bool(outcome.violation)
     return int(broken)
 
 
-def _search(seeds: int, events: int, drivers: tuple[str, ...], jobs: int, nodes: int) -> int:
+def _search(options: argparse.Namespace) -> int:
     begun = time.monotonic()
+    drivers, jobs = options.drivers, options.jobs
     total: Counter[str] = Counter()
-    broken: list[tuple[str, Outcome]] = []
+    broken = 0
     with ProcessPoolExecutor(jobs) as pool:
-        large = pool.submit(simulate_many, nodes) if nodes else None
+        large = pool.submit(simulate_many, options.nodes) if options.nodes else None
+        crowds = [
+            (driver, crowd, pool.submit(simulate, seed, driver, nodes=crowd))
+            for seed in range(options.crowds)
+            for driver in drivers
+            for crowd in [options.crowd or CROWD[driver]]
+        ]
         first = 0
-        while first < seeds or total["events"] < events:
+        while first < options.seeds or total["events"] < options.events:
             work = [
                 (driver, pool.submit(_batch, driver, at))
                 for at in range(first, first + BATCH * 2 * jobs, BATCH)
@@ -79,27 +95,24 @@ def _search(seeds: int, events: int, drivers: tuple[str, ...], jobs: int, nodes:
             for driver, batch in work:
                 for outcome in batch.result():
                     total += _counts(outcome)
-                    if outcome.violation:
-                        broken.append((driver, outcome))
-                        print(_report(driver, outcome), flush=True)
+                    broken += _report(outcome, driver)
             print(f"{first} seeds, {total['events']} events", file=sys.stderr, flush=True)
         print(f"{first} seeds with each driver ({', '.join(drivers)}): {total['events']} events")
         print(f"in {total['seconds']} s of virtual, {time.monotonic() - begun:.0f} s of real time:")
         print(", ".join(f"{total[name]} {name}" for name in COUNTED))
+        for driver, crowd, run in crowds:
+            outcome = run.result()
+            print(f"{crowd} nodes ({driver}), seed {outcome.seed}: {_told(outcome)}", flush=True)
+            broken += _report(outcome, driver, crowd)
         if large is not None:
             outcome = large.result()
-            total += _counts(outcome)
-            print(
-                f"{nodes} nodes: {outcome.events} events, {outcome.rounds} rounds, "
-                f"{outcome.losses} losses: {outcome.violation or 'settled'}"
-            )
-            if outcome.violation:
-                broken.append(("server", outcome))
-    print(f"{len(broken)} broken promises")
+            print(f"{options.nodes} nodes: {_told(outcome)}")
+            broken += bool(outcome.violation)
+    print(f"{broken} broken promises")
     return int(bool(broken))
 
 
-COUNTED = ("rounds", "losses", "evictions", "charged", "forgiven", "closed")
+COUNTED = ("rounds", "losses", "evictions", "mistaken", "charged", "forgiven", "closed")
 
 
 def _counts(outcome: Outcome) -> Counter[str]:
@@ -107,13 +120,22 @@ def _counts(outcome: Outcome) -> Counter[str]:
     return Counter({name: int(values[name]) for name in ("events", "seconds", *COUNTED)})
 
 
+def _told(outcome: Outcome) -> str:
+    counts = ", ".join(f"{getattr(outcome, name)} {name}" for name in ("events", *COUNTED[:-1]))
+    return f"{counts}: {outcome.violation or 'settled'}"
+
+
 def _batch(driver: str, first: int) -> list[Outcome]:
     return [simulate(seed, driver) for seed in range(first, first + BATCH)]
 
 
-def _report(driver: str, outcome: Outcome) -> str:
-    again = f"python tests/simulation/simulate.py --driver {driver} --seed {outcome.seed} --trace"
-    return f"seed {outcome.seed} ({driver}): {outcome.violation}\n  again: {again}"
+def _report(outcome: Outcome, driver: str, crowd: int = 0) -> bool:
+    """Print a promise that was broken, and how to see it again; return whether one was."""
+    if outcome.violation:
+        again = f"python tests/simulation/simulate.py --driver {driver} --seed {outcome.seed}"
+        again += f" --crowd {crowd}" if crowd else ""
+        print(f"seed {outcome.seed} ({driver}): {outcome.violation}\n  again: {again} --trace")
+    return bool(outcome.violation)
 
 
 if __name__ == "__main__":

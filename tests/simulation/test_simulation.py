@@ -1,6 +1,6 @@
 """The rounds under simulated faults: a few seeds each time, many by `make simulate`.
 
-What is promised is written in `sim_history`, what goes wrong in `sim_run`.
+What is promised is written in `sim_history` and `sim_worlds`, what goes wrong in `sim_faults`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,25 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def test_no_promise_is_broken_whatever_befalls_a_job(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
     assert [outcome.violation for outcome in outcomes] == [""] * seeds
-    for what in ("rounds", "losses", "charged", "forgiven"):
-        assert sum(getattr(outcome, what) for outcome in outcomes) > seeds / 4, f"too few {what}"
+    seen = ["rounds", "losses", "charged", "forgiven"]
+    if driver == "server":  # no backend takes the end of a connection for that of a node
+        seen.append("mistaken")
+    for what in seen:
+        assert sum(getattr(outcome, what) for outcome in outcomes) >= seeds / 4, f"too few {what}"
 
 
 def test_hundreds_of_nodes_meet_at_one_server_and_meet_again_when_some_are_lost() -> None:
     outcome = simulate_many(250)
     assert outcome.violation == ""
     assert outcome.losses == 50
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(("driver", "nodes"), [("server", 60), ("nodes", 30)])
+def test_no_promise_is_broken_in_a_job_of_many_nodes(driver: str, nodes: int) -> None:
+    outcome = simulate(0, driver, nodes=nodes)
+    assert outcome.violation == ""
+    assert outcome.losses > nodes / 4, "too few"
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -59,13 +70,18 @@ def test_a_seed_is_one_history_in_every_process() -> None:
 
 
 def test_a_search_says_how_much_it_has_seen() -> None:
-    done = command("--driver=server", "--seeds=1", "--events=1", "--jobs=1", "--nodes=0")
+    done = command(
+        *("--driver=server", "--seeds=1", "--events=1", "--jobs=1", "--nodes=0"),
+        *("--crowds=1", "--crowd=9"),
+    )
     assert "10 seeds with each driver (server): " in done.stdout
+    assert "9 nodes (server), seed 0: " in done.stdout
     assert done.stdout.endswith("0 broken promises\n")
     assert done.returncode == 0
 
 
-def test_a_broken_promise_is_shown_again_by_one_command() -> None:
-    done = command("--driver", "server", "--seed", "0", "--plant", "ranks kept")
+@pytest.mark.parametrize("more", [[], ["--crowd", "12"]])
+def test_a_broken_promise_is_shown_again_by_one_command(more: list[str]) -> None:
+    done = command("--driver", "server", *more, "--seed", "0", "--plant", "ranks kept")
     assert "ranks that are not given once each" in done.stdout
     assert done.returncode == 1
