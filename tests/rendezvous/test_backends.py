@@ -292,7 +292,9 @@ def test_a_place_that_is_gone_is_said_to_be_out_of_reach(
 # --- the nodes of a job
 
 
-def test_nodes_meet_and_a_later_one_waits(party: Party) -> None:
+def test_a_node_that_comes_to_a_running_round_is_in_the_next_and_ranks_are_kept(
+    party: Party,
+) -> None:
     first = party.nodes("abc", (3, 4), last_call=1.0)
     assert ranks([node.join() for node in first]) == [0, 1, 2]
     late = party.node("d", (3, 4))
@@ -302,6 +304,24 @@ def test_nodes_meet_and_a_later_one_waits(party: Party) -> None:
         assert node.handler.num_nodes_waiting() == 1
     again = [node.join() for node in first]
     assert ranks([*again, joining]) == [0, 1, 2, 3]
+    assert joining.result().round == 2
+
+
+def test_a_node_beyond_the_most_stands_by_and_nobody_is_told_until_a_seat_is_free(
+    party: Party,
+) -> None:
+    a, b = party.nodes("ab", (1, 2))
+    before = ranks([a.join(), b.join()])
+    spare = party.node("c", (1, 2))
+    joining = spare.join()
+    spare.placed("standby")
+    assert a.handler.num_nodes_waiting() == b.handler.num_nodes_waiting() == 0
+    b.handler.leave("its host goes down")
+    news = a.told(object)
+    assert isinstance(news, RoundEnded), "the first that it is told"
+    assert news.why == "its host goes down"
+    assert ranks([a.join(), joining]) == before
+    assert joining.result().round == 2
 
 
 def test_who_comes_during_the_last_call_is_in_the_round(party: Party) -> None:
