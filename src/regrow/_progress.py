@@ -148,15 +148,25 @@ def stopping() -> bool | None:
     return None if reporter is None else reporter.stopping()
 
 
+_standing = STANDS_ALONE
+
+
 def stand(standing: int) -> None:
     """Let the agent know how this worker stands in an in-process restarter.
 
     Args:
         standing: one of the three above.
     """
+    global _standing
+    _standing = standing
     reporter = _own()
     if reporter is not None:
         reporter.stand(standing)
+
+
+def standing() -> int:
+    """How this process stands in an in-process restarter: one of the three, also without agent."""
+    return _standing
 
 
 def tell(name: str, **fields: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from processes import PATIENCE
 
+from regrow import _progress as board
 from regrow import heartbeat
 from regrow.heartbeat import HeartbeatFailure, _api, _death, _fate
 from regrow.heartbeat._beater import Beater
@@ -227,6 +228,39 @@ def test_a_worker_that_is_being_stopped_is_left_its_grace(monkeypatch: pytest.Mo
     exchange.failing = 1
     assert event.wait(PATIENCE)
     assert deaths.of == []
+
+
+@pytest.fixture
+def in_restarter() -> Iterator[None]:
+    """This process restarts in place."""
+    board.stand(board.IN_RESTARTER)
+    yield
+    board.stand(board.STANDS_ALONE)
+
+
+@pytest.mark.usefixtures("in_restarter")
+def test_who_restarts_in_place_leaves_losses_to_the_restarter(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaths, exchange = Deaths(monkeypatch), Scripted()
+    event = alone(0.01, timeout=0.01, failures=1, exchange=exchange, start_timeout=9.0)
+    exchange.failing = 1
+    assert event.wait(PATIENCE)
+    assert deaths.of == []
+    assert "that is for the restarter in place to see to" in caplog.text
+
+
+@pytest.mark.usefixtures("in_restarter")
+def test_a_stall_that_is_fatal_by_choice_is_so_in_a_restarter_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deaths = Deaths(monkeypatch)
+    fate = _fate.Death(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+    ranks = Ranks.of([2])
+    stall = HeartbeatFailure("stalled", ranks, "x", rank=0, world_size=3, beat=9, seconds=1.0)
+    fate.fatal(stall)
+    fate.end()
+    assert deaths.of == [stall]
 
 
 def test_a_group_that_does_not_come_about_is_an_exception_and_can_be_tried_again() -> None:

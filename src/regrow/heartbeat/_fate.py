@@ -8,6 +8,10 @@ Under `regrow run --heartbeat` a worker beats before its script has had its say,
 later, at any moment, from another thread. Until it does, it is death; once a failure is being
 handled, it is too late. The agent's watch over a worker that hangs is not the script's to give up:
 it is about this process alone, which then could not act on anything.
+
+In a restarter in place (`regrow.inprocess`), whoever is lost or hangs is the restarter's to see to,
+which goes on with the others: nobody dies for that, unless it was asked for by `on_stall="fatal"`.
+Heartbeats are over then, as they were of all workers; the restarter has time-outs of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from regrow._progress import STANDS_ALONE, standing
 from regrow.heartbeat import _death
 from regrow.heartbeat._agent_timer import tell_stall
+from regrow.heartbeat._failure import Ranks
+from regrow.heartbeat._reports import speaks
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
@@ -92,6 +99,7 @@ class Death(Callback):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, _death.die)
+        self._plan = plan
         self._deadline = _death.Deadline(plan.bound, plan.timeout)
 
     def alive(self) -> None:
@@ -103,8 +111,15 @@ class Death(Callback):
         self._deadline.arm(seconds)
 
     def fatal(self, failure: HeartbeatFailure) -> None:
-        """See `Fate`; a worker that is being stopped is left to who stops it."""
-        if _death.is_spared():
+        """See `Fate`; a worker is left to who stops it, or has it restart in place."""
+        if standing() != STANDS_ALONE and failure.kind != "stalled":
+            loud = speaks(self._plan, Ranks(failure.ranks, failure.count))
+            logger.log(
+                logging.WARNING if loud else logging.INFO,
+                "%s; that is for the restarter in place to see to, and the beating is over",
+                failure,
+            )
+        elif _death.is_spared():
             logger.info("%s; this worker is being stopped anyway", failure)
         else:
             super().fatal(failure)
@@ -119,7 +134,6 @@ class Provisional(Death):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan)
-        self._plan = plan
         self._lock = threading.Lock()
         """Between the thread that beats and the script's."""
         self._scripts: Callback | None = None

@@ -1,0 +1,53 @@
+"""Workers that beat and restart in place: a loss is the restarter's to heal, and ends nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from e2e_job import Job
+
+pytestmark = pytest.mark.training
+
+Launch = Callable[..., Job]
+
+WRAPPED = """
+import threading
+from regrow import heartbeat
+from regrow.inprocess import CallWrapper, Wrapper
+@Wrapper()
+def train(call: CallWrapper):
+    if call.iteration == 0:
+        if RANK == 1:
+            fault()
+        time.sleep(60)
+    # What the heartbeat has to say of it comes as soon, or sooner.
+    assert event.wait(20)
+    tell("done", os.environ["RANK"], os.environ["WORLD_SIZE"])
+event = heartbeat.start(60, start_timeout=30)
+"""
+
+
+@pytest.mark.parametrize("signum", ["SIGKILL", "SIGSTOP"])
+def test_the_others_restart_in_place_without_a_worker_that_is_lost_or_hangs(
+    launch: Launch, signum: str
+) -> None:
+    """One that hangs is killed by its agent, as it does not beat."""
+    job = launch(
+        WRAPPED
+        + f"""
+def fault():
+    os.kill(os.getpid(), signal.{signum})
+train()
+""",
+        "--nproc-per-node=3",
+        "--max-restarts=0",
+        "--heartbeat=0.1",
+    )
+    assert job.finish() == 0, job.output
+    assert sorted(job.news(2)) == [["0", "0", "done", "0", "2"], ["2", "0", "done", "1", "2"]]
+    assert [event["rank"] for event in job.events("inprocess.lost")] == [1]
+    assert len(job.events("timer.expired")) == (signum == "SIGSTOP")
+    assert job.events("worker.failed") == job.events("heartbeat.failed") == []
+    told = " ".join(job.stderr.split())
+    assert told.count("for the restarter in place to see to, and the beating is over") == 1
