@@ -229,13 +229,26 @@ def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(
     assert crowd.links[0].accuse(1, "TERMINATED", "for another reason")
 
 
-def test_a_store_that_is_gone_is_nothing_to_speak_of_and_holds_nobody_up(host: Host) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        port = gone.getsockname()[1]
-    where = f"127.0.0.1:{port}"
-    token = (b"t" * 16).hex()
-    ranks = [host.has(rank, endpoint=where, token=token) for rank in (1, 2)] + [host.has(3)]
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_store_that_does_not_answer_is_nothing_to_speak_of_and_holds_nobody_up(
+    host: Host, gone: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        if gone:
+            silent.close()
+        token = (b"t" * 16).hex()
+        ranks = [host.has(rank, endpoint=where, token=token) for rank in (1, 2)] + [host.has(3)]
+        for rank in ranks:
+            rank.dies()
+        assert host.told() == ended(ranks[2], 3)
+        host.ends()
+
+
+def test_when_a_whole_host_is_told_to_stop_the_monitor_ends_with_it_and_says_nothing(
+    host: Host, crowd: Crowd
+) -> None:
+    ranks = [crowd.rank(host, rank) for rank in range(3)] + [host.has(rank) for rank in range(3)]
     for rank in ranks:
-        rank.dies()
-    assert host.told() == ended(ranks[2], 3)
+        rank.process.terminate()
     host.ends()

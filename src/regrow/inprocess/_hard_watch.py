@@ -200,9 +200,8 @@ class HardWatch:
         while packet := self._received(connection):
             try:
                 accuse(*json.loads(packet))
-            except LinkError as error:
-                if self._socket is connection:  # else this call is over, and its link closed
-                    logger.warning("a rank that has ended cannot be counted out: %s", error)
+            except LinkError as error:  # which this rank hears of by its link in any case
+                logger.info("a rank that has ended cannot be counted out: %s", error)
         self._lost(connection)
 
     def _look(self) -> None:
