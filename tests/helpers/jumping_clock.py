@@ -24,9 +24,10 @@ _SOURCE = r"""
 #include <unistd.h>
 
 static long jump(void) {
-    static _Atomic long looks;
-    long n = looks++ % 1000;
-    return 86400 * (n % 2 ? n : -n);
+    static _Atomic unsigned looks;
+    unsigned n = looks++ * 2654435761u;  // forth and back, in no order that anybody keeps to
+    long days = 1 + n % 1000;
+    return 86400 * (n >> 31 ? days : -days);
 }
 
 int clock_gettime(clockid_t id, struct timespec *now) {
