@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -547,6 +547,21 @@ def interrupted_while(interrupter: Interrupter, striker: Striker, error: BaseExc
 
     striker.strike(call, when=blocked(threading.get_native_id()))
     call.run(work)
+
+
+def test_who_takes_a_lock_is_let_pass_however_often_it_is_met_as_long_as_it_gets_on() -> None:
+    def acquire() -> None: ...
+
+    def met(instruction: int) -> bool:
+        top.f_lasti = instruction
+        return look.at(top, guard, None)
+
+    guard: Any = SimpleNamespace()
+    top: Any = SimpleNamespace(f_code=acquire.__code__, f_back=guard)
+    look = _spared.Look(lambda: 0.0)
+    assert not any(met(step) for step in range(3 * _spared.LOOKS))
+    # In a loop it does not: it was there before.
+    assert [met(step % 2) for step in range(_spared.LOOKS - 1)] == [False] * 3 + [True]
 
 
 def test_an_exception_of_the_functions_own_is_the_cause(

@@ -21,9 +21,9 @@ from types import CodeType, FrameType
 PATIENCE = 10.0
 """Seconds for what should not be interrupted: imports, `__del__`, handling the exception."""
 LOOKS = 5
-"""Looks that find a thread in the same call of a function that takes or releases something, after
-which it is not passing by but waits there, and is interrupted. The longest one that matters,
-`logging.Handler.handle` until Python 3.12, can be met three times before it is past the gap."""
+"""Looks that find a thread in the same call of a function that takes or releases something, and no
+farther than before, after which it is not passing by but waits there, and is interrupted. On a busy
+machine any number of looks may find one that passes by, but each of these a step farther."""
 
 _PASSING = {"__enter__", "__exit__", "acquire", "release", "handle"}
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -49,13 +49,14 @@ class RankShouldRestart(BaseException):
 class Look:
     """Judges whether a thread may be interrupted where it stands; remembers earlier looks."""
 
-    __slots__ = ("_clock", "_held_since", "_looks", "_outer", "_passing")
+    __slots__ = ("_clock", "_farthest", "_held_since", "_looks", "_outer", "_passing")
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._outer = sys.exception()  # what the caller handles is none of the function's
         self._held_since: float | None = None
         self._passing: FrameType | None = None
+        self._farthest = 0  # instruction of that frame
         self._looks = 0
 
     def at(self, top: FrameType, guard: FrameType, handled: BaseException | None) -> bool:
@@ -98,6 +99,9 @@ class Look:
         self._held_since = None
         if top.f_code.co_name not in _PASSING:
             return True
-        self._looks = self._looks + 1 if top is self._passing else 1
-        self._passing = top
-        return self._looks >= LOOKS
+        at = top.f_lasti
+        if top is self._passing and at <= self._farthest:
+            self._looks += 1
+            return self._looks >= LOOKS
+        self._passing, self._farthest, self._looks = top, at, 1
+        return False
