@@ -136,9 +136,9 @@ class Monitor:
                 return
             except OSError:
                 packet = b""
-            if not packet:
+            if not packet and watched.terms is not None:
                 self._hang_up(watched)
-            elif packet == GOODBYE:
+            elif not packet or packet == GOODBYE:
                 self._forget(watched)
             else:
                 try:
