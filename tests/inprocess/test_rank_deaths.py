@@ -23,10 +23,12 @@ from regrow.inprocess._link import Faults, Timeouts
 from regrow.inprocess._monitor import Monitor
 from regrow.inprocess._service import InprocessService
 from regrow.inprocess._service_link import ServiceLink
+from regrow.inprocess._telling import End, tell_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "watched_rank.py"
 NAME = f"regrow-test-deaths-{os.getpid()}"
 FOREVER = float("inf")
+TERMS = Terms(0, 90.0, 5.0, "group")
 
 
 def first_packet(terms: Terms, until: float = FOREVER) -> str:
@@ -69,7 +71,7 @@ class Host:
         self.beside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.beside.settimeout(PATIENCE)
         self.beside.connect(f"\0{NAME}")
-        self.beside.send(first_packet(Terms(0, 90.0, 5.0, "group")).encode())
+        self.beside.send(first_packet(TERMS).encode())
         self.monitor = threading.Thread(target=Monitor(self.listener).run, daemon=True)
         self.ranks: list[Rank] = []
 
@@ -128,6 +130,18 @@ def test_a_connection_that_ends_is_no_death_and_the_process_is_waited_for(host: 
     assert host.told() == ended(killed, 2)
     quiet.dies()
     assert host.told() == ended(quiet, 1)
+
+
+def test_a_goodbye_counts_of_who_has_not_read_what_it_was_told() -> None:
+    host = Host()
+    monitor = Monitor(host.listener)
+    monitor._sleep(time.monotonic())
+    tell_ranks(End(Terms(1, 90.0, 5.0, "group"), "TERMINATED", ""), monitor._group(TERMS))
+    host.beside.send(GOODBYE)
+    host.beside.close()  # a reset, as there was something to be read
+    monitor._sleep(time.monotonic() + PATIENCE)
+    assert not monitor._watched
+    host.listener.close()
 
 
 def test_who_hangs_up_without_a_word_is_nobody_to_wait_for(host: Host) -> None:

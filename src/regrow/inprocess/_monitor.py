@@ -134,6 +134,8 @@ class Monitor:
                 packet = connection.recv(LONGEST)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # it has left something unread; what it has said is still there
             except OSError:
                 packet = b""
             if not packet and watched.terms is not None:
