@@ -36,7 +36,7 @@ def test_of_a_thread_that_slept_only_what_it_waits_for_in_the_store_is_ended(
     sleeps = [CALLS.sleep, 0, 0, 0, 0, 0, 0, IN_STORE, 0]
     looks = iter([sleeps, sleeps, [CALLS.recv, ours.fileno(), 0, 0, 0, 0, 0, stack, 0]])
     monkeypatch.setattr(waits, "_look", lambda file: next(looks))
-    monkeypatch.setattr(waits, "_in_store", lambda stack, memory: stack == IN_STORE)
+    monkeypatch.setattr(waits, "is_in", lambda function, stack, memory: stack == IN_STORE)
     held = len(os.listdir("/proc/self/fd"))
     assert waits.end_store_wait(threading.get_native_id(), frozenset()) is ends
     assert len(os.listdir("/proc/self/fd")) == held

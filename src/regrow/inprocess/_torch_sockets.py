@@ -39,6 +39,9 @@ PAIRS = frozenset(
 )
 """Virtual tables of what handles a connection: `gloo::transport::tcp::Pair`, and the one in TLS."""
 
+STACK = 1 << 14
+"""Bytes of a stack that are looked at, from the innermost on."""
+
 _dladdr = ctypes.CDLL(None).dladdr
 _WATCHED = re.compile(
     rb"tfd: *(\d+) .*data: *([0-9a-f]+) .*ino: *([0-9a-f]+)",
@@ -104,10 +107,29 @@ def class_of(address: int, memory: int) -> bytes | None:
 
 def symbol_at(address: int) -> bytes | None:
     """The symbol of what is at an address; None: the dynamic linker knows of none."""
-    symbol = _Symbol()
-    found = _dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
-    name: bytes | None = symbol.name if found else None
+    name: bytes | None = _known_of(address).name
     return name
+
+
+def library_of(address: int) -> str:
+    """The path of the library that something at an address belongs to; "": of none."""
+    return os.fsdecode(_known_of(address).file or b"")
+
+
+def is_in(function: bytes, stack: int, memory: int) -> bool:
+    """Whether a function that has this in its symbol is to be returned to.
+
+    Args:
+        function: a part of a symbol.
+        stack: the address of the innermost end of a stack.
+        memory: a descriptor of `/proc/self/mem`.
+
+    Raises:
+        OSError: there is no such stack.
+    """
+    words = os.pread(memory, STACK, stack)
+    addresses = struct.unpack(f"{len(words) // 8}Q", words[: len(words) // 8 * 8])
+    return any(function in (symbol_at(each) or b"") for each in addresses if each >> 32)
 
 
 def duplicate(watched: Watched) -> socket.socket | None:
@@ -120,6 +142,13 @@ def duplicate(watched: Watched) -> socket.socket | None:
         os.close(fd)
         return None
     return socket.socket(fileno=fd)
+
+
+def _known_of(address: int) -> _Symbol:
+    """What the dynamic linker knows; nothing is set if that is nothing."""
+    symbol = _Symbol()
+    _dladdr(ctypes.c_void_p(address), ctypes.byref(symbol))
+    return symbol
 
 
 def _shut(watched: Watched) -> bool:

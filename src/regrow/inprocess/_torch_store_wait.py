@@ -26,14 +26,10 @@ from contextlib import suppress
 from io import FileIO
 from typing import Final, NamedTuple
 
-from regrow.inprocess._torch_sockets import symbol_at
+from regrow.inprocess._torch_sockets import is_in
 
 STORE: Final = b"N4c10d8TCPStore"
 """In the symbols of all methods of `c10d::TCPStore`."""
-STACK: Final = 1 << 14
-"""Bytes of the stack that are looked at, from the innermost on."""
-
-
 TURNS: Final = 0.025
 """Seconds for which a thread that sleeps is looked at."""
 
@@ -78,7 +74,7 @@ def end_store_wait(thread: int, outside: frozenset[int]) -> bool:
         found = _look(file)
         if calls is None or not found or found[0] not in calls:
             return False
-        if not _in_store(found[-2], memory.fileno()):
+        if not is_in(STORE, found[-2], memory.fileno()):
             return False
         until = time.monotonic() + TURNS
         while (fd := _waited_for(calls, found, memory.fileno())) is None:
@@ -87,7 +83,7 @@ def end_store_wait(thread: int, outside: frozenset[int]) -> bool:
             found = _look(file)
         with suppress(OSError), open(os.dup(fd), "rb", buffering=0) as copy:
             # Asked again: a thread that slept may have left the store, and wait for something else.
-            if not _in_store(found[-2], memory.fileno()):
+            if not is_in(STORE, found[-2], memory.fileno()):
                 return False
             if os.fstat(copy.fileno()).st_ino not in outside:
                 with socket.socket(fileno=os.dup(copy.fileno())) as connection:
@@ -113,9 +109,3 @@ def _waited_for(calls: _Calls, found: list[int], memory: int) -> int | None:
                 waited: int = struct.unpack("i", os.pread(memory, 4, first))[0]
                 return waited
     return None
-
-
-def _in_store(stack: int, memory: int) -> bool:
-    words = os.pread(memory, STACK, stack)
-    addresses = struct.unpack(f"{len(words) // 8}Q", words[: len(words) // 8 * 8])
-    return any(STORE in (symbol_at(each) or b"") for each in addresses if each >> 32)
