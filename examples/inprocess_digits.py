@@ -27,7 +27,7 @@ from train_digits import SEED, accuracy, digits, network  # type: ignore[import-
 
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.inprocess.initialize import RetryController
-from regrow.store import PrefixStore, worker_store
+from regrow.store import worker_store
 from regrow.store.torch import TorchStore
 
 
@@ -42,7 +42,7 @@ class Training:
         self.steps_done = 0
         self.initial_rank = int(os.environ["RANK"])  # a restart may give another one
         self.failed = False
-        self.store = worker_store()
+        self.store = TorchStore(worker_store())
 
     def agree(self, call: CallWrapper) -> None:
         """Go on from the rank that is farthest: a fault may have parted the ranks by a step."""
@@ -83,8 +83,8 @@ class Training:
 def train(training: Training, call: CallWrapper) -> None:
     """Train from the last step that was done; called again after each fault."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    keys = PrefixStore(f"gloo/{call.iteration}", training.store)
-    dist.init_process_group("gloo", store=TorchStore(keys), rank=rank, world_size=world_size)
+    keys = dist.PrefixStore(f"gloo/{call.iteration}", training.store)
+    dist.init_process_group("gloo", store=keys, rank=rank, world_size=world_size)
     training.agree(call)
     if rank == 0:
         print(f"{world_size} ranks go on after step {training.steps_done}", flush=True)

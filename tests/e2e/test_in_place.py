@@ -40,7 +40,6 @@ train()
     assert (restarted["world_size"], restarted["lost"]) == (2, [0])
     phases = ["detected", "told", "aborted", "finalized", "checked", "met", "called"]
     assert list(restarted["seconds"]) == phases
-    assert restarted["seconds"]["detected"] > 0
     assert sorted(restarted["seconds"].values()) == list(restarted["seconds"].values())
     assert "restarted in place (iteration 1): rank 0: TERMINATED" in job.stderr
     assert story(read_events(job.log_dir)).in_place[0].lost == (0,)
