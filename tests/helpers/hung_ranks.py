@@ -59,13 +59,17 @@ class Rank:
         return int(text)
 
     def wrapped(
-        self, first: Callable[[CallWrapper], Any], grace: float = LONG, **arguments: Any
+        self,
+        first: Callable[[CallWrapper], Any],
+        grace: float = LONG,
+        hard: float = 0.7,
+        **arguments: Any,
     ) -> None:
         """Call a function that does `first` on rank 1 in its first call, while others compute."""
 
         @Wrapper(
             soft_timeout=timedelta(seconds=0.6),
-            hard_timeout=timedelta(seconds=0.7),
+            hard_timeout=timedelta(seconds=hard),
             progress_watchdog_interval=timedelta(seconds=0.05),
             monitor_thread_interval=timedelta(seconds=0.05),
             monitor_process_interval=timedelta(seconds=0.05),
@@ -156,7 +160,8 @@ def is_stuck_between_two_calls(me: Rank, name: str, base: type) -> None:
         raise OSError
 
     failed: list[bool] = []
-    me.wrapped(fail, **{name: type("Plugin", (base,), {"__call__": call})()})
+    # With time between the two for the log of the first.
+    me.wrapped(fail, hard=1.5, **{name: type("Plugin", (base,), {"__call__": call})()})
 
 
 def is_stuck_in_the_abort(me: Rank) -> None:
@@ -187,7 +192,7 @@ def is_stuck_in_a_finalizer(me: Rank) -> None:
         Stuck()
         raise OSError
 
-    me.wrapped(fail)
+    me.wrapped(fail, hard=1.5)
 
 
 def is_stuck_where_ranks_are_assigned(me: Rank) -> None:

@@ -70,7 +70,8 @@ def went_on(fate: dict[str, Any]) -> bool:
     """Whether a rank has called the function again, without the one that hung."""
     notes = [note for note in fate["notes"] if not note.startswith("log: ")]
     twice = ["called in a world of 3", "called in a world of 2", "returned"]
-    return fate.get("exit") == 0 and notes == twice
+    # Whoever hears of it before it has come to the first call does not make it.
+    return fate.get("exit") == 0 and notes in (twice, twice[1:])
 
 
 def causes(fates: Fates) -> list[str]:
@@ -165,7 +166,7 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
     # By the latter where the others had met it already, and waited for it to enter.
     kinds = ("EXCEPTION on initial rank 1", "HARD_TIMEOUT on initial rank 1")
     assert all(cause.startswith(kinds) for cause in causes(fates))
-    assert "no progress for 0.7 s: in" in (tmp_path / "monitor.1.log").read_text()
+    assert "no progress for 1.5 s: " in (tmp_path / "monitor.1.log").read_text()
     log = "\n".join(fates[1]["notes"])  # of all threads, since the abort is in one of its own
     assert "no automatic progress for 0.6 s; the restart stands here" in log
     assert "in get_stuck" in log.split("the restart stands here")[1]
