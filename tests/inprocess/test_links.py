@@ -295,6 +295,34 @@ def test_a_rank_that_ends_before_all_have_joined_is_missed_from_the_first_iterat
     assert [met.lost for met in healed(living, 0)] == [(1,)] * 2
 
 
+class Accusing(MemoryStore):
+    """In which a rank is accused while the one that is last at the barrier writes how all met."""
+
+    accuse: Callable[[], Background]
+
+    def set(self, key: str, value: Any) -> None:
+        if key == "group/1/count":
+            self.accused = self.accuse()
+            eventually(lambda: bytes(self.get("group/0/gone")) == b"1\n")
+        super().set(key, value)
+
+
+def test_a_rank_that_ends_while_the_others_meet_is_missed_in_the_next_iteration() -> None:
+    store = Accusing()
+    links: list[Link] = [C10dLink(lambda: store, "group", rank, 3, PATIENT) for rank in range(3)]
+    store.accuse = lambda: Background(links[0].accuse, 1, "TERMINATED", "it has ended")
+    everyone(links, lambda link, _: link.join())
+    everyone(links, lambda link, rank: link.enter(0, rank, 3))
+    links[2].report(0, "EXCEPTION", "a mistake")
+    assert [met.lost for met in healed(links, 0)] == [()] * 3
+    assert store.accused.result()
+    living = [links[0], links[2]]
+    everyone(living, lambda link, i: link.enter(1, 2 * i, 3))
+    assert [met.lost for met in healed(living, 1)] == [(1,)] * 2
+    for link in links:
+        link.close()
+
+
 def test_nobody_can_be_accused_when_the_call_is_over(opens: Opens) -> None:
     links = begun(opens, 2)
     assert everyone(links, lambda link, _: link.done(0)) == [None, None]

@@ -30,6 +30,8 @@ from regrow.inprocess._messages import TEXT
 
 SHOWN: Final = 8
 """How many ranks an error names."""
+MEETING: Final = 5.0
+"""Seconds within which the one that completes the barrier "ready" writes down how they met."""
 
 FAULT, OVER, GO = "fault", "over", "go"
 """What the keys say that end a wait: a fault, the end of the call, and that one may go on."""
@@ -100,7 +102,20 @@ def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = Fals
         record(keys, iteration, fault)
     for barrier in _BARRIERS if discarded else ("heard", "ready"):
         arrive(keys, iteration, barrier, rank)
+    if not discarded and _met_with(keys, iteration, rank):
+        return end_rank(keys, iteration + 1, fault)
     return True
+
+
+def _met_with(keys: Keys, iteration: int, rank: int) -> bool:
+    """Whether the others have met without knowing that a rank has ended, which has been said now.
+
+    It was ready then, and whoever completed that barrier may be at it still. Else they will know.
+    """
+    if keys.numbers([f"{iteration}/readys"])[0] < _count(keys, iteration):
+        return False
+    said = keys.wait(f"{iteration}/met", MEETING)
+    return said is not None and rank not in read_meeting(said).lost
 
 
 def accuse(keys: Keys, fault: Fault) -> bool:
@@ -110,11 +125,7 @@ def accuse(keys: Keys, fault: Fault) -> bool:
     # In this order: whoever has ended it before they met for that iteration has said so by now.
     if keys.there(f"ended/{fault.rank}") or keys.lines(f"{iteration}/end") == [OVER]:
         return False
-    news = end_rank(keys, iteration, fault)
-    met = meeting(keys, iteration)
-    if met is not None and fault.rank not in met.lost:  # they met before they heard of it
-        return end_rank(keys, iteration + 1, fault)
-    return news
+    return end_rank(keys, iteration, fault)
 
 
 def faults_of(keys: Keys, iteration: int) -> Faults:
