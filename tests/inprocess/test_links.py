@@ -300,11 +300,11 @@ class Accusing(MemoryStore):
 
     accuse: Callable[[], Background]
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: Any, /, *, ephemeral: bool = False) -> None:
         if key == "group/1/count":
             self.accused = self.accuse()
             eventually(lambda: bytes(self.get("group/0/gone")) == b"1\n")
-        super().set(key, value)
+        super().set(key, value, ephemeral=ephemeral)
 
 
 def test_a_rank_that_ends_while_the_others_meet_is_missed_in_the_next_iteration() -> None:
