@@ -134,7 +134,8 @@ def _report(outcome: Outcome, driver: str, crowd: int = 0) -> bool:
     if outcome.violation:
         again = f"python tests/simulation/simulate.py --driver {driver} --seed {outcome.seed}"
         again += f" --crowd {crowd}" if crowd else ""
-        print(f"seed {outcome.seed} ({driver}): {outcome.violation}\n  again: {again} --trace")
+        print(f"seed {outcome.seed} ({driver}): {outcome.violation}")
+        print(f"  again: {again} --trace", flush=True)
     return bool(outcome.violation)
 
 
