@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import json
 import logging
+import mmap
 import os
 import random
 import resource
@@ -64,6 +65,10 @@ LONG = 60.0
 """Seconds that a call lasts which somebody has to end; the ranks are killed before."""
 
 
+CALLED = mmap.mmap(-1, 64)
+"""A byte for each rank, set in its first call of the function; all ranks of a case share them."""
+
+
 class Played(Exception):
     """What a rank raises by intent."""
 
@@ -84,11 +89,17 @@ class Rank:
     def wrapped(
         self, first: Callable[[CallWrapper], Any], **arguments: Any
     ) -> Callable[[], int | None]:
-        """A function that does `first` in its first call, and returns its iteration later on."""
+        """A function that does `first` in its first call, and returns its iteration later on.
+
+        It does so when all ranks are in that call: who hears of a fault before makes none.
+        """
 
         @Wrapper(**arguments)
         def function(call: CallWrapper) -> int:
             if self.called(call) == 0:
+                CALLED[self.initial] = 1
+                while sum(CALLED[:]) < int(os.environ["WORLD_SIZE"]):
+                    time.sleep(0.001)
                 first(call)
             return call.iteration
 
@@ -615,6 +626,7 @@ def child(case: str, rank: int, size: int, answer: int) -> None:
 
 def play(case: str, size: int) -> list[dict[str, Any]]:
     """Fork the ranks of a case; return what became of each."""
+    CALLED[:] = bytes(len(CALLED))
     started = []
     for rank in range(size):
         reads, writes = os.pipe()
