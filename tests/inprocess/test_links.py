@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from regrow.inprocess._link import (
 )
 from regrow.inprocess._service import InprocessService
 from regrow.inprocess._service_link import ServiceLink
-from regrow.store import MemoryStore
+from regrow.store import MemoryStore, StoreConnectionError
 
 PATIENT = Timeouts(barrier=30.0, completion=30.0, last_call=30.0, heartbeat=30.0)
 
@@ -319,6 +321,39 @@ def test_a_rank_that_ends_while_the_others_meet_is_missed_in_the_next_iteration(
     living = [links[0], links[2]]
     everyone(living, lambda link, i: link.enter(1, 2 * i, 3))
     assert [met.lost for met in healed(living, 1)] == [(1,)] * 2
+    for link in links:
+        link.close()
+
+
+class Breaking(MemoryStore):
+    """Of which a thread can change no more than so much."""
+
+    left: dict[int, int]
+
+    def _change(self, change: Callable[[Any], Any]) -> Any:
+        me = threading.get_ident()
+        if me in self.left:
+            self.left[me] -= 1
+            if self.left[me] < 0:
+                raise StoreConnectionError("it was killed")
+        return super()._change(change)
+
+
+@pytest.mark.parametrize("steps", range(16))
+def test_who_is_killed_while_it_counts_a_rank_out_leaves_nothing_undone(steps: int) -> None:
+    store = Breaking()
+    store.left = {}
+    links: list[Link] = [C10dLink(lambda: store, "group", rank, 3, PATIENT) for rank in range(3)]
+    everyone(links, lambda link, _: link.join())
+    everyone(links, lambda link, rank: link.enter(0, rank, 3))
+    store.left[threading.get_ident()] = steps
+    with suppress(LinkError):
+        links[2].accuse(1, "TERMINATED", "it has ended")
+    del store.left[threading.get_ident()]
+    links[0].accuse(1, "TERMINATED", "it has ended")
+    (met,) = {met.lost: met for met in healed([links[0], links[2]], 0)}.values()
+    assert kinds(met.faults) == [("TERMINATED", 1, "it has ended")]
+    assert met.lost == (1,)
     for link in links:
         link.close()
 

@@ -1,7 +1,10 @@
 """The rules of a group, as its ranks run them by counting in a c10d store.
 
 At each barrier every rank adds one, and whoever completes the number tells the others by setting a
-key, for which all of them wait. A rank that has ended is counted by whoever ended it.
+key, for which all of them wait. A rank that has ended, and had not added one, is not waited for.
+
+**Who says that a rank has ended** does all that follows from it, also if it was said before, as
+several do at once: whoever was the first may be killed half-way, by what has killed that rank.
 
 **One truth.** `N/end` says how iteration N ended, by a fault or for good, and is set once: who
 comes second finds what the first one said. `N/entered` is set by the last rank to enter, or by any
@@ -12,9 +15,11 @@ The keys of iteration N, all under `N/`:
     count                    how many ranks are living when it begins
     entereds heards ...      how many have come to each barrier; `entered/R` that rank R has
     end entered completed    how the iteration, the wait to enter and the wait in reserve ended
-    heard/over met           the last call is over; how the ranks met after it
+    heard/over ready/over    the last call is over; somebody writes down how the ranks met
+    met                      how they did
     places                   a line for each rank: its initial rank, its place, the world's size
-    faults gone discarded    a line for each fault, and each rank that ended by one or without one
+    faults gone discarded    a line for each fault, and each rank that ended by one or without one;
+                             lines may come twice. `gone/R` holds the fault of rank R
 
 Beside them `iteration` is the number of the latest one, and `ended/R` says that rank R has ended.
 """
@@ -36,8 +41,13 @@ MEETING: Final = 5.0
 FAULT, OVER, GO = "fault", "over", "go"
 """What the keys say that end a wait: a fault, the end of the call, and that one may go on."""
 
+DISCARDED = "discarded"
+"""What is said of the end of a rank that its assignment has no place for."""
+
 _BARRIERS = ("entered", "heard", "ready", "done")
-_ONCE = ("count", "end", "entered", "completed", "heard/over", "met", "late")
+_AFTER = ("heard", "ready")
+"""Those after the end of an iteration, at which nobody waits for a rank that is gone."""
+_ONCE = ("count", "end", "entered", "completed", "heard/over", "ready/over", "met", "late")
 _LISTS = ("places", "faults", "gone", "discarded")
 
 
@@ -56,24 +66,13 @@ def arrive(keys: Keys, iteration: int, barrier: str, rank: int) -> None:
     """Count a rank at a barrier, once; tell the others if it was the last."""
     if keys.add(f"{iteration}/{barrier}/{rank}") > 1:
         return
-    if keys.add(f"{iteration}/{barrier}s") < _count(keys, iteration):
-        return
-    if barrier == "entered":
-        keys.set_first(f"{iteration}/entered", _clash(keys, iteration) or GO)
-    elif barrier == "heard":
-        keys.set(f"{iteration}/heard/over", "1")
-    elif barrier == "ready":
-        _meet(keys, iteration)
-    else:
-        keys.set_first(f"{iteration}/end", OVER)
+    _settle(keys, iteration, barrier, keys.add(f"{iteration}/{barrier}s"))
 
 
 def record(keys: Keys, iteration: int, fault: Fault) -> None:
     """Record a fault, and end the iteration by it unless it has ended."""
-    line = json.dumps([fault.kind, fault.rank, fault.message[:TEXT]])
-    keys.append(f"{iteration}/faults", line)
-    if keys.set_first(f"{iteration}/end", FAULT) == FAULT:
-        free(keys, iteration)
+    keys.append(f"{iteration}/faults", _line(fault))
+    _end(keys, iteration)
 
 
 def free(keys: Keys, iteration: int) -> None:
@@ -92,27 +91,34 @@ def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = Fals
         discarded: it has no place in this iteration, and the others know.
     """
     rank = fault.rank
-    if keys.add(f"{iteration}/gone/{rank}") > 1:
-        return False
+    mine = DISCARDED if discarded else _line(fault)
+    said = keys.set_first(f"{iteration}/gone/{rank}", mine)
     keys.set(f"ended/{rank}", "1")
-    if discarded:
+    if discarded and said == mine:
         keys.append(f"{iteration}/discarded", str(rank))
-    else:
+        for barrier in _BARRIERS:
+            arrive(keys, iteration, barrier, rank)
+    if discarded or said == DISCARDED:
+        return discarded and said == mine
+    # Whoever says so does all of it: the first to say so may have ended half-way.
+    if str(rank) not in keys.lines(f"{iteration}/gone"):
         keys.append(f"{iteration}/gone", str(rank))
-        record(keys, iteration, fault)
-    for barrier in _BARRIERS if discarded else ("heard", "ready"):
-        arrive(keys, iteration, barrier, rank)
-    if not discarded and _met_with(keys, iteration, rank):
+    if said not in keys.lines(f"{iteration}/faults"):
+        keys.append(f"{iteration}/faults", said)
+    _end(keys, iteration)
+    for barrier in _AFTER:
+        _settle(keys, iteration, barrier, keys.numbers([f"{iteration}/{barrier}s"])[0])
+    if _met_with(keys, iteration, rank):
         return end_rank(keys, iteration + 1, fault)
-    return True
+    return said == mine
 
 
 def _met_with(keys: Keys, iteration: int, rank: int) -> bool:
     """Whether the others have met without knowing that a rank has ended, which has been said now.
 
-    It was ready then, and whoever completed that barrier may be at it still. Else they will know.
+    It was ready then, and who writes down how they met may be at it still. Else it will be known.
     """
-    if keys.numbers([f"{iteration}/readys"])[0] < _count(keys, iteration):
+    if not keys.numbers([f"{iteration}/ready/over"])[0]:
         return False
     said = keys.wait(f"{iteration}/met", MEETING)
     return said is not None and rank not in read_meeting(said).lost
@@ -123,14 +129,15 @@ def accuse(keys: Keys, fault: Fault) -> bool:
     said = keys.lines("iteration")
     iteration = int(said[0]) if said else 0
     # In this order: whoever has ended it before they met for that iteration has said so by now.
-    if keys.there(f"ended/{fault.rank}") or keys.lines(f"{iteration}/end") == [OVER]:
+    ended = keys.there(f"ended/{fault.rank}") and not keys.there(f"{iteration}/gone/{fault.rank}")
+    if ended or keys.lines(f"{iteration}/end") == [OVER]:
         return False
     return end_rank(keys, iteration, fault)
 
 
 def faults_of(keys: Keys, iteration: int) -> Faults:
     """Return what was recorded in an iteration."""
-    lines = map(json.loads, keys.lines(f"{iteration}/faults"))
+    lines = map(json.loads, dict.fromkeys(keys.lines(f"{iteration}/faults")))
     records = tuple(Fault(kind, rank, message, 0.0) for kind, rank, message in lines)
     return Faults(iteration, records, 0.0)
 
@@ -168,6 +175,42 @@ def forget(keys: Keys, iteration: int, rank: int, *, leads: bool) -> None:
         keys.delete([f"{iteration}/{key}" for key in (*_ONCE, *_LISTS, *counts)])
     for each in ranks:
         keys.delete([f"{iteration}/{key}/{each}" for key in (*_BARRIERS, "gone")])
+
+
+def _line(fault: Fault) -> str:
+    return json.dumps([fault.kind, fault.rank, fault.message[:TEXT]])
+
+
+def _end(keys: Keys, iteration: int) -> None:
+    if keys.set_first(f"{iteration}/end", FAULT) == FAULT:
+        free(keys, iteration)
+
+
+def _settle(keys: Keys, iteration: int, barrier: str, arrived: int) -> None:
+    """Tell the others if so many are all that there are."""
+    if arrived < _count(keys, iteration) and not _is_full(keys, iteration, barrier, arrived):
+        return
+    if barrier == "entered":
+        keys.set_first(f"{iteration}/entered", _clash(keys, iteration) or GO)
+    elif barrier == "done":
+        keys.set_first(f"{iteration}/end", OVER)
+    elif barrier == "heard":
+        keys.set(f"{iteration}/heard/over", "1")
+    elif keys.add(f"{iteration}/ready/over") == 1:
+        _meet(keys, iteration)
+
+
+def _is_full(keys: Keys, iteration: int, barrier: str, arrived: int) -> bool:
+    """Whether nobody is missing at a barrier but ranks that are gone, counted there or not."""
+    if barrier not in _AFTER:
+        return False
+    gone = set(map(int, keys.lines(f"{iteration}/gone")))
+    left = _count(keys, iteration) - len(gone)
+    if not gone or arrived < left:
+        return False
+    discarded = map(int, keys.lines(f"{iteration}/discarded"))
+    others = {*_places(keys, iteration), *discarded} - gone
+    return sum(keys.there(f"{iteration}/{barrier}/{rank}") for rank in others) >= left
 
 
 def _count(keys: Keys, iteration: int) -> int:
