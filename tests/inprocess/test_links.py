@@ -302,11 +302,13 @@ class Accusing(MemoryStore):
 
     accuse: Callable[[], Background]
 
-    def set(self, key: str, value: Any, /, *, ephemeral: bool = False) -> None:
-        if key == "group/1/count":
+    def compare_set(
+        self, key: str, expected: Any, desired: Any, /, *, ephemeral: bool = False
+    ) -> bytes:
+        if key == "group/0/met":
             self.accused = self.accuse()
             eventually(lambda: bytes(self.get("group/0/gone")) == b"1\n")
-        super().set(key, value, ephemeral=ephemeral)
+        return super().compare_set(key, expected, desired, ephemeral=ephemeral)
 
 
 def test_a_rank_that_ends_while_the_others_meet_is_missed_in_the_next_iteration() -> None:
@@ -321,6 +323,37 @@ def test_a_rank_that_ends_while_the_others_meet_is_missed_in_the_next_iteration(
     living = [links[0], links[2]]
     everyone(living, lambda link, i: link.enter(1, 2 * i, 3))
     assert [met.lost for met in healed(living, 1)] == [(1,)] * 2
+    for link in links:
+        link.close()
+
+
+class Losing(MemoryStore):
+    """That is lost to the rank which wants to write down first how all have met."""
+
+    lost = False
+
+    def compare_set(
+        self, key: str, expected: Any, desired: Any, /, *, ephemeral: bool = False
+    ) -> bytes:
+        if key == "group/0/met" and not self.lost:
+            self.lost = True
+            raise StoreConnectionError("it was killed")
+        return super().compare_set(key, expected, desired, ephemeral=ephemeral)
+
+
+def test_who_is_killed_before_it_has_told_how_all_have_met_is_not_waited_for() -> None:
+    store = Losing()
+    links: list[Link] = [C10dLink(lambda: store, "group", rank, 3, PATIENT) for rank in range(3)]
+    everyone(links, lambda link, _: link.join())
+    everyone(links, lambda link, rank: link.enter(0, rank, 3))
+    links[2].report(0, "EXCEPTION", "a mistake")
+    everyone(links, lambda link, _: link.heard(0))
+    calls = [Background(link.ready, 0) for link in links]
+    eventually(lambda: not all(call.running() for call in calls))
+    (dead,) = (rank for rank, call in enumerate(calls) if not call.running())
+    living = [rank for rank in range(3) if rank != dead]
+    assert links[living[0]].accuse(dead, "TERMINATED", "it has ended")
+    assert [calls[rank].result().lost for rank in living] == [(dead,)] * 2
     for link in links:
         link.close()
 

@@ -11,8 +11,8 @@ its watcher's clock is counted out. A rank that holds the interpreter's lock for
 
 What this cannot give, and the store server can: the store itself does not tell that a process has
 ended. The monitor of its host does, to the ranks beside it (`_monitor`); where there are none, only
-its silence. A store that a rank hosts ends with it; and who completes a barrier and dies before it
-has told the others leaves them waiting for its time-out. There is no common clock, so `Fault.at`
+its silence. A store that a rank hosts ends with it; and who is the last to join, and dies before it
+has told the others, leaves them waiting for its time-out. There is no common clock, so `Fault.at`
 and `Faults.now` are 0. Use it where a store of c10d is given; everything else is better off with
 ours.
 """

@@ -7,8 +7,9 @@ key, for which all of them wait. A rank that has ended, and had not added one, i
 several do at once: whoever was the first may be killed half-way, by what has killed that rank.
 
 **One truth.** `N/end` says how iteration N ended, by a fault or for good, and is set once: who
-comes second finds what the first one said. `N/entered` is set by the last rank to enter, or by any
-rank that has seen the end. Everything that has to be known before is written before.
+comes second finds what the first one said. So is `N/met`. `N/entered` is set by the last rank to
+enter, or by any rank that has seen the end. Everything that has to be known before is written
+before.
 
 The keys of iteration N, all under `N/`:
 
@@ -35,8 +36,8 @@ from regrow.inprocess._messages import TEXT
 
 SHOWN: Final = 8
 """How many ranks an error names."""
-MEETING: Final = 5.0
-"""Seconds within which the one that completes the barrier "ready" writes down how they met."""
+MEETING: Final = 1.0
+"""Seconds after which it is written down by another one how all met, if somebody has ended."""
 
 FAULT, OVER, GO = "fault", "over", "go"
 """What the keys say that end a wait: a fault, the end of the call, and that one may go on."""
@@ -60,6 +61,8 @@ class Meeting(NamedTuple):
     """Initial ranks that ended by a fault."""
     discarded: list[int]
     """Initial ranks that their assignment had no place for."""
+    left: int
+    """How many go on."""
 
 
 def arrive(keys: Keys, iteration: int, barrier: str, rank: int) -> None:
@@ -116,12 +119,13 @@ def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = Fals
 def _met_with(keys: Keys, iteration: int, rank: int) -> bool:
     """Whether the others have met without knowing that a rank has ended, which has been said now.
 
-    It was ready then, and who writes down how they met may be at it still. Else it will be known.
+    It was ready then, and who writes down how they met may be at it still, or have ended in it.
     """
     if not keys.numbers([f"{iteration}/ready/over"])[0]:
         return False
     said = keys.wait(f"{iteration}/met", MEETING)
-    return said is not None and rank not in read_meeting(said).lost
+    met = _meet(keys, iteration) if said is None else read_meeting(said)
+    return rank not in met.lost
 
 
 def accuse(keys: Keys, fault: Fault) -> bool:
@@ -214,10 +218,12 @@ def _is_full(keys: Keys, iteration: int, barrier: str, arrived: int) -> bool:
 
 
 def _count(keys: Keys, iteration: int) -> int:
-    return int(keys.lines(f"{iteration}/count")[0])
+    said = keys.lines(f"{iteration}/count")
+    met = None if said else meeting(keys, iteration - 1)
+    return int(said[0]) if met is None else met.left  # who wrote that may have got no further
 
 
-def _meet(keys: Keys, iteration: int) -> None:
+def _meet(keys: Keys, iteration: int) -> Meeting:
     gone = set(map(int, keys.lines(f"{iteration}/gone")))
     discarded = list(map(int, keys.lines(f"{iteration}/discarded")))
     living = {r: place for r, place in _places(keys, iteration).items() if r not in gone}
@@ -225,10 +231,11 @@ def _meet(keys: Keys, iteration: int) -> None:
     held = {place for place, _ in living.values()}
     terminated = [place for place in range(size) if place not in held]
     left = _count(keys, iteration) - len(gone) - len(discarded)
-    keys.set(f"{iteration + 1}/count", str(left))
+    mine = Meeting(terminated, sorted(gone), discarded, left)
+    met = read_meeting(keys.set_first(f"{iteration}/met", json.dumps(mine._asdict())))
+    keys.set(f"{iteration + 1}/count", str(met.left))
     keys.set("iteration", str(iteration + 1))
-    met = Meeting(terminated, sorted(gone), discarded)
-    keys.set(f"{iteration}/met", json.dumps(met._asdict()))
+    return met
 
 
 def _places(keys: Keys, iteration: int) -> dict[int, tuple[int, int]]:
