@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -562,6 +562,33 @@ def test_who_takes_a_lock_is_let_pass_however_often_it_is_met_as_long_as_it_gets
     assert not any(met(step) for step in range(3 * _spared.LOOKS))
     # In a loop it does not: it was there before.
     assert [met(step % 2) for step in range(_spared.LOOKS - 1)] == [False] * 3 + [True]
+
+
+def test_a_signal_that_comes_while_one_is_handled_does_not_judge_the_handler(
+    interrupter: Interrupter, striker: Striker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    judge = _spared.Look.at
+
+    def at(look: _spared.Look, top: FrameType, *others: Any) -> bool:
+        found.append(top.f_code.co_name)
+        if len(found) == 1:
+            assert interrupter._signum is not None
+            signal.raise_signal(interrupter._signum)
+        return judge(look, top, *others)
+
+    def acquire() -> None:
+        while True:
+            time.sleep(0.0001)
+
+    monkeypatch.setattr(_spared.Look, "at", at)
+    call = interrupter.call()
+    striker.strike(call, 0.001)
+    with contextlib.suppress(RankShouldRestart):
+        call.run(acquire)
+    assert striker.result()
+    assert set(found) == {"acquire"}
+    assert len(found) >= _spared.LOOKS
 
 
 def test_an_exception_of_the_functions_own_is_the_cause(

@@ -259,8 +259,16 @@ class Interrupter:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         call = self._call
-        if call is not None:
+        if call is not None and not _handles(frame):
             call.strike(frame)
+
+
+def _handles(frame: FrameType | None) -> bool:
+    """Whether a thread stands in the handler, which on a busy machine can last until the next
+    signal: that one is not to raise there, past all that is spared below. It is repeated."""
+    while frame is not None and frame.f_code is not _HANDLER:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _free_signal() -> int | None:
@@ -272,6 +280,9 @@ def _free_signal() -> int | None:
         signals = Signals.of(status.read())
     taken = signals.caught | signals.ignored
     return next((n for n in reversed(CANDIDATES) if not taken >> n - 1 & 1), None)
+
+
+_HANDLER = Interrupter._handle.__code__
 
 
 def _look_up() -> None:
