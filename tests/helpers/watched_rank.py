@@ -3,8 +3,9 @@
     python -I -S watched_rank.py NAME PACKET
 
 It connects to the socket of that name, sends the packet, and says "ready". It reads `send TEXT`,
-`close`, `connect` (again, with the same packet), and says "done" after each; and `fork`, after
-which it says the pid of a child that holds the connection until it is killed.
+`close`, `connect` (again, with the same packet) or `dial` and `speak` for the two parts of that,
+and says "done" after each; and `fork`, after which it says the pid of a child that holds the
+connection until it is killed.
 """
 
 import os
@@ -13,9 +14,14 @@ import socket
 import sys
 
 
-def connect() -> socket.socket:
+def dial() -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect("\0" + sys.argv[1])
+    return connection
+
+
+def connect() -> socket.socket:
+    connection = dial()
     connection.send(sys.argv[2].encode())
     return connection
 
@@ -31,6 +37,10 @@ def main() -> None:
             connection.close()
         elif word == "connect":
             connection = connect()
+        elif word == "dial":
+            connection = dial()
+        elif word == "speak":
+            connection.send(sys.argv[2].encode())
         elif word == "fork" and (child := os.fork()) == 0:
             signal.pause()
         print(child if word == "fork" else "done", flush=True)

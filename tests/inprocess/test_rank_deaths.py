@@ -162,6 +162,29 @@ def test_a_rank_that_has_come_back_over_another_connection_dies_once(host: Host)
     assert host.told() == ended(last, 2)
 
 
+def test_a_word_over_a_new_connection_counts_before_the_end_over_the_old_one() -> None:
+    host = Host()
+    monitor = Monitor(host.listener)
+    rank = host.has(1)
+    monitor._sleep(time.monotonic())
+    rank.does("close")
+    rank.does("dial")  # and the monitor takes the connection before there is a word
+    monitor._sleep(time.monotonic())
+    monitor._sleep(time.monotonic())
+    rank.does("speak")
+    rank.dies()
+    for _ in range(3):
+        monitor._sleep(time.monotonic())
+    assert host.told() == ended(rank, 1)
+    host.beside.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        host.told()
+    host.beside.send(GOODBYE)
+    monitor._sleep(time.monotonic())
+    for each in (host.beside, host.listener):
+        each.close()
+
+
 def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Host) -> None:
     rank = host.has(1)
     child = int(rank.does("fork"))

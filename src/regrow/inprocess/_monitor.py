@@ -99,13 +99,13 @@ class Monitor:
         slept = self._deadlines.woke(begin, until, time.monotonic())
         if slept:
             note("", f"the host stood still for {slept:.3f} s, which does not count")
+        heard = [(fd, self._watched[fd]) for fd, _ in ready if fd in self._watched]
         self._accept()  # first: what a process has said over all its connections, it said living
-        for fd, _ in ready:
-            watched = self._watched.get(fd)
-            if watched is not None:
-                self._hear(watched)
-                if fd == watched.pidfd and fd in self._watched:
-                    self._ended(watched)
+        for _, watched in heard:
+            self._hear(watched)
+        for fd, watched in heard:
+            if fd == watched.pidfd:
+                self._ended(watched)
         for pidfd in self._deadlines.due(time.monotonic()):
             self._end(self._watched[pidfd])
 
@@ -191,7 +191,12 @@ class Monitor:
                 os.unlink(watched.terms.pidfile)
 
     def _ended(self, watched: Watched) -> None:
-        """A process has ended without a goodbye."""
+        """A process has ended, if without a goodbye."""
+        for other in set(self._watched.values()):
+            if other.pid == watched.pid:
+                self._hear(other)
+        if self._watched.get(watched.pidfd) is not watched:  # it has left, or come back
+            return
         self._forget(watched)
         terms = watched.terms
         if terms is None or watched.is_being_ended:
