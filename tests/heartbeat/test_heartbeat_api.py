@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from regrow import heartbeat
 from regrow.heartbeat import HeartbeatFailure, _api, _death, _fate
 from regrow.heartbeat._beater import Beater
 from regrow.heartbeat._beats import Plan
+from regrow.heartbeat._exchange import Progress
 from regrow.heartbeat._failure import Ranks
-from regrow.heartbeat._merge import NO_STEP, Standing
+from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Left, Outcome, Standing
 from regrow.heartbeat._vector import VectorMeeting
 from regrow.heartbeat._world import NAMES, world
 
@@ -486,3 +487,41 @@ def test_a_stall_is_reported_unless_that_is_declined(monkeypatch: pytest.MonkeyP
     heartbeat.start(1, stalled_after=None)
     assert [plan.stalled_after for plan in plans] == [30, 30, None]
     assert not any(plan.stall_is_fatal for plan in plans)
+
+
+class FirstMeeting:
+    """Others that have met this worker, which does not hear of it before it leaves."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+        self.said: list[Beat] = []
+
+    def beat(self, beat: Beat, timeout: float) -> Outcome:
+        if beat.leaving:
+            self.said.append(beat)
+            return Left(Ranks.of([beat.rank]))
+        self.asked.set()
+        assert self.over.wait(PATIENCE)
+        return Agreed(7)
+
+    def leave(self, beat: Beat) -> None:
+        self.said.append(beat)
+        self.over.set()
+
+    def listen(self, tell: Callable[[Outcome], None]) -> None: ...
+
+    def table(self, timeout: float) -> list[Progress]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_who_leaves_in_its_first_beat_says_so_as_the_others_may_have_met_it() -> None:
+    meeting = FirstMeeting()
+    plan = Plan(1, 2, 9.0, 9.0, failures=3, start_timeout=PATIENCE, patient=True)
+    beater = Beater(plan, meeting, Record(), lambda: (NO_STEP, ""))
+    beater.start()
+    assert meeting.asked.wait(PATIENCE)
+    beater.leave()
+    assert not beater.alive
+    assert [beat.leaving for beat in meeting.said] == [True, True]

@@ -242,6 +242,16 @@ def test_that_one_leaves_is_told_to_all_and_nobody_is_lost_afterwards(desk: Desk
     assert desk.beat(2, seen=1, leaving=True) == {"s2": left}
 
 
+def test_who_leaves_before_all_have_met_is_let_go_and_its_place_is_free() -> None:
+    desk = Desk()
+    for rank in range(2):
+        assert desk.beat(rank, joined=False) == {}
+    assert desk.beat(1, joined=False, leaving=True) == {"s1": Over(None, Ranks.of([1]))}
+    assert desk.ended("s1") == {}
+    assert desk.beat(2, joined=False) == {}
+    assert set(desk.beat(1, "new", incarnation=7, joined=False)) == {"s0", "s2", "new"}
+
+
 def test_the_goodbye_of_a_stranger_ends_nothing(desk: Desk) -> None:
     left = Over(None, Ranks.of([1]))
     assert desk.beat(1, "another", incarnation=7, leaving=True) == {"another": left}

@@ -138,10 +138,11 @@ class Beater:
         )
 
     def leave(self) -> None:
-        """Stop, and wait until the others know it; there is none of them before the first beat."""
+        """Stop, and wait until the others know it.
+
+        They may have met already where this worker has not heard of it yet.
+        """
         self.event.set()
-        if not self._state.beats:
-            return
         if self._exchanging:
             self.meeting.leave(self._beat(self._state)._replace(leaving=True))
         self._thread.join(self.plan.cycle + self.plan.timeout)

@@ -78,7 +78,7 @@ class Group:
         member = self.members.get(question.rank)
         known = member is not None and member.beat.incarnation == question.incarnation
         if question.leaving:
-            return Left(rank) if known else None
+            return Left(rank) if known and self._last is not None else None
         if member is not None and not known and self._last is not None:
             if question.joined and question.token != self._last.token:
                 return out_of_step(rank.named, self._last.token)
@@ -114,6 +114,15 @@ class Group:
         self.members[rank] = Member(session, question, now)
         twice = questions.over(Broken("twice", Ranks.of([rank])))
         return self.gathering.send_off([rank], twice, now)
+
+    def withdraw(self, question: questions.Beat, now: float) -> list[Answer]:
+        """Let a worker go that leaves before all have met; the others wait for another one."""
+        member = self.members.get(question.rank)
+        if member is None or member.beat.incarnation != question.incarnation:
+            return []
+        del self.members[question.rank]
+        left = questions.over(Left(Ranks.of([question.rank])))
+        return self.gathering.send_off([question.rank], left, now)
 
     def overdue(self, now: float) -> Told:
         """Tell those who have waited long enough, unless one of them gives up."""

@@ -145,8 +145,9 @@ class HeartbeatService:
         outcome = group.judge(question) if group is not None else None
         if group is not None and outcome is not None:
             return [Answer(session, id, questions.over(outcome)), *self._end(group, outcome)]
-        if question.leaving:  # nobody here knows it
-            return [Answer(session, id, questions.over(Left(Ranks.of([rank]))))]
+        if question.leaving:  # it has met nobody
+            answer = Answer(session, id, questions.over(Left(Ranks.of([rank]))))
+            return [answer, *(group.withdraw(question, self._now) if group is not None else [])]
         group = group or self._new_group(name, question.size)
         self._places.setdefault(session, set()).add((name, rank))
         out, outcome = group.beat(session, id, question, self._now)
