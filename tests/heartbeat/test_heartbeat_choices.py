@@ -95,20 +95,23 @@ def timers() -> int:
     return Path("/proc/self/timers").read_text().count("ClockID")
 
 
-def told() -> tuple[list[HeartbeatFailure], threading.Event]:
-    """A list for failures, and an event for the first of them."""
-    return [], threading.Event()
+class Told:
+    """What a script is told of, as its `on_failure`."""
+
+    def __init__(self) -> None:
+        self.failures: list[HeartbeatFailure] = []
+        self.first = threading.Event()
+
+    def __call__(self, failure: HeartbeatFailure) -> None:
+        self.failures.append(failure)
+        self.first.set()
 
 
 def test_a_script_says_what_to_do_of_a_heartbeat_that_began_by_itself(
     others: Others, deaths: Deaths, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failures, failed = told()
-
-    def on_failure(failure: HeartbeatFailure) -> None:
-        failures.append(failure)
-        failed.set()
-
+    on_failure = Told()
+    failures, failed = on_failure.failures, on_failure.first
     come(others)
     before = timers()
     event = heartbeat.start(60, on_failure=on_failure)
@@ -170,12 +173,8 @@ def test_an_on_failure_that_raises_is_death_here_as_well(deaths: Deaths) -> None
 def test_a_script_says_what_it_thinks_of_standing_still(
     others: Others, options: dict[str, Any], kinds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    failures, failed = told()
-
-    def on_failure(failure: HeartbeatFailure) -> None:
-        failures.append(failure)
-        failed.set()
-
+    on_failure = Told()
+    failures, failed = on_failure.failures, on_failure.first
     come(others)
     event = heartbeat.start(60, on_failure=on_failure, **options)
     come(others)
