@@ -259,7 +259,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
     parser.add_argument("--runs", type=int, default=3, help="runs of handlers, in turn")
-    parser.add_argument("--crowd-runs", type=int, default=5, help="runs of crowds, in turn")
+    parser.add_argument("--crowd-runs", type=int, default=11, help="runs of crowds, in turn")
     parser.add_argument("--both", type=_numbers, default=[4, 16, 64], help="nodes beside torch's")
     parser.add_argument(
         "--crowds",
