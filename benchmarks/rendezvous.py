@@ -311,61 +311,55 @@ def _beside_torch(counts: list[int], runs: int, etcd: bool) -> list[str]:
     return failures
 
 
-def _growth(times: dict[int, list[float]], count: int) -> tuple[float, bool]:
-    """How much longer a crowd takes than half of it, and whether that is too long."""
-    growth = min(times[count]) / min(times[count // 2])
-    return growth, count >= JUDGED_FROM and growth > GROWTH_BOUND
-
-
 def _crowds(counts: list[int], runs: int) -> list[str]:
-    meet: dict[int, list[float]] = {count: [] for count in counts}
-    again: dict[int, list[float]] = {count: [] for count in counts}
+    times: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
+    growths: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
     traffic: dict[int, tuple[float, float]] = {}
 
-    def take(count: int, *, exchanges: bool = False) -> None:
-        first, second, exchanged = crowd_run(count, exchanges)
-        meet[count].append(first)
-        again[count].append(second)
-        if exchanged is not None:
-            traffic[count] = exchanged
+    def turn(sizes: list[int], *, exchanges: bool = False) -> None:
+        """Take all sizes in turn: a slow minute is one for all of them."""
+        for count in sizes:
+            *seconds, exchanged = crowd_run(count, exchanges)
+            times[count].append((seconds[0], seconds[1]))
+            if exchanged is not None:
+                traffic[count] = exchanged
+            if count // 2 in sizes:
+                half = times[count // 2][-1]
+                growths[count].append((seconds[0] / half[0], seconds[1] / half[1]))
 
-    for run in range(runs):  # all sizes in turn: a slow minute is one for all of them
-        for count in counts:
-            take(count, exchanges=run == 0)
-    for count in counts:  # the least is that of a quiet moment, if there was one
-        if count // 2 in meet and any(_growth(times, count)[1] for times in (meet, again)):
+    for run in range(runs):
+        turn(counts, exchanges=run == 0)
+    for count in counts:
+        if any(_is_too_much(count, growth) for growth in _medians(growths[count])):
             for _ in range(MORE_RUNS):
-                take(count // 2)
-                take(count)
+                turn([count // 2, count])
     print(
         f"\nlight clients in {PROCESSES} processes, one server, {runs} runs and more: medians "
-        f"(least), growth of the least over half as many nodes\n"
+        f"(least), and of the growth over half as many nodes in the same turn\n"
     )
     print(f"{'nodes':>6}{'meet s':>18}{'again s':>18}{'growth':>14}{'of a node and second':>28}")
     failures = []
     for count in counts:
-        grown = []
-        for name, times in (("meet", meet), ("meet again", again)):
-            if count // 2 in times:
-                growth, missed = _growth(times, count)
-                grown.append(growth)
-                if missed:
-                    failures.append(
-                        f"{count} nodes {name} in {growth:.2f} times the time of {count // 2}, "
-                        f"not {GROWTH_BOUND}"
-                    )
-            if count == 1024 and statistics.median(times[count]) >= CROWD_BOUND_S:
-                seconds = statistics.median(times[count])
-                failures.append(f"1,024 nodes {name} in {seconds:.2f} s, not {CROWD_BOUND_S}")
+        medians, grown = _medians(times[count]), _medians(growths[count])
+        for name, median, growth in zip(
+            ("meet", "meet again"), medians, grown or (0.0, 0.0), strict=True
+        ):
+            if _is_too_much(count, growth):
+                failures.append(
+                    f"{count} nodes {name} in {growth:.2f} times the time of {count // 2}, "
+                    f"not {GROWTH_BOUND}"
+                )
+            if count == 1024 and median >= CROWD_BOUND_S:
+                failures.append(f"1,024 nodes {name} in {median:.2f} s, not {CROWD_BOUND_S}")
         cells = (
-            f"{statistics.median(times[count]):.4f} ({min(times[count]):.4f})"
-            for times in (meet, again)
+            f"{median:.4f} ({min(values):.4f})"
+            for median, values in zip(medians, zip(*times[count], strict=True), strict=True)
         )
         messages, size = traffic[count]
         print(
             f"{count:6}"
             + "".join(f"{cell:>18}" for cell in cells)
-            + f"{' '.join(f'{g:.2f}' for g in grown):>14}"
+            + f"{' '.join(f'{growth:.2f}' for growth in grown):>14}"
             + f"{f'{messages:.2f} messages, {size:.0f} bytes':>28}"
         )
     if len(counts) > 1:
@@ -373,6 +367,14 @@ def _crowds(counts: list[int], runs: int) -> list[str]:
         if more > TRAFFIC_GROWTH_BOUND:
             failures.append(f"a node exchanges {more:.2f} times as much among the most nodes")
     return failures
+
+
+def _medians(pairs: list[tuple[float, float]]) -> list[float]:
+    return [statistics.median(values) for values in zip(*pairs, strict=True)]
+
+
+def _is_too_much(count: int, growth: float) -> bool:
+    return count >= JUDGED_FROM and growth > GROWTH_BOUND
 
 
 if __name__ == "__main__":
