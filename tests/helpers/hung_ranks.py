@@ -109,7 +109,7 @@ def hold_the_lock() -> None:
 
 
 def holds_the_lock(me: Rank) -> None:
-    me.wrapped(lambda _: hold_the_lock())
+    me.wrapped(lambda _: hold_the_lock(), hard=1.6)
 
 
 def holds_it_and_heeds_no_signal(me: Rank) -> None:
@@ -117,8 +117,12 @@ def holds_it_and_heeds_no_signal(me: Rank) -> None:
     me.wrapped(lambda _: hold_the_lock(), grace=0.1)
 
 
+def stop(_: CallWrapper) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def is_stopped(me: Rank) -> None:
-    me.wrapped(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+    me.wrapped(stop, hard=1.6)
 
 
 class Foreign(PrefixStore, StoreMixin):
@@ -130,7 +134,31 @@ def foreign() -> Foreign:
 
 
 def holds_the_lock_with_a_store_of_torchs_kind(me: Rank) -> None:
-    me.wrapped(lambda _: hold_the_lock(), store_factory=foreign)
+    me.wrapped(lambda _: hold_the_lock(), hard=1.6, store_factory=foreign)
+
+
+class Continue(Finalize):
+    """Has the rank that was stopped go on, once the others restart."""
+
+    def __init__(self, me: Rank) -> None:
+        self.me = me
+
+    def __call__(self, state: Any) -> Any:
+        if self.me.initial == 0:
+            os.kill(int((self.me.folder / "stopped").read_text()), signal.SIGCONT)
+        return state
+
+
+def is_stopped_until_the_others_restart(me: Rank, **arguments: Any) -> None:
+    def first(call: CallWrapper) -> None:
+        (me.folder / "stopped").write_text(str(os.getpid()))
+        stop(call)
+
+    me.wrapped(first, hard=LONG, finalize=Continue(me), **arguments)
+
+
+def is_stopped_so_with_a_store_of_torchs_kind(me: Rank) -> None:
+    is_stopped_until_the_others_restart(me, store_factory=foreign)
 
 
 def get_stuck(*_: object) -> None:

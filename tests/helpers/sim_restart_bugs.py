@@ -41,6 +41,28 @@ def _a_report_counts_each_time() -> list[Any]:
     return [mock.patch.object(_iteration, "_report", report)]
 
 
+def _a_soft_time_out_counts_for_each_who_sees_it() -> list[Any]:
+    """What its watcher reports of a rank is not known to be what it reports itself."""
+    real = _iteration._report
+
+    def report(group: Group, event: messages.Report, now: float) -> Group:
+        return real(group, msgspec.structs.replace(event, number=event.number + event.outside), now)
+
+    return [mock.patch.object(_iteration, "_report", report)]
+
+
+def _a_watcher_is_taken_for_the_rank() -> list[Any]:
+    """Who tells of a rank that it is overdue speaks for it from then on."""
+    real = InprocessService._ask
+
+    def ask(service: InprocessService, session: Hashable, id: int, asked: Any, now: float) -> Any:
+        if isinstance(asked, messages.Report):
+            asked = msgspec.structs.replace(asked, outside=False)
+        return real(service, session, id, asked, now)
+
+    return [mock.patch.object(InprocessService, "_ask", ask)]
+
+
 def _who_met_is_forgotten() -> list[Any]:
     """The iteration before is not remembered for those whose answer was lost."""
     real = _iteration._meet
@@ -182,6 +204,8 @@ class Bug(NamedTuple):
 BUGS: dict[str, Bug] = {
     "lost awaited": Bug(_the_lost_are_waited_for, range(100)),
     "report repeated": Bug(_a_report_counts_each_time, range(400)),
+    "overdue twice": Bug(_a_soft_time_out_counts_for_each_who_sees_it, range(400)),
+    "watcher bound": Bug(_a_watcher_is_taken_for_the_rank, range(400)),
     "meeting forgotten": Bug(_who_met_is_forgotten, range(400)),
     "first begins": Bug(_the_first_to_enter_begins, range(100)),
     "done let go": Bug(_who_is_done_is_let_go, range(100)),

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SILENCE = 11.0
 """Seconds until a silent host is noticed."""
+OVERDUE = 10.0
+"""Seconds after which a watcher tells of a rank that hangs."""
 HANGS = 20.0
 """Seconds after which a watcher ends a rank that hangs."""
 
@@ -195,6 +197,7 @@ class Rank:
             "begin session",
             "silent",
             "stop",
+            "stop long",
             "hang",
         ]
         kinds += (["raise"] * 6 if survives and may_leave else []) + ["leave"] * may_leave
@@ -227,6 +230,12 @@ class Rank:
             self.sim.after(chance.choice([HANGS, SILENCE + HANGS]), self.die_if_cut)
         elif kind == "stop":
             self.program.paused_until = self.sim.now + chance.uniform(0.0, 8.0)
+        elif kind == "stop long":  # for its watcher to see, and mostly for itself as well
+            self.program.paused_until = self.sim.now + chance.uniform(OVERDUE, HANGS)
+            self.tell_overdue()
+            if survives and may_leave:
+                yield self.program.sleep(0.0)
+                yield from self.report("SOFT_TIMEOUT")
         elif kind == "hang":
             yield from self.hang()
 
@@ -238,13 +247,14 @@ class Rank:
             cut = chance.uniform(0.0, 2 * profile.delay)
             self.sim.after(cut, lambda: self.client.cut(back * chance.random(), back))
 
-    def report(self) -> Thread:
-        self.reports += 1
-        text = f"own {self.rank}.{self.reports}"
-        yield from self.ask(
-            messages.Report(*self.me, self.iteration, self.reports, "EXCEPTION", text)
-        )
-        self.answered += 1
+    def report(self, kind: str = "EXCEPTION") -> Thread:
+        if kind == "SOFT_TIMEOUT":
+            number, text = messages.OVERDUE, f"seen by {self.rank} itself"
+        else:
+            self.reports += 1
+            number, text = self.reports, f"own {self.rank}.{self.reports}"
+        yield from self.ask(messages.Report(*self.me, self.iteration, number, kind, text))
+        self.answered += kind == "EXCEPTION"
 
     def leave(self, kind: str, discarded: bool = False) -> Thread:
         text = f"own leave {self.rank}"
@@ -266,8 +276,19 @@ class Rank:
                 self.job.accuse(self.rank, "HARD_TIMEOUT")
                 self.sim.after(self.sim.random.uniform(0.0, 5.0), self.die)
 
+        self.tell_overdue()
         self.sim.after(HANGS, ended_by_watcher)
         yield self.program.until(lambda: False)
+
+    def tell_overdue(self) -> None:
+        """Have a watcher see at the soft time-out that this rank is where it is now."""
+        iteration = self.iteration
+
+        def overdue() -> None:
+            if self.program.alive and not self.ended:
+                self.job.overdue(self.rank, iteration)
+
+        self.sim.after(OVERDUE, overdue)
 
     def die_if_cut(self) -> None:
         if self.program.alive and not self.ended and not self.client._connected:

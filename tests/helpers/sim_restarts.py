@@ -10,7 +10,8 @@ What is promised, and checked here (`Violation`):
 
 - Every process comes to an end: the call is over for it, it left, or it was killed.
 - The function runs on all ranks of a world or on none; all agree about the world.
-- What a rank reported is recorded once, also if the answer was lost and the question came again.
+- What a rank reported is recorded once, also if the answer was lost and the question came again;
+  so is a soft time-out that its watcher has seen as well.
 - A rank that ended has ended once, for one reason; none is counted out without one.
 - All that are told of an iteration's end are told the same root cause, and all that meet the same
   records.
@@ -110,6 +111,16 @@ class Job:
         question = messages.Accuse("job", rank, "", kind, f"seen: {kind} of {rank}")
         self.watcher.ask(messages.encode(question), lambda body: None)
 
+    def overdue(self, rank: int, iteration: int) -> None:
+        question = messages.overdue("job", rank, f"process-{rank}", iteration, "seen from outside")
+
+        def told(body: bytes) -> None:
+            answer = messages.decode_answer(body)
+            if not isinstance(answer, messages.Noted | messages.Unknown):
+                raise Violation(f"the watcher of rank {rank} was told {answer}")
+
+        self.watcher.ask(messages.encode(question), told)
+
     @property
     def somebody_never_joined(self) -> bool:
         """Whether a rank ended before the server heard of it."""
@@ -177,6 +188,10 @@ class Job:
         texts = [fault.message for fault in of_all if fault.message.startswith("own")]
         if len(set(texts)) < len(texts):
             raise Violation(f"recorded more than once: {Counter(texts).most_common(1)}")
+        for iteration, records in self.server.records.items():
+            overdue = Counter(fault.rank for fault in records if fault.kind == "SOFT_TIMEOUT")
+            if max(overdue.values(), default=0) > 1:
+                raise Violation(f"overdue more than once in iteration {iteration}: {records}")
         self.faults = len(of_all)
 
     faults = 0

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Iterator
 from queue import SimpleQueue
+from typing import cast
 
 import pytest
 from processes import PATIENCE
 
+from regrow.inprocess._deadlines import NOT_JUDGED
 from regrow.inprocess._hard_watch import GOODBYE, WORD, HardWatch, Terms
-from regrow.inprocess._link import LinkLostError
+from regrow.inprocess._link import Link, LinkLostError
 from regrow.inprocess._monitor_start import _environment, monitor_name
 
 JOB = f"test-{os.getpid()}"
@@ -48,11 +50,11 @@ def test_a_rank_finds_the_monitor_that_is_there_and_speaks_in_packets(
     with monitor:
         assert b'"rank": 3' in monitor.recv(1 << 16)
         watch.change(10.0)
-        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 10.0)
-        watch.say(1, 11.0)
-        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 11.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 10.0, NOT_JUDGED)
+        watch.say(1, 11.0, 4)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 11.0, 4)
         watch.change(None)
-        assert WORD.unpack(monitor.recv(1 << 16)) == (2, float("inf"))
+        assert WORD.unpack(monitor.recv(1 << 16)) == (2, float("inf"), NOT_JUDGED)
         watch.close()
         assert monitor.recv(1 << 16) == GOODBYE
         assert monitor.recv(1 << 16) == b""
@@ -76,7 +78,7 @@ def test_a_monitor_that_does_not_read_holds_nobody_up_and_is_told_the_latest_the
             heard += 1
         assert 0 < heard < 5000
         watch.say(1, 4999.0)
-        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 4999.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 4999.0, NOT_JUDGED)
         watch.close()
 
 
@@ -91,7 +93,7 @@ def test_the_child_of_a_fork_says_nothing_in_its_parents_name(listener: socket.s
             os._exit(0)
         os.waitpid(child, 0)
         watch.change(5.0)
-        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 5.0)
+        assert WORD.unpack(monitor.recv(1 << 16)) == (1, 5.0, NOT_JUDGED)
         watch.close()
 
 
@@ -109,36 +111,52 @@ def test_a_monitor_keeps_nothing_open_that_its_rank_lets_others_inherit() -> Non
     os.close(reads)
 
 
-def test_a_rank_that_the_monitor_asks_has_another_one_counted_out_at_once(
-    listener: socket.socket,
-) -> None:
-    counted: SimpleQueue[tuple[int, str, str]] = SimpleQueue()
-    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, lambda *said: counted.put(said))
+class Asked:
+    """A link that is asked to tell of others."""
+
+    def __init__(self) -> None:
+        self.asked: SimpleQueue[tuple[object, ...]] = SimpleQueue()
+
+    def accuse(self, *said: object) -> None:
+        self.asked.put(("accuse", *said))
+
+    def overdue(self, *said: object) -> None:
+        self.asked.put(("overdue", *said))
+
+    def next(self) -> tuple[object, ...]:
+        return self.asked.get(timeout=PATIENCE)
+
+
+def test_a_rank_that_the_monitor_asks_tells_of_another_one_at_once(listener: socket.socket) -> None:
+    link = Asked()
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, cast("Link", link))
     monitor, _ = listener.accept()
     with monitor:
-        monitor.send(b'[1, "TERMINATED", "it has ended"]')
-        monitor.send(b'[2, "TERMINATED", "it, too"]')
-        assert counted.get(timeout=PATIENCE) == (1, "TERMINATED", "it has ended")
-        assert counted.get(timeout=PATIENCE) == (2, "TERMINATED", "it, too")
+        monitor.send(b'[1, "TERMINATED", "it has ended", -1]')
+        monitor.send(b'[2, "HARD_TIMEOUT", "it hangs", -1]')
+        monitor.send(b'[0, "SOFT_TIMEOUT", "it hangs", 4]')
+        assert link.next() == ("accuse", 1, "TERMINATED", "it has ended")
+        assert link.next() == ("accuse", 2, "HARD_TIMEOUT", "it hangs")
+        assert link.next() == ("overdue", 0, 4, "it hangs")
     watch.close()
 
 
 def test_one_that_cannot_have_another_one_counted_out_goes_on_listening_to_the_end_of_the_call(
     listener: socket.socket,
 ) -> None:
-    asked: SimpleQueue[int] = SimpleQueue()
+    class Lost(Asked):
+        def accuse(self, *said: object) -> None:
+            super().accuse(*said)
+            raise LinkLostError("the store is gone")
 
-    def accuse(rank: int, kind: str, message: str) -> None:
-        asked.put(rank)
-        raise LinkLostError("the store is gone")
-
+    link = Lost()
     threads = threading.active_count()
-    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, accuse)
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB, cast("Link", link))
     monitor, _ = listener.accept()
     with monitor:
         for rank in (1, 2):
-            monitor.send(json.dumps([rank, "TERMINATED", ""]).encode())
-            assert asked.get(timeout=PATIENCE) == rank
+            monitor.send(json.dumps([rank, "TERMINATED", "", -1]).encode())
+            assert link.next() == ("accuse", rank, "TERMINATED", "")
         watch.close()
         assert threading.active_count() == threads
 

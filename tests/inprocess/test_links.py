@@ -108,6 +108,30 @@ def test_a_fault_is_told_to_all_and_all_meet_again(opens: Opens) -> None:
     assert everyone(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
 
 
+def test_a_soft_time_out_is_recorded_once_whoever_sees_it(opens: Opens) -> None:
+    links = begun(opens, 3)
+    links[0].overdue(1, 0, "seen by its monitor")
+    links[2].overdue(1, 0, "seen by its monitor")
+    links[1].report(0, "SOFT_TIMEOUT", "seen by itself")
+    links[2].report(0, "SOFT_TIMEOUT", "another one")
+    records = [("SOFT_TIMEOUT", 1, "seen by its monitor"), ("SOFT_TIMEOUT", 2, "another one")]
+    met = healed(links, 0)
+    assert [(m.lost, kinds(m.faults)) for m in met] == [((), records)] * 3
+    assert everyone(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
+    links[0].overdue(1, 1, "and again")
+    assert kinds(links[1].follow(1)) == [("SOFT_TIMEOUT", 1, "and again")]
+
+
+def test_who_sees_a_soft_time_out_of_a_rank_that_was_counted_out_is_none_the_worse(
+    opens: Opens,
+) -> None:
+    links = begun(opens, 3)
+    links[0].accuse(1, "HARD_TIMEOUT", "it hangs")
+    links[0].overdue(1, 0, "it hung")
+    met = healed([links[0], links[2]], 0)
+    assert [m.lost for m in met] == [(1,)] * 2
+
+
 def test_the_last_call_is_over_when_all_have_heard(opens: Opens) -> None:
     links = begun(opens, 2)
     links[0].report(0, "EXCEPTION", "first")

@@ -12,41 +12,44 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from processes import PATIENCE
 from storing import Background, ServerThread
 
+from regrow.inprocess._deadlines import NOT_JUDGED, Word
 from regrow.inprocess._hard_watch import GOODBYE, Terms
 from regrow.inprocess._link import Faults, Timeouts
 from regrow.inprocess._monitor import Monitor
 from regrow.inprocess._service import InprocessService
 from regrow.inprocess._service_link import ServiceLink
-from regrow.inprocess._telling import End, tell_ranks
+from regrow.inprocess._telling import Seen, tell_ranks
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "watched_rank.py"
 NAME = f"regrow-test-deaths-{os.getpid()}"
-FOREVER = float("inf")
+FREE = Word(0, float("inf"))
+"""For ever."""
+T = TypeVar("T")
 TERMS = Terms(0, 90.0, 5.0, "group")
 
 
-def first_packet(terms: Terms, until: float = FOREVER) -> str:
-    return json.dumps({"terms": terms._asdict(), "change": 0, "until": until})
+def first_packet(terms: Terms, word: Word = FREE) -> str:
+    return json.dumps({"terms": terms._asdict(), "word": word})
 
 
 class Rank:
     """A process that a monitor watches."""
 
-    def __init__(self, terms: Terms, until: float = FOREVER) -> None:
+    def __init__(self, terms: Terms, word: Word) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(SCRIPT), NAME, first_packet(terms, until)],
+            [sys.executable, "-I", "-S", str(SCRIPT), NAME, first_packet(terms, word)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         assert self.process.stdout is not None
-        if until == FOREVER:  # else it may be ended before
+        if word is FREE:  # else it may be ended before
             assert self.process.stdout.readline() == "ready\n"
 
     def does(self, word: str) -> str:
@@ -75,12 +78,17 @@ class Host:
         self.monitor = threading.Thread(target=Monitor(self.listener).run, daemon=True)
         self.ranks: list[Rank] = []
 
-    def has(self, rank: int, *, until: float = FOREVER, **terms: str) -> Rank:
-        self.ranks.append(Rank(Terms(rank, 90.0, 5.0, "group", **terms), until))
+    def has(self, rank: int, *, word: Word = FREE, **terms: Any) -> Rank:
+        self.ranks.append(Rank(Terms(rank, 90.0, 5.0, "group", **terms), word))
         return self.ranks[-1]
 
+    def has_overdue(self, rank: int, iteration: int, **terms: Any) -> Rank:
+        """A rank whose soft time-out is over, and the hard one is not."""
+        word = Word(0, time.monotonic() + 60.0, iteration)
+        return self.has(rank, word=word, soft=20.0, **terms)
+
     def told(self) -> list[Any]:
-        """What the rank beside the others is asked to have counted out: rank, kind, message."""
+        """What the rank beside the others is asked to tell of: rank, kind, message, iteration."""
         told: list[Any] = json.loads(self.beside.recv(1 << 16))
         return told
 
@@ -106,7 +114,7 @@ def host(capfd: pytest.CaptureFixture[str]) -> Iterator[Host]:
 
 def ended(rank: Rank, number: int) -> list[Any]:
     said = f"process {rank.process.pid} on {socket.gethostname()} has ended"
-    return [number, "TERMINATED", said]
+    return [number, "TERMINATED", said, NOT_JUDGED]
 
 
 def test_ranks_beside_it_are_told_of_a_process_that_is_killed(host: Host) -> None:
@@ -136,7 +144,7 @@ def test_a_goodbye_counts_of_who_has_not_read_what_it_was_told() -> None:
     host = Host()
     monitor = Monitor(host.listener)
     monitor._sleep(time.monotonic())
-    tell_ranks(End(Terms(1, 90.0, 5.0, "group"), "TERMINATED", ""), monitor._group(TERMS))
+    tell_ranks(Seen(Terms(1, 90.0, 5.0, "group"), "TERMINATED", ""), monitor._group(TERMS))
     host.beside.send(GOODBYE)
     host.beside.close()  # a reset, as there was something to be read
     monitor._sleep(time.monotonic() + PATIENCE)
@@ -198,12 +206,24 @@ def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Ho
 def test_a_rank_that_the_monitor_ends_is_told_of_once(
     host: Host, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hung, killed = host.has(1, until=time.monotonic()), host.has(2)
+    hung, killed = host.has(1, word=Word(0, time.monotonic())), host.has(2)
     assert host.told()[:2] == [1, "HARD_TIMEOUT"]
     assert hung.process.wait(PATIENCE) == -signal.SIGTERM
     killed.dies()
     assert host.told() == ended(killed, 2)
     assert f"initial rank 1 (process {hung.process.pid}) is ended" in capfd.readouterr().err
+
+
+def test_a_rank_that_is_overdue_is_told_of_and_lives(
+    host: Host, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rank = host.has_overdue(1, 4)
+    number, kind, message, iteration = host.told()
+    assert (number, kind, iteration) == (1, "SOFT_TIMEOUT", 4)
+    assert message.startswith("no progress for 20 s: ")
+    rank.dies()
+    assert host.told() == ended(rank, 1)
+    assert f"initial rank 1 (process {rank.process.pid}) does not answer" in capfd.readouterr().err
 
 
 def test_a_rank_that_has_ended_before_the_monitor_looked_is_told_of() -> None:
@@ -226,23 +246,24 @@ class Crowd:
         self.links = [
             ServiceLink(lambda _: server.connect(), "group", rank, 3, timeouts) for rank in range(3)
         ]
-        self._everyone(lambda rank: self.links[rank].join())
-        self._everyone(lambda rank: self.links[rank].enter(0, rank, 3))
+        self.everyone(lambda rank: self.links[rank].join())
+        self.everyone(lambda rank: self.links[rank].enter(0, rank, 3))
         self.server = server
 
     def rank(self, host: Host, rank: int, process: str = "") -> Rank:
         """A process that a monitor watches as one of the group."""
-        return host.has(
-            rank,
-            process=process or self.links[rank].process,
-            endpoint=self.server.endpoint,
-            token=self.server.token.hex(),
-        )
+        return host.has(rank, **self.terms(rank, process))
+
+    def terms(self, rank: int, process: str = "") -> dict[str, Any]:
+        return {
+            "process": process or self.links[rank].process,
+            "endpoint": self.server.endpoint,
+            "token": self.server.token.hex(),
+        }
 
     @staticmethod
-    def _everyone(call: Callable[[int], object]) -> None:
-        for each in [Background(call, rank) for rank in range(3)]:
-            each.result()
+    def everyone(call: Callable[[int], T]) -> list[T]:
+        return [each.result() for each in [Background(call, rank) for rank in range(3)]]
 
 
 @pytest.fixture
@@ -260,7 +281,21 @@ def test_a_store_of_ours_is_told_by_the_monitor_itself(host: Host, crowd: Crowd)
     rank.dies()  # its session with the store lives on, in this process
     faults = crowd.links[0].follow(0)
     assert isinstance(faults, Faults)
-    assert [[f.rank, f.kind, f.message] for f in faults.records] == [ended(rank, 1)]
+    assert [[f.rank, f.kind, f.message] for f in faults.records] == [ended(rank, 1)[:3]]
+
+
+def test_a_rank_that_is_overdue_goes_on_with_the_others_if_it_comes_back(
+    host: Host, crowd: Crowd, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host.has_overdue(1, 0, **crowd.terms(1))
+    faults = crowd.links[0].follow(0)
+    assert isinstance(faults, Faults)
+    assert [(f.rank, f.kind) for f in faults.records] == [(1, "SOFT_TIMEOUT")]
+    assert "does not answer" in capfd.readouterr().err
+    crowd.links[1].report(0, "SOFT_TIMEOUT", "seen from inside as well")
+    met = crowd.everyone(lambda rank: crowd.links[rank].ready(0))
+    assert [each.lost for each in met] == [()] * 3
+    assert [each.faults.records for each in met] == [faults.records] * 3
 
 
 def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(

@@ -1,4 +1,4 @@
-"""Have a rank counted out by whoever watches its process, and is no rank itself.
+"""Tell of a rank as whoever watches its process, and is no rank itself.
 
 An agent, or a monitor beside a rank, knows at once that a process has ended, or that it hangs and
 is about to be killed. The server would hear of the first from the connection, after the grace of
@@ -46,6 +46,38 @@ def accuse(
         StoreError: the server did not answer, or refused; says why.
     """
     question = messages.Accuse(group, rank, process, kind, message[: messages.TEXT])
-    answer = client.ask(messages.NAME, messages.encode(question), timeout)
-    told = messages.decode_answer(answer)
+    told = _ask(client, question, timeout)
     return isinstance(told, messages.Noted) and told.news
+
+
+def overdue(
+    client: StoreClient,
+    rank: int,
+    iteration: int,
+    message: str,
+    *,
+    group: str,
+    process: str,
+    timeout: float = ANSWER,
+) -> None:
+    """Have the soft time-out of a rank recorded; its group restarts, and it may go on with it.
+
+    Args:
+        client: as in `accuse`.
+        rank: as in `accuse`.
+        iteration: in which it makes no progress.
+        message: as in `accuse`.
+        group: its name.
+        process: the name of the process in its link.
+        timeout: as in `accuse`.
+
+    Raises:
+        StoreError: as in `accuse`.
+    """
+    _ask(client, messages.overdue(group, rank, process, iteration, message), timeout)
+
+
+def _ask(client: StoreClient, question: messages.Asked, timeout: float) -> messages.Told:
+    answer = client.ask(messages.NAME, messages.encode(question), timeout)
+    told: messages.Told = messages.decode_answer(answer)
+    return told

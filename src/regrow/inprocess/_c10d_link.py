@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Final
 from regrow.inprocess import _c10d_rules as rules
 from regrow.inprocess._c10d_keys import Keys
 from regrow.inprocess._link import (
+    SOFT_TIMEOUT,
     BarrierOverflow,
     BarrierTimeout,
     CountedOutError,
@@ -119,6 +120,11 @@ class C10dLink:
     def report(self, iteration: int, kind: str, message: str, lag: float = 0.0) -> None:
         """See `Link.report`; faults have no times in such a store."""
         fault = Fault(kind, self._rank, message, 0.0)
+        self._keys.whole(lambda: rules.record(self._keys, iteration, fault))
+
+    def overdue(self, rank: int, iteration: int, message: str) -> None:
+        """See `Link.overdue`."""
+        fault = Fault(SOFT_TIMEOUT, rank, message, 0.0)
         self._keys.whole(lambda: rules.record(self._keys, iteration, fault))
 
     def heard(self, iteration: int) -> Faults:
@@ -308,4 +314,4 @@ class C10dLink:
             return
         text = f"not done {self._timeouts.completion:g} s after another rank was"
         for rank in self._missing("done", iteration):
-            rules.record(self._keys, iteration, Fault("SOFT_TIMEOUT", rank, text, 0.0))
+            rules.record(self._keys, iteration, Fault(SOFT_TIMEOUT, rank, text, 0.0))

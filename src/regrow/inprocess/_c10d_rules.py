@@ -31,7 +31,7 @@ import json
 from typing import Final, NamedTuple
 
 from regrow.inprocess._c10d_keys import Keys
-from regrow.inprocess._link import Fault, Faults
+from regrow.inprocess._link import SOFT_TIMEOUT, Fault, Faults
 from regrow.inprocess._messages import TEXT
 
 SHOWN: Final = 8
@@ -141,9 +141,13 @@ def accuse(keys: Keys, fault: Fault) -> bool:
 
 def faults_of(keys: Keys, iteration: int) -> Faults:
     """Return what was recorded in an iteration."""
-    lines = map(json.loads, dict.fromkeys(keys.lines(f"{iteration}/faults")))
-    records = tuple(Fault(kind, rank, message, 0.0) for kind, rank, message in lines)
-    return Faults(iteration, records, 0.0)
+    first: dict[str, Fault] = {}
+    for line in keys.lines(f"{iteration}/faults"):
+        kind, rank, message = json.loads(line)
+        # A soft time-out is seen from inside and from outside, and said in other words.
+        known = f"{kind} {rank}" if kind == SOFT_TIMEOUT else line
+        first.setdefault(known, Fault(kind, rank, message, 0.0))
+    return Faults(iteration, tuple(first.values()), 0.0)
 
 
 def meeting(keys: Keys, iteration: int) -> Meeting | None:

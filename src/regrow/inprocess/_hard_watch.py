@@ -2,12 +2,13 @@
 
 What makes no progress may not be able to do anything about it: native code can hold the
 interpreter's lock, and a stopped process runs nothing at all. So the hard time-out is kept by a
-process of its own (`_monitor`), one for the ranks of a job on a host.
+process of its own (`_monitor`), one for the ranks of a job on a host. It sees to the soft one, too,
+of a rank that should have reported that itself and did not.
 
 A word is one packet, and never waits: if there is no room the next one says the same. A monitor
 that is gone is started again by the thread that looks for progress.
 
-The monitor itself can tell a store of ours of a rank that it ends, or that has ended. A c10d store
+The monitor itself can tell a store of ours of a rank that hangs, or that has ended. A c10d store
 is torch's, which it does not load. There it has the other ranks of the host tell, in packets the
 other way, for which a thread of each sleeps.
 
@@ -27,19 +28,19 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from regrow.inprocess._link import LinkError
+from regrow.inprocess._deadlines import NOT_JUDGED, Word
+from regrow.inprocess._link import SOFT_TIMEOUT, LinkError
 from regrow.inprocess._monitor_start import reach
 from regrow.timer._stacks import arm
 from regrow.utils import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from regrow.inprocess._link import Link
 
 logger = get_logger(__name__)
 
-WORD: Final = struct.Struct("<Qd")
-"""The number of the last change, and until when this rank may go on, in seconds of
-CLOCK_MONOTONIC."""
+WORD: Final = struct.Struct("<Qdq")
+"""A `Word`, its time in seconds of CLOCK_MONOTONIC."""
 GOODBYE: Final = b"goodbye"
 """The last packet of a rank that needs no monitor any more."""
 LONGEST: Final = 1 << 16
@@ -71,6 +72,8 @@ class Terms(NamedTuple):
     """What the monitor has to say of the rank is appended to; empty: stderr."""
     pidfile: str = ""
     """Where the monitor is to write its pid; empty: nowhere."""
+    soft: float = math.inf
+    """Seconds without progress after which the others restart."""
 
 
 class HardWatch:
@@ -79,15 +82,13 @@ class HardWatch:
     Args:
         terms: of the rank.
         job: what the ranks share that one monitor watches.
-        accuse: has another rank counted out, as `Link.accuse`; called when the monitor asks for it,
-            in a thread of its own.
+        link: tells the others of another rank when the monitor asks for it, which is in a thread of
+            its own; None if the monitor can tell them itself.
     """
 
-    def __init__(
-        self, terms: Terms, job: str, accuse: Callable[[int, str, str], object] | None = None
-    ) -> None:
+    def __init__(self, terms: Terms, job: str, link: Link | None = None) -> None:
         self._terms = terms
-        self._accuse = accuse
+        self._link = link
         self._pid = os.getpid()
         self._job = job
         self._socket: socket.socket | None = None
@@ -102,23 +103,25 @@ class HardWatch:
         arm()  # so that the monitor can ask where this process stands
         self.keep(0, None)
 
-    def change(self, until: float | None) -> None:
-        """This rank may go on until then, None: for ever; for the main thread.
+    def change(self, until: float | None, iteration: int = NOT_JUDGED) -> None:
+        """This rank may go on until then; for the main thread.
 
         Args:
-            until: seconds on the monotonic clock.
+            until: seconds on the monotonic clock; None: for ever.
+            iteration: which one ends at the soft time-out before that, if any does.
         """
         self.changes += 1
-        self.say(self.changes, until)
+        self.say(self.changes, until, iteration)
 
-    def say(self, change: int, until: float | None) -> None:
+    def say(self, change: int, until: float | None, iteration: int = NOT_JUDGED) -> None:
         """Say what was found out after a change; does not count if there was another meanwhile.
 
         Args:
             change: `changes`, read before that was found out.
             until: as in `change`.
+            iteration: as in `change`.
         """
-        word = WORD.pack(change, math.inf if until is None else until)
+        word = WORD.pack(*_word(change, until, iteration))
         connection = self._socket
         if word == self._said or connection is None or self._pid != os.getpid():
             return  # a fork has its parent's connection, and nothing to say
@@ -131,16 +134,17 @@ class HardWatch:
             return
         self._said = word
 
-    def keep(self, change: int, until: float | None) -> None:
+    def keep(self, change: int, until: float | None, iteration: int = NOT_JUDGED) -> None:
         """Have a monitor there, if it is gone, and say this to it; for one thread at a time.
 
         Args:
             change: as in `say`.
             until: as in `say`.
+            iteration: as in `say`.
         """
         if self._started:
             self._reap()
-        if self._accuse is None:
+        if self._link is None:
             self._look()
         if self._socket is not None or time.monotonic() < self._try_at:
             return
@@ -157,8 +161,8 @@ class HardWatch:
             connection, self._started = reach(self._job)
             connection.setblocking(True)  # whatever the default is: who listens waits
             # In one packet: between two, the main thread may take the interpreter's lock for good.
-            first = {"change": change, "until": math.inf if until is None else until}
-            packet = json.dumps({"terms": self._terms._asdict(), **first}).encode()
+            first = {"terms": self._terms._asdict(), "word": _word(change, until, iteration)}
+            packet = json.dumps(first).encode()
             connection.send(packet, socket.MSG_DONTWAIT)
         except OSError as error:
             logger.error(
@@ -171,10 +175,10 @@ class HardWatch:
             return
         self._said = b""
         self._socket = connection
-        if self._accuse is not None:
+        if self._link is not None:
             self._ear = threading.Thread(
                 target=self._listen,
-                args=(connection, self._accuse),
+                args=(connection, self._link),
                 name="regrow-monitor",
                 daemon=True,
             )
@@ -195,13 +199,17 @@ class HardWatch:
         if self._started:
             self._reap()
 
-    def _listen(self, connection: socket.socket, accuse: Callable[[int, str, str], object]) -> None:
-        """Hear of other ranks that have ended, or are being ended, until the monitor's end."""
+    def _listen(self, connection: socket.socket, link: Link) -> None:
+        """Hear of other ranks that hang or have ended, until the monitor's end."""
         while packet := self._received(connection):
+            rank, kind, message, iteration = json.loads(packet)
             try:
-                accuse(*json.loads(packet))
+                if kind == SOFT_TIMEOUT:
+                    link.overdue(rank, iteration, message)
+                else:
+                    link.accuse(rank, kind, message)
             except LinkError as error:  # which this rank hears of by its link in any case
-                logger.info("a rank that has ended cannot be counted out: %s", error)
+                logger.info("the others cannot be told of rank %s: %s", rank, error)
         self._lost(connection)
 
     def _look(self) -> None:
@@ -233,3 +241,7 @@ class HardWatch:
         with suppress(ChildProcessError):  # somebody has waited for all children
             os.waitpid(self._started, 0)
         self._started = 0
+
+
+def _word(change: int, until: float | None, iteration: int) -> Word:
+    return Word(change, math.inf if until is None else until, iteration)

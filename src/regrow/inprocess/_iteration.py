@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from regrow.inprocess import _messages as messages
 from regrow.inprocess._group import End, Group, Phase, Place, bit, ranks_of
-from regrow.inprocess._link import Fault, Faults, Met
+from regrow.inprocess._link import SOFT_TIMEOUT, Fault, Faults, Met
 
 SHOWN = 8
 """How many missing ranks an error names."""
@@ -240,9 +240,10 @@ def _begin(group: Group, phase: Phase, *, here: int = 0, since: float | None = N
 
 def _blame(group: Group, missing: int, now: float) -> Group:
     """Those who are not done in time have failed; they restart with the others."""
+    text = f"not done {group.timeouts.completion:g} s after the first rank was"
     for rank in ranks_of(missing):
-        text = f"not done {group.timeouts.completion:g} s after the first rank was"
-        group = _record(group, Fault("SOFT_TIMEOUT", rank, text, now))
+        reported = group.reported | {(group.iteration, rank, messages.OVERDUE)}
+        group = _record(group._replace(reported=reported), Fault(SOFT_TIMEOUT, rank, text, now))
     return group
 
 

@@ -31,6 +31,9 @@ reported twice because its answer was lost is recorded once.
 none of them, and `enter` returned None on a rank only if all of its world had entered. A fault that
 comes after "met" is one of the next iteration, and one after "done" is nobody's any more.
 
+**Who sees a soft time-out.** The rank itself, or, of one that holds the interpreter's lock or is
+stopped, the monitor of its host (`overdue`). It is recorded once an iteration, whoever is first.
+
 **What ends a rank.** Its own word (`terminated`), the word of whoever watches it (`accuse`), or the
 end of its connection: TERMINATED if its side closed it and did not come back within the grace of
 its session, UNRESPONSIVE if it fell silent. A living process that was counted out is told so by
@@ -39,9 +42,12 @@ its session, UNRESPONSIVE if it fell silent. A living process that was counted o
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from regrow.inprocess.exception import RestartError, TimeoutError
+
+SOFT_TIMEOUT: Final = "SOFT_TIMEOUT"
+"""As `attribution.Interruption` names it."""
 
 
 class LinkError(RestartError):
@@ -192,9 +198,21 @@ class Link(Protocol):
 
         Args:
             iteration: in which it happened.
-            kind: the name of the `Interruption`.
+            kind: the name of the `Interruption`; SOFT_TIMEOUT counts once an iteration.
             message: what happened, for people; its first 1,000 characters are kept.
             lag: how many seconds ago.
+        """
+
+    def overdue(self, rank: int, iteration: int, message: str) -> None:
+        """Have the soft time-out of another rank recorded, for what its monitor saw.
+
+        Sends: one question, answered at once. It is as if that rank had reported it: the iteration
+        ends for all, and the rank goes on with the others if it comes back.
+
+        Args:
+            rank: whose it is, by initial rank.
+            iteration: in which it makes no progress.
+            message: what was seen, for people; its first 1,000 characters are kept.
         """
 
     def heard(self, iteration: int) -> Faults:

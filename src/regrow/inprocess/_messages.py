@@ -16,7 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from regrow.inprocess._link import Fault, Faults, Met, Timeouts
+from regrow.inprocess._link import SOFT_TIMEOUT, Fault, Faults, Met, Timeouts
 
 NAME: Final = "inprocess"
 """Of the service."""
@@ -26,6 +26,8 @@ RANKS: Final = 65_536
 """The most ranks of a group."""
 TEXT: Final = 1000
 """The longest message of a fault, in characters; what is longer is cut."""
+OVERDUE: Final = 0
+"""The number of the reports of a soft time-out."""
 TEXTS: Final = 16
 """How many faults of an iteration keep their messages."""
 
@@ -42,9 +44,9 @@ class Question(Struct, array_like=True, frozen=True, gc=False):
 
     group: Name
     rank: Rank
-    """The initial rank that it is about; that of who asks, but for `Accuse`."""
+    """The initial rank that it is about; that of who asks, but for what is seen from outside."""
     process: Annotated[str, Meta(max_length=64)]
-    """Which process of that rank."""
+    """Which process of that rank; empty, for what is seen from outside: whichever there is."""
 
 
 class Join(Question, tag=1, frozen=True, gc=False):
@@ -74,13 +76,23 @@ class Follow(OfIteration, tag=3, frozen=True, gc=False):
 
 
 class Report(OfIteration, tag=4, frozen=True, gc=False):
-    """`Link.report`."""
+    """`Link.report` and `Link.overdue`."""
 
     number: Number
-    """Of this process's reports; the same when the question is repeated."""
+    """Of this process's reports; the same when the question is repeated. That of a soft time-out is
+    always `OVERDUE`, since it may be seen from inside and from outside."""
     kind: Kind
     message: str
     lag: Lag = 0.0
+    outside: bool = False
+    """Whether it is not the rank that says so."""
+
+
+def overdue(group: str, rank: int, process: str, iteration: int, message: str) -> Report:
+    """Return what `Link.overdue` says."""
+    return Report(
+        group, rank, process, iteration, OVERDUE, SOFT_TIMEOUT, message[:TEXT], outside=True
+    )
 
 
 class Heard(OfIteration, tag=5, frozen=True, gc=False):
@@ -113,7 +125,7 @@ class Leave(OfIteration, tag=10, frozen=True, gc=False):
 
 
 class Accuse(Question, tag=11, frozen=True, gc=False):
-    """`Link.accuse`; an empty `process` means whichever there is, an empty `group` all groups."""
+    """`Link.accuse`; an empty `group` means all groups."""
 
     kind: Kind
     message: str

@@ -2,8 +2,8 @@
 
 It is one process for the ranks of a job on a host, which find it as `_monitor_start` says; it
 loads neither torch nor anything of the job. Each rank has a connection; the kernel says whose that
-is, and when that process has ended. When a rank's deadline has passed (`_hard_deadlines`), a thread
-of its own ends that rank (`_monitor_end`), and the others are watched meanwhile.
+is, and when that process has ended. When a rank's deadline has passed (`_deadlines`), a thread of
+its own tells of that rank, or ends it (`_monitor_end`), and the others are watched meanwhile.
 
 **A process that ends** without a goodbye takes its rank along, and the store is told: TERMINATED.
 That is seen by the end of the process, and not of the connection. The kernel closes a process's
@@ -28,11 +28,11 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from regrow.inprocess._hard_deadlines import HardDeadlines
+from regrow.inprocess._deadlines import NOT_JUDGED, Deadlines, Due, Word
 from regrow.inprocess._hard_watch import GOODBYE, LONGEST, WORD, Terms
-from regrow.inprocess._monitor_end import end_rank
+from regrow.inprocess._monitor_end import Hung, end_rank, tell_of
 from regrow.inprocess._monitor_start import LISTENER
-from regrow.inprocess._telling import TERMINATED, End, Teller, note, tell_ranks
+from regrow.inprocess._telling import TERMINATED, Seen, Teller, note, tell_ranks
 
 FIRST_RANK: Final = 30.0
 """Seconds in which the rank that has started the monitor has to connect to it."""
@@ -42,7 +42,7 @@ _PEER: Final = struct.Struct("3i")
 class Watched:
     """One rank's process."""
 
-    __slots__ = ("connection", "is_being_ended", "pid", "pidfd", "terms")
+    __slots__ = ("asking", "connection", "is_being_ended", "pid", "pidfd", "terms")
 
     def __init__(self, connection: socket.socket) -> None:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -57,6 +57,8 @@ class Watched:
         """Known with the first packet."""
         self.is_being_ended = False
         """From here, of which the others know."""
+        self.asking = threading.Lock()
+        """See `Hung`."""
 
 
 class Monitor:
@@ -71,9 +73,9 @@ class Monitor:
         self._listener = listener
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        self._deadlines = HardDeadlines()  # by pidfd
+        self._deadlines = Deadlines()  # by pidfd
         self._watched: dict[int, Watched] = {}  # by connection and by pidfd
-        self._endings: list[threading.Thread] = []
+        self._threads: list[threading.Thread] = []
         self._teller = Teller()
 
     def run(self) -> None:
@@ -87,8 +89,8 @@ class Monitor:
         self._listener.close()
         while self._watched:
             self._sleep(self._deadlines.next())
-        for ending in self._endings:
-            ending.join()
+        for thread in self._threads:
+            thread.join()
         self._teller.close()
 
     def _sleep(self, until: float) -> None:
@@ -106,8 +108,8 @@ class Monitor:
         for fd, watched in heard:
             if fd == watched.pidfd:
                 self._ended(watched)
-        for pidfd in self._deadlines.due(time.monotonic()):
-            self._end(self._watched[pidfd])
+        for due in self._deadlines.due(time.monotonic()):
+            self._hangs(due)
 
     def _accept(self) -> None:
         while True:
@@ -152,7 +154,7 @@ class Monitor:
     def _take(self, watched: Watched, packet: bytes) -> None:
         """Take a packet; raises if it makes no sense."""
         if watched.terms is not None:
-            self._deadlines.said(watched.pidfd, *WORD.unpack(packet))
+            self._said(watched, watched.terms, Word(*WORD.unpack(packet)))
             return
         first = json.loads(packet)
         terms = Terms(**first["terms"])
@@ -165,10 +167,13 @@ class Monitor:
             ):
                 self._forget(other)
         watched.terms = terms
-        self._deadlines.said(watched.pidfd, first["change"], first["until"])
+        self._said(watched, terms, Word(*first["word"]))
         _publish(terms)
         if terms.endpoint:
             self._teller.prepare()
+
+    def _said(self, watched: Watched, terms: Terms, word: Word) -> None:
+        self._deadlines.said(watched.pidfd, word, terms.hard - terms.soft)
 
     def _hang_up(self, watched: Watched) -> None:
         """Close a connection; nothing is known of the process."""
@@ -202,23 +207,27 @@ class Monitor:
         if terms is None or watched.is_being_ended:
             return
         said = f"process {watched.pid} on {socket.gethostname()} has ended"
-        end = End(terms, TERMINATED, said)
+        end = Seen(terms, TERMINATED, said)
         if terms.endpoint:
             self._teller.tell(end)
         else:
             tell_ranks(end, self._group(terms))
 
-    def _end(self, watched: Watched) -> None:
+    def _hangs(self, due: Due) -> None:
+        """A rank makes no progress; do about it what takes time, elsewhere."""
+        watched = self._watched[due.who]
         terms = watched.terms
         assert terms is not None  # it has a deadline
-        watched.is_being_ended = True
-        process = os.dup(watched.pidfd)
-        ending = threading.Thread(
-            target=end_rank, args=(terms, watched.pid, process, self._group(terms))
-        )
-        self._endings = [each for each in self._endings if each.is_alive()]
-        self._endings.append(ending)
-        ending.start()
+        pidfd = os.dup(watched.pidfd)
+        rank = Hung(terms, watched.pid, pidfd, self._group(terms), watched.asking)
+        if due.iteration == NOT_JUDGED:
+            watched.is_being_ended = True
+            thread = threading.Thread(target=end_rank, args=(rank,))
+        else:
+            thread = threading.Thread(target=tell_of, args=(rank, due.iteration))
+        self._threads = [each for each in self._threads if each.is_alive()]
+        self._threads.append(thread)
+        thread.start()
 
     def _group(self, terms: Terms) -> list[socket.socket]:
         """The connections of a group's ranks."""

@@ -1,5 +1,6 @@
-"""How a monitor ends a rank that hangs.
+"""What a monitor does about a rank that hangs.
 
+    stacks ─► the store is told: SOFT_TIMEOUT
     stacks ─► the store is told: HARD_TIMEOUT ─► SIGTERM, SIGCONT ─► grace ─► SIGKILL
 
 The store comes before the signal: at the end of the process it would take the rank for one that has
@@ -14,33 +15,48 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from regrow.inprocess._hard_watch import Terms
-from regrow.inprocess._telling import HARD_TIMEOUT, End, note, tell_ranks, tell_store
+from regrow.inprocess._link import SOFT_TIMEOUT
+from regrow.inprocess._telling import HARD_TIMEOUT, Seen, note, tell_ranks, tell_store
 from regrow.timer._capture import Target, capture
 from regrow.timer._frames import where
 
 
-def end_rank(terms: Terms, pid: int, pidfd: int, group: Sequence[socket.socket]) -> None:
-    """End a rank.
+class Hung(NamedTuple):
+    """A rank that hangs."""
 
-    Args:
-        terms: the rank's.
-        pid: its process.
-        pidfd: of that process; closed when it has ended.
-        group: the connections of its group's ranks on this host, which tell the others where the
-            monitor cannot.
-    """
+    terms: Terms
+    pid: int
+    """Its process."""
+    pidfd: int
+    """Of that process; closed by who is called with this."""
+    group: Sequence[socket.socket]
+    """The connections of its group's ranks on this host, which tell the others where the monitor
+    cannot; its own as well, which it will not read."""
+    asking: threading.Lock
+    """Held while the process is asked where it stands."""
+
+
+def tell_of(rank: Hung, iteration: int) -> None:
+    """Have an iteration ended for a rank that has not done so itself at its soft time-out."""
     try:
-        dump = capture([Target(pid, pidfd)])[pid]
-        message = f"no progress for {terms.hard:g} s: {where(dump)}"
-        note(
-            terms.logfile,
-            f"initial rank {terms.rank} (process {pid}) is ended: {message}\n{dump.text}".rstrip(),
-        )
-        _tell(End(terms, HARD_TIMEOUT, message), group)
+        message = _where(rank, rank.terms.soft, "does not answer")
+        _tell(Seen(rank.terms, SOFT_TIMEOUT, message, iteration), rank.group)
+    finally:
+        os.close(rank.pidfd)
+
+
+def end_rank(rank: Hung) -> None:
+    """End a rank."""
+    terms, pid, pidfd, group, _ = rank
+    try:
+        message = _where(rank, terms.hard, "is ended")
+        _tell(Seen(terms, HARD_TIMEOUT, message), group)
         if not _signalled(pidfd, terms.grace, signal.SIGTERM, signal.SIGCONT):
             note(
                 terms.logfile,
@@ -50,6 +66,16 @@ def end_rank(terms: Terms, pid: int, pidfd: int, group: Sequence[socket.socket])
             _signalled(pidfd, terms.grace, signal.SIGKILL)
     finally:
         os.close(pidfd)
+
+
+def _where(rank: Hung, allowed: float, fate: str) -> str:
+    """Return for the others where a rank stands, and note it for people."""
+    with rank.asking:
+        dump = capture([Target(rank.pid, rank.pidfd)])[rank.pid]
+    message = f"no progress for {allowed:g} s: {where(dump)}"
+    said = f"initial rank {rank.terms.rank} (process {rank.pid}) {fate}: {message}\n{dump.text}"
+    note(rank.terms.logfile, said.rstrip())
+    return message
 
 
 def _signalled(pidfd: int, patience: float, *signals: int) -> bool:
@@ -62,15 +88,15 @@ def _signalled(pidfd: int, patience: float, *signals: int) -> bool:
     return bool(ended.poll(math.ceil(patience * 1000)))
 
 
-def _tell(end: End, group: Sequence[socket.socket]) -> None:
-    """Have a rank counted out that is about to be ended."""
-    terms = end.terms
+def _tell(seen: Seen, group: Sequence[socket.socket]) -> None:
+    """Have the others told of a rank."""
+    terms = seen.terms
     if not terms.endpoint:
-        tell_ranks(end, group)  # its own connection as well: it will not read that
+        tell_ranks(seen, group)
         return
     from regrow.store import StoreError
 
     try:
-        tell_store([end])
+        tell_store([seen])
     except StoreError as error:
         note(terms.logfile, f"the other ranks cannot be told of initial rank {terms.rank}: {error}")

@@ -64,9 +64,10 @@ def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) 
         group,
         logfile=(config.monitor_process_logfile or "").format(rank=rank),
         pidfile=(config.monitor_process_pidfile or "").format(rank=rank),
+        soft=config.soft_timeout.total_seconds(),
     )
     if not isinstance(link, ServiceLink):
-        return HardWatch(terms, group.rpartition("/")[0], link.accuse)
+        return HardWatch(terms, group.rpartition("/")[0], link)
     endpoint, token = store.whereabouts()
     known = {"process": link.process, "endpoint": endpoint, "token": token.hex()}
     return HardWatch(terms._replace(**known), endpoint)

@@ -7,8 +7,9 @@ semaphore was posted, or earlier when something may become stale; it sleeps whil
 judged.
 
 What this cannot see is a thread that holds the interpreter's lock: nothing in Python runs then,
-this thread included. That, and a stopped process, is for the hard time-out, from outside: the
-monitor of the host is told until when this rank may go on, again with all progress.
+this thread included. That, and a stopped process, is seen from outside: the monitor of the host is
+told until when this rank may go on, again with all progress. What this thread has reported the
+monitor need not report once more.
 
 Pending calls are the main thread's. A function that runs in another one is judged by its pings.
 """
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from regrow.inprocess._deadlines import NOT_JUDGED
 from regrow.inprocess._hard_watch import HardWatch
 from regrow.inprocess._link import LinkError
 from regrow.inprocess._progress import Progress, Which
@@ -158,23 +160,30 @@ class SoftWatch:
             self._report(iteration, message)
         except LinkError as error:
             logger.warning("a soft time-out cannot be told to the other ranks: %s", error)
+        self._keep()
 
     def _changed(self) -> None:
         """Tell the monitor, from the thread that may be in native code from now on."""
         if self._outside is not None:
-            self._outside.change(self._progress.ends)
+            self._outside.change(self._progress.ends, self._judged_in)
 
     def _keep(self) -> None:
         """Tell the monitor of progress."""
         if self._outside is not None:
             change = self._outside.changes  # before that is looked at which it is about
-            until = self._progress.ends
-            self._outside.keep(change, until)
-            self._outside.say(change, until)
+            until, iteration = self._progress.ends, self._judged_in
+            self._outside.keep(change, until, iteration)
+            self._outside.say(change, until, iteration)
 
     def _ask(self) -> None:
         if self._automatic and not self._asked:
             self._asked = ctypes.pythonapi.Py_AddPendingCall(_post, _ran) == 0
+
+    @property
+    def _judged_in(self) -> int:
+        """Which iteration the monitor has to see to the end of, at the soft time-out."""
+        told = self._told == (self._iteration, False)
+        return self._iteration if self._progress.judged and not told else NOT_JUDGED
 
     @property
     def _span(self) -> tuple[int, bool]:

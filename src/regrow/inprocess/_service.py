@@ -167,11 +167,14 @@ class InprocessService:
         entry = self._groups.get(question.group)
         if entry is None:
             return messages.Unknown(f"there is no group {question.group!r} in this store")
-        if entry.processes.get(question.rank) != question.process:
+        outside = isinstance(question, messages.Report) and question.outside
+        process = entry.processes.get(question.rank)
+        if process is None or question.process not in (process, "" if outside else process):
             return messages.Unknown(
                 f"this process is not rank {question.rank} of the group {question.group!r}"
             )
-        self._bind(entry, question.rank, session)
+        if not outside:
+            self._bind(entry, question.rank, session)
         out += self._apply(entry, question, now)
         told = reply(entry.state, question, now)
         if told is None:

@@ -23,6 +23,7 @@ import msgspec
 
 from regrow.inprocess import _messages as messages
 from regrow.inprocess._link import (
+    SOFT_TIMEOUT,
     BarrierOverflow,
     BarrierTimeout,
     CountedOutError,
@@ -119,7 +120,12 @@ class ServiceLink:
     def report(self, iteration: int, kind: str, message: str, lag: float = 0.0) -> None:
         """See `Link.report`."""
         text = message[: messages.TEXT]
-        self._say(messages.Report(*self._me, iteration, next(self._reports), kind, text, lag))
+        number = messages.OVERDUE if kind == SOFT_TIMEOUT else next(self._reports)
+        self._say(messages.Report(*self._me, iteration, number, kind, text, lag))
+
+    def overdue(self, rank: int, iteration: int, message: str) -> None:
+        """See `Link.overdue`."""
+        self._say(messages.overdue(self._me[0], rank, "", iteration, message))
 
     def heard(self, iteration: int) -> Faults:
         """See `Link.heard`."""

@@ -1,4 +1,4 @@
-"""How a monitor has a rank counted out: by a visit to the store, or by the ranks beside it.
+"""How a monitor tells of a rank: by a visit to the store, or by the ranks beside it.
 
 A store of ours is visited, for as long as a question takes. A c10d store is torch's, which the
 monitor does not load; all ranks of the group on this host are told instead, since one may hang.
@@ -21,7 +21,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
 
+from regrow.inprocess._deadlines import NOT_JUDGED
 from regrow.inprocess._hard_watch import Terms
+from regrow.inprocess._link import SOFT_TIMEOUT
 
 TERMINATED: Final = "TERMINATED"
 HARD_TIMEOUT: Final = "HARD_TIMEOUT"
@@ -30,47 +32,46 @@ VISIT: Final = 2.0
 """Seconds that the store may take to be reached, and to answer."""
 
 
-class End(NamedTuple):
-    """The end of a rank."""
+class Seen(NamedTuple):
+    """What is seen of a rank."""
 
     terms: Terms
     kind: str
+    """`SOFT_TIMEOUT`, of which it may come back; by all others it is counted out."""
     message: str
     """What was seen, for people."""
+    iteration: int = NOT_JUDGED
+    """Which one ends by a `SOFT_TIMEOUT`."""
 
 
-def tell_store(ends: Sequence[End]) -> None:
-    """Have ranks counted out by their store, which has to be one of ours and the same for all.
+def tell_store(seen: Sequence[Seen]) -> None:
+    """Tell a store of ranks; it has to be one of ours, and the same for all.
 
     Raises:
         StoreError: it cannot be reached, or did not answer; says why.
     """
-    from regrow.inprocess._accuse import accuse
+    from regrow.inprocess._accuse import accuse, overdue
     from regrow.store._worker import visit
 
-    first = ends[0].terms
+    first = seen[0].terms
     with visit(first.endpoint, bytes.fromhex(first.token), VISIT) as client:
-        for terms, kind, message in ends:
-            accuse(
-                client,
-                terms.rank,
-                kind,
-                message,
-                group=terms.group,
-                process=terms.process,
-                timeout=VISIT,
-            )
+        for terms, kind, message, iteration in seen:
+            who = {"group": terms.group, "process": terms.process}
+            if kind == SOFT_TIMEOUT:
+                overdue(client, terms.rank, iteration, message, **who, timeout=VISIT)
+            else:
+                accuse(client, terms.rank, kind, message, **who, timeout=VISIT)
 
 
-def tell_ranks(end: End, group: Iterable[socket.socket]) -> None:
-    """Have a rank counted out by others of its group on this host; one that does not read waits
-    for nothing.
+def tell_ranks(seen: Seen, group: Iterable[socket.socket]) -> None:
+    """Have the others told of a rank by those of its group on this host; one that does not read
+    waits for nothing.
 
     Args:
-        end: the rank's.
+        seen: of the rank.
         group: their connections, which never block.
     """
-    packet = json.dumps([end.terms.rank, end.kind, end.message]).encode()
+    packet = json.dumps([seen.terms.rank, *seen[1:]]).encode()
     for connection in group:
         with suppress(OSError):
             connection.send(packet)
@@ -80,7 +81,7 @@ class Teller:
     """Tells stores of processes that have ended, in a thread that begins with the first need."""
 
     def __init__(self) -> None:
-        self._ends: SimpleQueue[End | None] = SimpleQueue()
+        self._ends: SimpleQueue[Seen | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
@@ -89,7 +90,7 @@ class Teller:
             self._thread = threading.Thread(target=self._run)
             self._thread.start()
 
-    def tell(self, end: End) -> None:
+    def tell(self, end: Seen) -> None:
         """Have a rank counted out; waits for nothing."""
         self.prepare()
         self._ends.put(end)

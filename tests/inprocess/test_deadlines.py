@@ -1,0 +1,134 @@
+"""Which ranks a monitor tells of or ends, and when: by what they say, without a clock."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow.inprocess._deadlines import MARGIN, NOT_JUDGED, STANDSTILL, Deadlines, Due, Word
+
+
+def ended(who: int) -> Due:
+    return Due(who, NOT_JUDGED)
+
+
+def test_a_rank_is_due_when_it_has_said_nothing_until_then_and_only_once() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 10.0))
+    deadlines.said(8, Word(1, 9.0))
+    assert deadlines.next() == 9.0
+    assert deadlines.due(8.9) == []
+    assert deadlines.due(10.0) == [ended(8), ended(7)]
+    assert deadlines.due(11.0) == []
+    assert deadlines.next() == math.inf
+
+
+def test_progress_and_leaving_the_function_put_the_end_off() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 10.0))
+    deadlines.said(7, Word(1, 20.0))
+    assert deadlines.due(19.0) == []
+    deadlines.said(7, Word(2, math.inf))
+    assert deadlines.due(1e9) == []
+    deadlines.said(7, Word(3, 30.0))
+    assert deadlines.due(30.0) == [ended(7)]
+
+
+def test_a_rank_that_is_gone_is_not_ended() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(5, 10.0))
+    deadlines.gone(7)
+    assert deadlines.due(11.0) == []
+    deadlines.said(7, Word(1, 12.0))  # its number is another's now
+    assert deadlines.due(12.0) == [ended(7)]
+
+
+def test_a_deadline_that_is_no_number_does_not_count() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 10.0))
+    deadlines.said(7, Word(2, math.nan))
+    assert deadlines.due(10.0) == [ended(7)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 100)), min_size=1))
+def test_nothing_that_is_said_late_undoes_a_later_change(words: list[tuple[int, float]]) -> None:
+    deadlines = Deadlines()
+    for change, until in words:
+        deadlines.said(7, Word(change, until))
+    latest = max(change for change, _ in words)
+    meant = next(until for change, until in reversed(words) if change == latest)
+    assert deadlines.next() == meant
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 1000))
+def test_a_host_that_stood_still_has_no_rank_ended_for_that_time(
+    deadline: float, slept_at: float, late: float
+) -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, deadline))
+    woke_at = max(deadline, slept_at) + late
+    slept = deadlines.woke(slept_at, deadline, woke_at)
+    if woke_at > deadline + STANDSTILL:
+        assert slept == woke_at - slept_at
+        assert deadlines.next() == deadline + slept
+    else:
+        assert slept == 0.0
+        assert deadlines.due(woke_at) == [ended(7)]
+
+
+def test_a_standstill_ends_no_rank_that_may_go_on_for_ever() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, math.inf))
+    deadlines.said(8, Word(1, 10.0))
+    deadlines.woke(0.0, 10.0, 60.0)
+    assert deadlines.due(1e9) == [ended(8)]
+
+
+def test_a_rank_has_a_moment_after_the_soft_time_out_to_report_it_itself() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    assert deadlines.next() == 60.0 + MARGIN
+    assert deadlines.due(60.0 + MARGIN) == [Due(7, 3)]
+    assert deadlines.due(89.0) == []
+    assert deadlines.due(90.0) == [ended(7)]
+
+
+def test_the_moment_is_half_of_what_there_is_up_to_the_hard_one_at_most() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 2.0, 0), 0.5)
+    assert deadlines.next() == 1.75
+
+
+def test_a_rank_that_has_reported_it_itself_is_not_told_of() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    deadlines.said(7, Word(1, 90.0, NOT_JUDGED), 30.0)
+    assert deadlines.due(90.0) == [ended(7)]
+
+
+def test_a_rank_that_came_back_may_be_overdue_in_another_iteration() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    assert deadlines.due(70.0) == [Due(7, 3)]
+    deadlines.said(7, Word(2, 100.0, 4), 30.0)
+    assert deadlines.due(75.0) == [Due(7, 4)]
+
+
+def test_of_a_rank_that_is_overdue_and_to_be_ended_only_the_latter_counts() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    deadlines.said(8, Word(1, 95.0, 3), 30.0)
+    assert deadlines.due(90.0) == [ended(7), Due(8, 3)]
+
+
+def test_a_standstill_puts_the_soft_deadline_off_as_well_and_repeats_none() -> None:
+    deadlines = Deadlines()
+    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    deadlines.said(8, Word(1, 80.0, 3), 30.0)
+    assert deadlines.due(51.0) == [Due(8, 3)]
+    deadlines.woke(51.0, 61.0, 71.0)
+    assert deadlines.next() == 81.0
+    assert deadlines.due(99.0) == [Due(7, 3)]
+    assert deadlines.due(110.0) == [ended(8), ended(7)]
