@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
 
-test: $(DEV)/.installed
+test: $(DEV)/.rewritten
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 hosts: $(DEV)/.installed
@@ -64,7 +64,7 @@ simulate: $(DEV)/.installed
 	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)
 	$(DEV)/bin/python tests/inprocess/simulate_restarts.py $(RESTARTS_ARGS)
 
-repeat: $(DEV)/.installed
+repeat: $(DEV)/.rewritten
 	@for run in $$(seq $(N)); do \
 	  echo "== suite $$run of $(N)"; \
 	  $(DEV)/bin/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS) || exit 1; \
@@ -92,6 +92,11 @@ $(DEV)/.installed $(DEMO)/.installed: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	$(@D)/bin/python -m compileall -q src # pip does it for what it copies
 	@touch $@
+
+# pytest rewrites the asserts of a test file once, and keeps that: without this each of the processes
+# of the first suite would do it for all of them.
+$(DEV)/.rewritten: $(DEV)/.installed
+	@if $(DEV)/bin/python -m pytest --collect-only -qq >/dev/null; then touch $@; fi
 
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \

@@ -88,6 +88,14 @@ def test_an_interrupted_installation_is_taken_up_again(project: Path) -> None:
     assert "pip install" in (project / "calls").read_text()
 
 
+def test_a_suite_that_cannot_be_collected_is_run_to_say_so(project: Path) -> None:
+    assert make(project, "test", fail_on="--collect-only").code == 0
+    assert make(project, "test").code == 0
+    calls = (project / "calls").read_text().splitlines()
+    assert [call.startswith("-m pytest") for call in calls] == [True, True]
+    assert "--collect-only" in calls[0]
+
+
 def test_new_dependencies_are_installed(project: Path) -> None:
     assert make(project, "test").code == 0
     made = (project / ".venv" / ".installed").stat().st_mtime_ns
