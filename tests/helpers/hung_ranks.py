@@ -109,7 +109,7 @@ def hold_the_lock() -> None:
 
 
 def holds_the_lock(me: Rank) -> None:
-    me.wrapped(lambda _: hold_the_lock(), hard=1.6)
+    me.wrapped(lambda _: hold_the_lock(), hard=2.7)
 
 
 def holds_it_and_heeds_no_signal(me: Rank) -> None:
@@ -122,7 +122,7 @@ def stop(_: CallWrapper) -> None:
 
 
 def is_stopped(me: Rank) -> None:
-    me.wrapped(stop, hard=1.6)
+    me.wrapped(stop, hard=2.7)
 
 
 class Foreign(PrefixStore, StoreMixin):
@@ -134,7 +134,7 @@ def foreign() -> Foreign:
 
 
 def holds_the_lock_with_a_store_of_torchs_kind(me: Rank) -> None:
-    me.wrapped(lambda _: hold_the_lock(), hard=1.6, store_factory=foreign)
+    me.wrapped(lambda _: hold_the_lock(), hard=2.7, store_factory=foreign)
 
 
 class Continue(Finalize):

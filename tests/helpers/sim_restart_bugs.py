@@ -46,7 +46,8 @@ def _a_soft_time_out_counts_for_each_who_sees_it() -> list[Any]:
     real = _iteration._report
 
     def report(group: Group, event: messages.Report, now: float) -> Group:
-        return real(group, msgspec.structs.replace(event, number=event.number + event.outside), now)
+        outside = event.message == "seen from outside"
+        return real(group, msgspec.structs.replace(event, number=event.number + outside), now)
 
     return [mock.patch.object(_iteration, "_report", report)]
 
@@ -56,9 +57,10 @@ def _a_watcher_is_taken_for_the_rank() -> list[Any]:
     real = InprocessService._ask
 
     def ask(service: InprocessService, session: Hashable, id: int, asked: Any, now: float) -> Any:
-        if isinstance(asked, messages.Report):
-            asked = msgspec.structs.replace(asked, outside=False)
-        return real(service, session, id, asked, now)
+        told = real(service, session, id, asked, now)
+        if isinstance(asked, messages.Report) and asked.group in service._groups:
+            service._bind(service._groups[asked.group], asked.rank, session)
+        return told
 
     return [mock.patch.object(InprocessService, "_ask", ask)]
 

@@ -7,7 +7,15 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.inprocess._deadlines import MARGIN, NOT_JUDGED, STANDSTILL, Deadlines, Due, Word
+from regrow.inprocess._deadlines import (
+    MARGIN,
+    NOT_JUDGED,
+    STANDSTILL,
+    Deadlines,
+    Due,
+    Word,
+    overdue_after,
+)
 
 
 def ended(who: int) -> Due:
@@ -86,19 +94,26 @@ def test_a_standstill_ends_no_rank_that_may_go_on_for_ever() -> None:
     assert deadlines.due(1e9) == [ended(8)]
 
 
-def test_a_rank_has_a_moment_after_the_soft_time_out_to_report_it_itself() -> None:
+def test_a_rank_is_told_of_before_it_is_ended() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 30.0)
-    assert deadlines.next() == 60.0 + MARGIN
-    assert deadlines.due(60.0 + MARGIN) == [Due(7, 3)]
+    deadlines.said(7, Word(1, 90.0, 3), 29.0)
+    assert deadlines.next() == 61.0
+    assert deadlines.due(61.0) == [Due(7, 3)]
     assert deadlines.due(89.0) == []
     assert deadlines.due(90.0) == [ended(7)]
 
 
-def test_the_moment_is_half_of_what_there_is_up_to_the_hard_one_at_most() -> None:
+def test_a_rank_has_time_to_report_it_itself_and_to_look_once_more() -> None:
+    assert overdue_after(60.0, 90.0, 0.5) == 60.0 + MARGIN
+    assert overdue_after(1.5, 2.0, 0.1) == 1.75
+    assert overdue_after(60.0, 90.0, 30.0) == 90.0
+
+
+def test_a_rank_that_looks_too_seldom_is_ended_and_not_told_of_before() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 2.0, 0), 0.5)
-    assert deadlines.next() == 1.75
+    deadlines.said(7, Word(1, 90.0, 3), -5.0)
+    assert deadlines.next() == 90.0
+    assert deadlines.due(100.0) == [ended(7)]
 
 
 def test_a_rank_that_has_reported_it_itself_is_not_told_of() -> None:
@@ -129,6 +144,6 @@ def test_a_standstill_puts_the_soft_deadline_off_as_well_and_repeats_none() -> N
     deadlines.said(8, Word(1, 80.0, 3), 30.0)
     assert deadlines.due(51.0) == [Due(8, 3)]
     deadlines.woke(51.0, 61.0, 71.0)
-    assert deadlines.next() == 81.0
+    assert deadlines.next() == 80.0
     assert deadlines.due(99.0) == [Due(7, 3)]
     assert deadlines.due(110.0) == [ended(8), ended(7)]

@@ -231,3 +231,14 @@ def test_many_faults_keep_their_records_and_the_first_of_them_their_messages() -
     lengths = [len(fault.message) for fault in group.faults]
     assert lengths == [messages.TEXT] * messages.TEXTS + [0] * (size - messages.TEXTS)
     assert group.living & bit(0) == 0
+
+
+def test_who_was_not_done_in_time_is_not_overdue_once_more() -> None:
+    group = entered([(rank, SIZE) for rank in range(SIZE)])
+    for rank in range(SIZE - 1):
+        group = step(group, messages.Done(*me(rank), 0), 1.0)
+    group = step(group, Tick(), 1.0 + TIMEOUTS.completion)
+    assert [(fault.kind, fault.rank) for fault in group.faults] == [("SOFT_TIMEOUT", SIZE - 1)]
+    name, rank, process = me(SIZE - 1)
+    again = messages.overdue(name, rank, process, 0, "seen by its monitor")
+    assert step(group, again, 11.0).faults == group.faults

@@ -122,6 +122,21 @@ def test_a_soft_time_out_is_recorded_once_whoever_sees_it(opens: Opens) -> None:
     assert kinds(links[1].follow(1)) == [("SOFT_TIMEOUT", 1, "and again")]
 
 
+def test_what_is_told_too_late_of_a_rank_is_told_of_no_other_iteration_and_leaves_nothing() -> None:
+    shared = MemoryStore()
+    links: list[Link] = [C10dLink(lambda: shared, "group", r, 2, PATIENT) for r in range(2)]
+    everyone(links, lambda link, _: link.join())
+    for iteration in range(3):
+        everyone(links, lambda link, rank: link.enter(iteration, rank, 2))  # noqa: B023
+        links[0].report(iteration, "EXCEPTION", "a mistake")
+        healed(links, iteration)
+    links[0].overdue(1, 0, "it hung")
+    assert not shared.check(["group/0/faults"])
+    assert not shared.check(["group/0/end"])
+    for link in links:
+        link.close()
+
+
 def test_who_sees_a_soft_time_out_of_a_rank_that_was_counted_out_is_none_the_worse(
     opens: Opens,
 ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from processes import PATIENCE
+from processes import PATIENCE, wait_until
 from storing import Background, ServerThread
 
 from regrow.inprocess._deadlines import NOT_JUDGED, Word
@@ -85,7 +85,7 @@ class Host:
     def has_overdue(self, rank: int, iteration: int, **terms: Any) -> Rank:
         """A rank whose soft time-out is over, and the hard one is not."""
         word = Word(0, time.monotonic() + 60.0, iteration)
-        return self.has(rank, word=word, soft=20.0, **terms)
+        return self.has(rank, word=word, soft=20.0, overdue=21.0, **terms)
 
     def told(self) -> list[Any]:
         """What the rank beside the others is asked to tell of: rank, kind, message, iteration."""
@@ -296,6 +296,18 @@ def test_a_rank_that_is_overdue_goes_on_with_the_others_if_it_comes_back(
     met = crowd.everyone(lambda rank: crowd.links[rank].ready(0))
     assert [each.lost for each in met] == [()] * 3
     assert [each.faults.records for each in met] == [faults.records] * 3
+
+
+def test_another_process_of_a_rank_is_not_overdue_for_it(
+    host: Host, crowd: Crowd, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    host.has_overdue(1, 0, logfile=str(log), **crowd.terms(1, "the one before"))
+    wait_until(lambda: log.exists() and "does not answer" in log.read_text(), "it is told of")
+    host.has_overdue(2, 0, logfile=str(log), **crowd.terms(2))
+    crowd.links[0].follow(0)
+    met = crowd.everyone(lambda rank: crowd.links[rank].ready(0))
+    assert [fault.rank for fault in met[0].faults.records] == [2]
 
 
 def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(

@@ -124,6 +124,8 @@ class C10dLink:
 
     def overdue(self, rank: int, iteration: int, message: str) -> None:
         """See `Link.overdue`."""
+        if iteration < self._iteration:  # all have met since, and its keys may be gone
+            return
         fault = Fault(SOFT_TIMEOUT, rank, message, 0.0)
         self._keys.whole(lambda: rules.record(self._keys, iteration, fault))
 

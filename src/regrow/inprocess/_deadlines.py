@@ -7,7 +7,7 @@ number of the change that it is about, and counts only if there was none since.
 
 There are two deadlines. At the *hard* one the rank is ended. At the *soft* one the others are told,
 and it may still come back. That is for the rank itself to say, and it does so in time unless it
-holds the interpreter's lock, or is stopped; the monitor's soft deadline is a `MARGIN` later.
+holds the interpreter's lock, or is stopped; the monitor's soft deadline is later (`overdue_after`).
 
 This file knows no clock: times are seconds on CLOCK_MONOTONIC, which all processes of a host share.
 """
@@ -24,7 +24,8 @@ STANDSTILL: Final = 1.0
 no rank had a chance to say anything. Then the time in which it slept does not count."""
 MARGIN: Final = 1.0
 """Seconds after the soft time-out that a rank has to report it itself, or half of those from the
-soft to the hard one if that is less."""
+soft to the hard one if that is less; and no less than it has between two looks at its progress,
+which are all that its monitor knows of."""
 NOT_JUDGED: Final = -1
 """In place of an iteration: nothing is to be told of the rank before the hard time-out."""
 
@@ -48,6 +49,17 @@ class Due(NamedTuple):
     """Which one is to end; `NOT_JUDGED`: the rank is."""
 
 
+def overdue_after(soft: float, hard: float, interval: float) -> float:
+    """Return for how long a monitor has to know of no progress before it tells of a rank.
+
+    Args:
+        soft: the rank's soft time-out, seconds.
+        hard: its hard time-out, seconds.
+        interval: between two looks of its own, seconds.
+    """
+    return soft + max(min(MARGIN, (hard - soft) / 2), interval)
+
+
 class Deadlines:
     """The deadlines of the ranks, each known by a number of the caller's."""
 
@@ -57,18 +69,18 @@ class Deadlines:
         self._timers: Timers[int, int] = Timers()
         self._words: dict[int, tuple[Word, float]] = {}  # and by how much the soft one is earlier
 
-    def said(self, who: int, word: Word, between: float = 0.0) -> None:
+    def said(self, who: int, word: Word, earlier: float = 0.0) -> None:
         """A rank may go on for so long.
 
         Args:
             who: the rank.
             word: what it says.
-            between: seconds from its soft time-out to its hard one.
+            earlier: by how many seconds it is to be told of before it is to be ended.
         """
         known = self._words.get(who)
         if math.isnan(word.until) or (known is not None and word.change < known[0].change):
             return
-        self._arm(who, word, max(between - MARGIN, between / 2))
+        self._arm(who, word, earlier)
 
     def gone(self, who: int) -> None:
         """A rank has left, or ended, or is being ended."""
@@ -106,7 +118,8 @@ class Deadlines:
                 self.gone(who)
                 late.append(Due(who, NOT_JUDGED))
                 continue
-            late += [Due(who, iteration) for iteration in iterations]
+            (iteration,) = iterations
+            late.append(Due(who, iteration))
             word, earlier = self._words[who]
             self._arm(who, word._replace(iteration=NOT_JUDGED), earlier)
         return late

@@ -74,6 +74,8 @@ class Terms(NamedTuple):
     """Where the monitor is to write its pid; empty: nowhere."""
     soft: float = math.inf
     """Seconds without progress after which the others restart."""
+    overdue: float = math.inf
+    """See `overdue_after`."""
 
 
 class HardWatch:

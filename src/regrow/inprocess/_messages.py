@@ -80,19 +80,15 @@ class Report(OfIteration, tag=4, frozen=True, gc=False):
 
     number: Number
     """Of this process's reports; the same when the question is repeated. That of a soft time-out is
-    always `OVERDUE`, since it may be seen from inside and from outside."""
+    always `OVERDUE`, whether it is the rank that says so or its monitor."""
     kind: Kind
     message: str
     lag: Lag = 0.0
-    outside: bool = False
-    """Whether it is not the rank that says so."""
 
 
 def overdue(group: str, rank: int, process: str, iteration: int, message: str) -> Report:
     """Return what `Link.overdue` says."""
-    return Report(
-        group, rank, process, iteration, OVERDUE, SOFT_TIMEOUT, message[:TEXT], outside=True
-    )
+    return Report(group, rank, process, iteration, OVERDUE, SOFT_TIMEOUT, message[:TEXT])
 
 
 class Heard(OfIteration, tag=5, frozen=True, gc=False):

@@ -173,7 +173,7 @@ class Monitor:
             self._teller.prepare()
 
     def _said(self, watched: Watched, terms: Terms, word: Word) -> None:
-        self._deadlines.said(watched.pidfd, word, terms.hard - terms.soft)
+        self._deadlines.said(watched.pidfd, word, terms.hard - terms.overdue)
 
     def _hang_up(self, watched: Watched) -> None:
         """Close a connection; nothing is known of the process."""
@@ -219,7 +219,8 @@ class Monitor:
         terms = watched.terms
         assert terms is not None  # it has a deadline
         pidfd = os.dup(watched.pidfd)
-        rank = Hung(terms, watched.pid, pidfd, self._group(terms), watched.asking)
+        others = [each for each in self._group(terms) if each is not watched.connection]
+        rank = Hung(terms, watched.pid, pidfd, others, watched.asking)
         if due.iteration == NOT_JUDGED:
             watched.is_being_ended = True
             thread = threading.Thread(target=end_rank, args=(rank,))

@@ -36,8 +36,8 @@ class Hung(NamedTuple):
     pidfd: int
     """Of that process; closed by who is called with this."""
     group: Sequence[socket.socket]
-    """The connections of its group's ranks on this host, which tell the others where the monitor
-    cannot; its own as well, which it will not read."""
+    """The connections of the others of its group on this host, which tell where the monitor cannot;
+    not its own, which it would read when it comes back."""
     asking: threading.Lock
     """Held while the process is asked where it stands."""
 

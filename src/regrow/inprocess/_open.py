@@ -45,7 +45,7 @@ def open_link(
 
 
 def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) -> HardWatch:
-    """Return what keeps this rank's hard time-out, and tells of its end.
+    """Return what has this rank's time-outs kept, and its end told, from outside.
 
     Args:
         store: as in `open_link`.
@@ -54,17 +54,20 @@ def open_monitor(store: Any, link: Link, group: str, rank: int, config: Config) 
         rank: as in `open_link`.
         config: the wrapper's.
     """
+    from regrow.inprocess._deadlines import overdue_after
     from regrow.inprocess._hard_watch import HardWatch, Terms
     from regrow.inprocess._service_link import ServiceLink
 
+    soft, hard = config.soft_timeout.total_seconds(), config.hard_timeout.total_seconds()
     terms = Terms(
         rank,
-        config.hard_timeout.total_seconds(),
+        hard,
         config.termination_grace_time.total_seconds(),
         group,
         logfile=(config.monitor_process_logfile or "").format(rank=rank),
         pidfile=(config.monitor_process_pidfile or "").format(rank=rank),
-        soft=config.soft_timeout.total_seconds(),
+        soft=soft,
+        overdue=overdue_after(soft, hard, config.progress_watchdog_interval.total_seconds()),
     )
     if not isinstance(link, ServiceLink):
         return HardWatch(terms, group.rpartition("/")[0], link)

@@ -169,11 +169,12 @@ class SoftWatch:
 
     def _keep(self) -> None:
         """Tell the monitor of progress."""
-        if self._outside is not None:
-            change = self._outside.changes  # before that is looked at which it is about
+        outside, change = self._outside, -1
+        while outside is not None and change != outside.changes:  # what was said to none is lost
+            change = outside.changes  # before that is looked at which it is about
             until, iteration = self._progress.ends, self._judged_in
-            self._outside.keep(change, until, iteration)
-            self._outside.say(change, until, iteration)
+            outside.keep(change, until, iteration)
+            outside.say(change, until, iteration)
 
     def _ask(self) -> None:
         if self._automatic and not self._asked:

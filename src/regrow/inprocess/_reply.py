@@ -18,8 +18,8 @@ def reply(group: Group, asked: messages.Asked, now: float) -> messages.Told | No
 
     The questions of all living ranks have the same answer if they are of one type and iteration.
     """
-    if isinstance(asked, messages.Report) and asked.outside:
-        return messages.Noted(True)  # who asks is another one, whatever became of that rank
+    if isinstance(asked, messages.Report) and asked.number == messages.OVERDUE:
+        return messages.Noted(True)  # who asks may be another one, whatever became of that rank
     if isinstance(asked, messages.Accuse):
         return messages.Noted(_ended_by(group, asked))
     if isinstance(asked, messages.Leave):

@@ -15,8 +15,8 @@ after all, over another session, is believed if nobody has counted it out meanwh
 
 **Whose word counts.** All clients hold the job's token, and none is trusted to be free of mistakes.
 A rank is spoken for by the process that joined it, which names itself with every question; any
-client may accuse. What cannot be read or makes no sense is answered with a `Problem` and changes
-nothing.
+client may accuse it, or say that it is overdue. What cannot be read or makes no sense is answered
+with a `Problem` and changes nothing.
 
 A group is forgotten a while after the last session of its processes was over, or when all is over
 in it and another of the same name begins.
@@ -167,7 +167,8 @@ class InprocessService:
         entry = self._groups.get(question.group)
         if entry is None:
             return messages.Unknown(f"there is no group {question.group!r} in this store")
-        outside = isinstance(question, messages.Report) and question.outside
+        # A soft time-out may be told by another one than the rank: it says nothing of its session.
+        outside = isinstance(question, messages.Report) and question.number == messages.OVERDUE
         process = entry.processes.get(question.rank)
         if process is None or question.process not in (process, "" if outside else process):
             return messages.Unknown(
