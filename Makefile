@@ -6,6 +6,7 @@
 #   make repeat    the suite N times           make soak    20 suites and 20 demos
 #   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs and an etcd on several hosts through every loss, as root (network namespaces)
+#   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make clean     remove what the targets made
 
@@ -27,13 +28,16 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test hosts training demo lint bench simulate repeat soak clean check-python
+.PHONY: help test thorough hosts training demo lint bench simulate repeat soak clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
 
 test: $(DEV)/.rewritten
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+thorough: $(DEV)/.rewritten
+	$(DEV)/bin/python -m pytest -n $(JOBS) -m thorough $(PYTEST_ARGS)
 
 hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts $(PYTEST_ARGS)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from commands import ROOT
-from spreading import ETCD, LONGEST, TOGETHER, TORCH, spread, unit
+from spreading import ETCD, LONGEST, TOGETHER, TORCH, WAITING, spread, unit
 
 
 @pytest.mark.parametrize(
-    "start", sorted({start for start in (*TORCH, *ETCD, *TOGETHER, *LONGEST) if "::" in start})
+    "start",
+    sorted({start for start in (*TORCH, *ETCD, *TOGETHER, *LONGEST, WAITING) if "::" in start}),
 )
 def test_what_is_named_is_there(start: str) -> None:
     file, _, name = start.partition("::")
@@ -22,6 +23,12 @@ def test_a_test_is_run_with_those_that_it_shares_something_with() -> None:
     assert unit(backends("file")) == backends("file")
     tls = "tests/store/test_store_tls.py::test_{}".format
     assert unit(tls("a")) == unit(tls("b")) != tls("a")
+
+
+def test_what_waits_comes_among_the_others_and_not_all_at_once() -> None:
+    names = [f"{WAITING}test[{i}]" for i in range(3)] + [f"a::test[{i}]" for i in range(6)]
+    order = [names[i] for i in (0, 3, 4, 1, 5, 6, 2, 7, 8)]
+    assert spread(range(9), names) == [names.index(name) for name in order]
 
 
 def test_the_longest_come_first_and_all_others_as_they_were() -> None:

@@ -79,6 +79,7 @@ def raise_with_rank() -> None:
     raise ValueError(f"rank {os.environ['RANK']} has had enough")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_functions_return_their_values_by_global_rank(tmp_path: Path, method: str) -> None:
@@ -86,6 +87,7 @@ def test_functions_return_their_values_by_global_rank(tmp_path: Path, method: st
     assert launched("!") == {0: "0!", 1: "1!"}
 
 
+@pytest.mark.thorough
 def test_a_function_that_raises_is_the_root_cause_with_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(ChildFailedError) as caught:
         elastic_launch(config(tmp_path, max_restarts=0), raise_with_rank)()

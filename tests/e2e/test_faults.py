@@ -73,6 +73,7 @@ forever()
         wait_gone(pid)
 
 
+@pytest.mark.thorough
 def test_a_workers_child_that_is_killed_is_the_workers_own_affair(launch: Launch) -> None:
     job = launch(
         """
@@ -129,6 +130,7 @@ def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch
     assert (event["rank"], event["pid"], event["signal"]) == (1, stopped, "SIGSTOP")
 
 
+@pytest.mark.thorough
 def test_a_stopped_worker_that_goes_on_costs_nothing(launch: Launch) -> None:
     job = launch(
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\ntell('pid', os.getpid())\nforever()"
@@ -165,6 +167,7 @@ forever()
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_at_the_very_start_leaves_nothing_behind(
     launch: Launch, signum: signal.Signals
@@ -182,6 +185,7 @@ def test_a_signal_at_the_very_start_leaves_nothing_behind(
     assert later.finish() == 128 + signum, later.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_workers_are_being_stopped_for_a_restart_ends_the_job(
     launch: Launch, signum: signal.Signals
@@ -205,6 +209,7 @@ forever()
     assert len(job.events("attempt.started")) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(
     launch: Launch, signum: signal.Signals
@@ -216,6 +221,7 @@ def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(
     assert job.finish() == 128 + signum, job.output
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_others_are_waited_for_ends_the_job(
     launch: Launch, tmp_path: Path, signum: signal.Signals
@@ -231,6 +237,7 @@ def test_a_signal_while_the_others_are_waited_for_ends_the_job(
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_ends_the_grace_at_once(launch: Launch) -> None:
     job = launch(
         """
@@ -247,6 +254,7 @@ forever()
     assert job.finish() == 128 + signal.SIGINT, job.output
 
 
+@pytest.mark.thorough
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
     job = launch(
         """
@@ -261,12 +269,14 @@ forever()
     assert [failure["rank"] for failure in job.events("worker.failed")] == [0]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_closes_its_stdout_runs_on(launch: Launch) -> None:
     job = launch("os.close(1)\nos.close(2)\ntell('on')\n", "--redirects=3")
     assert len(job.news(2)) == 2
     assert job.finish() == 0, job.output
 
 
+@pytest.mark.thorough
 def test_a_gigabyte_of_output_is_stored_to_the_last_byte(launch: Launch) -> None:
     job = launch(
         """
@@ -295,6 +305,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_under_the_logs_costs_no_training_and_no_line(
     launch: Launch, tiny_disk: Path
 ) -> None:
@@ -332,6 +343,7 @@ def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch
     assert len(again.stderr.splitlines()) == 1, again.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "shown"),
     [
@@ -382,6 +394,7 @@ else:
     assert "the first thing that went wrong" in job.stderr
 
 
+@pytest.mark.thorough
 def test_error_files_that_are_broken_hide_no_failure(launch: Launch) -> None:
     job = launch(
         """

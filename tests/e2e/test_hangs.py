@@ -153,6 +153,7 @@ if ATTEMPT == 0:
 """
 
 
+@pytest.mark.thorough
 def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
@@ -169,6 +170,7 @@ def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_pa
     assert " ".join(compared) in told
 
 
+@pytest.mark.thorough
 def test_a_timer_that_asks_for_no_signal_is_reported_and_the_worker_goes_on(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -194,6 +196,7 @@ with expires(after=0.05, scope="slow"), open(os.environ["GATE"]) as gate:
     assert job.events("worker.failed") == []
 
 
+@pytest.mark.thorough
 def test_a_helper_that_a_worker_forked_is_reaped_alone_and_told_apart(launch: Launch) -> None:
     job = launch(
         """
@@ -234,6 +237,7 @@ def test_torchs_variables_turn_the_timers_on_and_say_where_the_pipe_is(
     assert not pipe.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["taken", "no/such/folder"])
 def test_a_pipe_that_cannot_be_made_ends_the_job_before_it_begins(
     launch: Launch, tmp_path: Path, place: str
@@ -249,6 +253,7 @@ def test_a_pipe_that_cannot_be_made_ends_the_job_before_it_begins(
     assert taken.read_text() == "somebody's data"
 
 
+@pytest.mark.thorough
 def test_a_killed_agents_pipe_is_no_trouble_to_the_next_job(launch: Launch, tmp_path: Path) -> None:
     pipe = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "timers")}
     killed = launch("tell('pid'); forever()", "--timers", nproc=1, env=pipe)
@@ -260,6 +265,7 @@ def test_a_killed_agents_pipe_is_no_trouble_to_the_next_job(launch: Launch, tmp_
     assert len(job.events("timer.expired")) == 1
 
 
+@pytest.mark.thorough
 def test_what_others_write_into_the_pipe_harms_nobody(launch: Launch) -> None:
     job = launch(
         """
@@ -310,6 +316,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_functions_have_timers_too(tmp_path: Path, method: str) -> None:
     script, logs = tmp_path / "functions.py", tmp_path / "logs"
@@ -320,6 +327,7 @@ def test_functions_have_timers_too(tmp_path: Path, method: str) -> None:
     assert "in train (functions.py:9)" in ended.output
 
 
+@pytest.mark.thorough
 def test_what_a_worker_says_when_being_asked_has_woken_it_is_no_explanation(launch: Launch) -> None:
     job = launch(
         """
@@ -349,6 +357,7 @@ with expires(after=0.1, scope="step"):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("handler", "signum"),
     [("", "SIGTERM"), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", None)],
@@ -366,6 +375,7 @@ def test_a_worker_that_ends_of_its_timers_signal_is_explained(
     assert f"so it was {fate}" in " ".join(job.stderr.split())
 
 
+@pytest.mark.thorough
 def test_a_worker_that_handles_its_timers_signal_may_fail_of_something_else(
     launch: Launch,
 ) -> None:
@@ -393,6 +403,7 @@ main()
     assert "so it was sent SIGUSR1" in " ".join(job.stderr.split())
 
 
+@pytest.mark.thorough
 def test_an_agent_whose_terminal_takes_nothing_reaps_on_time(tmp_path: Path) -> None:
     script, pid_file = tmp_path / "train.py", tmp_path / "pid"
     script.write_text(

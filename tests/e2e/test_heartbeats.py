@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from commands import run
 from e2e_job import Job
 
@@ -24,6 +25,7 @@ def hold_the_gil():
 """
 
 
+@pytest.mark.thorough
 def test_a_worker_that_hangs_is_killed_by_its_agent_before_the_others_give_it_up(
     launch: Launch,
 ) -> None:
@@ -113,6 +115,7 @@ tell(event.is_set())
     assert bounds["a missing heartbeat ends all workers"] == 3 * (1 + 2) + 2
 
 
+@pytest.mark.thorough
 def test_a_stall_is_reported_and_workers_that_are_stopped_are_left_their_grace_though_one_is_lost(
     launch: Launch,
 ) -> None:
@@ -172,6 +175,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 def test_functions_beat_too_and_leave_when_they_return(tmp_path: Path) -> None:
     script = tmp_path / "functions.py"
     script.write_text(FUNCTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from e2e_job import Job
 
 from regrow.events import read_events, story
@@ -45,6 +46,7 @@ train()
     assert story(read_events(job.log_dir)).in_place[0].lost == (0,)
 
 
+@pytest.mark.thorough
 def test_a_failure_after_the_wrapper_is_one_as_ever_and_so_are_losses_of_all(
     launch: Launch,
 ) -> None:

@@ -30,6 +30,7 @@ def regrow_run(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_standard_stream_is_the_null_device_for_the_workers(
     tmp_path: Path, closed: str
@@ -56,6 +57,7 @@ print("err", file=sys.stderr)
         assert all(stream == os.devnull or stream.startswith("pipe:") for stream in streams[1:])
 
 
+@pytest.mark.thorough
 def test_a_job_under_nohup_survives_a_hangup(launch: Launch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -77,6 +79,7 @@ def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: 
     assert "not known to have ended" not in job.stderr
 
 
+@pytest.mark.thorough
 def test_a_program_that_cannot_run_fails_the_job_in_plain_words(tmp_path: Path) -> None:
     program = tmp_path / "train"
     program.write_text("#!/nonexistent/python\n")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from e2e_job import DEADLINE_S, Job
 
 Launch = Callable[..., Job]
@@ -52,6 +53,7 @@ with worker_store() as store:
 """
 
 
+@pytest.mark.thorough
 def test_workers_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(NODE)

@@ -58,6 +58,7 @@ def test_the_training_runs_under_torchrun_where_regrow_cannot_be_imported(tmp_pa
     assert (tmp_path / "epoch-0001.pt").exists()
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_worker_whose_native_code_holds_the_interpreters_lock_is_missing_and_e
         assert "rank 1 is missing" in said[-1]
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_native_code_leaves_the_interpreter_to_others_beats_on(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:
@@ -175,6 +176,7 @@ def test_a_worker_of_another_world_size_is_told_apart_and_ends_all_of_them(
         )
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_left_of_another_run_is_told_apart_and_ends_all_of_them(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:
@@ -238,6 +240,7 @@ def all_beat(client: StoreClient) -> None:
     beat_again(client, range(SIZE), beats=2)
 
 
+@pytest.mark.thorough
 def test_who_ends_well_while_another_is_missing_does_not_wait_for_it(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:
@@ -262,6 +265,7 @@ def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
     assert nursery.said("failed") == []
 
 
+@pytest.mark.thorough
 def test_exchanges_that_fail_once_and_twice_are_survived(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:

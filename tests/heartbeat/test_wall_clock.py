@@ -55,6 +55,7 @@ def beating(nursery: Nursery, server: ServerProcess, **spec: object) -> list[int
     return pids
 
 
+@pytest.mark.thorough
 def test_jumps_of_the_wall_clock_raise_no_alarm(nursery: Nursery, server: ServerProcess) -> None:
     beating(nursery, server, period=0.1, timeout=5.0)
     look = questions.encode(questions.Look(group_name()))
@@ -73,6 +74,7 @@ def test_jumps_of_the_wall_clock_raise_no_alarm(nursery: Nursery, server: Server
     assert [line["text"] for line in nursery.said("logged")] == []
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_stopped_is_missed_and_ends_though_the_wall_clock_jumps(
     nursery: Nursery, server: ServerProcess
 ) -> None:

@@ -2,7 +2,8 @@
 
 Left alone, xdist hands the tests out in chunks of neighbours, as they were collected. Then every
 process imports torch and starts an etcd of its own, each of them a second and more of computing,
-and one long test that is begun last is waited for by all.
+one long test that is begun last is waited for by all, and hundreds that wait for something do so
+all at once.
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ LONGEST = (
 )
 """The units that take many seconds, the longest first."""
 
+WAITING = "tests/rendezvous/test_backends.py::"
+"""Tests that wait, of which only so many can at once: one comes after so many others."""
+
 
 def unit(nodeid: str) -> str:
     """Return the name of what is run by one process as a whole: mostly the test alone."""
@@ -75,7 +79,14 @@ def spread(items: Iterable[T], nodeids: Iterable[str]) -> list[T]:
         name = unit(numbered[0])
         return next((i for i, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
 
-    return [item for _, item in sorted(zip(nodeids, items, strict=True), key=place)]
+    ordered = sorted(zip(nodeids, items, strict=True), key=place)
+    first = [each for each in ordered if place(each) < len(LONGEST)]
+    rest = ordered[len(first) :]
+    waiting = [each for each in rest if each[0].startswith(WAITING)]
+    others = [each for each in rest if not each[0].startswith(WAITING)]
+    for number, each in enumerate(waiting):
+        others.insert(number * len(rest) // len(waiting), each)
+    return [item for _, item in (*first, *others)]
 
 
 class Spread(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types

@@ -292,7 +292,7 @@ class Rounds(RuleBasedStateMachine):
 
 
 Rounds.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

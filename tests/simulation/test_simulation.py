@@ -39,6 +39,7 @@ def test_no_promise_is_broken_whatever_befalls_a_job(driver: str, seeds: int) ->
         assert sum(getattr(outcome, what) for outcome in outcomes) >= seeds / 4, f"too few {what}"
 
 
+@pytest.mark.thorough
 def test_hundreds_of_nodes_meet_at_one_server_and_meet_again_when_some_are_lost() -> None:
     outcome = simulate_many(250)
     assert outcome.violation == ""
@@ -60,6 +61,7 @@ def test_a_planted_mistake_is_found(name: str) -> None:
         assert any(simulate(seed, driver).violation for seed in BUGS[name].seeds)
 
 
+@pytest.mark.thorough
 def test_a_seed_is_one_history_in_every_process() -> None:
     again = [
         command("--seed", "7", "--trace", PYTHONHASHSEED=hashes).stdout for hashes in ("1", "2")
@@ -69,6 +71,7 @@ def test_a_seed_is_one_history_in_every_process() -> None:
     assert "nodes: Outcome(seed=7" in again[0]
 
 
+@pytest.mark.thorough
 def test_a_search_says_how_much_it_has_seen() -> None:
     done = command(
         *("--driver=server", "--seeds=1", "--events=1", "--jobs=1", "--nodes=0"),

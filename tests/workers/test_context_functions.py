@@ -96,11 +96,13 @@ def test_return_values_of_any_size_arrive(calls: Calls, method: str, size: int) 
     assert {rank: len(value) for rank, value in result.return_values.items()} == {0: size, 1: 0}
 
 
+@pytest.mark.thorough
 @every_method
 def test_arguments_of_any_size_arrive(calls: Calls, method: str) -> None:
     assert calls.run(method, work.length, (bytes(30_000_000),)).return_values == {0: 30_000_000}
 
 
+@pytest.mark.thorough
 @every_method
 def test_a_queue_of_the_agents_can_be_an_argument(calls: Calls, method: str) -> None:
     queue = multiprocessing.get_context(method).Queue()
@@ -135,6 +137,7 @@ def test_an_exception_comes_with_its_traceback_and_ends_the_others(
     assert not any(alive(pid) for pid in pids.values())
 
 
+@pytest.mark.thorough
 @every_method
 def test_exit_codes_and_signals_are_told(calls: Calls, method: str) -> None:
     assert calls.run(method, work.leave, (3,)).failures[0].exitcode == 3
@@ -144,6 +147,7 @@ def test_exit_codes_and_signals_are_told(calls: Calls, method: str) -> None:
     assert killed.signal_name() == "SIGKILL"
 
 
+@pytest.mark.thorough
 @every_method
 def test_ending_with_0_before_returning_is_a_failure_that_says_so(
     calls: Calls, method: str
@@ -195,6 +199,7 @@ def test_an_unknown_start_method_is_refused(calls: Calls) -> None:
 # --- stopping
 
 
+@pytest.mark.thorough
 @every_method
 def test_closing_ends_functions_and_all_they_started(
     calls: Calls, method: str, tmp_path: Path
@@ -207,6 +212,7 @@ def test_closing_ends_functions_and_all_they_started(
     assert not alive(context.pids()[0])
 
 
+@pytest.mark.thorough
 @every_method
 @pytest.mark.parametrize("then", ["return", "killed"])
 def test_what_a_function_leaves_behind_is_gone_when_the_result_is_there(
@@ -218,6 +224,7 @@ def test_what_a_function_leaves_behind_is_gone_when_the_result_is_there(
     assert not any(alive(int(pid)) for pid in pids.read_text().split())
 
 
+@pytest.mark.thorough
 @every_method
 def test_a_function_that_ignores_sigterm_is_killed_after_the_grace(
     calls: Calls, method: str, tmp_path: Path
@@ -278,6 +285,7 @@ def test_no_function_outlives_a_killed_agent(tmp_path: Path, method: str) -> Non
     wait_until(lambda: not any(alive(pid) for pid in family), "the family dead with its agent")
 
 
+@pytest.mark.thorough
 @every_method
 def test_attempts_leak_no_descriptor(calls: Calls, method: str) -> None:
     calls.run(method, work.leave, (0,))

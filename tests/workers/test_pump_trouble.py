@@ -161,6 +161,7 @@ print(Path(dest.stdouts[0]).read_text())
     assert found == "hello\n\n"
 
 
+@pytest.mark.thorough
 def test_a_gigantic_line_takes_no_memory(tmp_path: Path) -> None:
     script = """
 import os, resource, sys, threading
