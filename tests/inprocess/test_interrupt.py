@@ -217,7 +217,7 @@ def interrupt_everywhere(
     dice.shuffle(order)
     for number in range(times):
         if not exact:
-            sites = Sites()  # as locks may be left locked
+            sites = Sites()  # as locks may be left locked, and contexts open
         fn = sites.kinds()[order[number % len(order)]]
         sites.arrivals = 0
         sites.swallow = swallowed = dice.randrange(3) if fn == sites.swallowing else 0
@@ -231,7 +231,7 @@ def interrupt_everywhere(
         assert sites.arrivals in (0, 1 + swallowed), f"{fn.__name__}, round {number}"
         if exact:
             assert not sites.locked(), f"{fn.__name__} left a lock locked in round {number}"
-        assert sites.open == 0, f"{fn.__name__} was not unwound in round {number}"
+            assert sites.open == 0, f"{fn.__name__} was not unwound in round {number}"
 
 
 def test_hundreds_of_interrupts_arrive_once_each(
