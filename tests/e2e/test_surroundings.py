@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from e2e_job import DEADLINE_S, Job
+from processes import children_of, wait_until
 
 Launch = Callable[..., Job]
 
@@ -77,6 +78,16 @@ def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: 
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
     assert "not known to have ended" not in job.stderr
+
+
+def test_nor_does_one_that_is_suspended_while_it_starts_the_workers(launch: Launch) -> None:
+    job = launch("tell('is there')\nforever()\n", nproc=2)
+    wait_until(lambda: children_of(job.process.pid) != [], "the guardian is being started")
+    (guardian,) = children_of(job.process.pid)
+    os.kill(guardian, signal.SIGSTOP)
+    wait_until(lambda: [*job.log_dir.glob("*/attempt_0/0")] != [], "workers are being started")
+    job.signal(signal.SIGTERM)
+    assert job.finish() == 128 + signal.SIGTERM, job.output
 
 
 @pytest.mark.thorough

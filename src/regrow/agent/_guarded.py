@@ -37,6 +37,12 @@ class GuardedAgent(RestartingAgent):
             return self._heed_lapse(message.round, message.lapsed)
         return super()._heed(message)
 
+    def _leave(self, death_sig: signal.Signals) -> None:
+        guardian = self._guardian
+        if guardian is not None:
+            guardian.wake()  # a start that is under way waits for it, and this for that
+        super()._leave(death_sig)
+
     def _renew_lease(self, until: float) -> None:
         guardian = self._guardian  # which another thread may be taking away
         if guardian is not None:

@@ -177,7 +177,7 @@ class Guardian:
             signum: such as SIGTERM. SIGCONT follows it, for suspended workers.
             grace: seconds.
         """
-        self._wake()
+        self.wake()
         with self._lock:
             if self._link is not None and not self._link.lost:
                 which = self._link.listeners if workers is None else workers
@@ -212,13 +212,13 @@ class Guardian:
         Returns:
             Whether it ended.
         """
-        self._wake()
+        self.wake()
         with self._lock:
             link = self._link
             self._link = None
         return link is None or link.close(timeout)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Let a guardian go on that somebody suspended: the workers' end depends on it."""
         link = self._link  # without the lock, which who sends to a suspended guardian may hold
         if link is not None:
