@@ -99,6 +99,7 @@ def made_small(command: str, port: int) -> str:
     return command
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_the_command_that_is_typed_on_every_host_makes_one_job(copy: Path) -> None:
     token, command = (c for c in COMMANDS if "token" in c and not c.startswith("srun"))
@@ -126,6 +127,7 @@ wait $! && exit $second
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(200)
 def test_the_command_for_slurm_needs_no_address(copy: Path) -> None:
     (command,) = (c for c in COMMANDS if c.startswith("srun"))

@@ -121,6 +121,7 @@ def test_steps_are_exact_though_the_worker_was_killed(tmp_path: Path) -> None:
     assert resumed.items() <= {0: 13, 1: 13}.items()
 
 
+@pytest.mark.thorough
 def test_the_events_tell_the_job_in_order(tmp_path: Path) -> None:
     events: list[Event] = []
     elastic_launch(config(tmp_path, event_sinks=(events.append,)), fail_once_and_report_steps)()

@@ -23,6 +23,7 @@ def on_failure(failure):
 """
 
 
+@pytest.mark.thorough
 def test_a_script_says_what_becomes_of_its_process_though_the_launcher_began_the_heartbeat(
     launch: Launch,
 ) -> None:

@@ -161,6 +161,7 @@ def test_a_worker_that_is_killed_and_started_again_before_that_is_known_ends_all
         assert "rank 1 was started again behind the others' backs; all were there" in words
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [1, 3])
 def test_a_worker_of_another_world_size_is_told_apart_and_ends_all_of_them(
     nursery: Nursery, start: Start, rank: int

@@ -138,6 +138,7 @@ def test_the_others_restart_at_the_soft_time_out_of_a_rank_that_is_stopped_and_i
     assert "does not answer" in (tmp_path / "monitor.1.log").read_text()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_does_not_heed_sigterm_is_killed_after_the_grace(
     play: Play, tmp_path: Path
 ) -> None:
@@ -168,10 +169,10 @@ def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play, case: st
     "case",
     [
         "is_stuck_in_the_abort",
-        "is_stuck_in_finalize",
-        "is_stuck_in_the_health_check",
-        "is_stuck_in_a_finalizer",
-        "is_stuck_where_ranks_are_assigned",
+        pytest.param("is_stuck_in_finalize", marks=pytest.mark.thorough),
+        pytest.param("is_stuck_in_the_health_check", marks=pytest.mark.thorough),
+        pytest.param("is_stuck_in_a_finalizer", marks=pytest.mark.thorough),
+        pytest.param("is_stuck_where_ranks_are_assigned", marks=pytest.mark.thorough),
     ],
 )
 def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
@@ -190,6 +191,7 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
     assert "in get_stuck" in log.split("the restart stands here")[1]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_as_it_leaves_is_ended(play: Play) -> None:
     fates = play("is_stuck_as_it_leaves")
     assert fates[1]["signal"] == signal.SIGTERM

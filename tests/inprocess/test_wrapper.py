@@ -115,10 +115,12 @@ def test_the_keys_of_an_iteration_are_gone_in_the_next(play: Play) -> None:
     assert all(found == keys for fate in fates for found in fate)
 
 
+@pytest.mark.thorough
 def test_a_rank_without_a_place_is_nothing_that_others_restart_for(play: Play) -> None:
     assert [len(worlds(fate)) for fate in play("is_discarded")] == [2, 2, 1]
 
 
+@pytest.mark.thorough
 def test_who_leaves_says_what_had_ended_the_iteration(play: Play) -> None:
     fates = play("fails_in_finalize")
     assert "untidy" in fates[1]["text"]
@@ -160,6 +162,7 @@ def test_faults_of_two_ranks_at_once_are_one_restart_and_each_has_its_own(play: 
     assert [1] in seen(fates)[:2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", ["dies_in_finalize", "dies_when_the_others_are_done"])
 def test_a_death_at_a_barrier_is_no_end_of_the_others(play: Play, case: str) -> None:
     first, dead, last = play(case)
@@ -167,6 +170,7 @@ def test_a_death_at_a_barrier_is_no_end_of_the_others(play: Play, case: str) -> 
     assert [worlds(fate)[-1][1:] for fate in (first, last)] == [["0", "2"], ["1", "2"]]
 
 
+@pytest.mark.thorough
 def test_restarts_end_on_all_ranks_when_they_were_too_many(play: Play) -> None:
     fates = play("gives_up_after_three")
     assert [fate["raised"] for fate in fates] == ["RestartAbort"] * 3
@@ -189,6 +193,7 @@ def test_no_restart_begins_in_a_section(play: Play) -> None:
     assert seen(fates) == [[], ["whole"], ["whole"]]
 
 
+@pytest.mark.thorough
 def test_a_section_without_hang_protection_may_take_long(play: Play) -> None:
     assert values(play("takes_its_time")) == [0, 0, 0]
 
@@ -208,6 +213,7 @@ def test_the_end_of_the_call_and_the_end_of_a_rank_have_their_plugins(play: Play
     assert seen(fates) == [done, gone, done]
 
 
+@pytest.mark.thorough
 def test_what_fails_at_the_end_of_a_rank_is_raised_there_and_at_that_of_the_call_is_not(
     play: Play,
 ) -> None:
@@ -220,41 +226,49 @@ def test_what_fails_at_the_end_of_a_rank_is_raised_there_and_at_that_of_the_call
     )
 
 
+@pytest.mark.thorough
 def test_a_call_within_a_call_is_refused(play: Play) -> None:
     fates = play("calls_within_a_call", 1)
     assert fates[0]["raised"] == "RestartAbort"
     assert "RuntimeError('a wrapped function is running" in fates[0]["text"] or fates[0]["calls"]
 
 
+@pytest.mark.thorough
 def test_a_rank_whose_store_is_gone_leaves_wherever_it_waits_and_says_so(play: Play) -> None:
     (fate,) = play("loses_its_store", 1)
     assert fate["raised"] == "LinkLostError"
     assert "cannot reach the store" in fate["text"]
 
 
+@pytest.mark.thorough
 def test_a_forked_child_has_no_part_in_the_call(play: Play) -> None:
     fates = play("forks", 2)
     assert values(fates) == [0, 0]
     assert seen(fates) == [[True], [True]]
 
 
+@pytest.mark.thorough
 def test_calls_may_be_made_one_after_the_other(play: Play) -> None:
     assert values(play("calls_one_after_the_other", 2)) == [[1, 0], [1, 0]]
 
 
+@pytest.mark.thorough
 def test_the_function_may_run_in_another_thread(play: Play) -> None:
     assert values(play("in_another_thread", 2)) == [[1], [1]]
 
 
+@pytest.mark.thorough
 def test_what_the_function_held_is_gone_when_it_is_called_again(play: Play) -> None:
     assert seen(play("leaves_something_behind", 2)) == [[[], [True], [True, True]]] * 2
 
 
+@pytest.mark.thorough
 def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
     for early, late in seen(play("calls_again_and_again", 2)):
         assert late == early
 
 
+@pytest.mark.thorough
 def test_that_restarts_wait_is_said_once_on_each_rank(play: Play) -> None:
     fates = play("restarts_more_often_than_is_free", 2)
     assert values(fates) == [5, 5]
@@ -262,6 +276,7 @@ def test_that_restarts_wait_is_said_once_on_each_rank(play: Play) -> None:
         assert sum("fails again and again" in line for line in said) == 1
 
 
+@pytest.mark.thorough
 def test_restarts_leave_no_thread_and_no_descriptor(play: Play) -> None:
     fates = play("restarts_twenty_times")
     assert values(fates) == [20, 20, 20]

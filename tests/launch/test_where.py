@@ -113,6 +113,7 @@ def test_a_job_that_is_requeued_has_another_id() -> None:
     assert place("slurm22-step-of-4", SLURM_RESTART_COUNT="0").run_id == "slurm-1.0"
 
 
+@pytest.mark.thorough
 def test_jobs_that_may_share_a_host_meet_at_ports_of_their_own() -> None:
     ports = {
         place("slurm22-step-of-4", SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step)).port
