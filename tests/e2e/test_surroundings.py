@@ -82,9 +82,16 @@ def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: 
 
 def test_nor_does_one_that_is_suspended_while_it_starts_the_workers(launch: Launch) -> None:
     job = launch("tell('is there')\nforever()\n", nproc=2)
-    wait_until(lambda: children_of(job.process.pid) != [], "the guardian is being started")
-    (guardian,) = children_of(job.process.pid)
-    os.kill(guardian, signal.SIGSTOP)
+    guardians: list[int] = []
+
+    def is_started() -> bool:  # before it is, its agent would stand still as well
+        words = b"regrow_guardian"
+        started = children_of(job.process.pid)
+        guardians[:] = [p for p in started if words in Path(f"/proc/{p}/cmdline").read_bytes()]
+        return guardians != []
+
+    wait_until(is_started, "the guardian is started")
+    os.kill(guardians[0], signal.SIGSTOP)
     wait_until(lambda: [*job.log_dir.glob("*/attempt_0/0")] != [], "workers are being started")
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
