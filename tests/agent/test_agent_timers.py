@@ -283,6 +283,7 @@ os.waitpid(helper, 0)
     ]
 
 
+@pytest.mark.thorough
 def test_five_restarts_leave_no_thread_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

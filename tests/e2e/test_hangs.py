@@ -68,8 +68,10 @@ def stacks_of(job: Job, rank: int = 0) -> str:
 @pytest.mark.parametrize(
     ("wait", "stood"),
     [
-        pytest.param(ENDLESS_LOOP, "in wait (train.py:", id="endless loop"),
-        pytest.param(SLEEP, "in wait (train.py:", id="time.sleep"),
+        pytest.param(
+            ENDLESS_LOOP, "in wait (train.py:", id="endless loop", marks=pytest.mark.thorough
+        ),
+        pytest.param(SLEEP, "in wait (train.py:", id="time.sleep", marks=pytest.mark.thorough),
         pytest.param(NATIVE_WITH_THE_GIL, "in wait (train.py:", id="native code with the GIL"),
         pytest.param(SUSPENDED, "stopped by a signal", id="SIGSTOP"),
     ],

@@ -57,6 +57,7 @@ if ATTEMPT < 2:
     assert "in hold_the_gil (train.py:" in told
 
 
+@pytest.mark.thorough
 def test_who_is_missing_is_the_root_cause_and_not_who_noticed(launch: Launch) -> None:
     job = launch(
         BEATING

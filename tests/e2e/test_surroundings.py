@@ -129,6 +129,7 @@ def test_what_cannot_work_is_one_line_before_anything_starts(
     assert done.stdout == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_function_forked_just_before_its_agent_is_killed_never_begins(
     tmp_path: Path, method: str

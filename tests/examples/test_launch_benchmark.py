@@ -20,6 +20,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("launch")
 
 
+@pytest.mark.thorough
 def test_a_crash_run_gives_both_times_and_leaves_no_process(bench: Any) -> None:
     before = bench.descendants(os.getpid())  # other tests' helper processes, too
     began_s = time.monotonic()

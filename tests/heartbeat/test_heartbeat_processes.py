@@ -255,6 +255,7 @@ def test_who_ends_well_while_another_is_missing_does_not_wait_for_it(
     assert nursery.said("failed") == []
 
 
+@pytest.mark.thorough
 def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:
@@ -285,6 +286,7 @@ def test_exchanges_that_fail_once_and_twice_are_survived(
     assert nursery.said("failed") == []
 
 
+@pytest.mark.thorough
 def test_the_end_of_a_forked_child_is_not_the_workers(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:

@@ -129,6 +129,7 @@ def test_a_host_that_knows_its_own_name_as_loopback_gives_the_others_the_name(
         assert (place.reach, place.addr) == ("this-host", "this-host")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("known", [False, True])
 def test_a_host_whose_name_is_not_known_yet_or_not_as_its_own_serves_when_it_is(
     create: Create, port: int, monkeypatch: pytest.MonkeyPatch, *, known: bool
@@ -204,6 +205,7 @@ def test_agents_on_one_host_need_none(
     meet(create(f"localhost:{port}"), create(f"127.0.0.1:{port}"))
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_with_certificates_both_sides_show_one(create: Create, port: int, tmp_path: Path) -> None:
     paper = Certificate(tmp_path)

@@ -201,6 +201,7 @@ def test_who_speaks_no_tls_to_a_server_that_does_is_told_so(secured: EtcdCluster
 # --- passwords
 
 
+@pytest.mark.thorough
 def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
     with etcd() as cluster:
         member = cluster.members[0]

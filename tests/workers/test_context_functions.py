@@ -236,6 +236,7 @@ def test_a_function_that_ignores_sigterm_is_killed_after_the_grace(
     assert not alive(context.pids()[0])
 
 
+@pytest.mark.thorough
 @every_method
 def test_a_killed_guardian_takes_functions_along(tmp_path: Path, method: str) -> None:
     guardian = Guardian()
@@ -266,6 +267,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @every_method
 def test_no_function_outlives_a_killed_agent(tmp_path: Path, method: str) -> None:
     program, pids = tmp_path / "agent.py", tmp_path / "pids"
