@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from processes import PATIENCE, wait_until
 
@@ -19,6 +19,8 @@ from regrow.inprocess._spared import RankShouldRestart
 
 if TYPE_CHECKING:
     import pytest
+
+T = TypeVar("T")
 
 #: Seconds in which a thread that is not held up by the other gets on.
 A_MOMENT = 0.002
@@ -109,13 +111,14 @@ def sweep(
     """
     decided, gone_on, sent = threading.Event(), threading.Event(), threading.Event()
 
-    def slowed(send: Callable[..., None]) -> Callable[..., None]:
-        def sending(thread: int, what: object) -> None:
+    def slowed(send: Callable[..., T]) -> Callable[..., T]:
+        def sending(thread: int, what: object) -> T:
             decided.set()
             if late:
                 gone_on.wait(A_MOMENT)
-            send(thread, what)
+            done = send(thread, what)
             sent.set()
+            return done
 
         return sending
 

@@ -24,17 +24,20 @@ never again once the thread has begun to leave; leaving begins with a plain stor
 nothing can be raised, and ends with waiting, under the lock, for what was asked for and has not
 been raised. (Taking it back, by setting NULL, makes CPython 3.11 check for an exception at every
 turn from then on, and for ever while it is traced.) Calls that block are not woken then, and what
-is spared is judged from outside.
+is spared is judged from outside: the thread is asked for only if it still stands where it was
+judged, which is found out without letting it run in between.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import chain
 from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -51,6 +54,8 @@ FIRST_PAUSE = 0.001
 """Seconds from a request to its first repetition; doubled after each."""
 LONGEST_PAUSE = 0.25
 """Seconds between two requests, at most. Each may end a system call of the thread's early."""
+AIMS = 20
+"""Looks at a thread in one request from outside, as long as it has gone on meanwhile each time."""
 
 
 class GuardedCall:
@@ -138,7 +143,7 @@ class GuardedCall:
     def _guarded(
         self, fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> T:
-        self._look = Look(self._clock)
+        self._look = Look(self._clock, wakes=self._signum is not None)
         if self._signum is None:
             return self._leave_behind(fn, args, kwargs)
         self._guard = sys._getframe()
@@ -189,15 +194,19 @@ class GuardedCall:
         if self._signum is not None:
             signal.pthread_kill(self._thread, self._signum)
             return
-        top, look = sys._current_frames().get(self._thread), self._look
-        if top is None or look is None or self._leaving:
-            return
-        handled: object = sys._current_exceptions().get(self._thread)
-        if isinstance(handled, tuple):  # Python 3.11
-            handled = handled[1]
-        found = handled if isinstance(handled, BaseException) else None
-        if look.at(top, guard, found) and not self._leaving:
-            _set_async_exception(self._thread, RankShouldRestart)
+        for _ in range(AIMS):
+            top, look = sys._current_frames().get(self._thread), self._look
+            if top is None or look is None:
+                return
+            at = top.f_lasti
+            handled: object = sys._current_exceptions().get(self._thread)
+            if isinstance(handled, tuple):  # Python 3.11
+                handled = handled[1]
+            found = handled if isinstance(handled, BaseException) else None
+            if not look.at(top, guard, found) or self._leaving:
+                return
+            if _raise_at(self._thread, top, at):
+                return
 
 
 class Interrupter:
@@ -283,11 +292,23 @@ def _free_signal() -> int | None:
 
 
 _HANDLER = Interrupter._handle.__code__
+_set_async_exception = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
+    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
+)
 
 
 def _look_up() -> None:
     """Do nothing; CPython raises what is pending when a function is entered."""
 
 
-def _set_async_exception(thread: int, kind: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+def _raise_at(thread: int, top: FrameType, at: int) -> bool:
+    """Have an exception raised in a thread, if it stands at this instruction of this frame.
+
+    The interpreter may turn to another thread between any two instructions of Python code, so the
+    three steps are those of iterators in C, and one call takes them all.
+    """
+    frames = map(operator.itemgetter(thread), iter(sys._current_frames, None))
+    is_there = map(operator.is_, frames, (top,))
+    is_at = map(operator.eq, map(operator.attrgetter("f_lasti"), (top,)), (at,))
+    is_told = map(_set_async_exception, (thread,), (RankShouldRestart,))
+    return all(chain(is_there, is_at, is_told))

@@ -6,8 +6,9 @@ an exception in them does harm that no restart heals: an import, which could not
 rest of their own work; and code that handles this very exception, a `finally` that closes a file:
 one that is interrupted once should be let clean up. And a function that is just taking or releasing
 a lock is let finish, as the lock would never be released (`Condition.__enter__`, and with it
-queues, are written in Python and have that gap). Code like that of the user's own has the risk that
-it has with Ctrl-C.
+queues, are written in Python and have that gap, as has logging with a lock of all its loggers, for
+which every other thread would wait for ever). Code like that of the user's own has the risk that it
+has with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ farther than before, after which it is not passing by but waits there, and is in
 machine any number of looks may find one that passes by, but each of these a step farther."""
 
 _PASSING = {"__enter__", "__exit__", "acquire", "release", "handle"}
+_PASSING |= {"_acquireLock", "_releaseLock", "_clear_cache"}  # of logging, until Python 3.12
 _IMPORT = "<frozen importlib._bootstrap>"
 _WEAK = {
     code
@@ -49,10 +51,18 @@ class RankShouldRestart(BaseException):
 class Look:
     """Judges whether a thread may be interrupted where it stands; remembers earlier looks."""
 
-    __slots__ = ("_clock", "_farthest", "_held_since", "_looks", "_outer", "_passing")
+    __slots__ = ("_clock", "_farthest", "_held_since", "_looks", "_outer", "_passing", "_wakes")
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], wakes: bool) -> None:
+        """Make one.
+
+        Args:
+            clock: seconds.
+            wakes: whether an exception ends a call that blocks. One that does not is raised when
+                the call is over, which may have taken a lock.
+        """
         self._clock = clock
+        self._wakes = wakes
         self._outer = sys.exception()  # what the caller handles is none of the function's
         self._held_since: float | None = None
         self._passing: FrameType | None = None
@@ -96,10 +106,13 @@ class Look:
         return True
 
     def _waits(self, top: FrameType) -> bool:
-        self._held_since = None
-        if top.f_code.co_name not in _PASSING:
-            return True
         at = top.f_lasti
+        passes = top.f_code.co_name in _PASSING
+        if passes and top is self._passing and at == self._farthest and not self._wakes:
+            return self._patience_is_over()
+        self._held_since = None
+        if not passes:
+            return True
         if top is self._passing and at <= self._farthest:
             self._looks += 1
             return self._looks >= LOOKS
