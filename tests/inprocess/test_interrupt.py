@@ -242,7 +242,7 @@ def test_hundreds_of_interrupts_arrive_once_each(
 def test_they_do_in_another_thread_than_the_main_one(striker: Striker) -> None:
     def work() -> None:
         with Interrupter() as interrupter:
-            interrupt_everywhere(interrupter, striker, 200)
+            interrupt_everywhere(interrupter, striker, 100)
 
     in_another_thread(work)
 
