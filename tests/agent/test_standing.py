@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from regrow.agent import _report
 from regrow.agent._standing import MAX_BYTES, Standing, decode, encode, gather
-from regrow.timer._frames import compare_places
+from regrow.timer._places import compare_places
 from regrow.workers import ProcessFailure
 
 FAILURE = ProcessFailure(0, 42, -9, "")

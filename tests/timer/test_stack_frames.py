@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.timer import _stacks
-from regrow.timer._frames import Dump, Frame, Outcome, Thread, compare, parse, top, where
+from regrow.timer._frames import Dump, Frame, Thread, parse, top, where
 
 PYTHON = "/opt/conda/lib/python3.11"
 SITE = f"{PYTHON}/site-packages"
@@ -147,38 +146,3 @@ def test_a_process_without_stacks_is_told_by_why() -> None:
     assert where(Dump(1, "silent", "no\nanswer")) == "unknown: no\\nanswer"
     asleep = Dump(1, "silent", "in an uninterruptible sleep in the kernel, at nfs_wait")
     assert where(asleep) == asleep.note
-
-
-def test_equal_stacks_are_grouped_and_the_odd_ones_named() -> None:
-    dumps = {rank: dump(REDUCE, TRAIN) for rank in (0, 2, 3, 4, 7)}
-    dumps |= {1: dump(TRAIN), 5: Dump(5, "stopped")}
-    assert compare(dumps) == [
-        "ranks 0, 2-4, 7 stand in all_reduce (distributed_c10d.py:2810),"
-        " called by step (train.py:42)",
-        "rank 1 alone stands in step (train.py:42)",
-        "rank 5 alone is stopped by a signal (SIGSTOP or a debugger)",
-    ]
-
-
-@pytest.mark.parametrize("outcome", ["no handler", "silent"])
-def test_no_rank_is_said_to_stand_alone_while_another_could_not_be_asked(outcome: Outcome) -> None:
-    dumps = {0: dump(TRAIN), 1: dump(REDUCE), 2: dump(REDUCE), 3: Dump(3, outcome, "no answer")}
-    assert compare(dumps) == [
-        "ranks 1, 2 stand in all_reduce (distributed_c10d.py:2810)",
-        "rank 0 stands in step (train.py:42)",
-        "rank 3 could not be asked: no answer",
-    ]
-
-
-def test_ranks_that_call_the_same_from_different_places_are_different_groups() -> None:
-    other = TRAIN._replace(line=57)
-    assert compare({0: dump(REDUCE, TRAIN), 1: dump(REDUCE, other)}) == [
-        "rank 0 stands in all_reduce (distributed_c10d.py:2810), called by step (train.py:42)",
-        "rank 1 stands in all_reduce (distributed_c10d.py:2810), called by step (train.py:57)",
-    ]
-
-
-def test_when_all_stand_together_that_is_said() -> None:
-    assert compare({0: dump(TRAIN), 1: dump(TRAIN)}) == ["all 2 ranks stand in step (train.py:42)"]
-    assert compare({3: dump(TRAIN)}) == ["rank 3 stands in step (train.py:42)"]
-    assert compare({}) == []

@@ -64,7 +64,7 @@ class ComparingAgent(TimedAgent):
         self._inbox.put(_Compared(self._attempt, places, size))
 
     def _tell_comparison(self, compared: _Compared) -> None:
-        from regrow.timer._frames import compare_places
+        from regrow.timer._places import compare_places
 
         attempt, places, size = compared
         lines = compare_places(places, size)

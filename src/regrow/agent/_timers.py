@@ -33,7 +33,8 @@ from regrow.timer._capture import Target, capture
 from regrow.timer._dump_file import dump_path, save
 from regrow.timer._file_server import FileTimerServer, Reaping
 from regrow.timer._file_workers import GONE
-from regrow.timer._frames import Dump, compare_places, where
+from regrow.timer._frames import Dump, where
+from regrow.timer._places import compare_places
 from regrow.timer._stacks import Signals
 from regrow.workers import _procfs
 from regrow.workers.errors import ErrorHandler

@@ -2,7 +2,7 @@
 
 `parse` reads what `faulthandler` of Python 3.11 to 3.15 writes, and survives any other text: the
 memory that a dump is read from belongs to the process that hangs. `where` is one line about one
-process, `compare` a few lines about a job, in which the rank that stands elsewhere is named.
+process; those of a job are compared in `_places`.
 
 Of a stack, two frames are shown. The innermost says what is waited for (`all_reduce`), the nearest
 one of the user's own code which of several such calls it is (`train.py:42`). What stands between
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 Outcome = Literal["dumped", "stopped", "no handler", "silent", "gone"]
@@ -113,7 +113,8 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _PACKAGE = re.compile(r"/(?:site|dist)-packages/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/|/python3\d+t?\.zip/")
-_UNKNOWN = "unknown: "
+UNKNOWN = "unknown: "
+"""What `where` begins with, if it says why that is not known."""
 _PLUMBING = re.compile(r"/(?:threading|contextlib|functools|runpy)\.py$")
 
 
@@ -161,10 +162,10 @@ def where(dump: Dump) -> str:
         return "stopped by a signal (SIGSTOP or a debugger)"
     if dump.outcome != "dumped":
         note = printable(dump.note or dump.outcome, 120)
-        return note if note.startswith("in ") else f"{_UNKNOWN}{note}"
+        return note if note.startswith("in ") else f"{UNKNOWN}{note}"
     thread = main_thread(dump.threads)
     if thread is None:
-        return f"{_UNKNOWN}its main thread is not in the dump"
+        return f"{UNKNOWN}its main thread is not in the dump"
     innermost, own = top(thread.frames)
     place = "in native code that no Python code called"
     if innermost is not None:
@@ -172,67 +173,6 @@ def where(dump: Dump) -> str:
         if own is not None and own != innermost:
             place += f", called by {_show(own)}"
     return place if thread.main else f"{place}, in another thread than the main one"
-
-
-def compare(dumps: Mapping[int, Dump]) -> list[str]:
-    """Which ranks stand together, and which elsewhere, as `compare_places` says it.
-
-    Args:
-        dumps: by rank.
-    """
-    return compare_places({rank: where(dump) for rank, dump in dumps.items()})
-
-
-def compare_places(places: Mapping[int, str], world_size: int = 0) -> list[str]:
-    """Which ranks stand together, and which elsewhere.
-
-    That one stands elsewhere alone is said only where it is known of all where they stand.
-
-    Args:
-        places: by rank, what `where` says.
-        world_size: how many ranks there are, if more than were asked.
-
-    Returns:
-        a line for each place, that of the most ranks first.
-    """
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        groups.setdefault(places[rank], []).append(rank)
-    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
-    most = len(ordered[0][1]) if ordered else 0
-    total = max(len(places), world_size)
-    known = not any(place.startswith(_UNKNOWN) for place in groups)
-    return [_line(place, ranks, total, most, known) for place, ranks in ordered]
-
-
-def _line(place: str, ranks: Sequence[int], total: int, most: int, known: bool) -> str:
-    one = len(ranks) == 1
-    who = f"rank {ranks[0]}" if one else f"ranks {_numbers(ranks)}"
-    if one and most > 1 and known:
-        who += " alone"
-    elif not one and most == total:
-        who = f"all {total} ranks"
-    if place.startswith("in "):
-        return f"{who} {'stands' if one else 'stand'} {place}"
-    if place.startswith("stopped "):
-        return f"{who} {'is' if one else 'are'} {place}"
-    return f"{who} could not be asked: {place.removeprefix(_UNKNOWN)}"
-
-
-def _numbers(ranks: Iterable[int]) -> str:
-    """0, 2-5 and the like."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = []
-    for first, last in runs:
-        shown += (
-            [f"{first}-{last}"] if last > first + 1 else [str(n) for n in range(first, last + 1)]
-        )
-    return ", ".join(shown)
 
 
 def _show(frame: Frame) -> str:
