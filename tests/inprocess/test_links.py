@@ -6,16 +6,20 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import pytest
 from storing import Background, ServerThread, eventually
 
+from regrow.inprocess import _c10d_rules, _spared
+from regrow.inprocess._c10d_keys import Keys
 from regrow.inprocess._c10d_link import C10dLink
 from regrow.inprocess._link import (
     BarrierOverflow,
     BarrierTimeout,
     CountedOutError,
+    Fault,
     Link,
     LinkClosedError,
     LinkError,
@@ -135,6 +139,34 @@ def test_what_is_told_too_late_of_a_rank_is_told_of_no_other_iteration_and_leave
     assert not shared.check(["group/0/end"])
     for link in links:
         link.close()
+
+
+def test_an_end_that_is_told_of_an_iteration_long_over_is_one_in_that_which_runs() -> None:
+    shared = MemoryStore()
+    links: list[Link] = [C10dLink(lambda: shared, "group", r, 3, PATIENT) for r in range(3)]
+    everyone(links, lambda link, _: link.join())
+    for iteration in range(3):
+        everyone(links, lambda link, rank: link.enter(iteration, rank, 3))  # noqa: B023
+        links[0].report(iteration, "EXCEPTION", "a mistake")
+        healed(links, iteration)
+    everyone(links, lambda link, rank: link.enter(3, rank, 3))
+    keys, fault = Keys(lambda: shared, "group/"), Fault("TERMINATED", 1, "it was killed", 0.0)
+    assert _c10d_rules.end_rank(keys, 0, fault)
+    met = healed([links[0], links[2]], 3)
+    assert [(m.lost, kinds(m.faults)) for m in met] == [((1,), [tuple(fault)[:3]])] * 2
+    assert not _c10d_rules.end_rank(keys, 0, fault)
+    assert not _c10d_rules.accuse(keys, fault)
+    assert not shared.check(["group/0/gone"])
+    assert not shared.check(["group/0/end"])
+    keys.close()
+    for link in links:
+        link.close()
+
+
+def test_an_end_that_is_told_when_nothing_is_left_of_the_group_is_none() -> None:
+    keys = Keys(MemoryStore, "group/")
+    assert not _c10d_rules.end_rank(keys, 2, Fault("TERMINATED", 1, "it was killed", 0.0))
+    keys.close()
 
 
 def test_who_sees_a_soft_time_out_of_a_rank_that_was_counted_out_is_none_the_worse(
@@ -450,7 +482,10 @@ class Interrupt(BaseException):
 
 
 def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
-    def interrupt(*_: Any) -> None:
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        if frame is not None and frame.f_code.co_name in _spared._PASSING:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.0)  # as a wrapper lets it finish
+            return
         raise Interrupt
 
     def interrupted(call: Callable[[int], Any], after: float) -> None:

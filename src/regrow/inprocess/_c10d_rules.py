@@ -93,6 +93,8 @@ def end_rank(keys: Keys, iteration: int, fault: Fault, *, discarded: bool = Fals
         fault: by which it does.
         discarded: it has no place in this iteration, and the others know.
     """
+    if _count(keys, iteration) is None:  # all have met since, once and again: who says so is slow
+        return _current(keys) > iteration and accuse(keys, fault)
     rank = fault.rank
     mine = DISCARDED if discarded else _line(fault)
     said = keys.set_first(f"{iteration}/gone/{rank}", mine)
@@ -125,18 +127,22 @@ def _met_with(keys: Keys, iteration: int, rank: int) -> bool:
         return False
     said = keys.wait(f"{iteration}/met", MEETING)
     met = _meet(keys, iteration) if said is None else read_meeting(said)
-    return rank not in met.lost
+    return met is not None and rank not in met.lost
 
 
 def accuse(keys: Keys, fault: Fault) -> bool:
     """Count a rank out in whichever iteration it is; returns whether that was news."""
-    said = keys.lines("iteration")
-    iteration = int(said[0]) if said else 0
+    iteration = _current(keys)
     # In this order: whoever has ended it before they met for that iteration has said so by now.
     ended = keys.there(f"ended/{fault.rank}") and not keys.there(f"{iteration}/gone/{fault.rank}")
     if ended or keys.lines(f"{iteration}/end") == [OVER]:
         return False
     return end_rank(keys, iteration, fault)
+
+
+def _current(keys: Keys) -> int:
+    said = keys.lines("iteration")
+    return int(said[0]) if said else 0
 
 
 def faults_of(keys: Keys, iteration: int) -> Faults:
@@ -196,7 +202,10 @@ def _end(keys: Keys, iteration: int) -> None:
 
 def _settle(keys: Keys, iteration: int, barrier: str, arrived: int) -> None:
     """Tell the others if so many are all that there are."""
-    if arrived < _count(keys, iteration) and not _is_full(keys, iteration, barrier, arrived):
+    count = _count(keys, iteration)
+    if count is None or (
+        arrived < count and not _is_full(keys, iteration, barrier, arrived, count)
+    ):
         return
     if barrier == "entered":
         keys.set_first(f"{iteration}/entered", _clash(keys, iteration) or GO)
@@ -208,12 +217,12 @@ def _settle(keys: Keys, iteration: int, barrier: str, arrived: int) -> None:
         _meet(keys, iteration)
 
 
-def _is_full(keys: Keys, iteration: int, barrier: str, arrived: int) -> bool:
+def _is_full(keys: Keys, iteration: int, barrier: str, arrived: int, count: int) -> bool:
     """Whether nobody is missing at a barrier but ranks that are gone, counted there or not."""
     if barrier not in _AFTER:
         return False
     gone = set(map(int, keys.lines(f"{iteration}/gone")))
-    left = _count(keys, iteration) - len(gone)
+    left = count - len(gone)
     if not gone or arrived < left:
         return False
     discarded = map(int, keys.lines(f"{iteration}/discarded"))
@@ -221,20 +230,26 @@ def _is_full(keys: Keys, iteration: int, barrier: str, arrived: int) -> bool:
     return sum(keys.there(f"{iteration}/{barrier}/{rank}") for rank in others) >= left
 
 
-def _count(keys: Keys, iteration: int) -> int:
-    said = keys.lines(f"{iteration}/count")
-    met = None if said else meeting(keys, iteration - 1)
-    return int(said[0]) if met is None else met.left  # who wrote that may have got no further
+def _count(keys: Keys, iteration: int) -> int | None:
+    """How many go on in an iteration; None if it is over, and forgotten."""
+    if said := keys.lines(f"{iteration}/count"):
+        return int(said[0])
+    met = meeting(keys, iteration - 1)
+    return None if met is None else met.left  # who wrote that may have got no further
 
 
-def _meet(keys: Keys, iteration: int) -> Meeting:
+def _meet(keys: Keys, iteration: int) -> Meeting | None:
+    """Write down how all meet after an iteration, unless that is done; None as for `_count`."""
+    count = _count(keys, iteration)
+    if count is None:
+        return None
     gone = set(map(int, keys.lines(f"{iteration}/gone")))
     discarded = list(map(int, keys.lines(f"{iteration}/discarded")))
     living = {r: place for r, place in _places(keys, iteration).items() if r not in gone}
     size = max((size for _, size in living.values()), default=0)
     held = {place for place, _ in living.values()}
     terminated = [place for place in range(size) if place not in held]
-    left = _count(keys, iteration) - len(gone) - len(discarded)
+    left = count - len(gone) - len(discarded)
     mine = Meeting(terminated, sorted(gone), discarded, left)
     met = read_meeting(keys.set_first(f"{iteration}/met", json.dumps(mine._asdict())))
     keys.set(f"{iteration + 1}/count", str(met.left))
