@@ -71,7 +71,7 @@ def end_rank(rank: Hung) -> None:
 def _where(rank: Hung, allowed: float, fate: str) -> str:
     """Return for the others where a rank stands, and note it for people."""
     with rank.asking:
-        dump = capture([Target(rank.pid, rank.pidfd)])[rank.pid]
+        dump = capture([Target(rank.pid, rank.pidfd, awaited=True)])[rank.pid]
     message = f"no progress for {allowed:g} s: {where(dump)}"
     said = f"initial rank {rank.terms.rank} (process {rank.pid}) {fate}: {message}\n{dump.text}"
     note(rank.terms.logfile, said.rstrip())

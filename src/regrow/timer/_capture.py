@@ -68,6 +68,8 @@ class Target(NamedTuple):
     doomed: bool = False
     """Whether it is about to be killed. Then all its threads are dumped, which may end it sooner;
     else only the main thread."""
+    awaited: bool = False
+    """Whether it is waited for as for one that is doomed, while it waits for a processor."""
 
 
 def capture(
@@ -78,7 +80,7 @@ def capture(
     Args:
         targets: the processes.
         budget: s, in all, for the Python stacks; ten times that where a process which is to be
-            killed would answer, but is waiting for a processor.
+            killed, or is awaited, would answer, but is waiting for a processor.
         native: s, in all, for native stacks by py-spy, where that is installed; 0: without.
 
     Returns:
@@ -109,14 +111,14 @@ class _Asked:
     def __init__(self, target: Target) -> None:
         self.pid = target.pid
         self._pidfd = target.pidfd
-        self._dies = target.doomed
+        self._awaited = target.doomed or target.awaited
         self._doomed = target.doomed and target.pid != os.getpid()  # who asks goes on to live
         self._marker: Marker | None = None
         self._memory = -1
         self._deaf = 0  # looks in a row at which its main thread blocked the signals
         self._hearing: list[str] = []  # then, the threads that do not
         self._sent: list[int] = []
-        self.queued = False  # it is to be killed, was asked, and is runnable
+        self.queued = False  # it is awaited, was asked, and is runnable
         self._begin = self._asked = 0  # size of its memory before all, and when it was last asked
         self._outcome: Outcome | None = None
         self._note = ""
@@ -131,7 +133,7 @@ class _Asked:
             return self._end("gone", "it ended while its stacks were dumped" if self._sent else "")
         if state in "Tt":
             return self._end("stopped")
-        self.queued = self._dies and state == "R" and bool(self._sent)
+        self.queued = self._awaited and state == "R" and bool(self._sent)
         signals = Signals.of(status)
         return self._listen(begun, signals) if self._sent else self._ask(state, signals)
 
