@@ -126,14 +126,20 @@ def test_a_soft_time_out_is_recorded_once_whoever_sees_it(opens: Opens) -> None:
     assert kinds(links[1].follow(1)) == [("SOFT_TIMEOUT", 1, "and again")]
 
 
-def test_what_is_told_too_late_of_a_rank_is_told_of_no_other_iteration_and_leaves_nothing() -> None:
-    shared = MemoryStore()
-    links: list[Link] = [C10dLink(lambda: shared, "group", r, 2, PATIENT) for r in range(2)]
+def healed_three_times(shared: MemoryStore, size: int) -> list[Link]:
+    """Links over a c10d store, so far that nothing is left there of iteration 0."""
+    links: list[Link] = [C10dLink(lambda: shared, "group", r, size, PATIENT) for r in range(size)]
     everyone(links, lambda link, _: link.join())
     for iteration in range(3):
-        everyone(links, lambda link, rank: link.enter(iteration, rank, 2))  # noqa: B023
+        everyone(links, lambda link, rank: link.enter(iteration, rank, size))  # noqa: B023
         links[0].report(iteration, "EXCEPTION", "a mistake")
         healed(links, iteration)
+    return links
+
+
+def test_what_is_told_too_late_of_a_rank_is_told_of_no_other_iteration_and_leaves_nothing() -> None:
+    shared = MemoryStore()
+    links = healed_three_times(shared, 2)
     links[0].overdue(1, 0, "it hung")
     assert not shared.check(["group/0/faults"])
     assert not shared.check(["group/0/end"])
@@ -143,12 +149,7 @@ def test_what_is_told_too_late_of_a_rank_is_told_of_no_other_iteration_and_leave
 
 def test_an_end_that_is_told_of_an_iteration_long_over_is_one_in_that_which_runs() -> None:
     shared = MemoryStore()
-    links: list[Link] = [C10dLink(lambda: shared, "group", r, 3, PATIENT) for r in range(3)]
-    everyone(links, lambda link, _: link.join())
-    for iteration in range(3):
-        everyone(links, lambda link, rank: link.enter(iteration, rank, 3))  # noqa: B023
-        links[0].report(iteration, "EXCEPTION", "a mistake")
-        healed(links, iteration)
+    links = healed_three_times(shared, 3)
     everyone(links, lambda link, rank: link.enter(3, rank, 3))
     keys, fault = Keys(lambda: shared, "group/"), Fault("TERMINATED", 1, "it was killed", 0.0)
     assert _c10d_rules.end_rank(keys, 0, fault)

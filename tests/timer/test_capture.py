@@ -297,10 +297,11 @@ def test_a_process_that_has_its_own_use_for_the_signal_is_silent() -> None:
         assert hung.process.poll() is None
 
 
-def test_a_process_that_waits_for_a_processor_has_more_time_if_it_is_to_be_killed() -> None:
+@pytest.mark.parametrize("why", ["doomed", "awaited"])
+def test_a_process_that_waits_for_a_processor_has_more_time_if_it_is_worth_it(why: str) -> None:
     with hanging(otherwise, "looping") as hung:
         wait_until(lambda: state(hung.target.pid) == "R", "it loops")
-        silent = ask(hung.target._replace(doomed=True), QUICK)
+        silent = ask(Target(hung.target.pid, hung.target.pidfd, **{why: True}), QUICK)
         assert (silent.outcome, silent.note) == ("silent", "no answer within 200 ms (state R)")
         silent = ask(hung.target, QUICK)  # which another one's end would wait for
         assert (silent.outcome, silent.note) == ("silent", "no answer within 20 ms (state R)")

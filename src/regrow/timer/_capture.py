@@ -26,7 +26,8 @@ that took it, as the kernel blocks a signal while its handler runs.
 Nothing in Linux wakes anybody at the end of a signal handler, so that is looked for every half
 millisecond, for the 50 that it may take. After them the caller has what there is. Only where the
 machine is so loaded that a process which is to be killed has not come to answer, it is worth more
-to know where it stood than to have it killed at once; for one that is merely compared nobody waits.
+to know where it stood than to have it killed at once. The same holds where the asker says that it
+awaits a process, as it tells others of it; for one that is merely compared nobody waits.
 """
 
 from __future__ import annotations
