@@ -20,8 +20,9 @@ from storing import PATIENCE, Background
 from regrow.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
 from regrow.rendezvous._config import unknown_config_keys
 from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
+from regrow.rendezvous._etcd_answers import EtcdUnreachable
 from regrow.rendezvous._etcd_config import read_access, read_prefix
-from regrow.rendezvous._etcd_http import Access
+from regrow.rendezvous._etcd_http import Access, EtcdHttp
 
 SECRET = "correct horse"
 
@@ -309,6 +310,28 @@ def test_a_proxy_behind_which_nobody_is_yet_is_asked_again() -> None:
     with etcd() as cluster, serving(Proxy) as endpoint, backend(endpoint) as made:
         assert made.get_state() is None
         assert not Proxy.refusals
+
+
+def test_what_was_answered_is_told_also_when_there_was_no_time_to_answer_again() -> None:
+    class Proxy(NoEtcd):
+        """Answers once."""
+
+        answered = False
+
+        def do_POST(self) -> None:
+            if Proxy.answered:
+                over.wait(PATIENCE)
+                return
+            Proxy.answered = True
+            self.send_error(503, "no server is available")
+
+    over = threading.Event()
+    with serving(Proxy) as endpoint:
+        http = EtcdHttp(access(endpoint))
+        with pytest.raises(EtcdUnreachable, match="status 503"):
+            http.call("kv/range", {}, timeout=0.3)
+        over.set()
+        http.close()
 
 
 def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:

@@ -234,6 +234,7 @@ class CallWrapper:
         del state
         timeline.reached("checked", time.monotonic())
         meeting = self._follower.ready(self._iteration)
+        ending.groups.clear()  # after the garbage, of which models may be part
         self._watch.rest()
         met = meeting.result()
         timeline.reached("met", time.monotonic())

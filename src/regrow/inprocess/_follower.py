@@ -6,6 +6,12 @@ has blocking calls of the main thread fail, and the interrupt, which it repeats 
 was left. What waits in torch by then is woken at each repetition, and torch's abort comes once more
 in the end: the function may have been making a process group.
 
+Whoever drops the last reference to a process group of torch's ends it, and joins gloo's threads.
+The reducer of DistributedDataParallel is C++ and holds the interpreter's lock meanwhile, for which
+one of those threads may be waiting, to let go of a collective that has failed. So the groups are
+held here from before the abort until all that the function has left behind is gone, also what is
+garbage: then the last reference is Python's, and torch releases the lock to end the group.
+
 What fails here must not leave the main thread running with nobody who could stop it. So an abort
 that raises is logged and the function interrupted all the same, whose health the health check is to
 judge; and a link that is lost ends the function as a fault does, and is raised in the main thread.
@@ -46,6 +52,7 @@ class Ending:
         "aborted_at",
         "error",
         "faults",
+        "groups",
         "guarded",
         "heard",
         "over",
@@ -67,6 +74,8 @@ class Ending:
         """When it was through."""
         self.error: Exception | None = None
         """Why this rank cannot go on, if so."""
+        self.groups: list[object] = []
+        """Of torch's, those that were aborted."""
         self.waking: list[Callable[[], object]] = []
         """What wakes the main thread where it waits in torch."""
         self.heard = threading.Event()
@@ -146,10 +155,10 @@ class Follower:
         ending.heard.set()
         try:
             with self._atomic.termination():
-                self._aborted(self._abort, ending.state)
+                self._aborted(self._abort, ending)
                 ending.guarded.interrupt(partial(self._wake, ending.waking))
                 for again in _of_torch(self._abort):
-                    self._aborted(again, ending.state)
+                    self._aborted(again, ending)
         finally:
             ending.aborted_at = time.monotonic()
             ending.over.set()
@@ -165,16 +174,18 @@ class Follower:
                 return
 
     @staticmethod
-    def _aborted(abort: Abort | None, state: FrozenState) -> None:
+    def _aborted(abort: Abort | None, ending: Ending) -> None:
         if abort is None:
             return
         try:
-            call(abort, state)
+            for part in _of_torch(abort):
+                ending.groups += part.groups()
+            call(abort, ending.state)
         except BaseException:
             logger.exception(
                 "abort failed on rank %s in iteration %d; the function is interrupted all the same",
-                state.rank,
-                state.iteration,
+                ending.state.rank,
+                ending.state.iteration,
             )
 
 

@@ -75,6 +75,17 @@ def abort_process_groups() -> None:
     world.group_count = 0
 
 
+def process_groups() -> list[object]:
+    """Return the process groups of this process, as torch's table has them."""
+    from torch import distributed
+
+    if not distributed.is_available():
+        return []
+    from torch.distributed import distributed_c10d as c10d
+
+    return list(c10d._world.pg_map)
+
+
 def warn_of_short_timeouts(limit: timedelta) -> None:
     """Log a warning if a watchdog of torch's may end this process before `limit` has passed.
 

@@ -60,6 +60,15 @@ class AbortTorchDistributed(Abort):
             _torch_abort.abort_process_groups()
         return state
 
+    @staticmethod
+    def groups() -> list[object]:
+        """Return the process groups that there are, for the wrapper to hold over the abort."""
+        if "torch" not in sys.modules:
+            return []
+        from . import _torch_abort
+
+        return _torch_abort.process_groups()
+
     def waking(self, state: FrozenState) -> Callable[[], None]:
         """Return what wakes the calling thread where it waits in torch, but not in a collective.
 

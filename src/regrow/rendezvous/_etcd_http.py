@@ -148,9 +148,11 @@ class EtcdHttp:
                     useless.add(member)  # it may be cut off from the others
                 tried[member.name] = str(error)
             except (OSError, HTTPException) as error:
-                tried[member.name] = describe(error)
+                late = isinstance(error, TimeoutError)
+                if not (late and left < patience and member.name in tried):  # it tells less
+                    tried[member.name] = describe(error)
                 useless.add(member)
-                if isinstance(error, TimeoutError):  # silent, or slow; who knows
+                if late:  # silent, or slow; who knows
                     silent = True
                     self._latency = max(self._latency, min(1.5 * self._latency + 0.01, _SLOW))
             else:

@@ -1,0 +1,55 @@
+"""Run by test_group_order.py in a process of its own, since it imports torch.
+
+A function of one rank makes groups of gloo and fails. It leaves behind an object in its frame and
+one in a reference cycle, as it would a model. Printed is in which order all of them have ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import weakref
+
+import torch.distributed as dist
+
+from regrow.inprocess import CallWrapper, Wrapper
+
+
+class Model:
+    """What the function makes."""
+
+    def __init__(self) -> None:
+        self.itself: Model | None = None
+
+
+def main() -> None:
+    """Fail once, and print how the first call has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ended: list[str] = []
+
+    @Wrapper()
+    def train(call: CallWrapper) -> list[str]:
+        if call.iteration:
+            return list(ended)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        kept, cyclic = Model(), Model()
+        cyclic.itself = cyclic
+        for thing, name in (
+            (kept, "frame"),
+            (cyclic, "garbage"),
+            (dist.group.WORLD, "default group"),
+            (dist.new_group([0]), "group"),
+        ):
+            weakref.finalize(thing, ended.append, name)
+        raise RuntimeError("a mistake")
+
+    gc.disable()  # it comes when it is due, but for the wrapper's own
+    print(json.dumps(train()))  # type: ignore[call-arg] # the wrapper adds `call`
+
+
+if __name__ == "__main__":
+    main()
