@@ -13,7 +13,7 @@
 PYTHON ?= python3
 # Test processes at once (of `hosts`, each has a job of four), more arguments for pytest, those of
 # the benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
-JOBS ?= 8
+JOBS ?= 7
 HOSTS_JOBS ?= 3
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -57,25 +58,29 @@ def test_a_training_that_loses_a_rank_and_a_step_ends_as_accurate_as_one_that_do
 
 @pytest.mark.training
 @pytest.mark.timeout(200)
-def test_the_training_needs_no_launcher_that_knows_of_restarts() -> None:
+def test_the_training_needs_no_launcher_that_knows_of_restarts(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
     with PortReservation("127.0.0.1") as held:
         environ |= {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1"}
         environ |= {"MASTER_PORT": str(held.port), "REGROW_STORE_PORT": str(held.port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, EXAMPLE],
-            env=environ | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0, 0], outputs
+    with ExitStack() as files:
+        logs = [files.enter_context(open(tmp_path / f"{rank}.log", "w")) for rank in range(SIZE)]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, EXAMPLE],
+                env=environ | {"RANK": str(rank)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        try:
+            codes = [rank.wait(150) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+            outputs = [Path(log.name).read_text() for log in logs]
+            print(*outputs, sep="\n")
+    assert codes == [-signal.SIGKILL, 0, 0]
     assert accuracy("".join(outputs)) > 0.95

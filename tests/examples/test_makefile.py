@@ -66,7 +66,7 @@ def test_a_python_that_is_not_there_is_named(project: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "extra", "last"),
-    [("test", ".[dev]", "-m pytest -n 8"), ("demo", ".[demo]", "examples/demo.py")],
+    [("test", ".[dev]", "-m pytest -n 7"), ("demo", ".[demo]", "examples/demo.py")],
 )
 def test_a_second_run_uses_the_environment_that_the_first_has_made(
     project: Path, target: str, extra: str, last: str

@@ -22,8 +22,18 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
     ("way", "signum"),
     [
         pytest.param(dying.native_code_with_the_gil, signal.SIGABRT, id="native code with the GIL"),
-        pytest.param(dying.native_code_with_the_gil_and_a_handler, signal.SIGKILL, id="a handler"),
-        pytest.param(dying.native_code_with_the_gil_and_a_mask, signal.SIGKILL, id="a mask"),
+        pytest.param(
+            dying.native_code_with_the_gil_and_a_handler,
+            signal.SIGKILL,
+            id="a handler",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            dying.native_code_with_the_gil_and_a_mask,
+            signal.SIGKILL,
+            id="a mask",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(dying.stopped, signal.SIGKILL, id="SIGSTOP"),
     ],
 )

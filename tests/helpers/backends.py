@@ -127,14 +127,16 @@ class ServedRounds(Place):
         return Way(handler, cut, frozen.close)
 
     def close(self) -> None:
-        """Wait for the server, whose nodes have all left it, to end."""
+        """End the server, which would wait a while for nodes that come back."""
         for line in self._lines:
             line.stop()
         if self._server is not None:
             pidfd = self._server[1]
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             ended, _, _ = select.select([pidfd], [], [], PATIENCE)
             os.close(pidfd)
-            assert ended, "the server outlives its nodes"
+            assert ended
 
     def _handler(
         self, settings: RendezvousSettings, addr: str, port: int, **config: Any
@@ -279,7 +281,11 @@ def shared_directory(directory: Path) -> Iterator[Documents]:
         opened.append(backend)
         return backend, backend.store
 
-    yield Documents(open, lambda: shutil.rmtree(directory))
+    def lose() -> None:
+        # Nodes may be writing: what is emptied in place may never be empty.
+        shutil.rmtree(directory.rename(directory.with_name(f"{directory.name}.lost")))
+
+    yield Documents(open, lose)
     for backend in opened:
         backend.close()
 
@@ -323,6 +329,8 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "c10d": served_rounds,
     **DOCUMENTS,
 }
+OF_TESTS_OR_TORCH = ("minimal", "MemoryStore", "TCPStore", "FileStore")
+"""The places with documents that regrow's users are given by none of its own backends."""
 CAN_GO_AWAY = ("MemoryStore", "store server", "TCPStore", "file")
 """The places with documents of which a test can have nothing left."""
 

@@ -482,6 +482,8 @@ class Interrupt(BaseException):
     """What a signal's handler raises here."""
 
 
+# What is raised where a weak reference ends, or a finalizer, is lost but for a warning.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
     def interrupt(_: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_name in _spared._PASSING:
@@ -490,7 +492,7 @@ def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
         raise Interrupt
 
     def interrupted(call: Callable[[int], Any], after: float) -> None:
-        # What is raised in a finalizer, or in what hears of collections, is lost: it comes again.
+        # One that is lost comes again.
         signal.setitimer(signal.ITIMER_REAL, after, 1.0)
         call(0)
 

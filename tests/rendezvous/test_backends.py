@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import CAN_GO_AWAY, DOCUMENTS, PLACES, Documents, Party, Place, ranks
+from backends import (
+    CAN_GO_AWAY,
+    DOCUMENTS,
+    OF_TESTS_OR_TORCH,
+    PLACES,
+    Documents,
+    Party,
+    Place,
+    ranks,
+)
 from storing import Background, eventually
 
 from regrow.rendezvous import (
@@ -375,6 +384,14 @@ def test_when_a_node_leaves_the_others_are_told_and_keep_their_ranks(party: Part
     assert ranks([node.join() for node in nodes[:2]]) == [before["a"], before["b"]]
 
 
+@pytest.mark.parametrize(
+    "meeting",
+    [
+        pytest.param(place, marks=pytest.mark.thorough if place in OF_TESTS_OR_TORCH else ())
+        for place in PLACES
+    ],
+    indirect=True,
+)
 def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party) -> None:
     a, b, c = nodes = party.nodes("abc", (2, 3))
     assert ranks([node.join() for node in nodes]) == [0, 1, 2]

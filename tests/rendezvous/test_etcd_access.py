@@ -186,7 +186,7 @@ def test_who_shows_no_certificate_is_told_so(
 def test_a_certificate_that_nobody_vouches_for_is_refused(secured: EtcdCluster) -> None:
     with (
         pytest.raises(RendezvousConnectionError, match="certificate verify failed"),
-        backend(secured.endpoint, protocol="https", read_timeout="3"),
+        backend(secured.endpoint, protocol="https", read_timeout="2"),
     ):
         pass
 

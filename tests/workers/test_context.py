@@ -365,7 +365,7 @@ def test_a_killed_guardian_is_told_fails_all_workers_and_the_next_attempt_works(
 AGENT = """
 import os, signal, sys
 from regrow.workers import SignalException, start_processes
-script = "echo $$ > $0/pid; trap 'touch $0/got; exit' USR1; while :; do sleep 0.01; done"
+script = "trap 'touch $0/got; exit' USR1; echo $$ > $0/pid; while :; do sleep 0.01; done"
 context = start_processes("test", "sh", {0: ("-c", script, sys.argv[1])}, {0: {}}, sys.argv[1])
 try:
     print("started", flush=True)
