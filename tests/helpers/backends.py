@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import shutil
 import signal
 import threading
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from etcd_server import shared_etcd
+from processes import ends
 from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
 
 from regrow.rendezvous import (
@@ -127,16 +127,14 @@ class ServedRounds(Place):
         return Way(handler, cut, frozen.close)
 
     def close(self) -> None:
-        """End the server, which would wait a while for nodes that come back."""
+        """Wait for the server, whose nodes have all left it, to end."""
         for line in self._lines:
             line.stop()
         if self._server is not None:
             pidfd = self._server[1]
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            ended, _, _ = select.select([pidfd], [], [], PATIENCE)
+            ended = ends(pidfd)
             os.close(pidfd)
-            assert ended
+            assert ended, "the server outlives its nodes"
 
     def _handler(
         self, settings: RendezvousSettings, addr: str, port: int, **config: Any
@@ -330,7 +328,7 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     **DOCUMENTS,
 }
 OF_TESTS_OR_TORCH = ("minimal", "MemoryStore", "TCPStore", "FileStore")
-"""The places with documents that regrow's users are given by none of its own backends."""
+"""The places with documents that only tests, or programs that bring a store of torch's, meet in."""
 CAN_GO_AWAY = ("MemoryStore", "store server", "TCPStore", "file")
 """The places with documents of which a test can have nothing left."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import select
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -23,6 +24,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.005)
+
+
+def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
+    """Whether a process ends within so many seconds, whoever reaps it and when."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
 
 
 def alive(pid: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from etcd_server import Certificate
+from processes import ends
 from storing import PATIENCE, Background
 
 from regrow.rendezvous import (
@@ -270,12 +270,6 @@ def agent(port: int) -> tuple[subprocess.Popen[str], int]:
     )
     assert process.stdout is not None
     return process, int(process.stdout.readline())
-
-
-def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
 
 
 def test_the_job_goes_on_when_the_agent_that_serves_is_killed(create: Create, port: int) -> None:

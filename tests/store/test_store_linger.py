@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+from processes import ends
 from storing import PATIENCE, Background, eventually
 
 from regrow.store import (
@@ -63,12 +63,6 @@ class Started:
         self.kill()
         assert ends(self.server), "a server was left behind"
         os.close(self.server)
-
-
-def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import ends
 from storing import PATIENCE
 
 from regrow.store import ServerProcess, StoreConnectionError, connect, make_token, start_server
@@ -25,12 +25,6 @@ server = start_server(token=make_token())
 print(server.pid, flush=True)
 time.sleep(100)
 """
-
-
-def ends(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(PATIENCE * 1000))
 
 
 def starter(then: str = "") -> tuple[subprocess.Popen[str], int]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from processes import wait_until
+from processes import ends, wait_until
 
 from regrow.multiprocessing.api import SubprocessHandler, get_subprocess_handler
 
@@ -38,7 +37,7 @@ def test_its_whole_process_group_gets_the_signal(
     child = os.pidfd_open(int(ready.read_text()))
     handler.close(signum)
     assert handler.proc.wait(30) == -(signum or signal.SIGTERM)
-    wait_until(lambda: _ended(child), "the end of its child")
+    assert ends(child)
     os.close(child)
 
 
@@ -57,7 +56,3 @@ def test_a_program_that_is_not_there_leaves_no_file_open(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         SubprocessHandler("no-such-program", (), {}, str(tmp_path / "out"), None, 0)
     assert os.listdir("/proc/self/fd") == before
-
-
-def _ended(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])  # init may take seconds to reap it

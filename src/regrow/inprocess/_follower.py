@@ -75,7 +75,7 @@ class Ending:
         self.error: Exception | None = None
         """Why this rank cannot go on, if so."""
         self.groups: list[object] = []
-        """Of torch's, those that were aborted."""
+        """torch's process groups that were aborted."""
         self.waking: list[Callable[[], object]] = []
         """What wakes the main thread where it waits in torch."""
         self.heard = threading.Event()
