@@ -154,11 +154,11 @@ def test_only_teed_ranks_are_filtered_and_shown(make: Make, tmp_path: Path) -> N
 
 
 def test_streams_that_are_not_redirected_are_inherited_or_dropped_and_no_thread_runs() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     dest = LogsDest({0: "", 1: os.devnull}, {0: "", 1: ""}, tee_stdouts={0: os.devnull})
     pump = LogPump("worker", dest)
     pump.start()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one of another test's may just be ending
     assert pump.writer_fd(0, "stdout") is None
     assert pump.writer_fd(1, "stderr") is None
     dropped = pump.writer_fd(1, "stdout")
