@@ -78,7 +78,9 @@ class Job:
         deadline = time.monotonic() + DEADLINE_S
         while self._unread.count(b"\n") < count:
             if not select.select([self._news], [], [], max(0, deadline - time.monotonic()))[0]:
-                raise AssertionError(f"heard {self._unread!r}, not {count} lines; {self.output}")
+                raise AssertionError(
+                    f"heard {self._unread!r}, not {count} lines; {self.output}{self.stacks()}"
+                )
             self._unread += os.read(self._news, 65536)
         *lines, self._unread = self._unread.split(b"\n", count)
         return [line.decode().split() for line in lines]
@@ -131,6 +133,17 @@ class Job:
             return found[0]
         finally:
             os.close(watch)
+
+    def stacks(self) -> str:
+        """Where the processes of this job stand, as py-spy has it."""
+        dump = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid"]
+        done = [
+            subprocess.run(
+                [*dump, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+            )
+            for pid in self._marked()
+        ]
+        return b"\n".join(each.stdout for each in done).decode(errors="replace")
 
     def left_behind(self) -> list[str]:
         """Processes of this job that still run, waiting for those just being killed."""
