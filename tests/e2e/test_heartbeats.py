@@ -97,10 +97,11 @@ started = subprocess.run(
 )
 event = heartbeat.start(60)  # one runs already
 tell(started.stdout.strip(), started.stderr.strip())
+heartbeat.step(RANK)
 if RANK == 0:
     event.wait(30)  # until the other one leaves
-else:
-    while len(heartbeat.progress()) < 2:
+else:  # which it does when the first one is at its side
+    while [row.step for row in heartbeat.progress()] != [0, 1]:
         time.sleep(0.005)
 tell(event.is_set())
 """,
@@ -114,6 +115,26 @@ tell(event.is_set())
     assert job.stderr.count("a heartbeat is running already") == 2
     bounds = job.events("job.started")[0]["bounds"]
     assert bounds["a missing heartbeat ends all workers"] == 3 * (1 + 2) + 2
+
+
+def test_a_worker_that_is_slower_than_a_whole_other_one_is_not_held_by_its_first_start(
+    launch: Launch,
+) -> None:
+    job = launch(
+        BEATING
+        + """
+if RANK == 0:  # until the other one has left
+    while any(thread.name.startswith("regrow-heartbeat") for thread in threading.enumerate()):
+        time.sleep(0.005)
+    tell(heartbeat.start(60, on_failure=print).wait(30))
+else:
+    heartbeat.start(60, start_timeout=30)
+""",
+        "--heartbeat=0.2",
+    )
+    assert job.news() == [["0", "0", "True"]]
+    assert job.finish() == 0, job.output
+    assert "is over already, as rank 1 left in peace" in " ".join(job.stderr.split())
 
 
 @pytest.mark.thorough
@@ -161,10 +182,12 @@ from regrow.launch import LaunchConfig, elastic_launch
 from regrow.workers import DefaultLogsSpecs
 def train():
     event = heartbeat.start(60)  # one runs already
-    if os.environ["RANK"] == "0":
+    rank = int(os.environ["RANK"])
+    heartbeat.step(rank)
+    if rank == 0:
         event.wait(30)  # until the other one leaves
-    else:
-        while len(heartbeat.progress()) < 2:
+    else:  # which it does when the first one is at its side
+        while [row.step for row in heartbeat.progress()] != [0, 1]:
             time.sleep(0.005)
     return event.is_set()
 if __name__ == "__main__":

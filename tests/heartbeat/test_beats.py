@@ -239,6 +239,7 @@ def test_an_exchange_that_says_nothing_of_who_is_missing_is_named_for_that() -> 
 def test_that_somebody_leaves_ends_the_beating_without_alarm() -> None:
     state, actions = step(joined(), Heard(Left(Ranks.of([2])), T0 + 4.0))
     assert state.over
+    assert state.left == Ranks.of([2])
     assert isinstance(actions[-1], End)
     assert step(state, Heard(Broken("lost", Ranks.of([2])), T0 + 5.0)) == (state, ())
 

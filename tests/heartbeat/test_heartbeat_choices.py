@@ -15,7 +15,7 @@ from regrow.heartbeat import HeartbeatFailure, Progress, _api, _death
 from regrow.heartbeat._beats import Plan
 from regrow.heartbeat._failure import Ranks
 from regrow.heartbeat._fate import Provisional
-from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Broken, Failed, Outcome, Standing
+from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Broken, Failed, Left, Outcome, Standing
 
 STILL = Standing(1, Ranks.of([1]), 9, Ranks.of([0]), 5, Ranks.of([1]), 1, "")
 
@@ -136,6 +136,32 @@ def test_a_script_that_says_nothing_leaves_it_at_certain_death(
     assert timers() == before
     others.tell(Broken("lost", Ranks.of([2])))
     assert deaths.begun.wait(PATIENCE)
+
+
+def test_a_script_that_is_slower_than_a_whole_other_worker_does_not_wait_for_that_one(
+    others: Others, caplog: pytest.LogCaptureFixture
+) -> None:
+    come(others)
+    others.tell(Left(Ranks.of([1])))
+    beater = (_api._beating or pytest.fail("it has not begun")).beater
+    assert beater.event.wait(PATIENCE)
+    beats = others.beats
+    event = heartbeat.start(60, on_failure=print, start_timeout=PATIENCE)
+    assert event is beater.event
+    assert "is over already, as rank 1 left in peace" in caplog.text
+    assert others.beats == beats
+
+
+def test_a_script_may_begin_anew_when_it_has_been_told_that_a_heartbeat_is_over(
+    others: Others,
+) -> None:
+    come(others)
+    first = heartbeat.start(60)
+    others.tell(Left(Ranks.of([1])))
+    assert first.wait(PATIENCE)
+    second = heartbeat.start(60)
+    assert second is not first
+    assert not second.is_set()
 
 
 def test_who_is_dying_already_is_not_called_back(deaths: Deaths) -> None:

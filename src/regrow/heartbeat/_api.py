@@ -54,6 +54,15 @@ class _Beating(NamedTuple):
     provisional: Provisional | None = None
     """Its fate, if the script may still say what that is."""
 
+    @property
+    def stands(self) -> bool:
+        """Whether a `start` begins no other.
+
+        One that began by itself may be over before the script comes to its first `start`, as a
+        worker that was faster has left. It would not come to another.
+        """
+        return self.beater.alive or (self.provisional is not None and self.beater.left.total > 0)
+
 
 def start(
     period: float,
@@ -80,7 +89,8 @@ def start(
     Under `regrow run --heartbeat` the worker beats already. The first call warns and returns that
     event, too, and `on_failure`, `stalled_after` and `on_stall` hold from then on; what all workers
     must have in common stays as the agent has it, and the others are only waited for if
-    `start_timeout` is given.
+    `start_timeout` is given. It does so as well where another worker has ended its program by then,
+    and the beating with it.
 
     When the program ends, the worker leaves, and the others stop beating without alarm. If it ends
     by an exception other than SystemExit, it does not leave, so that the others learn of it.
@@ -198,7 +208,7 @@ def _begin(
     """Beat, unless this process does already; return what beats."""
     global _beating
     with _lock:
-        if _beating is not None and _beating.beater.alive:
+        if _beating is not None and _beating.stands:
             _join(_beating, plan, on_failure)
             return _beating.beater
         fate = _fate_of(plan, on_failure)
@@ -226,12 +236,19 @@ def _join(
     if fate is None:
         logger.warning("a heartbeat is running already; this start of another does nothing")
         return
+    _beating = beating._replace(provisional=None)
+    if beater.left.total:
+        logger.warning(
+            "the heartbeat of `regrow run --heartbeat` is over already, as %s left in peace; this "
+            "start does nothing",
+            beater.left,
+        )
+        return
     logger.warning(
         "a heartbeat is running already, every %g s, as `regrow run --heartbeat` has it; of this "
         "start, on_failure, stalled_after and on_stall hold, and the rest does nothing",
         beater.plan.period,
     )
-    _beating = beating._replace(provisional=None)
     if on_failure is not None and not fate.hand_over(on_failure):
         logger.warning("the heartbeat has failed already, and on_failure comes too late")
     beater.judge(plan.stalled_after, stall_is_fatal=plan.stall_is_fatal)

@@ -80,6 +80,11 @@ class Beater:
         """Whether it beats, or is about to; one that is over may still be tidying up."""
         return self._thread.is_alive() and not self._state.over
 
+    @property
+    def left(self) -> Ranks:
+        """The others whose leaving has ended the beating."""
+        return self._state.left
+
     def agree(self) -> None:
         """Have the first exchange, in the thread of the caller.
 

@@ -101,6 +101,8 @@ class Beating:
     """Its last exchange is under way."""
     over: bool = False
     """Nothing is to be done any more, whatever happens."""
+    left: Ranks = NOBODY
+    """Who left, so that it is over."""
 
 
 class Woke(NamedTuple):
@@ -235,7 +237,7 @@ def _heard(state: Beating, outcome: Outcome, now: float) -> Step:
             return _fail(state, kind, ranks, detail, now)
         case Left(ranks):
             text = f"heartbeat: {ranks} left in peace, and the beating is over"
-            return replace(state, over=True), (Say(logging.INFO, text), End())
+            return replace(state, over=True, left=ranks), (Say(logging.INFO, text), End())
 
 
 def _wait(state: Beating, now: float) -> Step:
