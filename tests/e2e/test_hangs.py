@@ -350,6 +350,30 @@ main()
     assert "stood            in main (train.py:" in job.stderr
 
 
+def test_a_worker_that_ends_of_being_asked_before_that_is_written_down_is_explained(
+    launch: Launch,
+) -> None:
+    job = launch(
+        """
+from regrow.timer import expires
+folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+# To open a pipe that nobody reads takes for ever; that is waited for until it is given up.
+os.mkfifo(os.path.join(folder, f"stacks.{os.getpid()}.txt"))
+with expires(after=0.2, scope="step"):
+    signal.pause()  # returns when the process is asked for its stacks
+    os._exit(3)
+""",
+        "--timers",
+        nproc=1,
+    )
+    assert job.finish() == 1, job.output
+    (expired,) = job.events("timer.expired")
+    (failed,) = job.events("worker.failed")
+    assert failed["exit_code"] == 3
+    assert failed["message"] == expired["message"]
+    assert failed["failed_monotonic"] == expired["deadline_monotonic"]
+
+
 HANDLES = """
 from regrow.timer import FileTimerClient, configure, expires
 configure(FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=signal.SIGTERM))

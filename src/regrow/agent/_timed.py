@@ -75,7 +75,7 @@ class TimedAgent(ProbedAgent):
             self._path,
             self._worker_group.spec.rdzv_handler.get_run_id(),
             native_s=NATIVE_S if self._native_stacks else 0.0,
-            on_hang=lambda hang: self._inbox.put(_Hung(hang)),
+            on_hang=self._take_hang,
             log_event=lambda name, request: self._inbox.put(_ServerSaid(name, request)),
         )
         self._watchdog.start()
@@ -111,12 +111,17 @@ class TimedAgent(ProbedAgent):
                 return None
         return super()._heed(message)
 
+    def _take_hang(self, hang: Hang) -> None:
+        """Of the server's thread, as whoever explains a failure does not wait for the loop."""
+        if hang.signum > 0 and hang.attempt == self._attempt:
+            self._hung[hang.pid] = hang
+        self._inbox.put(_Hung(hang))
+
     def _heed_hang(self, hang: Hang) -> None:
         from regrow.agent import _hang
 
         self._emit("regrow.timer.expired", **_hang.event(hang))
         if hang.signum > 0:
-            self._hung[hang.pid] = hang
             logger.error("%s", _hang.announcement(hang))
         else:
             logger.warning("%s", _hang.announcement(hang))
@@ -126,8 +131,11 @@ class TimedAgent(ProbedAgent):
 
         The error file says it already, unless there is none, or a worker that was to be killed
         wrote one after its time was over: to be asked for its stacks may have interrupted what it
-        was hanging in. What a worker writes that handles its signal is its own account.
+        was hanging in, and then it may have ended before all that was known. What a worker writes
+        that handles its signal is its own account.
         """
+        if self._watchdog is not None:
+            self._watchdog.await_hang(failure.pid, self._reaping_bound() or 0.0)
         hang = self._hung.get(failure.pid)
         if hang is None:
             return failure

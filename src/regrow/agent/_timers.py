@@ -145,7 +145,8 @@ class Watchdog(FileTimerServer):
         run_id: the job's.
         native_s: seconds that py-spy may take for native stacks; 0: it is not asked.
         on_hang: called from the server's thread with every `Hang`, before the process is signalled;
-            it must not block.
+            it must not block. A process may end of having been looked at before this is called:
+            see `await_hang`.
         log_event: as in `FileTimerServer`; it must not block either.
     """
 
@@ -163,12 +164,24 @@ class Watchdog(FileTimerServer):
         self._on_hang = on_hang
         self._watched: Watched | None = None
         self._compared = -1  # the attempt whose workers have been compared
+        self._looked_at: frozenset[int] = frozenset()  # the processes that are about to be reaped
+        self._told = threading.Event()  # what is known of those
         self._files: threading.Thread | None = None  # writes about the latest hang
         self._saving: threading.Thread | None = None  # the stacks of those that were only asked
 
     def watch(self, watched: Watched) -> None:
         """Keep the timers of these workers from now on."""
         self._watched = watched
+
+    def await_hang(self, pid: int, timeout: float) -> None:
+        """Return when `on_hang` was called for a process that is about to be reaped, if it is.
+
+        Args:
+            pid: of the process, which may have ended.
+            timeout: seconds to wait at most.
+        """
+        if pid in self._looked_at:
+            self._told.wait(timeout)
 
     def stop(self) -> None:
         """End the server; see `FileTimerServer.stop`."""
@@ -188,6 +201,15 @@ class Watchdog(FileTimerServer):
         watched = self._watched
         if watched is None:
             return
+        self._told.clear()
+        self._looked_at = frozenset(each.pid for each in reapings if each.signal > 0)
+        try:
+            self._look_at(watched, reapings)
+        finally:
+            self._looked_at = frozenset()
+            self._told.set()
+
+    def _look_at(self, watched: Watched, reapings: list[Reaping]) -> None:
         workers = watched.context.pids().values()  # whose end is that of the attempt
         ends = any(each.signal > 0 and each.pid in workers for each in reapings)
         compare_all = ends and self._compared != watched.attempt
