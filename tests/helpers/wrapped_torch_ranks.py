@@ -78,6 +78,9 @@ def rank_main(case: str, rank: int) -> list[Any]:
         dist.all_reduce(tensor)
         said.append([call.iteration, tensor.item()])
         if call.iteration == 0:
+            keys.set(f"{rank} has said so", "")
+            if rank == 1:
+                keys.wait([f"{each} has said so" for each in range(SIZE)])
             if rank == 1 and case == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if rank == 1:
