@@ -23,7 +23,8 @@ from processes import PATIENCE
 from regrow.agent import LocalElasticAgent, WorkerSpec, _decide, _hang
 from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 from regrow.agent._probed import ProbedAgent
-from regrow.agent._timers import Watchdog, Watched, timer_file
+from regrow.agent._timers import Watchdog, timer_file
+from regrow.agent._watched import Watched
 from regrow.events import Event, register_logging_handler
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.timer import FileTimerRequest

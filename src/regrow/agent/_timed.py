@@ -52,7 +52,7 @@ class TimedAgent(ProbedAgent):
     _guardian: Guardian | None
     _watchdog: Watchdog | None = None
     _path: str  # of its pipe
-    _hung: dict[int, Hang]  # processes of the running attempt that were signalled, by pid
+    _hung: dict[int, Hang]  # processes of the running attempt that are signalled, by pid
 
     def _reaping_bound(self) -> float | None:
         """Seconds from the deadline of a timer to the end of its worker; None without timers."""
@@ -95,7 +95,7 @@ class TimedAgent(ProbedAgent):
         """Keep the timers of workers that are about to be started."""
         self._hung = {}
         if self._watchdog is not None and self._guardian is not None:
-            from regrow.agent._timers import Watched
+            from regrow.agent._watched import Watched
 
             workers = self._worker_group.workers
             ranks, size = [each.global_rank for each in workers], workers[0].world_size

@@ -55,13 +55,12 @@ class _Beating(NamedTuple):
     """Its fate, if the script may still say what that is."""
 
     @property
-    def stands(self) -> bool:
-        """Whether a `start` begins no other.
+    def missed(self) -> bool:
+        """Whether it is over, as a worker that was faster has left, before the script's `start`.
 
-        One that began by itself may be over before the script comes to its first `start`, as a
-        worker that was faster has left. It would not come to another.
+        It had begun by itself. To another one, that worker would not come.
         """
-        return self.beater.alive or (self.provisional is not None and self.beater.left.total > 0)
+        return self.provisional is not None and self.beater.left.total > 0
 
 
 def start(
@@ -89,8 +88,8 @@ def start(
     Under `regrow run --heartbeat` the worker beats already. The first call warns and returns that
     event, too, and `on_failure`, `stalled_after` and `on_stall` hold from then on; what all workers
     must have in common stays as the agent has it, and the others are only waited for if
-    `start_timeout` is given. It does so as well where another worker has ended its program by then,
-    and the beating with it.
+    `start_timeout` is given. Where another worker has left by then, and the beating is over, it
+    warns and returns that event all the same.
 
     When the program ends, the worker leaves, and the others stop beating without alarm. If it ends
     by an exception other than SystemExit, it does not leave, so that the others learn of it.
@@ -208,7 +207,7 @@ def _begin(
     """Beat, unless this process does already; return what beats."""
     global _beating
     with _lock:
-        if _beating is not None and _beating.stands:
+        if _beating is not None and (_beating.beater.alive or _beating.missed):
             _join(_beating, plan, on_failure)
             return _beating.beater
         fate = _fate_of(plan, on_failure)
@@ -237,7 +236,7 @@ def _join(
         logger.warning("a heartbeat is running already; this start of another does nothing")
         return
     _beating = beating._replace(provisional=None)
-    if beater.left.total:
+    if beating.missed:
         logger.warning(
             "the heartbeat of `regrow run --heartbeat` is over already, as %s left in peace; this "
             "start does nothing",
