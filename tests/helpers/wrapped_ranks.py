@@ -66,7 +66,7 @@ LONG = 60.0
 
 
 CALLED = mmap.mmap(-1, 64)
-"""A byte for each rank, set in its first call of the function; all ranks of a case share them."""
+"""For each rank how often it has called the function; all ranks of a case share it."""
 
 
 class Played(Exception):
@@ -82,24 +82,24 @@ class Rank:
         self.seen: list[Any] = []
 
     def called(self, call: CallWrapper) -> int:
-        """Note a call of the function, and return its iteration."""
+        """Note a call of the function, and return its iteration when all ranks are in that call.
+
+        Who hears of a fault before makes none.
+        """
         self.calls.append((call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"]))
+        CALLED[self.initial] = call.iteration + 1
+        while sum(calls > call.iteration for calls in CALLED[:]) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.001)
         return call.iteration
 
     def wrapped(
         self, first: Callable[[CallWrapper], Any], **arguments: Any
     ) -> Callable[[], int | None]:
-        """A function that does `first` in its first call, and returns its iteration later on.
-
-        It does so when all ranks are in that call: who hears of a fault before makes none.
-        """
+        """A function that does `first` in its first call, and returns its iteration later on."""
 
         @Wrapper(**arguments)
         def function(call: CallWrapper) -> int:
             if self.called(call) == 0:
-                CALLED[self.initial] = 1
-                while sum(CALLED[:]) < int(os.environ["WORLD_SIZE"]):
-                    time.sleep(0.001)
                 first(call)
             return call.iteration
 
@@ -536,6 +536,7 @@ def leaves_something_behind(me: Rank) -> Any:
         me.seen.append([reference() is None for reference in left])
         big = Big()
         left.append(weakref.ref(big))
+        me.called(call)
         if call.iteration < 2:
             if me.initial == call.iteration:
                 raise Played("x")
