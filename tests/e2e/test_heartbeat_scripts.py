@@ -127,8 +127,13 @@ def test_a_wall_clock_that_jumps_changes_nothing_of_a_job_and_of_what_a_hang_com
 sys.path.insert(0, {str(Path(jumping_clock.__file__).parent)!r})
 import jumping_clock
 from regrow import heartbeat
-heartbeat.start(60, start_timeout=30)
+event = heartbeat.start(60, start_timeout=30)
 tell("jumps", jumping_clock.jumps(), *jumping_clock.clocks_of_timers(os.getpid()))
+heartbeat.step(RANK)
+while RANK == 1 and [row.step for row in heartbeat.progress()] != [0, 1]:
+    time.sleep(0.005)  # until the other one has told it, too
+if ATTEMPT == 1 and RANK == 0:
+    event.wait(30)  # until the other one leaves
 if ATTEMPT == 0 and RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
 if ATTEMPT == 0:

@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from interrupting import Striker, blocked
+from processes import wait_until
 
 from regrow.inprocess import _torch_abort
 from regrow.inprocess._interrupt import Interrupter
@@ -110,8 +110,7 @@ def woken(name: str, store: Any, rank: int) -> str:
     is_blocked = blocked(threading.get_native_id())
 
     def abort() -> None:
-        while not is_blocked():
-            pass
+        wait_until(is_blocked, "blocked in the call")
         if rank == 2:  # rank 1 is woken by nobody but itself
             store.wait(["1 is awake"])
         _torch_abort.abort_process_groups()
@@ -179,8 +178,7 @@ def interrupted(fn: Callable[[], object]) -> str:
         call = interrupter.call()
 
         def strike() -> None:
-            while not is_blocked():  # by more than this thread
-                time.sleep(0.005)
+            wait_until(is_blocked, "blocked in torch")
             call.interrupt(waking)
 
         striking = threading.Thread(target=strike)
@@ -231,14 +229,14 @@ def traced(store: Any, rank: int) -> list[str]:
         state = FrozenState(rank=rank, world_size=SIZE, iteration=7)
 
         def abort() -> None:
-            while not is_blocked():
-                pass
+            wait_until(is_blocked, "blocked in the collective")
             AbortTorchDistributed(torch_fr_trace_path=folder)(state)
 
         aborting = threading.Thread(target=abort)
+        begun = dist.all_reduce(small, async_op=True)
         aborting.start()
         with suppress(RuntimeError):
-            dist.all_reduce(small)
+            begun.wait()
         aborting.join()
         trace = json.loads(Path(folder, "iter_7", f"_dump_{rank}.json").read_text())
     store.set(f"{rank} is through", "")

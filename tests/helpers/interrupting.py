@@ -77,7 +77,10 @@ class Striker:
 
 
 def blocked(thread: int) -> Callable[[], bool]:
-    """Tells whether a thread has been in one system call for some looks."""
+    """Tells whether a thread has been in one system call for some looks.
+
+    Sleep between two of them: who waits for the interpreter's lock is in a system call, too.
+    """
     seen: list[str] = []
 
     def look() -> bool:
