@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.request import urlopen
 
 import pytest
 from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, etcd, require_etcd
+from processes import wait_until
 from storing import PATIENCE, Background
 
-from regrow.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from regrow.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+    _etcd_http,
+)
 from regrow.rendezvous._config import unknown_config_keys
 from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
 from regrow.rendezvous._etcd_answers import EtcdUnreachable
@@ -239,6 +247,61 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             ):
                 pass
             assert SECRET not in str(caught.value)
+
+
+class SlowCheck(BaseHTTPRequestHandler):
+    """An etcd that checks one password after the other, also those that nobody waits for."""
+
+    protocol_version = "HTTP/1.1"
+    checking = threading.Lock()
+    checked: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        found: dict[str, Any] = {"kvs": []}
+        if self.path.endswith("authenticate"):
+            with self.checking:
+                time.sleep(0.5)
+            self.checked.append(self.path)
+            found = {"token": "let in"}
+        content = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        with suppress(OSError):  # nobody waits for it
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdHttp]:
+    """A client of an etcd that takes longer for a password than it is given."""
+    monkeypatch.setattr(_etcd_http, "_LOG_IN", 0.2)
+    monkeypatch.setattr(SlowCheck, "checked", [])
+    with serving(SlowCheck) as endpoint:
+        http = EtcdHttp(access(endpoint, user="u", password=SECRET))
+        yield http
+        http.close()
+
+
+def test_a_password_that_etcd_takes_long_to_check_is_sent_ever_less_often(slow: EtcdHttp) -> None:
+    assert slow.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
+    assert len(SlowCheck.checked) <= _etcd_http._LOG_INS + 2
+
+
+def test_who_waits_for_what_another_call_asks_leaves_it_alone_when_his_own_time_is_up(
+    slow: EtcdHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_etcd_http, "_LOG_IN", PATIENCE)
+    with SlowCheck.checking:
+        asking = Background(slow.call, "kv/range", {}, timeout=PATIENCE)
+        wait_until(slow._logging_in.locked, "the first call logs in")
+        with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0\.1 s"):
+            slow.call("kv/range", {}, timeout=0.1)
+    assert asking.result() == [{"kvs": []}]
+    assert len(SlowCheck.checked) == 1
 
 
 # --- what is no etcd

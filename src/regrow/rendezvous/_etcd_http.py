@@ -57,7 +57,11 @@ _HURRY = 0.2
 _ALONE = 1.0
 """The same, where there is only one member to ask."""
 _LOG_IN = 2.0
-"""The same, for a password, which etcd takes its time to check."""
+"""The same, for a password, which etcd takes its time to check, and to the end, also where nobody
+waits for it any more. So a try that was given up makes the next one slower: that has twice as long.
+"""
+_LOG_INS = 4
+"""How often it is doubled at most."""
 _PER_BYTE = 1e-6
 """Seconds more for each byte of a request."""
 _UNKNOWN = 0.5
@@ -98,6 +102,7 @@ class EtcdHttp:
         self._latency = _UNKNOWN
         self._unreachable = False
         self._logging_in = threading.Lock()
+        self._slow_logins = 0
         self._token = ""
         self._closed = False
 
@@ -138,6 +143,8 @@ class EtcdHttp:
                 answer = member.ask(path, body, token, patience, left)
                 took = time.monotonic() - began
                 found = read(answer, member)
+            except EtcdUnreachable:
+                raise
             except EtcdError as error:
                 if self._outdated(error) and logins < 2:
                     logins += 1
@@ -238,20 +245,37 @@ class EtcdHttp:
         """Return the token of the user, logging in first where there is none."""
         if not self.access.user:
             return ""
-        with self._logging_in:
+        began = time.monotonic()
+        if not self._logging_in.acquire(timeout=left):
+            raise EtcdUnreachable(
+                f"etcd has not let in the user {self.access.user!r} within {left:.3g} s, for which "
+                "another call has asked it"
+            )
+        try:
             if not self._token:
-                who = {"name": self.access.user, "password": self.access.password}
-                body = body_of((who,))
-                answer = member.ask("auth/authenticate", body, "", _LOG_IN, left)
-                try:
-                    self._token = str(read(answer, member)[0].get("token", ""))
-                except EtcdError as error:
-                    if error.code not in (INVALID, PRECONDITION):
-                        raise
-                    raise EtcdRefused(
-                        f"etcd does not let in the user {self.access.user!r}: {error}"
-                    ) from error
+                self._token = self._log_in(member, left - (time.monotonic() - began))
             return self._token
+        finally:
+            self._logging_in.release()
+
+    def _log_in(self, member: Member, left: float) -> str:
+        body = body_of(({"name": self.access.user, "password": self.access.password},))
+        turns = min(self._slow_logins // len(self._members), _LOG_INS)
+        patience = _LOG_IN * 2**turns
+        try:
+            answer = member.ask("auth/authenticate", body, "", patience, max(left, 0.01))
+        except TimeoutError:
+            self._slow_logins += left >= patience
+            raise
+        self._slow_logins = 0
+        try:
+            return str(read(answer, member)[0].get("token", ""))
+        except EtcdError as error:
+            if error.code not in (INVALID, PRECONDITION):
+                raise
+            raise EtcdRefused(
+                f"etcd does not let in the user {self.access.user!r}: {error}"
+            ) from error
 
     def _outdated(self, error: EtcdError) -> bool:
         """Whether the token is to blame; they last for minutes, or until etcd is restarted."""
