@@ -26,6 +26,7 @@ from regrow.agent._sleepers import UninterruptibleSleepers
 from regrow.events import Event
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
+from regrow.utils import PortReservation
 from regrow.workers import ChildFailedError, DefaultLogsSpecs
 
 
@@ -247,9 +248,8 @@ def test_a_worker_can_see_how_far_it_said_it_is_and_that_it_is_being_stopped() -
 def test_the_health_server_is_healthy_while_the_loop_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    held = PortReservation()
+    port = held.port
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", str(port))
     answers: list[int] = []
     gate = tmp_path / "gate"
@@ -268,6 +268,7 @@ def test_the_health_server_is_healthy_while_the_loop_turns(
     assert answers == [200]
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=20)
+    held.close()
 
 
 @pytest.mark.parametrize("port", ["none", "99999", "taken"])

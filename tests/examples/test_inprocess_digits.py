@@ -60,10 +60,9 @@ def test_a_training_that_loses_a_rank_and_a_step_ends_as_accurate_as_one_that_do
 @pytest.mark.timeout(200)
 def test_the_training_needs_no_launcher_that_knows_of_restarts(tmp_path: Path) -> None:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
-    with PortReservation("127.0.0.1") as held:
+    with PortReservation("127.0.0.1") as held, ExitStack() as files:
         environ |= {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1"}
         environ |= {"MASTER_PORT": str(held.port), "REGROW_STORE_PORT": str(held.port)}
-    with ExitStack() as files:
         logs = [files.enter_context(open(tmp_path / f"{rank}.log", "w")) for rank in range(SIZE)]
         ranks = [
             subprocess.Popen(

@@ -37,6 +37,7 @@ from regrow.inprocess.abort import AbortTorchDistributed
 from regrow.inprocess.state import FrozenState
 from regrow.store import connect, make_token, start_server
 from regrow.store.torch import TorchStore
+from regrow.utils import PortReservation
 
 SIZE = 3
 PATIENCE = timedelta(seconds=60)
@@ -280,23 +281,23 @@ def rank_main(rank: int, port: int, endpoint: str, token: bytes) -> dict[str, An
     client.set(f"survivor {rank}", "yes")
     found["regrow's store"] = client.get(f"survivor {rank}").decode()
     found["bystander"] = bystander.answers()
-    stay.set(f"{rank} is through", "")
-    stay.wait([f"{other} is through" for other in range(SIZE)])  # rank 0 hosts it
+    if rank == 0:  # it hosts the store, so it is the last
+        stay.wait([f"{other} is through" for other in range(1, SIZE)])
+    else:
+        stay.set(f"{rank} is through", "")
     client.close()
     bystander.close()
     return found
 
 
 def main() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     token, pipes = make_token(), []
-    with start_server(token=token) as server:
+    with PortReservation() as held, start_server(token=token) as server:
         for rank in range(SIZE):
             read, write = os.pipe()
             if os.fork() == 0:
                 try:
-                    result = rank_main(rank, port, server.endpoint, token)
+                    result = rank_main(rank, held.port, server.endpoint, token)
                 except BaseException:  # noqa: BLE001 - reported to the test
                     result = {"error": traceback.format_exc()}
                 os.write(write, json.dumps(result).encode())

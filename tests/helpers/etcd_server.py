@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -23,7 +22,9 @@ import pytest
 from storing import PATIENCE
 
 from regrow.rendezvous._etcd_answers import EtcdError
+from regrow.utils import PortReservation
 
+Ports = tuple[PortReservation, PortReservation, PortReservation]
 ETCD = "/usr/bin/etcd"
 
 
@@ -57,12 +58,13 @@ class EtcdMember:
     def __init__(
         self,
         name: str = "alone",
-        ports: tuple[int, int, int] | None = None,
+        ports: Ports | None = None,
         cluster: str = "",
         certificate: Certificate | None = None,
         *options: str,
     ) -> None:
-        self.port, self.peer_port, self._health_port = ports or free_ports()
+        self._ports = ports or reserve_ports()  # until it is removed: others choose theirs, too
+        self.port, self.peer_port, self._health_port = (held.port for held in self._ports)
         self.endpoint = f"127.0.0.1:{self.port}"
         shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._folder = tempfile.mkdtemp(prefix="regrow-etcd-", dir=shm)
@@ -143,6 +145,8 @@ class EtcdMember:
 
     def remove(self) -> None:
         self.kill()
+        for held in self._ports:
+            held.close()
         shutil.rmtree(self._folder)
 
     def _ask(self, path: str) -> bytes:
@@ -155,8 +159,8 @@ class EtcdCluster:
     """Members that belong together."""
 
     def __init__(self, size: int = 3, certificate: Certificate | None = None) -> None:
-        ports = [free_ports() for _ in range(size)]
-        peers = ",".join(f"m{n}=http://127.0.0.1:{ports[n][1]}" for n in range(size))
+        ports = [reserve_ports() for _ in range(size)]
+        peers = ",".join(f"m{n}=http://127.0.0.1:{ports[n][1].port}" for n in range(size))
         # A test machine may be busy: a leader is not given up for being slow for a moment.
         calm = ("--heartbeat-interval", "100", "--election-timeout", "1000")
         self.members = [
@@ -200,22 +204,9 @@ class EtcdCluster:
 
 @contextmanager
 def etcd(size: int = 1, certificate: Certificate | None = None) -> Iterator[EtcdCluster]:
-    """A cluster for the time of a `with`; skips the test where there is no etcd.
-
-    Another process may take a port between its choice and its use: then all are chosen anew.
-    """
+    """A cluster for the time of a `with`; skips the test where there is no etcd."""
     require_etcd()
-    with ExitStack() as stack:
-        for attempts_left in (2, 1, 0):
-            cluster = EtcdCluster(size, certificate)
-            try:
-                stack.enter_context(cluster)
-                break
-            except AssertionError:
-                in_use = any("address already in use" in m.log() for m in cluster.members)
-                cluster.__exit__(None, None, None)
-                if not in_use or not attempts_left:
-                    raise
+    with EtcdCluster(size, certificate) as cluster:
         yield cluster
 
 
@@ -228,14 +219,9 @@ def shared_etcd() -> str:
     return endpoint
 
 
-def free_ports() -> tuple[int, int, int]:
-    """Three ports that are free now."""
-    with ExitStack() as stack:
-        socks = [stack.enter_context(socket.socket()) for _ in range(3)]
-        for sock in socks:
-            sock.bind(("127.0.0.1", 0))
-        first, second, third = (int(sock.getsockname()[1]) for sock in socks)
-        return first, second, third
+def reserve_ports() -> Ports:
+    """Three ports that are free, and that no other process is given."""
+    return PortReservation("127.0.0.1"), PortReservation("127.0.0.1"), PortReservation("127.0.0.1")
 
 
 def enable_passwords(call: Any, user: str, password: str) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import weakref
 
 import torch.distributed as dist
 
 from regrow.inprocess import CallWrapper, Wrapper
+from regrow.utils import PortReservation
 
 
 class Model:
@@ -26,9 +26,9 @@ class Model:
 
 def main() -> None:
     """Fail once, and print how the first call has ended."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    held = PortReservation()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(held.port)
     ended: list[str] = []
 
     @Wrapper()

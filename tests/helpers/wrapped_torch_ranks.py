@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.store import PrefixStore, worker_store
 from regrow.store.torch import TorchStore
+from regrow.utils import PortReservation
 
 SIZE = 3
 #: Far beyond what a rank that is woken takes; one that is not is killed before.
@@ -40,8 +40,8 @@ def begin_by_environment(keys: PrefixStore, iteration: int) -> None:
     """Make the default group as MASTER_PORT says; at first rank 1 fails while others wait there."""
     rank = os.environ["RANK"]
     if rank == "0":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            keys.set("port", str(free.getsockname()[1]))
+        held = PortReservation()  # until rank 0 has called this
+        keys.set("port", str(held.port))
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": keys.get("port").decode()}
     if iteration == 0 and rank == "1":
         # Rank 0 ends its store with its call, and nothing wakes who is not connected by then.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 from processes import PATIENCE
+
+from regrow.utils import PortReservation
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "restarting_rank.py"
 
@@ -61,12 +62,10 @@ class Process:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Process]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [Process(rank, 4, port, tmp_path) for rank in range(4)]
-    assert [rank.says() for rank in ranks] == [["running", 0, []]] * 4
-    yield ranks
+    with PortReservation() as held:
+        ranks = [Process(rank, 4, held.port, tmp_path) for rank in range(4)]
+        assert [rank.says() for rank in ranks] == [["running", 0, []]] * 4
+        yield ranks
     for rank in ranks:
         rank.process.kill()
         rank.process.communicate()

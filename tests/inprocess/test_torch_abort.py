@@ -45,7 +45,8 @@ def ranks() -> list[dict[str, Any]]:
     )
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert not any("error" in rank for rank in found), (found, done.stderr)
+    errors = [rank["error"] for rank in found if "error" in rank]
+    assert not errors, "\n".join((*errors, done.stderr))
     return found
 
 

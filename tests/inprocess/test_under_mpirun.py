@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import PATIENCE
+
+from regrow.utils import PortReservation
 
 TESTS = Path(__file__).parents[1]
 DOCUMENTED = (TESTS.parent / "docs" / "inprocess.md").read_text()
@@ -55,18 +56,17 @@ def environment(name: str, home: Path, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("release", ["openmpi4", "openmpi5"])
 def test_processes_of_mpirun_restart_together(release: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            command(),
-            env=environment(f"{release}-rank-{rank}-of-2", tmp_path, port),
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+    with PortReservation() as held:
+        ranks = [
+            subprocess.Popen(
+                command(),
+                env=environment(f"{release}-rank-{rank}-of-2", tmp_path, held.port),
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
     assert [out for out, _ in said] == ["1 0 2\n", "1 1 2\n"], said

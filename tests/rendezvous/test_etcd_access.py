@@ -9,7 +9,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, ClassVar
@@ -261,7 +261,7 @@ class SlowCheck(BaseHTTPRequestHandler):
         found: dict[str, Any] = {"kvs": []}
         if self.path.endswith("authenticate"):
             with self.checking:
-                time.sleep(0.5)
+                time.sleep(0.3)
             self.checked.append(self.path)
             found = {"token": "let in"}
         content = json.dumps(found).encode()
@@ -275,33 +275,48 @@ class SlowCheck(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdHttp]:
-    """A client of an etcd that takes longer for a password than it is given."""
-    monkeypatch.setattr(_etcd_http, "_LOG_IN", 0.2)
-    monkeypatch.setattr(SlowCheck, "checked", [])
-    with serving(SlowCheck) as endpoint:
-        http = EtcdHttp(access(endpoint, user="u", password=SECRET))
-        yield http
-        http.close()
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_password_that_etcd_takes_long_to_check_is_sent_ever_less_often(
+    members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_etcd_http, "_LOG_IN", 0.1)
+    with slow_client(members, monkeypatch) as http:
+        assert http.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
+        assert len(SlowCheck.checked) <= (1 if members == 1 else members * _etcd_http._LOG_INS)
 
 
-def test_a_password_that_etcd_takes_long_to_check_is_sent_ever_less_often(slow: EtcdHttp) -> None:
-    assert slow.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
-    assert len(SlowCheck.checked) <= _etcd_http._LOG_INS + 2
+def test_who_could_not_log_in_in_time_is_given_as_much_of_it_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_etcd_http, "_ONCE_MORE", 0.01)
+    with slow_client(1, monkeypatch) as http:
+        with pytest.raises(EtcdUnreachable):
+            http.call("kv/range", {}, timeout=0.1)
+        assert http.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
 
 
 def test_who_waits_for_what_another_call_asks_leaves_it_alone_when_his_own_time_is_up(
-    slow: EtcdHttp, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_etcd_http, "_LOG_IN", PATIENCE)
-    with SlowCheck.checking:
-        asking = Background(slow.call, "kv/range", {}, timeout=PATIENCE)
-        wait_until(slow._logging_in.locked, "the first call logs in")
-        with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0\.1 s"):
-            slow.call("kv/range", {}, timeout=0.1)
-    assert asking.result() == [{"kvs": []}]
-    assert len(SlowCheck.checked) == 1
+    with slow_client(1, monkeypatch) as http:
+        with SlowCheck.checking:
+            asking = Background(http.call, "kv/range", {}, timeout=PATIENCE)
+            wait_until(http._logging_in.locked, "the first call logs in")
+            with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0\.1 s"):
+                http.call("kv/range", {}, timeout=0.1)
+        assert asking.result() == [{"kvs": []}]
+        assert len(SlowCheck.checked) == 1
+
+
+@contextmanager
+def slow_client(members: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdHttp]:
+    """A client of an etcd that takes its time to check a password."""
+    monkeypatch.setattr(SlowCheck, "checked", [])
+    with ExitStack() as etcd:
+        endpoints = [etcd.enter_context(serving(SlowCheck)) for _ in range(members)]
+        http = EtcdHttp(access(",".join(endpoints), user="u", password=SECRET))
+        etcd.callback(http.close)
+        yield http
 
 
 # --- what is no etcd

@@ -195,17 +195,17 @@ def test_a_service_that_says_nothing_is_given_up() -> None:
 
 
 def test_no_server_is_a_clear_error_after_the_timeout() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(StoreConnectionError, match=f"127.0.0.1:{port} cannot be reached"):
-        connect(f"127.0.0.1:{port}", token=make_token(), timeout=0.1)
+    with (
+        PortReservation() as held,
+        pytest.raises(StoreConnectionError, match=f"127.0.0.1:{held.port} cannot be reached"),
+    ):
+        connect(f"127.0.0.1:{held.port}", token=make_token(), timeout=0.1)
 
 
 def test_connect_waits_for_a_server_that_starts_later(token: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    early = Background(connect, f"127.0.0.1:{port}", token=token, timeout=PATIENCE)
-    with start_server(port=port, token=token):
+    held = PortReservation()
+    early = Background(connect, f"127.0.0.1:{held.port}", token=token, timeout=PATIENCE)
+    with held, start_server(port=held.port, token=token):
         client = early.result()
         client.set("k", "v")
         client.close()

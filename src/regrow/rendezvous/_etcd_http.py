@@ -58,7 +58,8 @@ _ALONE = 1.0
 """The same, where there is only one member to ask."""
 _LOG_IN = 2.0
 """The same, for a password, which etcd takes its time to check, and to the end, also where nobody
-waits for it any more. So a try that was given up makes the next one slower: that has twice as long.
+waits for it any more. So a try that was given up makes the next one slower: that has twice as long,
+and where there is only one member to ask, the first has all the time there is.
 """
 _LOG_INS = 4
 """How often it is doubled at most."""
@@ -123,7 +124,7 @@ class EtcdHttp:
             EtcdUnreachable: none has answered in time; the text says what each was heard to say.
             EtcdError: etcd has answered with an error that another member would repeat.
         """
-        if self._unreachable:
+        if self._unreachable and (self._token or not self.access.user):  # a login takes its time
             timeout = min(timeout, _ONCE_MORE)
         deadline = time.monotonic() + timeout
         body = body_of(messages)
@@ -260,8 +261,8 @@ class EtcdHttp:
 
     def _log_in(self, member: Member, left: float) -> str:
         body = body_of(({"name": self.access.user, "password": self.access.password},))
-        turns = min(self._slow_logins // len(self._members), _LOG_INS)
-        patience = _LOG_IN * 2**turns
+        turns, count = self._slow_logins // len(self._members), len(self._members)
+        patience = left if count == 1 else _LOG_IN * 2 ** min(turns, _LOG_INS)
         try:
             answer = member.ask("auth/authenticate", body, "", patience, max(left, 0.01))
         except TimeoutError:
