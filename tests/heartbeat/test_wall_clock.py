@@ -79,11 +79,11 @@ def test_a_worker_that_is_stopped_is_missed_and_ends_though_the_wall_clock_jumps
     nursery: Nursery, server: ServerProcess
 ) -> None:
     pids = beating(nursery, server, period=0.2, timeout=0.8, failures=2, dies=True)
-    os.kill(pids[2], signal.SIGSTOP)
-    # It is the kernel that ends this one, by timers of the other clock.
+    # It is the kernel that ends the one that is stopped, by timers of the other clock.
     assert {
         clock for pid in [*pids, server.pid] for clock in jumping_clock.clocks_of_timers(pid)
     } == {time.CLOCK_MONOTONIC}
+    os.kill(pids[2], signal.SIGSTOP)
     ends = [nursery.hear("ended", pid=pid)["status"] & 0x7F for pid in pids]
     assert ends == [signal.SIGABRT, signal.SIGABRT, signal.SIGKILL]
     for rank in (0, 1):
