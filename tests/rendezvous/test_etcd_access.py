@@ -221,9 +221,10 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             SECRET,
         )
         job.client.http.close()
+        trainer = {"user": "trainer", "password": SECRET, "read_timeout": f"{PATIENCE}"}
         with (
-            backend(cluster.endpoint, user="trainer", password=SECRET) as one,
-            backend(cluster.endpoint, user="trainer", password=SECRET) as other,
+            backend(cluster.endpoint, **trainer) as one,
+            backend(cluster.endpoint, **trainer) as other,
         ):
             one.beat("node", 1, PATIENCE)
             _, token, _ = one.set_state(b"1") or pytest.fail("no state")
@@ -238,7 +239,7 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             waiting.result()
             assert other.get_state() == (b"2", token)
         for config, why in (
-            ({"user": "trainer", "password": "wrong " + SECRET}, "not let in the user 'trainer'"),
+            (trainer | {"password": "wrong " + SECRET}, "not let in the user 'trainer'"),
             ({}, "asks for a user.*password_file"),
         ):
             with (
