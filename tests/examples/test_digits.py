@@ -59,6 +59,7 @@ def test_the_training_runs_under_torchrun_where_regrow_cannot_be_imported(tmp_pa
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(200)  # it loads torch and scikit-learn
 def test_a_checkpoint_that_was_not_finished_is_not_resumed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,9 @@ import os
 import weakref
 
 import torch.distributed as dist
+from storing import master_port
 
 from regrow.inprocess import CallWrapper, Wrapper
-from regrow.utils import PortReservation
 
 
 class Model:
@@ -26,9 +26,7 @@ class Model:
 
 def main() -> None:
     """Fail once, and print how the first call has ended."""
-    held = PortReservation()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ["MASTER_PORT"] = str(held.port)
     ended: list[str] = []
 
     @Wrapper()
@@ -48,7 +46,9 @@ def main() -> None:
         raise RuntimeError("a mistake")
 
     gc.disable()  # it comes when it is due, but for the wrapper's own
-    print(json.dumps(train()))  # type: ignore[call-arg] # the wrapper adds `call`
+    with master_port() as port:
+        os.environ["MASTER_PORT"] = str(port)
+        print(json.dumps(train()))  # type: ignore[call-arg] # the wrapper adds `call`
 
 
 if __name__ == "__main__":

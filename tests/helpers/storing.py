@@ -8,13 +8,26 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from regrow.store import StoreClient, StoreServer, connect, make_token
+from regrow.utils import PortReservation
 
 PATIENCE = 30.0
 """Seconds after which a test that waits for something gives up."""
+
+
+@contextlib.contextmanager
+def master_port() -> Iterator[int]:
+    """A port for MASTER_PORT: it and the next one, of the workers' store, are nobody else's."""
+    with contextlib.ExitStack() as held:
+        while True:
+            port = held.enter_context(PortReservation()).port
+            with contextlib.suppress(OSError):
+                held.enter_context(PortReservation("", port + 1))
+                break
+        yield port
 
 
 class ServerThread:

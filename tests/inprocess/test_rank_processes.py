@@ -14,9 +14,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from processes import PATIENCE
-
-from regrow.utils import PortReservation
+from storing import PATIENCE, master_port
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "restarting_rank.py"
 
@@ -62,8 +60,8 @@ class Process:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[list[Process]]:
-    with PortReservation() as held:
-        ranks = [Process(rank, 4, held.port, tmp_path) for rank in range(4)]
+    with master_port() as port:
+        ranks = [Process(rank, 4, port, tmp_path) for rank in range(4)]
         assert [rank.says() for rank in ranks] == [["running", 0, []]] * 4
         yield ranks
     for rank in ranks:

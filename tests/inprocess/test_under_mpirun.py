@@ -10,9 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE
-
-from regrow.utils import PortReservation
+from storing import PATIENCE, master_port
 
 TESTS = Path(__file__).parents[1]
 DOCUMENTED = (TESTS.parent / "docs" / "inprocess.md").read_text()
@@ -56,11 +54,11 @@ def environment(name: str, home: Path, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("release", ["openmpi4", "openmpi5"])
 def test_processes_of_mpirun_restart_together(release: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    with PortReservation() as held:
+    with master_port() as port:
         ranks = [
             subprocess.Popen(
                 command(),
-                env=environment(f"{release}-rank-{rank}-of-2", tmp_path, held.port),
+                env=environment(f"{release}-rank-{rank}-of-2", tmp_path, port),
                 cwd=tmp_path,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from storing import master_port
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
 
@@ -45,15 +46,16 @@ def test_a_function_that_fails_on_one_rank_and_then_another_is_completed_by_the_
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     home = {"HOME": str(tmp_path), "XDG_STATE_HOME": "", "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=3", script],
-        env=os.environ | home | {"GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3"]
+    with master_port() as port:
+        done = subprocess.run(
+            [*torchrun, f"--master-port={port}", script],
+            env=os.environ | home | {"GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     started = {line.split()[1] for line in lines if line.startswith("started")}
