@@ -174,7 +174,7 @@ def test_who_says_what_to_do_is_told_in_the_thread_that_beats() -> None:
         told.append((threading.current_thread().name, failure))
 
     event = alone(
-        0.01, timeout=0.01, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
+        0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
     )
     exchange.failing = 1
     assert event.wait(PATIENCE)
@@ -192,7 +192,7 @@ def test_who_is_told_may_start_anew_at_once() -> None:
         told.set()
 
     first = alone(
-        0.01, timeout=0.01, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
+        0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
     )
     exchange.failing = 1
     assert told.wait(PATIENCE)
@@ -202,7 +202,7 @@ def test_who_is_told_may_start_anew_at_once() -> None:
 
 def test_who_leaves_it_to_the_heartbeat_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
-    alone(0.01, timeout=0.01, failures=1, exchange=exchange, start_timeout=9.0)
+    alone(0.01, timeout=4.0, failures=1, exchange=exchange, start_timeout=9.0)
     exchange.failing = 1
     assert deaths.died.wait(PATIENCE)
     assert isinstance(deaths.of[0], HeartbeatFailure)
@@ -216,7 +216,7 @@ def test_who_raises_instead_of_ending_dies_all_the_same(
     def exits(failure: HeartbeatFailure) -> None:
         raise SystemExit(1)  # which ends no more than the thread
 
-    alone(0.01, timeout=0.01, failures=1, exchange=exchange, on_failure=exits, start_timeout=9.0)
+    alone(0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=exits, start_timeout=9.0)
     exchange.failing = 1
     assert deaths.died.wait(PATIENCE)
     assert "on_failure raised" in caplog.text
@@ -225,7 +225,7 @@ def test_who_raises_instead_of_ending_dies_all_the_same(
 def test_a_worker_that_is_being_stopped_is_left_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
     monkeypatch.setattr(_death, "is_spared", lambda: True)
-    event = alone(0.01, timeout=0.01, failures=1, exchange=exchange, start_timeout=9.0)
+    event = alone(0.01, timeout=4.0, failures=1, exchange=exchange, start_timeout=9.0)
     exchange.failing = 1
     assert event.wait(PATIENCE)
     assert deaths.of == []
@@ -244,7 +244,7 @@ def test_who_restarts_in_place_leaves_losses_to_the_restarter(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
-    event = alone(0.01, timeout=0.01, failures=1, exchange=exchange, start_timeout=9.0)
+    event = alone(0.01, timeout=4.0, failures=1, exchange=exchange, start_timeout=9.0)
     exchange.failing = 1
     assert event.wait(PATIENCE)
     assert deaths.of == []

@@ -28,12 +28,16 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made.clear()
 
 
-def serves(rig: Rig, server: WatchedServer) -> None:
-    """The server keeps the timers of healthy workers, and reaps one that hangs."""
+def serves(rig: Rig, server: WatchedServer, seconds: float = 0.5) -> None:
+    """The server keeps the timers of healthy workers, and reaps one that hangs.
+
+    Args:
+        seconds: in which the release of a timer finds room in a pipe that others fill.
+    """
     healthy, hung = rig.worker(), rig.worker()
-    rig.arm(healthy.pid, 0.5)  # in which the release finds room in a pipe that others fill
+    rig.arm(healthy.pid, seconds)
     rig.release(healthy.pid)
-    rig.arm(hung.pid, 0.6)
+    rig.arm(hung.pid, seconds + 0.1)
     assert server.reaping().pid == hung.pid
     assert hung.wait(PATIENCE) == -signal.SIGKILL
     assert healthy.poll() is None
@@ -94,7 +98,7 @@ def test_a_stream_of_garbage_that_never_ends(rig: Rig) -> None:
     with open(rig.path, "wb") as pipe:
         rig.processes.append(subprocess.Popen(["yes", "x"], stdout=pipe))
     assert server.refusals.get(timeout=PATIENCE).sample == "x"
-    serves(rig, server)
+    serves(rig, server, 4.0)
     assert server.refusals.empty()
 
 
