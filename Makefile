@@ -11,10 +11,12 @@
 #   make clean     remove what the targets made
 
 PYTHON ?= python3
-# Test processes at once (of `hosts`, each has a job of four), more arguments for pytest, those of
-# the benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
+# Test processes at once (of `hosts`, each has a job of four; of `training`, one of two or three, and
+# all tests of a file, which share what is slow to make), more arguments for pytest, those of the
+# benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
 JOBS ?= 7
 HOSTS_JOBS ?= 3
+TRAINING_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
 SIMULATE_ARGS ?= --seeds 1000 --events 1000000
@@ -43,7 +45,7 @@ hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts $(PYTEST_ARGS)
 
 training: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -m training $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m training $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py
