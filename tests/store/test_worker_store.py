@@ -209,6 +209,18 @@ def test_rank_0_waits_for_a_port_that_is_about_to_be_free(
     coming.result().set("k", "v")
 
 
+def test_a_port_that_is_held_and_not_listened_at_is_told_so(
+    worker: Callable[..., StoreClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as far, socket.socket() as near:
+        near.connect(far.getsockname())
+        port = near.getsockname()[1]
+        monkeypatch.setenv(STORE_PORT_ENV, str(port))
+        why = rf"cannot listen on port {port} for 127\.0\.0\.1: it is in use, and nobody listens"
+        with pytest.raises(StoreError, match=f"{why}.*set {STORE_PORT_ENV} to a free"):
+            worker(0, timeout=0.2)
+
+
 def test_a_token_is_needed_where_others_can_reach_the_port(
     worker: Callable[..., StoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -246,6 +246,9 @@ def _serve_or_connect(place: Place, token: bytes, deadline: float) -> StoreClien
             refused = isinstance(error.__cause__, ConnectionRefusedError)
             again = refused or (isinstance(error, StoreHungUp) and hang_ups < _HANG_UPS)
             if not again or time.monotonic() + _PAUSE >= deadline:
+                if refused:
+                    why = "it is in use, and nobody listens there (a connection may have it)"
+                    raise _cannot_listen(place, why) from error
                 raise
             time.sleep(_PAUSE)
         else:
@@ -266,10 +269,7 @@ def _serve(place: Place, token: bytes, timeout: float) -> ServerProcess | None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
-        raise StoreConnectionError(
-            f"rank 0 is to serve the workers' store, and cannot listen on port {place.port} for "
-            f"{place.host}: {error.strerror or error}"
-        ) from error
+        raise _cannot_listen(place, error.strerror or str(error)) from error
     with listener:
         return start_server(
             token=token,
@@ -279,6 +279,13 @@ def _serve(place: Place, token: bytes, timeout: float) -> ServerProcess | None:
             linger=True,
             timeout=timeout,
         )
+
+
+def _cannot_listen(place: Place, why: str) -> StoreConnectionError:
+    return StoreConnectionError(
+        f"rank 0 is to serve the workers' store, and cannot listen on port {place.port} for "
+        f"{place.host}: {why}"
+    )
 
 
 def _connect(
