@@ -29,7 +29,7 @@ SILENT = "nothing was heard of it"
 BROKEN = {"server": "connection", "etcd": SILENT}
 
 #: Seconds that a loaded machine may add to a bound before it counts as broken.
-ALLOWANCE_S = 10.0
+ALLOWANCE_S = 4.0
 
 
 def survived(job: Job, world: World, lost: Agent, after: World, *why: str) -> None:

@@ -61,7 +61,7 @@ _LOG_IN = 2.0
 waits for it any more. So a try that was given up makes the next one slower: that has twice as long,
 and where there is only one member to ask, the first has all the time there is.
 """
-_LOG_INS = 4
+_LOG_IN_DOUBLINGS = 4
 """How often it is doubled at most."""
 _PER_BYTE = 1e-6
 """Seconds more for each byte of a request."""
@@ -144,7 +144,7 @@ class EtcdHttp:
                 answer = member.ask(path, body, token, patience, left)
                 took = time.monotonic() - began
                 found = read(answer, member)
-            except EtcdUnreachable:
+            except EtcdUnreachable:  # the login is another call's, to whom alone the member answers
                 raise
             except EtcdError as error:
                 if self._outdated(error) and logins < 2:
@@ -262,7 +262,7 @@ class EtcdHttp:
     def _log_in(self, member: Member, left: float) -> str:
         body = body_of(({"name": self.access.user, "password": self.access.password},))
         turns, count = self._slow_logins // len(self._members), len(self._members)
-        patience = left if count == 1 else _LOG_IN * 2 ** min(turns, _LOG_INS)
+        patience = left if count == 1 else _LOG_IN * 2 ** min(turns, _LOG_IN_DOUBLINGS)
         try:
             answer = member.ask("auth/authenticate", body, "", patience, max(left, 0.01))
         except TimeoutError:
