@@ -3,19 +3,23 @@
 #
 #   make test      the test suite              make demo    a training that survives a kill -9
 #   make lint      ruff and mypy --strict      make bench   beside torch, with the bounds checked
-#   make repeat    the suite N times           make soak    20 suites and 20 demos
+#   make docs      the documentation, in site/  make repeat  the suite N times
 #   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs and an etcd on several hosts through every loss, as root (network namespaces)
+#   make schedulers  the documented jobs under a real Slurm and Open MPI, as root; some minutes
 #   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make clean     remove what the targets made
+#
+# `make test PYTHON=python3.13` runs a target with another Python, in an environment of its own.
 
 PYTHON ?= python3
 # Test processes at once (of `hosts`, each has a job of four; of `training`, one of two or three, and
 # all tests of a file, which share what is slow to make), more arguments for pytest, those of the
-# benchmarks that have bounds, of the simulator, and how often `repeat` and `soak` repeat.
+# benchmarks that have bounds, of the simulator, and how often `repeat` repeats.
 JOBS ?= 7
 HOSTS_JOBS ?= 3
+SCHEDULERS_JOBS ?= 4
 TRAINING_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
@@ -23,14 +27,19 @@ SIMULATE_ARGS ?= --seeds 1000 --events 1000000
 RESTARTS_ARGS ?= --seeds 10000
 N ?= 20
 
-DEV := .venv
-DEMO := .venv-demo
+# The environments of another Python than the default are named after its version. One that does not
+# run has none, and check-python stops.
+version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || echo none)
+OF := $(if $(filter-out python3,$(PYTHON)),-$(version))
+DEV := .venv$(OF)
+DEMO := .venv-demo$(OF)
+DOCS := .venv-docs$(OF)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Each test process, and each agent that is started, would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts training demo lint bench simulate repeat soak clean check-python
+.PHONY: help test thorough hosts schedulers training demo lint docs bench simulate repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -44,6 +53,9 @@ thorough: $(DEV)/.rewritten
 hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts $(PYTEST_ARGS)
 
+schedulers: $(DEV)/.installed
+	$(DEV)/bin/python -m pytest -n $(SCHEDULERS_JOBS) -m schedulers $(PYTEST_ARGS)
+
 training: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m training $(PYTEST_ARGS)
 
@@ -54,6 +66,10 @@ lint: $(DEV)/.installed
 	$(DEV)/bin/python -m ruff check .
 	$(DEV)/bin/python -m ruff format --check .
 	$(DEV)/bin/python -m mypy --strict
+
+# mkdocs-material announces its successor on every build, and --strict would fail for it.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
 
 bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/launch.py $(BENCH_ARGS)
@@ -67,8 +83,8 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/inprocess.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
-	$(DEV)/bin/python tests/simulation/simulate.py $(SIMULATE_ARGS)
-	$(DEV)/bin/python tests/inprocess/simulate_restarts.py $(RESTARTS_ARGS)
+	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)
+	PYTHONPATH=tests $(DEV)/bin/python -m simulator.restarts $(RESTARTS_ARGS)
 
 repeat: $(DEV)/.rewritten
 	@for run in $$(seq $(N)); do \
@@ -76,24 +92,18 @@ repeat: $(DEV)/.rewritten
 	  $(DEV)/bin/python -m pytest -q -n $(JOBS) $(PYTEST_ARGS) || exit 1; \
 	done
 
-soak: PYTEST_ARGS += --hypothesis-profile=soak
-soak: repeat $(DEMO)/.installed
-	@for run in $$(seq $(N)); do \
-	  echo "== demo $$run of $(N)"; \
-	  $(DEMO)/bin/python examples/demo.py || exit 1; \
-	done
-
 clean:
-	rm -rf $(DEV) $(DEMO) .hypothesis .mypy_cache .ruff_cache build dist runs
+	rm -rf .venv .venv-* .hypothesis .mypy_cache .ruff_cache build dist runs site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One rule for both environments. The stamp is touched last: an install that was interrupted is
+# One rule for all environments. The stamp is touched last: an install that was interrupted is
 # taken up again, one that is complete is re-used until pyproject.toml changes.
 $(DEV)/.installed: EXTRA = dev
 $(DEMO)/.installed: EXTRA = demo
-$(DEV)/.installed $(DEMO)/.installed: pyproject.toml
+$(DOCS)/.installed: EXTRA = docs
+$(DEV)/.installed $(DEMO)/.installed $(DOCS)/.installed: pyproject.toml
 	@$(MAKE) --no-print-directory check-python
-	@echo "make: installing into $(@D); torch is large, so this may take minutes"
+	@echo "make: installing into $(@D); where torch is among it, this may take minutes"
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	$(@D)/bin/python -m compileall -q src # pip does it for what it copies
@@ -107,6 +117,8 @@ $(DEV)/.rewritten: $(DEV)/.installed
 check-python:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "make: '$(PYTHON)' not found: install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c '' || { \
+	  echo "make: '$(PYTHON)' does not run, see above: name one that does: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: regrow needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) -V 2>&1 | cut -d" " -f2): name another: make PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \

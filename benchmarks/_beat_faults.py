@@ -1,9 +1,9 @@
-"""What is done to one of a few real workers, and when the last of all processes has ended.
+"""Inject faults into real workers, and measure when the last process of the job has ended.
 
-Each fault has a job of its own: `SIZE` worker processes that call `heartbeat.start` and leave it at
-that, over a store server as an agent has one. The time is that from the fault to the end of the
-last process, which `start` logs a bound for, and `KILL_S` is what a process may take to end then.
-What the workers say last has to name the fault.
+Each fault has its own job: `SIZE` worker processes that call `heartbeat.start` and then do nothing
+else. They use a store server like the one an agent starts. The measured time runs from the fault to
+the end of the last process. `start` logs a bound for this time, and a process may take `KILL_S`
+more to end. The last log lines of the workers must name the fault.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from regrow.heartbeat._terms import FAILURES, KILL_S
+from regrow.heartbeat.terms import FAILURES, KILL_S
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV, ServerProcess, make_token, start_server
 
-SERVICES = {"heartbeat": "regrow.heartbeat._service:create"}
+SERVICES = {"heartbeat": "regrow.heartbeat.service:create"}
 VICTIM = Path(__file__).parent / "_beat_victim.py"
 SIZE = 4
 AT_ONCE_S = 1.0
-"""What is known by a connection that ends, or by who comes, is known to all within that."""
+"""Limit in seconds for faults that are known at once: a connection ends, or a process joins."""
 LATE_S = 0.5
-"""For an interpreter to end by an exception, and for two busy cores."""
+"""Allowance in seconds for an interpreter to end by an exception, and for two busy cores."""
 LIMIT_S = 60.0
 
 
 class Worker:
-    """One of the processes."""
+    """One worker process of a job."""
 
     def __init__(self, job: Job, rank: int, size: int = SIZE) -> None:
         self.rank = rank
@@ -48,7 +48,7 @@ class Worker:
         )
 
     def hear(self, what: str) -> float:
-        """Return when the worker says that it does this, monotonic seconds."""
+        """Wait until the worker reports `what`; return when, in monotonic seconds."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if what not in line:
@@ -57,7 +57,7 @@ class Worker:
         return at
 
     def end(self) -> str:
-        """Wait for the end, and return what was said of the heartbeat last."""
+        """Wait until the worker ends; return its last log line about the heartbeat."""
         self.process.wait(LIMIT_S)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -80,20 +80,20 @@ class Job:
         self.workers: list[Worker] = []
 
     def start(self, *ranks: int, size: int = SIZE) -> float:
-        """Start workers, and return when the last of them has begun."""
+        """Start workers; return when the last worker has begun, monotonic seconds."""
         new = [Worker(self, rank, size) for rank in ranks]
         self.workers += new
         return max(worker.hear("begins") for worker in new)
 
     def beat(self) -> None:
-        """Start all, and wait until they have beaten for a period and a half."""
+        """Start all workers, and wait until they have beaten for one and a half periods."""
         self.start(*range(SIZE))
         for worker in self.workers:
             worker.hear("beats")
         time.sleep(1.5 * self.period)
 
     def signal(self, pid: int, signum: int) -> float:
-        """Send a signal, and return when."""
+        """Send a signal; return the time before it was sent, monotonic seconds."""
         now = time.monotonic()
         os.kill(pid, signum)
         return now
@@ -138,30 +138,32 @@ def _without_server(job: Job) -> float:
 
 
 class Fault(NamedTuple):
-    """Something that is done to a job."""
+    """A fault that is injected into a job."""
 
     name: str
     do: Callable[[Job], float]
-    """Returns when it was done, monotonic seconds."""
+    """Injects the fault; returns when it did so, monotonic seconds."""
     says: str
-    """What the workers that are left say of it."""
+    """The text with which the remaining workers report the fault."""
     at_once: bool = False
-    """Whether it is known before any exchange has failed."""
+    """Whether the workers detect the fault before an exchange has failed."""
 
 
 FAULTS = (
-    Fault("killed", _killed, "the process of rank 1 ended without a goodbye", at_once=True),
+    Fault("killed", _killed, "the process of rank 1 ended without leaving", at_once=True),
     Fault("stopped", _stopped, "rank 1 is missing"),
     Fault("native code holds the lock", _stuck, "rank 1 is missing"),
-    Fault("started again", _started_again, "rank 1 was started again", at_once=True),
+    Fault("started again", _started_again, "rank 1 was restarted", at_once=True),
     Fault("another WORLD_SIZE", _of_another_size, "rank 1 expects another number", at_once=True),
-    Fault("never started", _not_started, "rank 1 did not come"),
+    Fault("never started", _not_started, "rank 1 did not arrive"),
     Fault("the store's server stopped", _without_server, "no exchange has succeeded"),
 )
 
 
 def faults(period: float, timeout: float) -> list[str]:
-    """Measure and print the table; return what missed its bound, or was not named.
+    """Measure all faults and print the table; return the faults that failed their check.
+
+    A check fails if the job missed its bound, or if the workers did not name the fault.
 
     Args:
         period: seconds between two beats.

@@ -1,10 +1,10 @@
-"""A worker that beats while its main thread leaves nobody a moment's peace; see `heartbeat.py`.
+"""A worker that beats while its main thread computes without a pause; started by `heartbeat.py`.
 
     RANK=... WORLD_SIZE=... python benchmarks/_beat_quietly.py ENDPOINT TOKEN PERIOD SECONDS
 
-Printed is one line of JSON: for how many seconds it ran, how many beats there were, what was logged
-of failed exchanges, and the alarm if there was one. The main thread computes without end, in
-Python, so that the thread that beats has to ask for the interpreter's lock and for the processor.
+It prints one line of JSON: the seconds it ran, the number of beats, the log lines about failed
+exchanges, and the alarm if there was one. The main thread computes in Python without a pause. So
+the heartbeat thread must compete for the interpreter's lock and for the processor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import time
 
 from regrow import heartbeat
-from regrow.heartbeat import HeartbeatFailure, _api
+from regrow.heartbeat import HeartbeatFailure, api
 from regrow.store import connect
 
 
 class Failures(logging.Handler):
-    """Counts the exchanges that failed, as the log tells them."""
+    """Collects the log lines about failed exchanges."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -32,7 +32,7 @@ class Failures(logging.Handler):
 
 
 def main() -> None:
-    """Beat and compute."""
+    """Beat and compute, then print the result."""
     endpoint, token, period, seconds = sys.argv[1:]
     failures = Failures()
     logging.getLogger("regrow").addHandler(failures)
@@ -48,10 +48,10 @@ def main() -> None:
         sum(range(100_000))
         rounds += 1
         heartbeat.step(rounds)
-    assert _api._beating is not None
+    assert api.running is not None
     said = {
         "seconds": ran,
-        "beats": _api._beating.beater._state.beats,
+        "beats": api.running.beater.succeeded,
         "failed": failures.lines,
         "alarm": str(alarms[0]) if alarms else None,
     }

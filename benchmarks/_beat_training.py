@@ -1,12 +1,12 @@
-"""The digits training of the example, in turn without and with a heartbeat, in one process a rank.
+"""The digits training of the example, in blocks with and without a heartbeat, one process a rank.
 
     RANK=... python benchmarks/_beat_training.py ENDPOINT TOKEN PERIOD PAIRS STEPS
 
-Blocks of STEPS steps follow each other, every second one with a heartbeat, the first of each pair
-alternating, so that what a machine does besides falls on both alike. Rank 0 prints of all blocks
-the steps per second and the processor time of its process for a step, in milliseconds, as JSON:
-[[without, with], ...], each a pair of the two. Starting and stopping the heartbeat is not part of a
-block.
+Each block has STEPS steps, and every second block runs with a heartbeat. The order alternates from
+pair to pair, so that other load on the machine affects both kinds of block alike. Rank 0 prints the
+results of all blocks as JSON: [[without, with], ...]. Each of the two is the steps per second and
+the processor time of rank 0's process per step, in milliseconds. Starting and stopping the
+heartbeat is not part of a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARM_UP = 100
 
 
 def main() -> None:
-    """Train, and print."""
+    """Train, and print the results."""
     endpoint, token, period, pairs, steps = sys.argv[1:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def main() -> None:
     done = 0
 
     def train(count: int) -> tuple[float, float]:
-        """Return the steps per second of so many steps, and the milliseconds of processor time."""
+        """Train `count` steps; return steps per second, and processor ms per step."""
         nonlocal done
         dist.barrier()
         began, spent = time.perf_counter(), time.process_time()
@@ -58,20 +58,20 @@ def main() -> None:
             loss_of(model(images[at : at + BATCH]), labels[at : at + BATCH]).backward()
             optimizer.step()
             done += 1
-            heartbeat.step(done)  # in both: what it costs to be told is another matter
+            heartbeat.step(done)  # in both kinds of block: its cost is not measured here
         dist.barrier()
         seconds, spent = time.perf_counter() - began, time.process_time() - spent
         return count / seconds, spent * 1000 / count
 
     def train_beating(count: int) -> tuple[float, float]:
-        """Do the same with a heartbeat."""
+        """Train `count` steps with a heartbeat; return the same figures as `train`."""
         stop = heartbeat.start(float(period), store=store)
         found = train(count)
         stop.set()
         for thread in threading.enumerate():
             if thread.name == "regrow-heartbeat":
                 thread.join()
-        dist.barrier()  # nobody begins anew before all have left
+        dist.barrier()  # no rank starts a heartbeat again before all ranks have left
         return found
 
     train(WARM_UP)
@@ -85,7 +85,7 @@ def main() -> None:
     if rank == 0:
         print(json.dumps(blocks), flush=True)
     dist.destroy_process_group()
-    os._exit(0)  # see the end of the example
+    os._exit(0)  # for the reason at the end of examples/train_digits.py
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A worker that beats, and to which something is done.
+"""A worker that beats, and into which a fault is injected; started by `_beat_faults.py`.
 
     python _beat_victim.py PERIOD TIMEOUT
 
-It says when it begins and when it beats, as JSON with monotonic seconds. Its main thread reads a
-line then, and goes into native code that never returns and holds the interpreter's lock.
+It reports when it begins and when it beats, as JSON with monotonic seconds. Then its main thread
+waits for a line. On that line it enters native code that never returns and holds the interpreter's
+lock.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import resource
 import sys
 import time
 
-import regrow.store._client  # noqa: F401 - before the time is taken
+import regrow.store.client.client  # noqa: F401 - imported before the time is measured
 from regrow.heartbeat import start
 
 
 def say(what: str) -> None:
-    """Tell the benchmark."""
+    """Report an event to the benchmark, with the time."""
     print(json.dumps({what: time.monotonic()}), flush=True)
 
 
 def main() -> None:
-    """Beat."""
+    """Beat, and hang in native code after a line on standard input."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     period, timeout = map(float, sys.argv[1:])
     say("begins")

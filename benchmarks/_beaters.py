@@ -1,21 +1,23 @@
-"""Many simulated workers in one process: real connections, the real rules, no thread for each.
+"""Many simulated workers in one process: real connections and rules, without a thread for each.
 
     python benchmarks/_beaters.py ENDPOINT TOKEN SIZE FIRST COUNT PERIOD TIMEOUT
 
-Started by `heartbeat.py`, which tells it by lines on standard input what to do, and is answered
-with one line of JSON each; the first answer is the seconds that connecting took.
+`heartbeat.py` starts this process and sends it orders, as lines on standard input. The process
+answers each order with one line of JSON. Its first line is the seconds that connecting took.
 
     form             all workers of this process begin; answered when all have beaten together
     hold S           they beat for S seconds; answered with the messages and bytes of one worker and
-                     beat, both ways together, and the beats that were counted
-    lose HOW RANK P  RANK is lost P periods after the next beat, by HOW: "killed" closes its
-                     connection as the kernel does for a process that ends, "silent" leaves it open
-                     and says nothing more. Answered when all others of this process know: when it
-                     was lost (null in another process), when the last of them knew, and of what
-                     kinds they said it was. Times are of the host's monotonic clock.
+                     beat, both ways together, and the number of beats
+    lose HOW RANK P  RANK is lost P periods after the next beat. HOW is "killed" (its connection is
+                     closed, as the kernel does when a process ends) or "silent" (its connection
+                     stays open, and it sends nothing more). Answered when all other workers of
+                     this process have detected the loss, with three values: when RANK was lost
+                     (null if it belongs to another process), when the last worker detected the
+                     loss, and the kinds of failure that were reported. Times are of the host's
+                     monotonic clock.
 
-A worker does what the thread of a real one does: the rules are `regrow.heartbeat._beats`, and what
-is on the wire is what `StoreExchange` sends.
+A simulated worker does what the heartbeat thread of a real worker does. The rules are those of
+`regrow.heartbeat.beats`, and the messages are those of `StoreExchange`.
 """
 
 from __future__ import annotations
@@ -29,12 +31,11 @@ from itertools import count
 
 from _simulated import Client, Connections, obey, open_many_files
 
-from regrow.heartbeat import HeartbeatFailure
-from regrow.heartbeat import _beats as beats
-from regrow.heartbeat import _questions as questions
-from regrow.heartbeat._failure import Kind
-from regrow.heartbeat._merge import Agreed, Failed, Outcome
-from regrow.heartbeat._store_exchange import EARLY, MOST_EARLY
+from regrow.heartbeat import HeartbeatFailure, beats
+from regrow.heartbeat import messages as messages
+from regrow.heartbeat.failure import Kind
+from regrow.heartbeat.merge import Beat, Broken, ExchangeFailed, Outcome, WorkersLeft
+from regrow.heartbeat.store_exchange import EARLY, MOST_EARLY
 
 PATIENCE_S = 120.0
 FAILURES = 3
@@ -42,7 +43,7 @@ GROUP = "bench"
 
 
 class Timers:
-    """What is to be done when, one after the other."""
+    """Calls that are due at a given time, run in order of time."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -52,7 +53,7 @@ class Timers:
         heapq.heappush(self._due, (when, next(self._order), call))
 
     def run(self) -> float:
-        """Do what is due, and return the seconds until the next; a while if there is none."""
+        """Run the calls that are due; return the seconds until the next, at most 1."""
         while self._due and (left := self._due[0][0] - time.monotonic()) <= 0:
             heapq.heappop(self._due)[2]()
         return min(left, 1.0) if self._due else 1.0
@@ -61,7 +62,7 @@ class Timers:
 class Worker(Client):
     """One simulated worker and its connection."""
 
-    SERVICE = questions.NAME
+    SERVICE = messages.NAME
 
     def __init__(self, endpoint: str, token: bytes, plan: beats.Plan, timers: Timers) -> None:
         super().__init__(endpoint, token, f"rank{plan.rank}")
@@ -70,11 +71,11 @@ class Worker(Client):
         self.failed_at = 0.0
         self.lost_at: float | None = None
         self._timers = timers
-        self._beat = 0  # the question that waits for all, if any
+        self._beat = 0  # id of the request that waits for all workers; 0 if there is none
         self._seen = 0
         self._alarm = 0
         self._incarnation = secrets.randbelow(2**62) + 1
-        self._state: beats.Beating
+        self._state: beats.BeatState
 
     @property
     def beaten(self) -> int:
@@ -92,7 +93,7 @@ class Worker(Client):
     def lose(self, how: str) -> None:
         self.lost_at = time.monotonic()
         if how == "killed":
-            self.channel.close()
+            self.transport.close()
 
     def _happen(self, event: beats.Event) -> None:
         if self.lost_at is None and self.failure is None:
@@ -102,13 +103,13 @@ class Worker(Client):
     def _do(self, actions: tuple[beats.Action, ...]) -> None:
         for action in actions:
             match action:
-                case beats.Exchange(timeout, final):
+                case beats.TryExchange(timeout, final):
                     self._exchange(timeout, final)
                 case beats.Sleep(until):
                     self._set_alarm(until, lambda: self._happen(beats.Woke(time.monotonic())))
                 case beats.Listen():
-                    follow = questions.Follow(GROUP, self.plan.rank, self._incarnation, on=True)
-                    self.ask(questions.encode(follow))
+                    follow = messages.FollowGroup(GROUP, self.plan.rank, self._incarnation)
+                    self.ask(messages.encode(follow))
                 case beats.Fail(failure):
                     self.failure, self.failed_at = failure, time.monotonic()
 
@@ -119,38 +120,35 @@ class Worker(Client):
 
     def _exchange(self, timeout: float, final: bool) -> None:
         state = self._state
-        beat = questions.Beat(
-            GROUP,
+        beat = Beat(
             self.plan.rank,
-            self.plan.size,
-            self._incarnation,
             state.token,
+            self._incarnation,
             bool(state.beats),
             state.beats,
             "train",
-            False,
-            final,
-            self._seen,
-            timeout - min(EARLY * timeout, MOST_EARLY),
+            final=final,
         )
-        self._beat = self.ask(questions.encode(beat))
-        late = Failed(f"no answer within {timeout:g} s")
+        wait = timeout - min(EARLY * timeout, MOST_EARLY)
+        question = messages.BeatQuestion(GROUP, self.plan.size, beat, self._seen, wait)
+        self._beat = self.ask(messages.encode(question))
+        late = ExchangeFailed(f"no answer within {timeout:g} s")
         self._set_alarm(time.monotonic() + timeout, lambda: self._heard(late))
 
     def _heard(self, outcome: Outcome) -> None:
         self._alarm += 1
         self._beat = 0
-        self._happen(beats.Heard(outcome, time.monotonic()))
+        self._happen(beats.Result(outcome, time.monotonic()))
 
     def answered(self, id: int, body: bytes) -> None:
-        match answer := questions.decode_answer(body):
-            case questions.Together(number, token, standing, age) if id == self._beat:
+        match answer := messages.decode_answer(body):
+            case messages.InStep(number, agreed) if id == self._beat:
                 self._seen = number
-                self._heard(Agreed(token, standing, age))
-            case questions.Missing(ranks) if id == self._beat:
-                self._heard(Failed("not all came", ranks))
-            case questions.Over():
-                self._heard(answer.outcome())
+                self._heard(agreed)
+            case messages.Missing(ranks) if id == self._beat:
+                self._heard(ExchangeFailed("not all came", ranks))
+            case WorkersLeft() | Broken():
+                self._heard(answer)
 
 
 class Crowd:
@@ -168,7 +166,7 @@ class Crowd:
         return len(self._all)
 
     def hold(self, seconds: float) -> tuple[float, float, int]:
-        """Return messages and bytes of a worker and beat, and the number of these beats."""
+        """Beat for `seconds`; return messages and bytes per worker and beat, and the beats."""
         for worker in self._all:
             worker.messages = worker.bytes = 0
         before = sum(worker.beaten for worker in self._all)
@@ -214,7 +212,7 @@ class Crowd:
 
 
 def main() -> None:
-    """Do what standard input says."""
+    """Run the orders from standard input."""
     endpoint, token, size, first, share, period, timeout = sys.argv[1:]
     open_many_files()
     began = time.monotonic()

@@ -1,16 +1,16 @@
-"""Many simulated nodes in one process: real connections and the real protocol, no handlers.
+"""Many simulated nodes in one process: real connections and protocol, without handlers.
 
     python benchmarks/_crowd.py ENDPOINT TOKEN RUN_ID NODES FIRST COUNT
 
-Started by `rendezvous.py`, which tells it by lines on standard input what to do, and is answered
-with one line of JSON each:
+`rendezvous.py` starts this process and sends it orders, as lines on standard input. The process
+answers each order with one line of JSON:
 
     join     all nodes of this process join; answered when each has its rank
     again    one node asks for the next round; answered when each has its rank in it
-    hold S   the nodes keep their seats for S seconds; answered with what was sent and received
+    hold S   the nodes stay in the round for S seconds; answered with the traffic in both ways
 
-A node does what a handler does: it joins, follows, beats once a second, and when it hears that its
-round is over it says that it has heard, and joins again; its workers take no time to stop.
+A simulated node does what a handler does: it joins, follows, and beats once a second. When it
+receives the end of its round, it acknowledges it and joins again. Its workers take no time to stop.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ from collections.abc import Callable
 
 from _simulated import Client, Connections, obey, open_many_files
 
-from regrow.rendezvous import _questions as questions
-from regrow.rendezvous._driver import View
-from regrow.rendezvous._news import Event, Heard, Join, Node, RoundEnded, Seated
+from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.protocol.messages import (
+    EndConfirmed,
+    Event,
+    JoinRound,
+    Node,
+    RoundEnded,
+    Seated,
+)
+from regrow.rendezvous.server import server_messages as messages
 
 KEEP_ALIVE_S = 1.0
 PATIENCE_S = 300.0
@@ -32,7 +39,7 @@ PATIENCE_S = 300.0
 class Member(Client):
     """One simulated node and its connection."""
 
-    SERVICE = questions.NAME
+    SERVICE = messages.NAME
 
     def __init__(self, endpoint: str, token: bytes, job: str, nodes: int, number: int) -> None:
         super().__init__(endpoint, token, f"node{number}")
@@ -40,44 +47,44 @@ class Member(Client):
         self.seat: Seated | None = None
         self.seated_at = 0.0
         self._job = job
-        self._settings = questions.Settings(nodes, nodes, KEEP_ALIVE_S, 3, 30.0)
+        self._settings = messages.JobSettings(nodes, nodes, KEEP_ALIVE_S, 3, 30.0)
         self._beats = 0
-        self._heard = 0  # the last round that is known to be over
-        self._follow = 0  # the question that is parked, if any: one at a time
+        self._heard = 0  # the last round that this node knows to be over
+        self._follow = 0  # id of the parked follow request, at most one at a time; 0 if none
 
     def submit(self, event: Event) -> int:
-        return self.ask(questions.submit(self._job, self._settings, event))
+        return self.ask(messages.submit(self._job, self._settings, event))
 
     def join(self) -> None:
-        self.submit(Join(self.node, self.seat.round if self.seat else 0))
+        self.submit(JoinRound(self.node, self.seat.round if self.seat else 0))
 
     def beat(self) -> None:
         token = self.seat.round if self.seat else 0
-        self.ask(questions.encode(questions.Beat(self._job, self.node.id, token, self._beats)))
+        self.ask(messages.encode(messages.BeatRequest(self._job, self.node.id, token, self._beats)))
 
     def answered(self, id: int, body: bytes) -> None:
         if id == self._follow:
             self._follow = 0
-        answer = questions.decode_answer(body)
-        if isinstance(answer, questions.Told):
-            self._told(questions.read_view(answer))
-        elif isinstance(answer, questions.Beaten):
+        answer = messages.decode_answer(body)
+        if isinstance(answer, messages.SnapshotReply):
+            self._told(messages.read_snapshot(answer))
+        elif isinstance(answer, messages.BeatReply):
             self._beats += 1
         else:
             raise SystemExit(f"benchmark: the server answered {answer}")
 
-    def _told(self, view: View) -> None:
-        if isinstance(view.news, Seated):
-            if self.seat is None or view.news.round > self.seat.round:
-                self.seat, self.seated_at = view.news, time.monotonic()
-        elif isinstance(view.news, RoundEnded) and view.news.round > self._heard:
-            self._heard = view.news.round
-            self.submit(Heard(self.node.id, view.news.round))
+    def _told(self, view: Snapshot) -> None:
+        if isinstance(view.status, Seated):
+            if self.seat is None or view.status.round > self.seat.round:
+                self.seat, self.seated_at = view.status, time.monotonic()
+        elif isinstance(view.status, RoundEnded) and view.status.round > self._heard:
+            self._heard = view.status.round
+            self.submit(EndConfirmed(self.node.id, view.status.round))
             self.join()
         if not self._follow:
-            mark = questions.mark(view)
-            follow = questions.Follow(self._job, self._settings, self.node.id, mark)
-            self._follow = self.ask(questions.encode(follow))
+            mark = messages.mark(view)
+            follow = messages.FollowRequest(self._job, self._settings, self.node.id, mark)
+            self._follow = self.ask(messages.encode(follow))
 
 
 class Crowd:
@@ -99,12 +106,12 @@ class Crowd:
         member = self._members[0]
         assert member.seat is not None
         if first:
-            # Its own round is over by its own doing: it is told so by nobody.
+            # This node ended its own round, so the server does not notify it.
             member.join()
         return self._until_round(member.seat.round + 1)
 
     def hold(self, seconds: float) -> tuple[float, float]:
-        """Return messages and bytes for each node and second, both ways together."""
+        """Stay in the round; return messages and bytes per node and second, both ways together."""
         members = self._members
         for member in members:
             member.messages = member.bytes = 0
@@ -112,7 +119,7 @@ class Crowd:
         beats = 0
         while (now := time.monotonic()) < began + seconds:
             due = int((now - began) / KEEP_ALIVE_S * len(members))
-            for turn in range(beats, due):  # spread over the second, as those of real nodes are
+            for turn in range(beats, due):  # spread over the second, like the beats of real nodes
                 members[turn % len(members)].beat()
             beats = due
             self._serve(0.001)
@@ -138,7 +145,7 @@ class Crowd:
 
 
 def main() -> None:
-    """Do what standard input says."""
+    """Run the orders from standard input."""
     endpoint, token, job, nodes, first, count = sys.argv[1:]
     open_many_files()
     began = time.monotonic()

@@ -1,18 +1,20 @@
-"""The algorithm of TensorFlow's DTensor heartbeat over gloo, a process for each rank.
+"""The algorithm of TensorFlow's DTensor heartbeat over gloo, with one process for each rank.
 
     python benchmarks/_gloo_beat.py SIZE PERIOD TIMEOUT HOW PHASE
 
-Rank 0 draws a token; an all-reduce of a vector with one place for each rank makes it known to all.
-Then, every period, each rank puts the token in its own place, and all-reduces. An exchange that
-fails is counted, and the third failure in a row is fatal; after each exchange the vector is
-compared with the token, and a difference is fatal. As in the original, it is compared after a
-failed exchange as well, when it still holds this rank's own place only: so the first failure is
-fatal already. To tell both, a rank says when it meets either, and goes on to the second.
+Rank 0 draws a token. An all-reduce of a vector with one place for each rank distributes it. Then,
+in every period, each rank puts the token into its own place and all-reduces the vector.
 
-Rank 1 is lost PHASE periods after a beat: "killed" by SIGKILL, or "silent" by SIGSTOP. Printed as
-JSON: when it was lost, and when the last of the others met the first failure and the third. Times
-are of the host's monotonic clock. Of torch there is one gloo group, as a job that uses
-`torch.distributed` for this would have it; gloo cannot use it again after a failure.
+A failed exchange is counted, and the third failure in a row is fatal. After each exchange the
+vector is compared with the token, and a difference is fatal too. As in the original, it is also
+compared after a failed exchange, when it still holds only this rank's own place. So the first
+failure is already fatal. To measure both, a rank reports its first failure and its third, and
+continues in between.
+
+Rank 1 is lost PHASE periods after a beat: "killed" by SIGKILL, or "silent" by SIGSTOP. The output
+is JSON: when rank 1 was lost, and when the last of the other ranks met the first failure and the
+third. Times are of the host's monotonic clock. The ranks use one gloo group, like a job that uses
+`torch.distributed` for this purpose. gloo cannot use a group again after a failure.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ BEATS_BEFORE = 2
 
 
 def rank_main(rank: int, size: int, period: float, timeout: float, store: str, said: int) -> None:
-    """One rank, for ever, or until its third failure in a row."""
+    """Run one rank until its third failure in a row."""
     rendezvous = dist.FileStore(store, size)
-    # Connecting takes longer among many than an exchange may.
+    # Connecting many ranks takes longer than an exchange may take.
     group = dist.ProcessGroupGloo(rendezvous, rank, size, timedelta(seconds=120))
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=120)
@@ -68,7 +70,7 @@ def rank_main(rank: int, size: int, period: float, timeout: float, store: str, s
 
 
 def main() -> None:
-    """Fork the ranks, lose one, and print when that was known."""
+    """Fork the ranks, lose rank 1, and print when the other ranks detected it."""
     size, period, timeout, how, phase = sys.argv[1:]
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp()

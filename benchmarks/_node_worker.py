@@ -1,8 +1,8 @@
-"""The worker of `node_loss.py`: one all-reduce over gloo after the other, until it is stopped.
+"""The worker of `node_loss.py`: repeats an all-reduce over gloo until it is stopped.
 
-It notes when it runs, before it imports anything, and when its first all-reduce is done: lines
-`WHAT rank world_size pid nanoseconds` appended to the file named by BENCH_STAMPS, on the monotonic
-clock, which all processes of a host share.
+It records when it runs, before it imports anything, and when its first all-reduce is done. The
+records are lines `WHAT rank world_size pid nanoseconds`, appended to the file that BENCH_STAMPS
+names. The times are of the monotonic clock, which all processes of a host share.
 """
 
 import os
@@ -20,7 +20,7 @@ def stamp(what: str) -> None:
 
 stamp("started")
 
-import torch  # noqa: E402 - the stamp comes first
+import torch  # noqa: E402 - imported after the stamp, because the stamp marks the start
 import torch.distributed as dist  # noqa: E402
 
 dist.init_process_group("gloo")

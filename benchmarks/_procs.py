@@ -1,4 +1,4 @@
-"""What /proc says of a process and its descendants: memory and processor time."""
+"""Memory and processor time of a process and its descendants, from /proc."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one process holds and has used."""
+    """Memory and processor time of one process."""
 
     pid: int
     command: str
-    """The start of its command line."""
+    """The first 60 characters of its command line."""
     resident_mb: float
-    """VmRSS in units of 10^6 bytes: what it shares with others counts in full."""
+    """VmRSS in units of 10^6 bytes; shared memory counts in full."""
     proportional_mb: float
-    """PSS in units of 10^6 bytes: what it shares is divided by the number of sharers."""
+    """PSS in units of 10^6 bytes; shared memory is divided by the number of processes."""
     cpu_s: float
     """User and system time of all its threads so far, in seconds; the kernel counts in ticks."""
 
 
 def descendants(root: int) -> set[int]:
-    """Return `root` and every living process below it."""
+    """Return the pids of `root` and of every living process below it."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -42,7 +42,7 @@ def descendants(root: int) -> set[int]:
 
 
 def usage(pid: int) -> Usage:
-    """Return what `pid` holds and has used; raises FileNotFoundError when it is gone."""
+    """Return the usage of process `pid`; raises FileNotFoundError if the process has ended."""
     proc = Path(f"/proc/{pid}")
     fields = (proc / "stat").read_text().rpartition(")")[2].split()
     command = (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")

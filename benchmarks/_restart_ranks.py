@@ -1,13 +1,13 @@
-"""Ranks that call a wrapped function, of this package or of its peer; see `inprocess.py`.
+"""Ranks that call a wrapped function, of regrow or of its peer package; started by `inprocess.py`.
 
     python benchmarks/_restart_ranks.py PACKAGE              forks the ranks of each job it reads
     python benchmarks/_restart_ranks.py PACKAGE JOB RANK     is one rank
 
-A job is a line of JSON, the fields of `Job`. What the ranks do they append to the file that it
-names, a line of JSON for each event with its time on the host's monotonic clock. Torch is loaded
-once for the ranks that are forked, and the line "over" printed when all have ended.
+A job is a line of JSON with the fields of `Job`. The ranks append their events to the file that the
+job names: a line of JSON for each event, with its time on the host's monotonic clock. Forked ranks
+share one import of torch. The process prints "over" when all ranks of a job have ended.
 
-The function is not annotated with the name of its type: the peer does not read it in a string.
+The wrapped function has no annotation that is a string: the peer package cannot resolve it.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from torch import nn
 
 GROUP_TIMEOUT = timedelta(seconds=10)
 BLOCKED_S = 0.3
-"""After it the others wait in their all-reduce for sure."""
+"""Seconds before the fault; after them, all other ranks surely wait in their all-reduce."""
 FOREVER_S = 600.0
 WARM_UP = 20
 FAULTY = 2
-"""The rank with the fault; not 0, which holds the peer's store."""
+"""The rank with the fault; not 0, because rank 0 holds the peer's store."""
 
 
 class Job(NamedTuple):
-    """What ranks are to do."""
+    """One job for the ranks."""
 
     case: str
     size: int
     settings: dict[str, float]
     """Arguments of the wrapper, in seconds."""
     ports: list[int]
-    """For the wrapper's store, one for each call of it."""
+    """Ports for the wrapper's store, one for each time the wrapper is called."""
     group: str
     """Where process groups meet: a port of a TCPStore, or the path of a file."""
     lines: str
     """The file for the events."""
     steps: int = 0
-    """Of a block of a training."""
+    """Number of steps in a block of the training."""
 
 
 class Rank:
-    """One rank."""
+    """One rank of a job."""
 
     def __init__(self, package: Any, job: Job, rank: int) -> None:
         self._package = package
@@ -63,14 +63,14 @@ class Rank:
         self._groups = 0
 
     def tell(self, event: str, **figures: float) -> None:
-        """Note an event."""
+        """Append an event to the file of the job."""
         line = {"event": event, "rank": self._rank, "at": time.monotonic(), **figures}
         os.write(self._lines, (json.dumps(line) + "\n").encode())
 
     def wrapped(self, function: Callable[[Any], None]) -> Callable[[], None]:
-        """Wrap a function, whose parameter is for the live wrapper."""
+        """Wrap a function with one parameter, which receives the running wrapper."""
 
-        def called(call: Any = None) -> None:  # the peer looks for arguments that are missing
+        def called(call: Any = None) -> None:  # default: the peer checks for missing arguments
             function(call)
 
         called.__annotations__ = {"call": self._package.CallWrapper}
@@ -79,7 +79,7 @@ class Rank:
         return result
 
     def meet(self, name: str) -> None:
-        """Begin a process group."""
+        """Create the default process group."""
         group = self._job.group
         if group.isdecimal():
             store: Any = dist.TCPStore("127.0.0.1", int(group), is_master=False)
@@ -94,13 +94,13 @@ class Rank:
         )
 
     def run(self) -> None:
-        """Do the job."""
+        """Run the job of this rank."""
         os.environ.update(
             RANK=str(self._rank),
             WORLD_SIZE=str(self._job.size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(self._job.ports[0]),
-            TORCHELASTIC_RUN_ID=self._job.lines,  # another job's ranks may not have ended yet
+            TORCHELASTIC_RUN_ID=self._job.lines,  # ranks of an earlier job may still be running
         )
         if self._job.case == "training":
             self._train()
@@ -118,7 +118,7 @@ class Rank:
         dist.destroy_process_group()
 
     def _fail(self, call: Any) -> None:
-        """Have a fault, or be where the others are meanwhile."""
+        """Cause the fault on the faulty rank; on other ranks, wait for it as the case demands."""
         how, _, others = self._job.case.partition(" ")
         if self._rank != FAULTY or how == "none":
             if others == "blocked":
@@ -136,7 +136,7 @@ class Rank:
 
     @staticmethod
     def _compute(ping: Callable[[], object]) -> None:
-        """Take steps: some of the work here, more of it on what would be an accelerator."""
+        """Compute on the CPU in short steps, with a sleep in place of an accelerator's work."""
         a = torch.ones(64, 64)
         deadline = time.monotonic() + FOREVER_S
         while time.monotonic() < deadline:
@@ -147,9 +147,9 @@ class Rank:
     # ------------------------------------------------------------------ training
 
     def _train(self) -> None:
-        """Train in blocks, in turn without and with the wrapper, the first of a pair alternating.
+        """Train in pairs of blocks, one with the wrapper and one without, in alternating order.
 
-        A wrapper begins and ends with its block, outside the time that is taken.
+        A wrapper starts and ends with its block, outside the measured time.
         """
         torch.set_num_threads(1)
         for pair, port in enumerate(self._job.ports):
@@ -166,7 +166,7 @@ class Rank:
         self.meet(f"block {self._groups}")
         torch.manual_seed(0)
         layers = nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-        # Not DistributedDataParallel: one that goes when its group was destroyed may hang in torch.
+        # Not DistributedDataParallel: deleting it after its group is destroyed may hang in torch.
         model = nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         batch, wanted = torch.randn(64, 256), torch.randint(10, (64,))
@@ -195,13 +195,13 @@ def fork(package: Any, job: Job) -> None:
             try:
                 Rank(package, job, rank).run()
             finally:
-                os._exit(0)  # what a library does at the end of a process is none of our business
+                os._exit(0)  # skips the exit handlers of libraries
     for _ in range(job.size):
-        os.waitpid(-1, 0)  # whichever is first: to the peer, one that is not reaped is alive
+        os.waitpid(-1, 0)  # any rank: the peer takes a process that is not reaped for a living one
 
 
 def main() -> None:
-    """Be one rank, or fork them."""
+    """Be one rank, or fork the ranks of each job."""
     package = importlib.import_module(f"{sys.argv[1]}.inprocess")
     if len(sys.argv) > 2:
         Rank(package, Job(*json.loads(sys.argv[2])), int(sys.argv[3])).run()

@@ -1,11 +1,12 @@
-"""Many simulated ranks that restart in place: real connections, the real protocol, no thread each.
+"""Many simulated ranks with in-process restart: real connections and protocol, one thread.
 
     python benchmarks/_restarters.py [RANKS [RESTARTS]]
 
-`restart_run` is for `inprocess.py`. A rank does what a wrapper does whose plug-ins take no time: it
-follows, and when it is told of a fault it answers the last call, is ready, meets and enters, and
-follows again. All ranks are in one process, on one thread, and the server is in another; so what is
-measured is the protocol, and the time is that of the last rank.
+`inprocess.py` calls `restart_run`. A simulated rank acts like a wrapper with plug-ins that take no
+time. It follows the group. When it receives a fault, it answers the last call, becomes ready, joins
+the barrier, enters the next iteration, and follows again. All ranks run in one process on one
+thread, and the server runs in another process. So the benchmark measures the protocol, and the time
+is that of the last rank.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import NamedTuple
 
 from _simulated import Client, Connections, open_many_files
 
-from regrow.inprocess import _messages as messages
-from regrow.inprocess._link import Timeouts
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group.group_messages import Timeouts
 from regrow.store import make_token, start_server
 
 PATIENCE_S = 120.0
@@ -26,17 +27,17 @@ GROUP = "bench"
 
 
 class Restarts(NamedTuple):
-    """What restarts cost."""
+    """Cost of a series of restarts."""
 
     ranks: int
     seconds: list[float]
-    """Of each restart, from the report of a fault to the last rank that may call its function."""
+    """For each restart: seconds from the fault report until the last rank may call its function."""
     messages: float
-    """Sent and received by one rank in one restart."""
+    """Messages that one rank sends and receives in one restart."""
     bytes: float
-    """The same, in bytes, with their frames."""
+    """Bytes of these messages, with their frames."""
     connected: float
-    """Seconds until all were connected, one after the other, and had begun."""
+    """Seconds until all ranks had connected, one after the other, and had begun."""
 
 
 class Rank(Client):
@@ -54,16 +55,16 @@ class Rank(Client):
         self._size = size
 
     def join(self) -> None:
-        """Take part."""
+        """Join the group."""
         self._ask(messages.Join(*self._me, self._size, Timeouts()))
 
     def report(self) -> None:
-        """Have a fault."""
+        """Report a fault of this rank."""
         iteration = self.entered
         self._ask(messages.Report(*self._me, iteration, iteration, "EXCEPTION", "a mistake"))
 
     def answered(self, id: int, body: bytes) -> None:
-        told = messages.decode_answer(body)
+        told = messages.decode_reply(body)
         if isinstance(told, messages.Go) and self.iteration < 0:
             self._enter(told.iteration)
         elif isinstance(told, messages.Go):
@@ -73,13 +74,13 @@ class Rank(Client):
             self._enter(told.met.iteration)
         elif isinstance(told, messages.Interrupted):
             heard = id == self._heard
-            of = messages.Ready if heard else messages.Heard
+            of = messages.Ready if heard else messages.AnswerLastCall
             asked = self._ask(of(*self._me, told.faults.iteration))
             self._heard = 0 if heard else asked
         elif not isinstance(told, messages.Noted):
             raise SystemExit(f"benchmark: the service answered {told}")
 
-    _heard = 0  # the question of the last call
+    _heard = 0  # id of the request of the last call
 
     def _enter(self, iteration: int) -> None:
         self.iteration = iteration
@@ -90,20 +91,20 @@ class Rank(Client):
 
 
 class Crowd:
-    """All ranks."""
+    """All ranks of the benchmark."""
 
     def __init__(self, endpoint: str, token: bytes, size: int) -> None:
         self._ranks = [Rank(endpoint, token, rank, size) for rank in range(size)]
         self._connections = Connections(self._ranks)
 
     def begin(self) -> None:
-        """Have all join and enter the first iteration."""
+        """Let all ranks join and enter the first iteration."""
         for rank in self._ranks:
             rank.join()
         self._until_entered(0)
 
     def restart(self, who: int) -> tuple[float, float, float]:
-        """Have a rank fail; return the seconds, and the messages and bytes of one rank."""
+        """Let one rank fail; return the seconds, and the messages and bytes per rank."""
         ranks = self._ranks
         for rank in ranks:
             rank.messages = rank.bytes = 0
@@ -115,9 +116,9 @@ class Crowd:
         return seconds, sent[0] / len(ranks), sent[1] / len(ranks)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections of all ranks."""
         for rank in self._ranks:
-            rank.channel.close()
+            rank.transport.close()
 
     def _until_entered(self, iteration: int) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -132,15 +133,15 @@ class Crowd:
 
 
 def restart_run(ranks: int, restarts: int) -> Restarts:
-    """Measure restarts of so many ranks, each by the fault of another one.
+    """Measure restarts of a group; another rank fails each time.
 
     Args:
-        ranks: how many; each takes a file descriptor here and in the server.
-        restarts: how many, one after the other.
+        ranks: number of ranks; each takes a file descriptor here and in the server.
+        restarts: number of restarts, one after the other.
     """
     open_many_files()
     token = make_token()
-    services = {messages.NAME: "regrow.inprocess._service:create"}
+    services = {messages.NAME: "regrow.inprocess.group.group_service:InprocessService"}
     with start_server(token=token, services=services) as server:
         began = time.monotonic()
         crowd = Crowd(server.endpoint, token, ranks)
@@ -155,7 +156,7 @@ def restart_run(ranks: int, restarts: int) -> Restarts:
 
 
 def main() -> None:
-    """Print what was measured."""
+    """Measure groups of several sizes, and print the results."""
     counts = [int(sys.argv[1])] if len(sys.argv) > 1 else [4, 64, 256, 1024, 2048]
     restarts = int(sys.argv[2]) if len(sys.argv) > 2 else 9
     for ranks in counts:

@@ -1,8 +1,8 @@
-"""What the simulated clients of a benchmark share: many to a process, and no thread for each.
+"""Base of the simulated clients of the benchmarks: many clients in a process, no thread for each.
 
-A client has a real connection and sends real frames; what it asks, and what it makes of the
-answers, is a subclass's. A process of them is told by lines on standard input what to do, and
-answers each with a line of JSON (`obey`).
+A client has a real connection and sends real frames. A subclass defines its requests and handles
+the replies. A process with such clients receives orders as lines on standard input, and answers
+each with a line of JSON (`obey`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Generic, TypeVar
 
-from regrow.store import _wire as wire
-from regrow.store._dial import Dialer
+from regrow.store.client.connecting import Dialer
+from regrow.store.protocol import wire
 
 CONNECT_S = 120.0
 
@@ -26,46 +26,39 @@ class Client:
     """One simulated client of a service, and its connection.
 
     Args:
-        endpoint: of the server.
-        token: for it.
-        name: of this client.
+        endpoint: address of the server.
+        token: token of the server.
+        name: name of this client.
     """
 
     SERVICE: ClassVar[str]
 
     def __init__(self, endpoint: str, token: bytes, name: str) -> None:
-        dialer = Dialer(endpoint, token, None, None, name, 0.0)
-        self.channel, _, received = dialer.dial(b"", 0.5, time.monotonic() + CONNECT_S)
+        dialer = Dialer(endpoint, token, None, name, 0.0)
+        self.transport, _ = dialer.dial(b"", 0.5, time.monotonic() + CONNECT_S)
         self.messages = self.bytes = 0  # sent and received, with their frames
-        self._rest = bytearray(received)
         self._asked = 0
 
     def ask(self, body: bytes) -> int:
-        """Send a question; returns its id."""
+        """Send a request; return its id."""
         self._asked += 1
         data = wire.frame(wire.Ask(self._asked, self.SERVICE, body))
         self._count(data)
-        if not self.channel.send(data):
+        self.transport.send(data)
+        if self.transport.unsent:
             raise SystemExit("benchmark: the server does not keep up")
         return self._asked
 
     def receive(self) -> None:
-        """Take in what has arrived."""
-        self._rest += self.channel.recv()
-        while len(self._rest) >= wire.HEADER:
-            end = wire.HEADER + int.from_bytes(self._rest[: wire.HEADER], "big")
-            if len(self._rest) < end:
-                return
-            frame = bytes(self._rest[:end])
-            del self._rest[:end]
-            self._count(frame)
-            reply = wire.decode_reply(frame[wire.HEADER :])
+        """Receive the replies that have arrived, and handle each."""
+        for reply in self.transport.receive():
+            self._count(wire.frame(reply))
             if not isinstance(reply, wire.Done) or not isinstance(reply.result, bytes):
                 raise SystemExit(f"benchmark: the server answered {reply}")
             self.answered(reply.id, reply.result)
 
     def answered(self, id: int, body: bytes) -> None:
-        """The question of that id has its answer."""
+        """Handle the reply to the request with this id."""
         raise NotImplementedError
 
     def _count(self, frame: bytes) -> None:
@@ -81,35 +74,35 @@ class Connections(Generic[C]):
 
     def __init__(self, clients: Iterable[C]) -> None:
         self._poll = select.epoll()
-        self._clients = {client.channel.fileno(): client for client in clients}
+        self._clients = {client.transport.fd: client for client in clients}
         for fd in self._clients:
             self._poll.register(fd, select.EPOLLIN)
 
     def ready(self, timeout: float) -> list[C]:
-        """Those with something to receive, after at most `timeout` seconds."""
+        """Wait at most `timeout` seconds; return the clients that have something to receive."""
         return [self._clients[fd] for fd, _ in self._poll.poll(max(timeout, 0.0), 4096)]
 
     def drop(self, client: C) -> None:
-        """Listen to it no more."""
-        self._poll.unregister(client.channel.fileno())
+        """Stop polling the connection of `client`."""
+        self._poll.unregister(client.transport.fd)
 
 
 def open_many_files() -> None:
-    """Let this process have a connection for each client."""
+    """Raise the limit of open files, so that this process can have a connection per client."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def obey(answer: object, orders: dict[str, Callable[..., object]]) -> None:
-    """Do what standard input says, until it ends or says nothing known.
+    """Run orders from standard input, until it ends or sends an unknown order.
 
     Args:
-        answer: the first line to say.
-        orders: by its first word, what does an order with the words that follow.
+        answer: the first line to print.
+        orders: for the first word of an order, the function that runs it with the other words.
     """
     while True:
         print(json.dumps(answer), flush=True)
         word, *arguments = sys.stdin.readline().split() or [""]
         if word not in orders:
-            os._exit(0)  # as a host that is switched off: thousands of farewells say no more
+            os._exit(0)  # like a host that loses power: no thousands of goodbye messages
         answer = orders[word](*arguments)

@@ -1,10 +1,10 @@
-"""One server of countdown timers and its workers, in a process that may be killed along with them.
+"""A server of countdown timers and its workers, in a process that may be killed with them.
 
     python benchmarks/_timer_scene.py PAIR TASK NUMBER...
 
-What it and its workers find out they write to standard output, an object of JSON a line. Workers
-are forked before the server starts, so that sixty-four of them that have loaded torch cost little,
-and wait at a gate until it has.
+The process and its workers write their findings to standard output, one JSON object a line. Workers
+are forked before the server starts, because 64 forked workers share one import of torch. They wait
+at a gate until the server has started.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ FORK = multiprocessing.get_context("fork")
 STUCK_S = 15.0
 """Seconds that a worker may take to end after its work."""
 TORCH_INTERVAL_S = 0.1
-"""Torch's servers look at their timers this often: what its agent sets, for both."""
+"""Seconds between two checks of torch's servers; torch's agent sets the same for both."""
 
 
 class Pair(NamedTuple):
-    """A server, and how its workers speak to it."""
+    """A timer server, and the client with which its workers reach it."""
 
     server: Callable[[], Any]
-    """Makes the server."""
+    """Creates the server."""
     client: Callable[[], Any]
-    """Makes a client."""
+    """Creates a client."""
     timer: Any
     """The module with `configure` and `expires`."""
 
@@ -61,7 +61,7 @@ def make(name: str, folder: str) -> Pair:
 
 
 def _counting(server: Any) -> Any:
-    """Return the server's class with counters of the requests that have come."""
+    """Return a subclass of the server that counts the requests it receives."""
 
     class Counting(server):  # type: ignore[misc]
         armed = released = 0
@@ -76,12 +76,12 @@ def _counting(server: Any) -> Any:
 
 
 def say(**what: Any) -> None:
-    """Write a line in one piece, also beside others who do."""
+    """Write a JSON line in a single write, because other processes write to the same pipe."""
     os.write(1, json.dumps(what).encode() + b"\n")
 
 
 class Scene:
-    """Workers at a gate, and the server that is started before it opens."""
+    """Workers that wait at a gate, and the server that starts before the gate opens."""
 
     def __init__(self, pair: Pair, workers: int, work: Callable[..., None], *args: Any) -> None:
         self.pair = pair
@@ -107,7 +107,7 @@ class Scene:
 
 
 def cost(pair: Pair, paced: int, burst: int) -> None:
-    """One worker: blocks a millisecond apart, each of them timed; then blocks without a pause."""
+    """Measure one worker: timed blocks 1 ms apart, then blocks without a pause."""
     scene = Scene(pair, 1, _on_a_short_stack, paced, burst)
     scene.open()
     scene.workers[0].join()
@@ -115,7 +115,7 @@ def cost(pair: Pair, paced: int, burst: int) -> None:
 
 
 def _on_a_short_stack(*args: Any) -> None:
-    # Torch looks at every frame of the caller's stack; those below the fork would count.
+    # Torch reads every frame of the caller's stack. A new thread hides the frames below the fork.
     thread = threading.Thread(target=_blocks, args=args)
     thread.start()
     thread.join()
@@ -141,10 +141,10 @@ def _blocks(expires: Any, paced: int, burst: int) -> None:
 
 
 def reap(pair: Pair) -> None:
-    """One worker that hangs: says when its timer expires, and the server when it has noticed."""
+    """Let one worker hang; print when its timer expires, and when the server notices."""
     scene = Scene(pair, 1, _hang, random.uniform(0.3, 0.5))
-    # Ours looks at the worker first, torch's reaps it at once.
-    name = "_before_reaping" if hasattr(scene.server, "_before_reaping") else "_reap_worker"
+    # regrow's server inspects the worker before it reaps it; torch's server reaps it at once.
+    name = "before_reaping" if hasattr(scene.server, "before_reaping") else "_reap_worker"
     method = getattr(scene.server, name)
 
     def noticing(*args: Any) -> Any:
@@ -165,7 +165,7 @@ def _hang(expires: Any, after: float) -> None:
 
 
 def idle(pair: Pair, seconds: float) -> None:
-    """One worker with a timer that does not expire, and what the server uses meanwhile."""
+    """Print the processor time of a server with one worker and a timer that does not expire."""
     scene = Scene(pair, 1, _wait, seconds)
     scene.open()
     time.sleep(1.0)
@@ -182,14 +182,14 @@ def _wait(expires: Any, seconds: float) -> None:
 
 
 def load(pair: Pair, workers: int, per_second: float, seconds: float) -> None:
-    """Many workers arm and release timers; was any request lost, or anybody reaped?"""
+    """Let many workers arm and release timers; print lost requests and reaped workers."""
     scene = Scene(pair, workers, _arm_and_release, workers / per_second, seconds)
     used_s, begin = time.process_time(), time.monotonic()
     scene.open()
     for worker in scene.workers:
         worker.join(max(0.0, begin + seconds + STUCK_S - time.monotonic()))
     took_s, used_s = time.monotonic() - begin, time.process_time() - used_s
-    time.sleep(1.0)  # what is under way may arrive
+    time.sleep(1.0)  # requests that are under way may arrive
     stuck = [worker for worker in scene.workers if worker.is_alive()]
     say(
         killed=sum(worker.exitcode != 0 for worker in scene.workers if worker not in stuck),
@@ -222,13 +222,13 @@ def _arm_and_release(expires: Any, period: float, seconds: float) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the task that the command line names."""
     name, task, *numbers = sys.argv[1:]
     logging.disable(logging.CRITICAL)
     tasks: dict[str, Callable[..., None]] = {"cost": cost, "reap": reap, "idle": idle, "load": load}
     with tempfile.TemporaryDirectory(prefix="bench_timers_") as folder:
         tasks[task](make(name, folder), *(json.loads(number) for number in numbers))
-    # Torch's file server waits for a client for ever in a thread that nothing ends.
+    # Torch's file server waits for a client in a thread that never ends.
     os._exit(0)
 
 

@@ -1,7 +1,8 @@
 """The worker that `launch.py` starts under both launchers: `_worker.py MODE`.
 
-Its first action is to note when it runs: one line `MODE attempt rank pid nanoseconds` appended to
-the file named by BENCH_STAMPS, on the monotonic clock, which all processes of a host share.
+Its first action is to record when it runs. It appends a line `MODE attempt rank pid nanoseconds` to
+the file that BENCH_STAMPS names. The time is of the monotonic clock, which all processes of a host
+share.
 
 `crash`      imports nothing; in the first attempt the last rank exits with 1 once all run
 `allreduce`  the same, after an all-reduce over gloo in both attempts
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 
-CRASH_AFTER_S = 0.5  # both launchers are at rest by then
+CRASH_AFTER_S = 0.5  # by then, both launchers are idle
 WAIT_S = 600.0
 
 
@@ -25,7 +26,7 @@ def stamp(what: str) -> None:
 
 
 def all_stamped(what: str) -> bool:
-    """Say whether every worker of the first attempt has come as far as `what`."""
+    """Return whether every worker of the first attempt has recorded `what`."""
     with open(os.environ["BENCH_STAMPS"]) as file:
         return sum(line.startswith(f"{what} 0 ") for line in file) == WORLD_SIZE
 
@@ -57,5 +58,5 @@ elif ATTEMPT == 0:
     stamp("crashed")
     sys.exit(1)
 elif MODE == "allreduce":
-    time.sleep(0.1)  # gloo's thread lets go of its work, else it may abort us (train_digits.py)
+    time.sleep(0.1)  # gloo's thread must release its work, or it may abort us (train_digits.py)
     dist.destroy_process_group()

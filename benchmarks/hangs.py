@@ -1,21 +1,21 @@
-"""How late a hung worker is reaped, its stacks in the report, for every kind of hang.
+"""Measure how late a hung worker is reaped, with its stacks in the report, per kind of hang.
 
     python benchmarks/hangs.py [-n RUNS] [--json FILE] [--check]
 
-Each run is a job, `regrow run --timers --max-restarts=1`, whose first attempt hangs in one way:
+Each run is a job, `regrow run --timers --max-restarts=1`. Its first attempt hangs in one way:
 
 - an endless loop in Python
 - `time.sleep`
 - a gloo all-reduce that the other of two workers does not join
 - native code that holds the GIL
-- SIGSTOP, which leaves no way to ask for stacks
+- SIGSTOP, after which the worker cannot print its stacks
 
-What is told comes from the job's events, all on the one monotonic clock of the host: from the
-deadline of the timer until that was noticed, until the kernel had ended the worker, and until the
-first line of the next attempt's last worker. A run in which the report does not say where the
-worker stood counts as none.
+The figures come from the job's events, which all use the host's monotonic clock. Each time starts
+at the deadline of the timer. There are three times: until the server notices the deadline, until
+the kernel has ended the worker, and until the last worker of the next attempt writes its first
+line. A run fails if its report does not name the place where the worker hung.
 
-`--check` compares each run to BOUND_S and exits with 1 where one missed it.
+`--check` compares each run to BOUND_S and exits with 1 if a run missed it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 import regrow
 
-#: Seconds from the deadline to the end of the worker, for every run.
+#: Limit of the seconds from the deadline to the end of the worker, for every run.
 BOUND_S = 0.1
 
 LIMIT_S = 120.0
@@ -59,13 +59,13 @@ GLOO = "import torch, torch.distributed as dist; dist.init_process_group('gloo')
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A way to hang."""
+    """One way to hang."""
 
     name: str
     hang: str
     """The statement that does not end."""
     stood: str
-    """How the report's line on where the worker stood has to begin."""
+    """The start of the line with which the report names the worker's place."""
     before: str = ""
     workers: int = 1
 
@@ -87,16 +87,16 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds from the deadline of the timer."""
+    """Seconds from the deadline of the timer to three events."""
 
     noticed_s: float
     dead_s: float
     again_s: float
-    """To the first line of the next attempt, of its last worker."""
+    """Until the last worker of the next attempt has written its first line."""
 
 
 def run(kind: Kind) -> Times:
-    """Run one job; raises RuntimeError if it did not hang, or was not explained, as it should."""
+    """Run one job; raises RuntimeError if it did not hang as planned, or the report is wrong."""
     with tempfile.TemporaryDirectory(prefix="bench_hangs_") as folder:
         work = Path(folder)
         script = work / "train.py"
@@ -138,7 +138,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if the bound is missed")
     args = parser.parse_args()
 
-    # As pip does for an installed package, and not for an editable checkout.
+    # pip does this for an installed package, but not for an editable checkout.
     compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
     times = {kind.name: [run(kind) for _ in range(args.runs)] for kind in KINDS}
     missed = [

@@ -1,35 +1,37 @@
-"""How soon all workers know of a lost one, what a beat costs, and what it costs a training.
+"""Measure how soon workers detect a lost one, the cost of a beat, and its cost to a training.
 
     python benchmarks/heartbeat.py [--check] [--sizes 2,8,32,128,512] [--both 2,8,32] [--runs 3]
     python benchmarks/heartbeat.py --quiet MINUTES
 
-**Loss.** Workers beat with a period of 1 s and a time-out of 2 s. One is lost, and the time is that
-until the last of the others knows. Ours are light clients (see `_beaters.py`): real connections and
-the real rules, many to a process, one server. In turn with them, as far as `--both` says, DTensor's
-algorithm over gloo, a process for each rank (see `_gloo_beat.py`). It has two times: until the
-first failed exchange, which ends it because of a mistake in it, and until the third, which it means
-to be the one. "Killed" is a process that ends, at a quarter, a half and three quarters of a period
-after a beat in turn; "silent" is one that is there and does nothing. That is known by waiting, and
-ours waits for as long as it says: 3 x (1 + 2) s after the last beat.
+**Loss.** Workers beat with a period of 1 s and a time-out of 2 s. One worker is lost. The time runs
+until the last of the other workers detects the loss. regrow's workers are light clients (see
+`_beaters.py`): real connections and the real rules, many workers in a process, one server. Up to
+the sizes in `--both`, they alternate with DTensor's algorithm over gloo, which has one process for
+each rank (see `_gloo_beat.py`). That algorithm has two times: to the first failed exchange, and to
+the third. The third is meant to be fatal, but a mistake in the algorithm makes the first fatal.
 
-**Faults**: what is done to one of a few real worker processes, and when the last of all has ended
-(see `_beat_faults.py`).
+"Killed" is a process that ends. It ends at a quarter, a half or three quarters of a period after a
+beat, in turn. "Silent" is a process that stays and does nothing. Only waiting detects a silent one,
+and regrow waits for the time that it documents: 3 x (1 + 2) s after the last beat.
 
-**Cost**, at a period of 0.2 s: messages and bytes of a worker and beat, both ways together, the
-processor time of a real worker's process for a beat, and that of the server, for the beat of all
-and for each worker.
+**Faults.** A fault is injected into one of a few real worker processes. The time runs until the
+last of all processes has ended (see `_beat_faults.py`).
 
-**Training.** The digits example on two workers (`_beat_training.py`), blocks of steps in turn
-without and with a heartbeat of 1 s. Told is the median ratio of the steps per second in a pair of
-blocks, the interval in which the true median is with 95 %, and the noise: the median difference of
-two blocks without that follow each other. The processor time of a step depends less on what else
-the machine does, and is told as well.
+**Cost.** The period is 0.2 s. Figures: messages and bytes per worker and beat, both ways together;
+the processor time of a real worker's process per beat; and the processor time of the server, per
+beat of all workers and per worker.
 
-**Quiet.** With `--quiet`, and nothing else then: 8 worker processes at a period of 1 s, each with a
-main thread that computes without a pause, and a process for each core that does so, too. Not one
+**Training.** The digits example on two workers (`_beat_training.py`), in blocks of steps, in turn
+without a heartbeat and with one of 1 s. Figures: the median ratio of the steps per second in a pair
+of blocks, the interval that holds the true median with 95 %, and the noise. The noise is the median
+difference of two successive blocks without a heartbeat. The processor time of a step is printed as
+well, because it depends less on other load of the machine.
+
+**Quiet.** Only with `--quiet`, which runs nothing else: 8 worker processes at a period of 1 s, each
+with a main thread that computes without a pause. One more process for each core does the same. No
 false alarm may be raised; exchanges that failed are counted.
 
-`--check` compares with the bounds and exits with 1 where one is missed; so does an alarm.
+`--check` compares with the bounds and exits with 1 if one is missed. An alarm also exits with 1.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from _beat_faults import faults
 
 from regrow.store import ServerProcess, make_token, start_server
 
-SERVICES = {"heartbeat": "regrow.heartbeat._service:create"}
+SERVICES = {"heartbeat": "regrow.heartbeat.service:create"}
 HERE = Path(__file__).parent
 PROCESSES = 2
 LIMIT_S = 300.0
@@ -66,17 +68,20 @@ COST_PERIOD_S = 0.2
 HOLD_S = 6.0
 
 KILLED_BOUND_S = 1.0
-"""What `heartbeat.start` logs: one whose process ends is known within a second."""
+"""`heartbeat.start` logs this: the end of a process is detected within a second."""
 LATE_S = 0.5
-"""For the last of hundreds of simulated workers, on two cores, to hear what is known."""
+"""Allowance for the last of hundreds of simulated workers, on two cores, to receive the result."""
 MESSAGES = 2.0
 MANY = 32
-"""From so many workers on the bytes of a beat are compared, since up to eight ranks are named in
-it, and the server's time, which for fewer workers is mostly that of waking up."""
-BYTES_GROWTH_BOUND = 1.1  # of what a worker exchanges, from `MANY` to the most workers
-WORKER_GROWTH_BOUND = 1.5  # of its processor time, from the fewest; the processor's speed varies
-SERVER_GROWTH_BOUND = 1.5  # of the server's time for each worker, from `MANY` on
-SLOWDOWN_BOUND = 0.01  # of a training, that is beyond doubt
+"""Number of workers from which on two figures are compared with their bounds.
+
+The bytes of a beat: for few workers they vary, because a beat names up to eight ranks. The server's
+time: for fewer workers it is mostly that of waking up.
+"""
+BYTES_GROWTH_BOUND = 1.1  # bytes of one worker: the largest job against a job of `MANY` workers
+WORKER_GROWTH_BOUND = 1.5  # its processor time, against the smallest job; processor speed varies
+SERVER_GROWTH_BOUND = 1.5  # the server's time for each worker, from `MANY` on
+SLOWDOWN_BOUND = 0.01  # slowdown of a training that is statistically certain
 QUIET_WORKERS = 8
 
 
@@ -84,7 +89,7 @@ QUIET_WORKERS = 8
 
 
 class Crowds:
-    """Processes that hold the simulated workers of one job together."""
+    """The processes that together hold the simulated workers of one job."""
 
     def __init__(
         self, server: ServerProcess, token: bytes, size: int, simulated: int, period: float
@@ -108,12 +113,12 @@ class Crowds:
         self._answers()
 
     def order(self, words: str) -> list[Any]:
-        """Give an order to all; return the answers."""
+        """Send an order to all processes; return their answers."""
         self.begin(words)
         return self._answers()
 
     def begin(self, words: str) -> None:
-        """Give an order to all."""
+        """Send an order to all processes."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(words + "\n")
@@ -150,7 +155,7 @@ def _line(process: subprocess.Popen[str]) -> Any:
 
 @contextmanager
 def job(size: int, simulated: int, period: float) -> Iterator[tuple[ServerProcess, bytes, Crowds]]:
-    """A server, and a crowd of workers that are connected to it."""
+    """Start a server, and a crowd of workers that are connected to it."""
     token = make_token()
     with start_server(token=token, services=SERVICES) as server:
         crowds = Crowds(server, token, size, simulated, period)
@@ -162,7 +167,7 @@ def job(size: int, simulated: int, period: float) -> Iterator[tuple[ServerProces
 
 
 def our_loss(size: int, how: str, phase: float) -> float:
-    """Return the seconds from the loss of one of our workers to the last of the others knowing."""
+    """Return the seconds from the loss of a regrow worker until the last other one detects it."""
     with job(size, size, PERIOD_S) as (_, _, crowds):
         crowds.order("form")
         answers = crowds.order(f"lose {how} {size // 2} {phase}")
@@ -175,7 +180,7 @@ def our_loss(size: int, how: str, phase: float) -> float:
 
 
 def gloo_loss(size: int, how: str, phase: float) -> tuple[float, float]:
-    """Return the seconds to the first and to the third failure of the last of the others."""
+    """Return the seconds until the last other rank has met its first failure, and its third."""
     process = _python("_gloo_beat.py", size, PERIOD_S, TIMEOUT_S, how, phase)
     out, _ = process.communicate(timeout=LIMIT_S)
     if process.returncode:
@@ -185,7 +190,7 @@ def gloo_loss(size: int, how: str, phase: float) -> tuple[float, float]:
 
 
 def losses(sizes: list[int], both: list[int], runs: int) -> list[str]:
-    """Measure and print the first table; return what missed its bound."""
+    """Measure and print the first table; return the bounds that were missed."""
     print(
         f"seconds from the loss of a worker to the last of the others knowing; period "
         f"{PERIOD_S:g} s, time-out {TIMEOUT_S:g} s;\n"
@@ -229,7 +234,7 @@ def _two(found: list[tuple[float, float]]) -> list[str]:
 
 
 def cost(size: int) -> tuple[float, float, float, float]:
-    """Return messages and bytes of a worker and beat, and µs of a real worker and of the server."""
+    """Return messages and bytes per worker and beat, and µs of a real worker and of the server."""
     with job(size, size - 1, COST_PERIOD_S) as (server, token, crowds):
         real = _python(
             "_beat_idly.py",
@@ -246,7 +251,7 @@ def cost(size: int) -> tuple[float, float, float, float]:
     done = sum(beats for _, _, beats in answers)
     messages = sum(part * beats for part, _, beats in answers) / done
     volume = sum(part * beats for _, part, beats in answers) / done
-    all_beats = done * size / (size - 1)  # with those of the real one
+    all_beats = done * size / (size - 1)  # includes the beats of the real worker
     return messages, volume, found["us_of_a_beat"], spent / 1000 / all_beats
 
 
@@ -257,7 +262,7 @@ def _processor_ns(pid: int) -> int:
 
 
 def costs(sizes: list[int]) -> list[str]:
-    """Measure and print the second table; return what missed its bound."""
+    """Measure and print the second table; return the bounds that were missed."""
     print(f"\na beat, at a period of {COST_PERIOD_S:g} s\n")
     heads = ("messages of a worker", "bytes", "µs of a worker", "µs of the server", "for each")
     print(f"{'workers':>8}" + "".join(f"{head:>22}" for head in heads))
@@ -289,7 +294,7 @@ def costs(sizes: list[int]) -> list[str]:
 
 
 def training(pairs: int, steps: int) -> list[str]:
-    """Measure and print what a training loses; return what missed its bound."""
+    """Measure and print the slowdown of a training; return the bounds that were missed."""
     token = make_token()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -329,7 +334,7 @@ def training(pairs: int, steps: int) -> list[str]:
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
-    """Return where the median of what these are a sample of is with 95 %, by resampling."""
+    """Return the 95 % interval of the population's median, by resampling."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[-51]
@@ -339,7 +344,7 @@ def _interval(values: list[float]) -> tuple[float, float]:
 
 
 def quiet(minutes: float) -> list[str]:
-    """Beat under full load; return what was wrong."""
+    """Beat under full load; return the alarms and other mistakes."""
     token = make_token()
     load = [
         subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -379,11 +384,11 @@ def quiet(minutes: float) -> list[str]:
     return wrong
 
 
-# --- all together
+# --- main
 
 
 def main() -> int:
-    """Run the comparison and print it."""
+    """Run the comparison, print it, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
     parser.add_argument("--sizes", type=_numbers, default=[2, 8, 32, 128, 512], help="workers")

@@ -1,29 +1,31 @@
-"""How long a restart in place takes, and what it costs to be ready for one, beside another's.
+"""Measure the time and the cost of in-process restart, beside nvidia-resiliency-ext.
 
     python benchmarks/inprocess.py [--check] [--runs 7] [--only restarts|memory|training|protocol]
                                    [--cases PART] [--pairs 10] [--steps 300] [--log FILE]
 
-Beside ours runs nvidia-resiliency-ext, in two settings: as it comes, and at its best, which is all
-intervals at 10 ms and no last call. It is installed once, without what its other parts need, in a
-folder of the user's cache (`PEER`), and loaded by the same interpreter with the same torch.
+The peer, nvidia-resiliency-ext, runs in two settings: with its defaults, and at its best, with all
+intervals at 10 ms and without a last call. The benchmark installs it once into a folder of the
+user's cache (`PEER`), without the dependencies of its other parts. Both packages run in the same
+interpreter with the same torch.
 
-**Restarts.** Four ranks on gloo, forked from a process that has loaded torch. In its first call of
-the function rank 2 has a fault: it raises, or kills itself, while the others compute or wait in an
-all-reduce; or it computes on and no longer calls `ping`. Told is the time from the fault to the
-first all-reduce of the next iteration, done on the last rank; of a hang, from the soft time-out.
-The three take turns in each run. One that has not restarted in time counts as infinite.
+**Restarts.** Four ranks on gloo are forked from a process that has loaded torch. Rank 2 has a fault
+in its first call of the function. It raises or kills itself, while the other ranks compute or wait
+in an all-reduce; or it continues to compute and no longer calls `ping`. The time runs from the
+fault until the last rank has done the first all-reduce of the next iteration. For a hang, it runs
+from the soft time-out. Each run measures the three tools in turn. A tool that has not restarted in
+time counts as infinite.
 
-**Memory.** What there is beside four ranks of their own, started apart: proportional (PSS) and
-resident, divided by the ranks. That is every process that the wrapper has started, ours with the
-store's server, which the peer has in rank 0.
+**Memory.** Four ranks start as separate processes. The figures are the proportional (PSS) and the
+resident memory of all other processes that the wrapper has started, divided by the ranks. For
+regrow they include the store's server, which the peer runs inside rank 0.
 
-**Training.** Two ranks take steps in blocks, in turn without and with a wrapper as it comes and a
-`ping` a step. Told is the median ratio of the speeds in a pair, and where the true median is with
-95 %.
+**Training.** Two ranks take steps in blocks, in turn without a wrapper and with a default wrapper
+and one `ping` per step. The figures are the median ratio of the speeds in a pair, and the interval
+that holds the true median with 95 %.
 
 **Protocol.** A restart of 1,024 simulated ranks; see `_restarters.py`.
 
-`--check` compares with the bounds and exits with 1 where one is missed.
+`--check` compares with the bounds and exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ PEER = (
     / f"regrow-bench-nvidia-resiliency-ext-{VERSION}-py{sys.version_info[0]}{sys.version_info[1]}"
 )
 PLATFORMS = ("manylinux_2_39_x86_64", "manylinux2014_x86_64", "any")
-"""Its wheel asks for a newer C library than its part that is measured here needs."""
+"""The peer's wheel requires a newer C library than the part that is measured here needs."""
 
 RANKS = 4
 SOFT_S = 2.0
@@ -70,7 +72,7 @@ OF_DEFAULT = 0.1
 OF_BEST = 0.25
 BLOCKED_BOUND_S = 0.3
 MEMORY_BOUND = 0.2
-SLOWDOWN_BOUND = 0.01  # of a training, that is beyond doubt
+SLOWDOWN_BOUND = 0.01  # slowdown of a training that is statistically certain
 CROWD = 1024
 CROWD_BOUND_S = 1.0
 
@@ -84,7 +86,7 @@ BEST = {
 
 
 class Tool(NamedTuple):
-    """What is measured."""
+    """A package and its settings, as measured here."""
 
     name: str
     package: str
@@ -109,7 +111,7 @@ CASES = {
 
 
 def install() -> None:
-    """Install the peer, unless that has been done."""
+    """Install the peer, unless it is installed already."""
     if (PEER / "installed").exists():
         return
     pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--target", str(PEER)]
@@ -121,7 +123,7 @@ def install() -> None:
 
 
 class Scene:
-    """The folder of a run, and what was started in it."""
+    """The folder of a run, and the jobs that were started in it."""
 
     def __init__(self, work: Path, log: int) -> None:
         self.work = work
@@ -129,7 +131,7 @@ class Scene:
         self._jobs = 0
 
     def start(self, tool: Tool, *arguments: str) -> subprocess.Popen[str]:
-        """Start ranks, or what forks them."""
+        """Start a rank, or the process that forks ranks."""
         return subprocess.Popen(
             [sys.executable, str(HERE / "_restart_ranks.py"), tool.package, *arguments],
             stdin=subprocess.PIPE,
@@ -142,14 +144,14 @@ class Scene:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "PYTHONPATH": str(PEER),
                 "PYTHONWARNINGS": "ignore",
-                # Each of the peer's looks at its store is a time-out, of which torch would warn
-                # with a stack, which it takes seconds to find the names for.
+                # Each time the peer polls its store, a time-out occurs. torch would log each with
+                # a stack, and it takes seconds to resolve the names in that stack.
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
             },
         )
 
     def job(self, tool: Tool, case: str, size: int, ports: int, **more: Any) -> list[Any]:
-        """Describe a job, as the ranks read it."""
+        """Describe a job in the form that the ranks read."""
         self._jobs += 1
         settings = dict(tool.settings)
         if case.startswith("hang"):
@@ -161,7 +163,7 @@ class Scene:
 
 @contextmanager
 def scene(log: Path | None) -> Iterator[Scene]:
-    """A folder; in the end all processes that are left are ended."""
+    """Create a folder; at the end, kill all remaining processes."""
     with (
         tempfile.TemporaryDirectory(prefix="bench_inprocess_") as folder,
         open(log or os.devnull, "a") as errors,
@@ -173,7 +175,7 @@ def scene(log: Path | None) -> Iterator[Scene]:
 
 
 def end(pids: set[int]) -> None:
-    """End processes, and forget those that are this process's children, as all orphans are."""
+    """Kill processes, and reap the children of this process. All orphans are its children."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -185,14 +187,14 @@ def end(pids: set[int]) -> None:
 
 
 def reaped(pid: int) -> bool:
-    """Reap a process if it has ended, and is a child of this one."""
+    """Reap a process if it has ended and is a child of this process."""
     with suppress(ChildProcessError):
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     return False
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens at."""
+    """Return ports on which no process listens."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [probe.getsockname()[1] for probe in probes]
     for probe in probes:
@@ -201,13 +203,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def events(path: str) -> list[dict[str, Any]]:
-    """Return what the ranks of a job have noted."""
+    """Return the events that the ranks of a job have recorded."""
     file = Path(path)
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def wait_for(path: str, event: str, count: int) -> None:
-    """Wait until so many ranks have noted an event."""
+    """Wait until `count` ranks have recorded an event."""
     deadline = time.monotonic() + LIMIT_S
     while sum(each["event"] == event for each in events(path)) < count:
         if time.monotonic() > deadline:
@@ -219,17 +221,17 @@ def wait_for(path: str, event: str, count: int) -> None:
 
 
 class Restarts:
-    """Has ranks restart in place."""
+    """Lets ranks restart in process, and measures the time."""
 
     def __init__(self, stage: Scene) -> None:
-        import torch.distributed as dist  # not before memory is measured, which it would share
+        import torch.distributed as dist  # after memory is measured: forked ranks would share it
 
         self._scene = stage
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._forks = {tool.package: stage.start(tool) for tool in TOOLS[:2]}
 
     def once(self, tool: Tool, case: str) -> float:
-        """Return the seconds of one restart; infinite: there was none in time."""
+        """Return the seconds of one restart; infinite if there was none in time."""
         job = self._scene.job(tool, case, RANKS, 1, group=str(self._store.port))
         process = self._forks[tool.package]
         assert process.stdin is not None
@@ -257,13 +259,13 @@ class Restarts:
         return float(max(done) - faults[0] - (SOFT_S if case.startswith("hang") else 0.0))
 
     def close(self) -> None:
-        """End what forks the ranks."""
+        """End the processes that fork the ranks."""
         for process in self._forks.values():
             process.communicate()
 
 
 def restarts(stage: Scene, options: argparse.Namespace) -> list[str]:
-    """Measure and print the table; return what missed its bound."""
+    """Measure and print the table; return the bounds that were missed."""
     cases = [case for case in CASES if options.cases in case]
     found: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
     crowd = Restarts(stage)
@@ -308,11 +310,11 @@ def _cell(seconds: list[float]) -> str:
 
 
 def beside(stage: Scene, tool: Tool) -> tuple[float, float, int]:
-    """Return proportional and resident MB beside each rank, and how many processes there are."""
+    """Return proportional and resident MB beside each rank, and the number of processes."""
     job = stage.job(tool, "none computing", RANKS, 1)
     ranks = [stage.start(tool, json.dumps(job), str(rank)) for rank in range(RANKS)]
     wait_for(job[5], "reduced", RANKS)
-    time.sleep(2.0)  # the peer's monitors go on loading for a while
+    time.sleep(2.0)  # the peer's monitors are still loading
     pids = descendants(os.getpid()) - {os.getpid(), *(rank.pid for rank in ranks)}
     held = [usage(pid) for pid in pids if not reaped(pid)]
     end(pids | {rank.pid for rank in ranks})
@@ -326,7 +328,7 @@ def beside(stage: Scene, tool: Tool) -> tuple[float, float, int]:
 
 
 def memory(stage: Scene, options: argparse.Namespace) -> list[str]:
-    """Measure and print the memory beside the ranks; return what missed its bound."""
+    """Measure and print the memory beside the ranks; return the bounds that were missed."""
     ours, its = beside(stage, OURS), beside(stage, AS_IT_COMES)
     print(f"\nmemory beside each of {RANKS} ranks\n")
     for tool, (proportional, resident, count) in ((OURS, ours), (AS_IT_COMES, its)):
@@ -344,7 +346,7 @@ def memory(stage: Scene, options: argparse.Namespace) -> list[str]:
 
 
 def training(stage: Scene, options: argparse.Namespace) -> list[str]:
-    """Measure and print what a training loses; return what missed its bound."""
+    """Measure and print the slowdown of a training; return the bounds that were missed."""
     failures = []
     print(f"\ntraining on 2 ranks, {options.pairs} pairs of blocks of {options.steps} steps\n")
     for tool in (OURS, AS_IT_COMES):
@@ -377,7 +379,7 @@ def training(stage: Scene, options: argparse.Namespace) -> list[str]:
 
 
 def _interval(values: list[float]) -> tuple[float, float, float]:
-    """Return the median, and where that of what these are a sample of is, by resampling."""
+    """Return the median of the sample, and the 95 % interval of the true one, by resampling."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return statistics.median(values), medians[50], medians[-51]
@@ -387,7 +389,7 @@ def _interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def protocol(stage: Scene, options: argparse.Namespace) -> list[str]:
-    """Measure and print restarts of many simulated ranks; return what missed its bound."""
+    """Measure and print restarts of many simulated ranks; return the bounds that were missed."""
     few, many = restart_run(RANKS, options.runs), restart_run(CROWD, options.runs)
     print("\nthe protocol alone\n")
     for run in (few, many):
@@ -405,7 +407,7 @@ def protocol(stage: Scene, options: argparse.Namespace) -> list[str]:
 
 
 def main() -> int:
-    """Run the comparison and print it."""
+    """Run the comparison, print it, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="fail where a bound is missed")
     parser.add_argument("--runs", type=int, default=7, help="of each case")
@@ -421,7 +423,7 @@ def main() -> int:
     }
     parser.add_argument("--only", choices=tuple(parts), help="only this part")
     options = parser.parse_args()
-    # Whatever a rank leaves behind becomes a child of this process, and ends with it.
+    # Every process that a rank leaves behind becomes a child of this process, and ends with it.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     install()

@@ -1,24 +1,26 @@
-"""What the launcher itself costs, beside torchrun of the installed torch.
+"""Measure the cost of the launcher itself, beside torchrun of the installed torch.
 
     python benchmarks/launch.py [-n RUNS] [--nproc WORKERS] [--json FILE] [--check]
 
-Both launchers start the same worker script with the same arguments, alternating, so that a
-machine that grows slower half-way slows both. Four questions:
+Both launchers start the same worker script with the same arguments. They alternate, so that a
+machine that becomes slower half-way affects both. Four measures:
 
-1. command to the first line of every worker, of a script that imports nothing
-2. a worker's exit(1) to every worker of the next attempt having started
-3. the same to the end of their first all-reduce over gloo
-4. resident memory and processor time of the idle agent, with every helper process it has, while
-   the workers sleep; one long window with both launchers at once, because the kernel counts
-   processor time in ticks of 10 ms and neither figure depends on what else runs
+1. time from the command to the first line of every worker; the script imports nothing
+2. time from a worker's exit(1) until every worker of the next attempt has started
+3. time from that exit to the end of their first all-reduce over gloo
+4. resident memory and processor time of the idle agent and all its helper processes, while the
+   workers sleep
+
+Measure 4 uses one long window with both launchers at once. The kernel counts processor time in
+ticks of 10 ms, so a short window is too coarse. Neither figure depends on other processes.
 
 torchrun is started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it, `--standalone` of torch
-2.13 lets the workers of every attempt meet in one store, where those of the second find the
-addresses that the first left behind: of the runs tried, most spent their restarts on connections
-refused, or hung, and question 3 had no answer.
+2.13 uses one store for the workers of every attempt. The workers of the second attempt then find
+the addresses that the first attempt left. Most of the runs that were tried spent their restarts on
+refused connections, or hung, so measure 3 had no result.
 
-Every time is the difference of two stamps of the monotonic clock, the later one taken by the last
-worker. `--check` compares with the bounds in BOUNDS and exits with 1 where one is missed.
+Every time is the difference of two stamps of the monotonic clock; the last worker takes the later
+one. `--check` compares with the bounds in BOUNDS and exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ FIRST_LINE = "command to first line of every worker"
 RESTART = "exit(1) to all workers of the next attempt"
 ALL_REDUCE = "exit(1) to their first all-reduce"
 
-# (measure, bound): for the times a share of torchrun's median, for the idle agent absolute.
+# (measure, bound): for times, a share of torchrun's median; for the idle agent, absolute.
 BOUNDS = {FIRST_LINE: 0.15, RESTART: 0.30}
 IDLE_MB_BOUND = 50.0
 IDLE_CPU_BOUND = 0.2  # per cent of one core
@@ -69,7 +71,7 @@ class Stamp:
 
 
 def read_stamps(path: Path) -> list[Stamp]:
-    """Return what the workers noted so far."""
+    """Return the stamps that the workers have written so far."""
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [Stamp(w, int(a), int(r), int(p), int(ns) / 1e9) for w, a, r, p, ns in rows]
 
@@ -98,10 +100,11 @@ def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subpr
 
 
 def crash_run(module: str, mode: str, workers: int) -> tuple[float, float]:
-    """Run a job whose last rank exits with 1 in the first attempt.
+    """Run a job in which the last rank exits with 1 in the first attempt.
 
-    Returns the seconds from the command to the first line of every worker, and from that exit to
-    the last `started` (mode `crash`) or `reduced` (mode `allreduce`) of the next attempt.
+    Returns two times in seconds. The first runs from the command to the first line of every worker.
+    The second runs from that exit to the last `started` (mode `crash`) or `reduced` (mode
+    `allreduce`) of the next attempt.
     """
     with tempfile.TemporaryDirectory(prefix="bench_launch_") as folder:
         work = Path(folder)
@@ -120,7 +123,7 @@ def crash_run(module: str, mode: str, workers: int) -> tuple[float, float]:
 
 
 def idle_run(workers: int, seconds: float) -> dict[str, list[Usage]]:
-    """Return for each launcher what its own processes hold and used in `seconds` of idleness."""
+    """Return, per launcher, the usage of its own processes during `seconds` without work."""
     with tempfile.TemporaryDirectory(prefix="bench_launch_") as folder:
         works = {name: Path(folder) / name for name in LAUNCHERS}
         for work in works.values():
@@ -143,7 +146,7 @@ def idle_run(workers: int, seconds: float) -> dict[str, list[Usage]]:
 
 
 def _own(root: int, work: Path) -> list[Usage]:
-    """Return the usage of the launcher and its helpers: all below it but the workers."""
+    """Return the usage of the launcher and its helpers: all processes below it but the workers."""
     workers = {stamp.pid for stamp in read_stamps(work / "stamps")}
     below_workers = set().union(*(descendants(pid) for pid in workers))
     return [usage(pid) for pid in sorted(descendants(root) - below_workers)]
@@ -159,10 +162,10 @@ def _difference(before: list[Usage], after: list[Usage]) -> list[Usage]:
 
 
 def measure(runs: int, workers: int) -> dict[str, dict[str, list[float]]]:
-    """Return for each measure and launcher the seconds of every run."""
+    """Return the seconds of every run, for each measure and launcher."""
     measures = (FIRST_LINE, RESTART, ALL_REDUCE)
     times: dict[str, dict[str, list[float]]] = {m: {n: [] for n in LAUNCHERS} for m in measures}
-    for module in LAUNCHERS.values():  # once before it counts: the files are in memory, compiled
+    for module in LAUNCHERS.values():  # warm-up: compiles the files and caches them in memory
         crash_run(module, "allreduce", workers)
     for run in range(runs):
         for name in sorted(LAUNCHERS, reverse=bool(run % 2)):
@@ -187,8 +190,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     args = parser.parse_args()
 
-    # What pip does for an installed package, torch among them, and not for an editable checkout:
-    # where Python may not write byte code, the checkout would be compiled again at every start.
+    # pip does this for an installed package such as torch, but not for an editable checkout. If
+    # Python may not write byte code, it would compile the checkout again at every start.
     compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
     times = measure(args.runs, args.nproc)
     idle = idle_run(args.nproc, args.idle_seconds)

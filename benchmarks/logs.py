@@ -1,11 +1,11 @@
-"""What it costs to keep a worker's output: the pump beside `cat > file`, on the same work.
+"""Measure the cost of storing a worker's output: the pump beside `cat > file`, on the same work.
 
     python benchmarks/logs.py [--megabytes 1024] [--runs 3] [--directory DIR]
 
-A producer writes lines as fast as it can, in blocks of 64 KiB, into a pipe; the pump, the pump
-with a tee to a console that takes everything, and `cat` store them in a file of the same file
-system, in turn. Printed are medians: MB/s from the producer's start until all is stored, and
-seconds of processor time (user and system) of whoever stores, per GB.
+A producer writes lines to a pipe as fast as it can, in blocks of 64 KiB. Three consumers store them
+in turn, in a file of the same file system: the pump, the pump with a tee to a console that accepts
+everything, and `cat`. Two medians are printed: MB/s from the producer's start until all is stored,
+and seconds of processor time (user and system) of the consumer per GB.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regrow.workers._logs import LogsDest
-from regrow.workers._pump import LogPump
+from regrow.workers.logs.console import Follower
+from regrow.workers.logs.lines import Sink
+from regrow.workers.logs.pump import LogPump
+from regrow.workers.logs.specs import LogsDest
 
 PRODUCER = """
 import os, sys
@@ -35,12 +37,12 @@ for _ in range(int(sys.argv[1]) * 16):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run."""
+    """Result of one run."""
 
     seconds: float
-    """From the producer's start until all is stored (and shown, with tee)."""
+    """Seconds from the producer's start until all is stored (and shown, with tee)."""
     cpu: float
-    """Seconds of processor time of whoever stores."""
+    """Seconds of processor time of the consumer."""
 
 
 def _producer(megabytes: int, stdout: int) -> subprocess.Popen[bytes]:
@@ -48,7 +50,7 @@ def _producer(megabytes: int, stdout: int) -> subprocess.Popen[bytes]:
 
 
 def with_cat(path: str, megabytes: int) -> Measured:
-    """`producer | cat > path`."""
+    """Measure `producer | cat > path`."""
     started = time.monotonic()
     read, write = os.pipe()
     with open(path, "wb") as file:
@@ -63,16 +65,14 @@ def with_cat(path: str, megabytes: int) -> Measured:
 
 
 def with_pump(path: str, megabytes: int, *, tee: bool) -> Measured:
-    """The producer's stdout redirected through a pump, and shown on /dev/null with `tee`."""
+    """Measure the producer's stdout through a pump, and shown on /dev/null with `tee`."""
     console = os.open(os.devnull, os.O_WRONLY)
     before = resource.getrusage(resource.RUSAGE_SELF)
     started = time.monotonic()
     dest = LogsDest({0: path}, {0: ""}, {0: path} if tee else {})
-    pump = LogPump("worker", dest, stdout_fd=console)
+    pump = LogPump("worker", dest, follower=Follower(Sink(2), {"stdout": Sink(console)}))
     pump.start()
-    writer = pump.writer_fd(0, "stdout")
-    assert writer is not None
-    producer = _producer(megabytes, writer)
+    producer = _producer(megabytes, pump.writer_fds(0)[1])
     pump.close_writers()
     producer.wait()
     pump.stop(60)
@@ -84,7 +84,7 @@ def with_pump(path: str, megabytes: int, *, tee: bool) -> Measured:
 
 
 def main() -> None:
-    """Run and print."""
+    """Measure all consumers and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1024, help="output per run")
     parser.add_argument("--runs", type=int, default=3, help="runs of each, alternating")

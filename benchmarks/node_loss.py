@@ -1,19 +1,19 @@
-"""How long a job stands still when it loses a node, beside torchrun of the installed torch.
+"""Measure how long a job stands still when it loses a node, beside torchrun of the installed torch.
 
     python benchmarks/node_loss.py [-n RUNS] [--torchrun-runs RUNS] [--json FILE] [--check]
 
 Three agents on this host, `--nnodes=1:3` with one worker each, meet at a port of the loopback and
-do all-reduces over gloo. Then the third agent, everything it has started and its worker get
-SIGKILL at one moment; it is neither rank 0 nor the one that serves the store. Two questions:
+repeat all-reduces over gloo. Then the third agent, its worker and all processes it has started get
+SIGKILL at one moment. This agent is not rank 0, and it does not serve the store. Two measures:
 
-1. from that moment to the first line of both survivors' new workers
-2. from that moment to their first all-reduce
+1. time from that moment to the first line of both survivors' new workers
+2. time from that moment to their first all-reduce
 
 Both launchers get the same command line and their own defaults, one after the other. torchrun may
-never come back: it gets LIMIT_S, and what is not there by then is counted as not within LIMIT_S,
-which the medians and ratios take as LIMIT_S, in torchrun's favour.
+never recover, so each run has a limit of LIMIT_S. A goal that is not reached by then counts as not
+within LIMIT_S. The medians and ratios count it as LIMIT_S, which favours torchrun.
 
-`--check` compares regrow's times to BOUNDS and exits with 1 where a run missed one.
+`--check` compares regrow's times to BOUNDS and exits with 1 if a run missed one.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Stamp:
 
 
 def read_stamps(path: Path) -> list[Stamp]:
-    """Return what the workers noted so far."""
+    """Return the stamps that the workers have written so far."""
     rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
     return [Stamp(w, int(r), int(n), int(p), int(ns) / 1e9) for w, r, n, p, ns in rows]
 
 
 @contextmanager
 def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the agents of one job; kill everything of it at the end."""
+    """Start the agents of one job; kill all its processes at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -88,20 +88,23 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                         command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
                     )
                 )
-            if number == 0:  # the one that serves the store is not the one to be killed
+            if number == 0:  # the first agent serves the store; the last one is killed
                 _await(lambda: _listens(port), FORMING_S)
         yield started
     finally:
         for process in started:
             kill_at_once(descendants(process.pid))
             process.wait()
-        for stamp in read_stamps(work / "stamps"):  # those whose agent had gone before
+        for stamp in read_stamps(work / "stamps"):  # workers that outlived their agent
             with suppress(ProcessLookupError):
                 os.kill(stamp.pid, signal.SIGKILL)
 
 
 def kill_at_once(pids: set[int]) -> float:
-    """Send SIGKILL to all, none of which can act on the end of another; return when."""
+    """Stop all processes, then kill them; return when SIGKILL was sent, monotonic seconds.
+
+    SIGSTOP comes first, so that no process can react to the end of another.
+    """
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         at_s = time.monotonic()
         for pid in pids:
@@ -111,7 +114,7 @@ def kill_at_once(pids: set[int]) -> float:
 
 
 def lose_a_node(module: str) -> dict[str, float | None]:
-    """Run a job, kill one of its nodes, and return the seconds to each goal; None: not reached."""
+    """Run a job and kill one of its nodes; return the seconds to each goal, None if not reached."""
     with tempfile.TemporaryDirectory(prefix="bench_node_loss_") as folder:
         work = Path(folder)
         stamps = work / "stamps"
@@ -154,7 +157,7 @@ def _await(done: Callable[[], bool], limit_s: float) -> bool:
 
 
 def measure(runs: dict[str, int]) -> dict[str, dict[str, list[float | None]]]:
-    """Return for each goal and launcher the seconds of every run."""
+    """Return the seconds of every run, for each goal and launcher."""
     times: dict[str, dict[str, list[float | None]]] = {
         goal: {name: [] for name in LAUNCHERS} for goal in (STARTED, REDUCED)
     }
@@ -179,7 +182,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     args = parser.parse_args()
 
-    # As pip does for an installed package, torch among them, and not for an editable checkout.
+    # pip does this for an installed package such as torch, but not for an editable checkout.
     compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
     times = measure({"regrow": args.runs, "torchrun": args.torchrun_runs})
     missed = [

@@ -1,24 +1,26 @@
-"""How long nodes take to meet, beside torch's dynamic rendezvous.
+"""Measure how long nodes take to form a round, beside torch's dynamic rendezvous.
 
     python benchmarks/rendezvous.py [--check] [--etcd] [--runs 3] [--both 4,16,64]
                                     [--crowd-runs 5] [--crowds 64,...,4096]
 
-**Handlers.** N nodes, each a `DynamicRendezvousHandler` in a thread, with a connection of its own
-to one server on this machine; all are connected before the clock starts, then all are asked for
-`next_rendezvous` at once, with min_nodes = max_nodes = N. The time is that until the last one has
-its rank. torch's nodes meet through `C10dRendezvousBackend` over one TCPStore; ours through the
-store server, as with `--rdzv-backend c10d`. They take turns, each run in a process of its own. A
-run that has not ended after 120 s is given up, and counts as endless.
+**Handlers.** There are N nodes. Each is a `DynamicRendezvousHandler` in a thread, with its own
+connection to one server on this machine. All are connected before the clock starts. Then all call
+`next_rendezvous` at once, with min_nodes = max_nodes = N. The time runs until the last node has its
+rank. torch's nodes meet through `C10dRendezvousBackend` over one TCPStore. regrow's nodes meet
+through the store server, as with `--rdzv-backend c10d`. The two alternate, and each run has its own
+process. A run that has not ended after 120 s is aborted and counts as infinite.
 
-**Crowds.** More nodes than a machine has room for threads are simulated by light clients (see
-`_crowd.py`): real connections and the real protocol to one server. Three times: until the first
-round is complete; until the second is, after one node has asked for it (each node hears that the
-round is over, answers, and joins again); and what a node that keeps its seat exchanges with the
-server in a second.
+**Crowds.** A machine has no room for the threads of very many nodes. Light clients simulate them
+(see `_crowd.py`): real connections and the real protocol to one server. Three figures:
 
-With `--etcd`, our handlers meet also over an etcd server, which must be installed.
+- the seconds until the first round is complete
+- the seconds from one node's request for the second round until that round is complete; in
+  between, each node receives the end of the first round, acknowledges it, and joins again
+- the traffic per second between the server and a node that stays in the round
 
-`--check` compares with the bounds and exits with 1 where one is missed.
+With `--etcd`, regrow's handlers also meet over an etcd server, which must be installed.
+
+`--check` compares with the bounds and exits with 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ PROCESSES = 2
 SHARE_OF_TORCH = 0.05  # at 64 nodes
 CROWD_BOUND_S = 2.0  # at 1,024 nodes
 GROWTH_BOUND = 2.3  # from N to 2N nodes
-JUDGED_FROM = 256  # nodes; fewer meet too soon for that to say anything
-MORE_RUNS = 30  # of N and 2N nodes in turn, where the first ones miss that bound
-TRAFFIC_GROWTH_BOUND = 1.1  # of what a node exchanges, from the fewest to the most nodes
+JUDGED_FROM = 256  # nodes; smaller jobs form too fast for the growth to be meaningful
+MORE_RUNS = 30  # of N and 2N nodes in turn, if the first runs miss that bound
+TRAFFIC_GROWTH_BOUND = 1.1  # traffic of one node, from the fewest to the most nodes
 
 
 # --- handlers in threads
@@ -85,7 +87,7 @@ def _triple(info: Any) -> tuple[Any, int, int]:
 
 
 def torch_nodes(count: int) -> float:
-    """torch's nodes, on one TCPStore."""
+    """Measure torch's nodes, on one TCPStore; return the seconds."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -107,7 +109,7 @@ def torch_nodes(count: int) -> float:
 
 
 def our_nodes(count: int, backend: str, endpoint: str) -> float:
-    """Our nodes, at an endpoint where something listens already."""
+    """Measure regrow's nodes, at an endpoint that is served already; return the seconds."""
     return meet(
         [
             get_rendezvous_handler(
@@ -121,12 +123,12 @@ def our_nodes(count: int, backend: str, endpoint: str) -> float:
 
 
 def torch_run(count: int) -> float:
-    """One run of torch's handlers."""
+    """Measure torch's handlers once, in a new process; return the seconds."""
     return in_a_process("torch", str(count))
 
 
 def in_a_process(*role: str, environ: dict[str, str] | None = None) -> float:
-    """Run this file in another role, and return the number it prints."""
+    """Run this file in another role, and return the number that it prints."""
     command = [sys.executable, __file__, *role]
     env = {**os.environ, **(environ or {})}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -136,16 +138,16 @@ def in_a_process(*role: str, environ: dict[str, str] | None = None) -> float:
 
 
 def our_run(count: int) -> float:
-    """One run of our handlers, with a server of its own."""
+    """Measure regrow's handlers once, in a new process with a new server; return the seconds."""
     token = make_token()
-    services = {"rendezvous": "regrow.rendezvous._service:create"}
+    services = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
     with start_server(token=token, services=services) as server:
         role = ("ours", str(count), "c10d", server.endpoint)
         return in_a_process(*role, environ={"REGROW_TOKEN": token.decode()})
 
 
 def etcd_run(count: int) -> float:
-    """One run of our handlers over an etcd server of its own."""
+    """Measure regrow's handlers once, over a new etcd server; return the seconds."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         endpoint = _start_etcd(folder, stack)
         return in_a_process("ours", str(count), "etcd", endpoint)
@@ -183,7 +185,7 @@ def _start_etcd(folder: str, stack: ExitStack) -> str:
 
 
 class Crowds:
-    """Processes that hold the nodes of one job together."""
+    """The processes that together hold the nodes of one job."""
 
     def __init__(self, nodes: int, endpoint: str, token: bytes) -> None:
         share = nodes // PROCESSES
@@ -203,13 +205,13 @@ class Crowds:
         self.connected = max(self._answers())
 
     def until(self, word: str) -> float:
-        """Give an order; return the seconds until the last node has its rank."""
+        """Send an order; return the seconds until the last node has its rank."""
         began = time.monotonic()
         seconds: float = max(self._order(word)) - began
         return seconds
 
     def traffic(self) -> tuple[float, float]:
-        """Return the messages and bytes of one node and second."""
+        """Return the messages and bytes per node and second."""
         answers = self._order(f"hold {HOLD_S}")
         return tuple(statistics.fmean(part) for part in zip(*answers, strict=True))  # type: ignore[return-value]
 
@@ -237,9 +239,9 @@ class Crowds:
 
 
 def crowd_run(nodes: int, traffic: bool) -> tuple[float, float, tuple[float, float] | None]:
-    """Return the seconds of the first round and of the second, and the traffic of a node."""
+    """Return the seconds of the first and the second round, and the traffic of a node."""
     token = make_token()
-    services = {"rendezvous": "regrow.rendezvous._service:create"}
+    services = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
     with start_server(token=token, services=services) as server:
         crowds = Crowds(nodes, server.endpoint, token)
         first, second = crowds.until("join"), crowds.until("again")
@@ -248,11 +250,11 @@ def crowd_run(nodes: int, traffic: bool) -> tuple[float, float, tuple[float, flo
     return first, second, exchanged
 
 
-# --- all together
+# --- main
 
 
 def main() -> int:
-    """Run the comparison and print it."""
+    """Run the comparison, print it, and return the exit code."""
     threading.stack_size(512 * 1024)
     if sys.argv[1:2] == ["torch"]:
         return _say(torch_nodes(int(sys.argv[2])))
@@ -285,7 +287,7 @@ def _numbers(text: str) -> list[int]:
 
 def _say(seconds: float) -> int:
     print(seconds, flush=True)
-    os._exit(0)  # threads that were given up would hold the process
+    os._exit(0)  # threads of aborted calls would keep the process alive
 
 
 def _beside_torch(counts: list[int], runs: int, etcd: bool) -> list[str]:
@@ -317,7 +319,7 @@ def _crowds(counts: list[int], runs: int) -> list[str]:
     traffic: dict[int, tuple[float, float]] = {}
 
     def turn(sizes: list[int], *, exchanges: bool = False) -> None:
-        """Take all sizes in turn: a slow minute is one for all of them."""
+        """Run all sizes in turn, so that a slow minute of the machine affects all of them."""
         for count in sizes:
             *seconds, exchanged = crowd_run(count, exchanges)
             times[count].append((seconds[0], seconds[1]))

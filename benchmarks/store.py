@@ -1,17 +1,17 @@
-"""How fast one client is while a thousand others wait, beside torch's TCPStore.
+"""Measure the speed of one client while a thousand others wait, beside torch's TCPStore.
 
     python benchmarks/store.py [--check] [--waiting 1000] [--pairs 5000] [--runs 5]
 
-A thousand clients, each with a connection of its own, hold a blocked `wait` for a key that
-never comes. One more client then makes set+get pairs of a 64-byte value, one call at a
-time. Our store server and torch's TCPStore server (its default, libuv) do the same work in
-turn, in the same run, each in a process of its own; so do the thousand clients.
+A thousand clients, each with its own connection, block in `wait` for a key that never appears. One
+more client then makes set+get pairs of a 64-byte value, one call at a time. regrow's store server
+and torch's TCPStore server (its default, libuv) do the same work in turn, in the same run. Each
+server has its own process, and so have the thousand clients.
 
-Where names of addresses are not served quickly, the start takes minutes: TCPStore's server
-looks up the name of every client that connects.
+If address names resolve slowly, the start takes minutes: TCPStore's server resolves the name of
+every client that connects.
 
-Printed are medians over the runs; a ratio over 1 means that we are faster. `--check` fails
-(exit code 1) if our store makes fewer than 5,000 set+get pairs a second.
+The output shows medians over the runs. A ratio over 1 means that regrow is faster. `--check` fails
+(exit code 1) if regrow's store makes fewer than 5,000 set+get pairs a second.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ LONG = timedelta(hours=1)
 
 
 def our_store(endpoint: str, token: str) -> Any:
-    """Return a client of our server."""
+    """Return a client of regrow's server."""
     return connect(endpoint, token=token.encode(), call_timeout=LONG)
 
 
 def torch_store(endpoint: str, token: str) -> Any:
-    """Return a client of a TCPStore server; it knows no token."""
+    """Return a client of a TCPStore server, which ignores the token."""
     from torch.distributed import TCPStore
 
     host, _, port = endpoint.rpartition(":")
@@ -61,7 +61,7 @@ def serve_torch() -> None:
 
 
 def hold_ours(endpoint: str, token: str, count: int) -> None:
-    """Hold blocked waits through `count` clients; say so, and say when all have returned."""
+    """Hold blocked waits through `count` clients; print when all wait, and when all returned."""
     threading.stack_size(256 * 1024)
     clients = [our_store(endpoint, token) for _ in range(count)]
     threads = [threading.Thread(target=client.wait, args=(["never"],)) for client in clients]
@@ -76,9 +76,9 @@ def hold_ours(endpoint: str, token: str, count: int) -> None:
 def hold_torch(endpoint: str, count: int) -> None:
     """Hold blocked waits on `count` connections to a TCPStore.
 
-    The connections speak TCPStore's protocol themselves: to the server they are its clients,
-    and torch's own client looks up host names, which takes minutes for a thousand of them
-    where names are not served locally.
+    The connections speak TCPStore's protocol directly, so the server counts them as clients.
+    torch's own client resolves host names. Without a local name service, that takes minutes for a
+    thousand clients.
     """
     host, _, port = endpoint.rpartition(":")
     validate = bytes([0]) + struct.pack("<I", 0x3C85F7CE)
@@ -110,7 +110,7 @@ def first_line(process: subprocess.Popen[str]) -> str:
 
 
 def measure(store: Any, pairs: int) -> tuple[float, list[float]]:
-    """Return the seconds for so many set+get pairs and those of each single call."""
+    """Return the seconds for `pairs` set+get pairs, and the seconds of each single call."""
     calls = []
     clock = time.perf_counter
     start = clock()
@@ -131,7 +131,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def main() -> int:
-    """Run the comparison and print it."""
+    """Run the comparison, print it, and return the exit code."""
     if len(sys.argv) > 1 and sys.argv[1] == "serve-torch":
         serve_torch()
         return 0

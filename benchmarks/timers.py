@@ -1,23 +1,23 @@
-"""What countdown timers cost and how late they are, beside torch's in the same run.
+"""Measure the cost and the lateness of countdown timers, beside torch's in the same run.
 
     python benchmarks/timers.py [--check] [--runs 7] [--load-seconds 30] [--json FILE]
 
-Both kinds of timer, over a named pipe and over a multiprocessing queue, ours and torch's, in turn,
-each with a server in a process of its own (`_timer_scene.py`):
+Two kinds of timer, over a named pipe and over a multiprocessing queue, each of regrow and of torch.
+The four run in turn, each with its server in its own process (`_timer_scene.py`):
 
-1. what one `with expires(...)` costs the worker that runs it, one every millisecond, and whether
-   any fails when they come without a pause, as in a burst
-2. a worker that hangs: from its deadline to the moment at which the server acts, and to that at
-   which the kernel says the worker is dead. In between ours asks the worker where it stands
-3. processor time of a server whose one timer does not expire
-4. 64 workers that arm and release 1,000 timers a second together: is anybody reaped, does any
-   request get lost, and what does the server use
+1. The cost of one `with expires(...)` to its worker, with one block every millisecond. A burst of
+   blocks without a pause shows whether any block fails.
+2. A worker that hangs: the time from its deadline until the server acts, and until the kernel
+   reports the worker dead. In between, regrow's server asks the worker for its stack.
+3. The processor time of a server with one timer that does not expire.
+4. 64 workers that together arm and release 1,000 timers a second: workers that are reaped,
+   requests that are lost, and the processor time of the server.
 
-torch's servers look at their timers every 0.1 s, as its agent sets it; their own defaults are 10 s
-(pipe) and 60 s (queue), and a deadline is noticed that much later.
+torch's servers check their timers every 0.1 s, which torch's agent sets. Their own defaults are
+10 s (pipe) and 60 s (queue), and they notice a deadline later by that much.
 
-`--check` compares with the bounds below and exits with 1 where one is missed. Those of lateness are
-meant for a machine with nothing else to do; where it had, the table says so.
+`--check` compares with the bounds below and exits with 1 if one is missed. The bounds on lateness
+hold for a machine without other load; the table says whether there was other load.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SCENE = Path(__file__).with_name("_timer_scene.py")
 PAIRS = ("regrow file", "torch file", "regrow queue", "torch queue")
 OURS = ("regrow file", "regrow queue")
 
-COST_BOUND = 0.5  # of torch's, the median and the 99th percentile
+COST_BOUND = 0.5  # share of torch's cost, for the median and the 99th percentile
 NOTICED_BOUND_MS = 5.0  # median of the runs
 DEAD_BOUND_MS = 100.0  # in every run
 IDLE_BOUND = 0.1  # per cent of one core
@@ -53,7 +53,7 @@ Told = dict[str, Any]
 
 
 def start(pair: str, task: str, *numbers: float) -> subprocess.Popen[str]:
-    """Start a scene."""
+    """Start a process that runs one task for a pair."""
     return subprocess.Popen(
         [sys.executable, str(SCENE), pair, task, *map(str, numbers)],
         stdin=subprocess.DEVNULL,
@@ -65,7 +65,7 @@ def start(pair: str, task: str, *numbers: float) -> subprocess.Popen[str]:
 
 
 def told(scene: subprocess.Popen[str], within_s: float = DEADLINE_S) -> list[Told]:
-    """Return what a scene says until it ends; nothing if it does not end in time."""
+    """Return the lines that a scene prints until it ends; none if it does not end in time."""
     try:
         output, _ = scene.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ def told(scene: subprocess.Popen[str], within_s: float = DEADLINE_S) -> list[Tol
 
 
 def reap_run(pair: str) -> tuple[float, float]:
-    """Return the milliseconds from the deadline of a hung worker to its notice, and its death."""
+    """Return the ms from a hung worker's deadline until it is noticed, and until it is dead."""
     scene = start(pair, "reap")
     assert scene.stdout is not None
     hung: Told = json.loads(scene.stdout.readline())
@@ -91,7 +91,7 @@ def reap_run(pair: str) -> tuple[float, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Return the value that this share of the others does not exceed."""
+    """Return the value that this share of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
@@ -104,13 +104,13 @@ class Table:
         print(f"{'':48}" + "".join(f"{pair:>14}" for pair in PAIRS))
 
     def row(self, what: str, by_pair: dict[str, float | None], unit: str = "") -> None:
-        """Print a row; None: there is no such figure."""
+        """Print a row; None means that the pair has no such figure."""
         self.figures[what] = by_pair
         cells = ("-" if by_pair[pair] is None else f"{by_pair[pair]:.4g}" for pair in PAIRS)
         print(f"{f'{what}, {unit}' if unit else what:48}" + "".join(f"{c:>14}" for c in cells))
 
     def hold(self, what: str, pair: str, value: float | None, bound: float) -> None:
-        """Compare a figure with the most that it may be."""
+        """Compare a figure with its upper bound."""
         if value is None or value > bound:
             self.missed.append(f"{pair}: {what} is {value if value is None else f'{value:.4g}'}")
         met = value is not None and value <= bound
@@ -118,7 +118,7 @@ class Table:
 
 
 def cost(table: Table, runs: int) -> None:
-    """Measure what a block costs its worker."""
+    """Measure the cost of a block to its worker."""
     medians: dict[str, list[float]] = {pair: [] for pair in PAIRS}
     tails: dict[str, list[float]] = {pair: [] for pair in PAIRS}
     bursts: dict[str, Told] = {}
@@ -169,7 +169,7 @@ def lateness(table: Table, runs: int) -> None:
 
 
 def idleness(table: Table) -> None:
-    """Measure the servers that have nothing to do, all at once."""
+    """Measure the idle servers, all at once."""
     scenes = {pair: start(pair, "idle", IDLE_S) for pair in PAIRS}
     share: dict[str, float | None] = {
         pair: 100 * told(scene)[-1]["cpu_s"] / IDLE_S for pair, scene in scenes.items()

@@ -1,11 +1,11 @@
-"""Watch a real training survive `kill -9`: train_digits.py on two workers, one of them killed.
+"""Watch a real training survive `kill -9`: train_digits.py on two workers, and one is killed.
 
     python examples/demo.py [--dir FOLDER]
 
-Starts the training under `regrow run`, waits until it is in the middle of an epoch with at least
-two checkpoints behind it, kills rank 1 with SIGKILL, and then only watches. Ends with 0 if the job
-recovered by itself, reached its accuracy and told its story; else says what is missing and ends
-with 1. Checkpoints and logs stay in FOLDER (runs/demo) to be looked at.
+The demo starts the training under `regrow run`. It waits for at least two checkpoints, and then for
+the middle of an epoch. Then it kills rank 1 with SIGKILL, and only watches. It exits with 0 if the
+job recovered by itself, reached its accuracy and printed its story. Otherwise it prints what is
+missing and exits with 1. Checkpoints and logs stay in FOLDER (runs/demo).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 VICTIM_RANK = 1
-CHECKPOINTS_FIRST = 3  # the time between the last two says how long an epoch is
+CHECKPOINTS_FIRST = 3  # the time between the last two is the length of an epoch
 ACCURACY = 0.95
 STORY = ("SIGKILL", "detected after", "restarted after", "first step after", "work lost")
 DEADLINE_S = 180.0
@@ -34,20 +34,20 @@ LOOK_AGAIN_S = 0.02
 
 
 def announce(text: str) -> None:
-    """Print a line of the demo's own, apart from those of the job."""
+    """Print a line of the demo, set apart from the lines of the job."""
     print(f"\n=== demo: {text}\n", flush=True)
 
 
 def fail(text: str) -> NoReturn:
-    """End the demo: what it promises did not happen."""
+    """End the demo with exit code 1."""
     sys.exit(f"demo FAILED: {text}")
 
 
 def first_pids(logs: Path) -> dict[int, int]:
-    """Return the process of each rank of the first attempt, empty until they have started."""
+    """Return the pid of each rank of the first attempt; empty until the workers have started."""
     for log in logs.glob("*/events.jsonl"):
         for line in log.read_text().splitlines(keepends=True):
-            # The last line may be half-written still.
+            # The last line may be incomplete.
             event: dict[str, Any] = json.loads(line) if line.endswith("\n") else {}
             if event.get("name") == "regrow.attempt.started":
                 return {int(rank): pid for rank, pid in event["pids"].items()}
@@ -55,7 +55,7 @@ def first_pids(logs: Path) -> dict[int, int]:
 
 
 def wait_until(done: Callable[[], bool], what: str, job: subprocess.Popen[str]) -> None:
-    """Look again and again until `done()`; end the demo if the job ends or the time is over."""
+    """Poll until `done()` is true; end the demo if the job ends or the time is over."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not done():
         if job.poll() is not None:
@@ -66,7 +66,7 @@ def wait_until(done: Callable[[], bool], what: str, job: subprocess.Popen[str]) 
 
 
 def echo(job: subprocess.Popen[str], seen: list[str]) -> None:
-    """Show what the job prints and keep it."""
+    """Print the output of the job, and append it to `seen`."""
     assert job.stdout is not None
     for line in job.stdout:
         print(line, end="", flush=True)
@@ -92,7 +92,7 @@ def kill_mid_epoch(job: subprocess.Popen[str], checkpoints: Path, logs: Path) ->
 
 
 def check(code: int, output: str) -> float:
-    """Return the final accuracy, or end the demo if the job did not do what was promised."""
+    """Return the final accuracy; end the demo if the job did not recover as promised."""
     if code != 0:
         fail(f"the job ended with exit code {code}, not 0")
     if "resuming after epoch" not in output:
@@ -134,7 +134,7 @@ def main() -> None:
         kill_mid_epoch(job, checkpoints, logs)
         code = job.wait(DEADLINE_S)
     finally:
-        job.terminate()  # nothing, where the job has ended
+        job.terminate()  # no effect if the job has ended
         job.wait()
         reader.join()
     accuracy = check(code, "".join(seen))

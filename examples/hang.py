@@ -1,10 +1,10 @@
-"""A training in which one rank stops without a word, to see what becomes of that.
+"""A training in which one rank hangs silently, to show how regrow handles it.
 
     regrow run --standalone --nproc-per-node 4 --max-restarts 1 --timers examples/hang.py
 
-In the first attempt the last rank never gets its fourth batch, and all the others wait for it in a
-collective. Nothing has failed, so without the timer nothing would happen. It needs no torch: the
-collective is a folder, that of the attempt's logs, in which every rank leaves a file.
+In the first attempt the last rank never receives its fourth batch, and all other ranks wait for it
+in a collective. No process fails, so the job would hang without the timer. The example needs no
+torch: the collective is the folder of the attempt's logs, in which every rank leaves a file.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ MEETING = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent
 
 
 def load_batch(step: int) -> None:
-    """Stands for a read from a file server, which once does not answer."""
+    """Stand in for a read from a file server, which fails to answer once."""
     if step == 4 and RANK == WORLD - 1 and ATTEMPT == "0":
         time.sleep(3600)
 
 
 def all_reduce(step: int) -> None:
-    """Stands for a collective: it ends when every rank has come."""
+    """Stand in for a collective: returns when every rank has joined."""
     (MEETING / f"step-{step}.{RANK}").touch()
     while len(list(MEETING.glob(f"step-{step}.*"))) < WORLD:
         time.sleep(0.01)
 
 
 def main() -> None:
-    """Train for eight steps, each of which may take a second."""
+    """Train for eight steps; each step may take a second."""
     for step in range(1, 9):
         with regrow.expires(after=1):
             load_batch(step)

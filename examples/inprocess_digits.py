@@ -1,14 +1,14 @@
-"""Train on the handwritten digits, and lose a rank and a step on the way without starting again.
+"""Train on the handwritten digits, and lose a rank and a step without starting the job again.
 
-The training of train_digits.py, with its loop in a function that `regrow.inprocess.Wrapper` calls
-again, in the same processes, when a rank has failed. So nothing is loaded, imported or read anew,
-and no checkpoint is needed while one rank is left:
+This is the training of train_digits.py, with its loop in a function. When a rank fails,
+`regrow.inprocess.Wrapper` calls the function again in the remaining processes. They do not import,
+load or read anything again. The training needs no checkpoint as long as one rank is left:
 
     regrow run --standalone --nproc-per-node 3 examples/inprocess_digits.py
 
 Rank 0 is killed at one step, and rank 1 fails at a later one. Each step divides one batch among the
-ranks that there are, so the result is that of a training without faults (`--kill-at 0 --fail-at 0`)
-but for rounding.
+remaining ranks. So the result is the same as without faults (`--kill-at 0 --fail-at 0`), except for
+rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from regrow.store.torch import TorchStore
 
 
 class Training:
-    """What a restart must not lose: it lives outside of the wrapped function."""
+    """State that a restart must keep; it lives outside the wrapped function."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -40,12 +40,12 @@ class Training:
         self.net = network()
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=args.lr)
         self.steps_done = 0
-        self.initial_rank = int(os.environ["RANK"])  # a restart may give another one
+        self.initial_rank = int(os.environ["RANK"])  # a restart may assign another rank
         self.failed = False
         self.store = TorchStore(worker_store())
 
     def agree(self, call: CallWrapper) -> None:
-        """Go on from the rank that is farthest: a fault may have parted the ranks by a step."""
+        """Copy the state of the most advanced rank; after a fault, ranks may differ by a step."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         done = torch.zeros(world_size, dtype=torch.int64)
         done[rank] = self.steps_done
@@ -59,7 +59,7 @@ class Training:
             self.steps_done = int(done[source])
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The images of each step that is left, as indices; the same on all ranks."""
+        """Yield the image indices of each remaining step; the same on all ranks."""
         step = 0
         for epoch in range(self.args.epochs):
             order = torch.Generator().manual_seed(SEED + epoch)
@@ -70,7 +70,7 @@ class Training:
                     yield batch
 
     def fail(self) -> None:
-        """Lose a rank at one step, and another step later."""
+        """Kill rank 0 at one step, and raise on rank 1 at a later step."""
         step = self.steps_done + 1
         if step == self.args.kill_at and self.initial_rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +81,7 @@ class Training:
 
 @Wrapper(initialize=RetryController(max_iterations=10))
 def train(training: Training, call: CallWrapper) -> None:
-    """Train from the last step that was done; called again after each fault."""
+    """Train from the last completed step; called again after each fault."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = dist.PrefixStore(f"gloo/{call.iteration}", training.store)
     dist.init_process_group("gloo", store=keys, rank=rank, world_size=world_size)
@@ -96,19 +96,19 @@ def train(training: Training, call: CallWrapper) -> None:
         loss = loss_of(model(images), labels) * world_size / len(batch)  # DDP takes the mean
         training.fail()
         loss.backward()
-        with call.atomic():  # both or none, whenever another rank fails
+        with call.atomic():  # both or none, at any time that another rank fails
             training.optimizer.step()
             training.steps_done += 1
     right = accuracy(training.net, training.test_set, rank, world_size)
     if rank == 0:
         print(f"final test accuracy {right:.4f}", flush=True)
-    time.sleep(0.1)  # as in train_digits.py
+    time.sleep(0.1)  # for the reason given in train_digits.py
     del model  # before its group: torch may hang in the other order
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Make what is to be kept, and train."""
+    """Create the state, and train."""
     parser = argparse.ArgumentParser(description="Train a digit classifier that loses a rank.")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="images of all ranks and a step")

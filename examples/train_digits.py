@@ -1,7 +1,7 @@
 """Train a small convolutional net on scikit-learn's handwritten digits, on any number of workers.
 
-Plain PyTorch: DistributedDataParallel over gloo, a checkpoint after every epoch, and a start
-that resumes from the newest one. That is all a script needs to survive a crash of its workers:
+It is plain PyTorch: DistributedDataParallel over gloo, a checkpoint after every epoch, and a start
+that resumes from the newest checkpoint. A script needs only this to survive a crash of its workers:
 
     regrow run --standalone --nproc-per-node 2 --max-restarts 3 examples/train_digits.py
 
@@ -23,14 +23,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-# The one optional line of regrow: told how far training is, the launcher can say after a crash
-# what the crash cost. Without it, and under torchrun, everything works the same.
+# The one optional line of regrow: with the reported steps, the launcher can print after a crash
+# how much work was lost. Without it, and under torchrun, everything works the same.
 try:
     from regrow import step as report_step
 except ImportError:
 
     def report_step(n: int) -> None:
-        """Nobody listens."""
+        """Do nothing: regrow is not installed."""
 
 
 SEED = 2024
@@ -67,7 +67,7 @@ def network() -> nn.Module:
 
 
 def save_checkpoint(directory: Path, epochs_done: int, state: dict[str, Any]) -> None:
-    """Write `epoch-NNNN.pt` so that a crash at any moment leaves it whole or not there at all."""
+    """Write `epoch-NNNN.pt` atomically: a crash leaves the complete file or none."""
     target = directory / f"epoch-{epochs_done:04d}.pt"
     unfinished = target.with_suffix(".unfinished")
     with open(unfinished, "wb") as file:
@@ -78,13 +78,13 @@ def save_checkpoint(directory: Path, epochs_done: int, state: dict[str, Any]) ->
 
 
 def load_newest_checkpoint(directory: Path) -> dict[str, Any] | None:
-    """Return the state of the newest finished checkpoint, or None where there is none yet."""
+    """Return the state of the newest finished checkpoint, or None if there is none."""
     newest = max(directory.glob("epoch-*.pt"), default=None)
     return None if newest is None else torch.load(newest, weights_only=True)
 
 
 def accuracy(model: nn.Module, data: TensorDataset, rank: int, world_size: int) -> float:
-    """Return the share of `data` that is classified right; each worker looks at its part."""
+    """Return the share of `data` that is classified right; each worker evaluates its part."""
     images, labels = (column[rank::world_size] for column in data.tensors)
     model.eval()
     with torch.no_grad():
@@ -103,7 +103,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=args.lr)
     loss_of = nn.CrossEntropyLoss()
 
-    # Every worker reads the same file: rank 0 writes the next one only after all of them have
+    # Every worker reads the same file: rank 0 writes the next one only after all workers have
     # joined a whole epoch.
     first_epoch = 0
     if checkpoint := load_newest_checkpoint(args.checkpoint_dir):
@@ -145,7 +145,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Join the other workers, train, leave."""
+    """Join the other workers, train, and leave."""
     parser = argparse.ArgumentParser(description="Train a digit classifier with DDP on CPU.")
     parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=16, help="images per worker and step")
@@ -158,8 +158,8 @@ def main() -> None:
     args.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
     train(args)
-    # torch 2.13: a gloo thread that still has to let go of the last all-reduce when the
-    # interpreter ends aborts the process, about once in a hundred runs. Asleep, we let it.
+    # torch 2.13: if a gloo thread still holds the last all-reduce when the interpreter ends, the
+    # process aborts, about once in a hundred runs. The sleep lets the thread release it.
     time.sleep(0.1)
     dist.destroy_process_group()
 

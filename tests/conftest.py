@@ -1,4 +1,4 @@
-"""What the whole suite needs of the process that it runs in."""
+"""Settings of each test process: signals, environment, garbage collection, order of the tests."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import Scheduling
 
-# A shell without job control starts what it puts in the background with SIGINT ignored, nohup does
-# so with SIGHUP, and what is ignored is inherited: every test of these would test that nothing
-# happens. What has a handler begins anew in a process that is started.
+# A shell without job control ignores SIGINT in its background processes, and nohup ignores SIGHUP.
+# Child processes inherit ignored signals, so tests of these signals would test nothing. A signal
+# with a handler returns to its default in a new program.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
-# torch asks the name service who is at the ends of each connection, and one that loses a question
-# is given 5 s for the answer. glibc reads this once in a process, at its first question.
+# torch resolves the names of both ends of each connection. A lost query would wait 5 s for its
+# answer. glibc reads this variable once per process, at its first query.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-# Jobs of the tests are started by nobody but them, wherever they run.
+# Helper programs import other helpers, also in processes that tests start.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
+)
+
+# Tests start all jobs themselves, also where pytest runs under a scheduler.
 for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "OMPI_COMM_WORLD_SIZE"):
     os.environ.pop(name, None)
 
-# How long an example takes, and in a fresh clone hypothesis's first look at its tables, says how
-# busy the machine is. `make soak` looks further, with --hypothesis-profile=soak.
+# The time of an example depends on the load of the machine. In a fresh clone hypothesis also
+# builds its tables. PYTEST_ARGS=--hypothesis-profile=soak runs more examples.
 settings.register_profile(
     "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=20
 )
@@ -46,10 +51,10 @@ settings.load_profile("unhurried")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    """Hand the tests out as `spreading` says, unless the command line says how."""
+    """Distribute the tests as `spreading` describes, unless the command line sets `--dist`."""
     if config.getoption("dist") != "load":
         return None
-    from spreading import Spread
+    from helpers.suite.spreading import Spread
 
     config.option.loadscopereorder = False
     return Spread(config, log)
@@ -57,47 +62,47 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """Import the tests, each process from another file on; they are found imported then.
+    """Import all test files before pytest collects them; each process starts at another file.
 
-    What pytest makes of a file it keeps beside it. In a fresh clone the processes make that of
-    different files; side by side, each would make all of it for itself.
+    pytest rewrites each test file and caches the result. In a fresh clone the processes thus share
+    this work. Without it, each process would rewrite all files itself.
     """
     share = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if not share.isdecimal():
         return
-    gc.disable()  # next to nothing of what is made from here on is garbage
+    gc.disable()  # the objects created from here on are almost never garbage
     folders = [Path(argument) for argument in session.config.args]
     files = sorted(file for folder in folders for file in folder.rglob("test_*.py"))
     first = len(files) * int(share) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     for file in files[first:] + files[:first]:
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
-        # What cannot be imported is told when it is collected.
+        # pytest reports a failed import when it collects the file.
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(file.stem)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first; see `spreading`."""
-    from spreading import spread
+    """Run the longest tests first; see `spreading`."""
+    from helpers.suite.spreading import spread
 
     items[:] = spread(items, [item.nodeid for item in items])
 
 
 def pytest_collection_finish() -> None:
-    # What was imported stays: the collector need not look at it again, neither for the tests that
-    # call it nor at the end of each process.
+    # Imported objects stay until the end. The collector need not scan them again, neither when a
+    # test calls it nor when the process ends.
     gc.freeze()
     gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what every job on several hosts took from its fault to the next world.
+    """Print the recovery time of every job on several hosts.
 
-    It is here, as the process that prints for all test processes collects no tests, and reads no
-    other of these files.
+    The hook stands in this file, because the process that prints for all test processes collects no
+    tests and loads no other conftest.
     """
-    from recovery import TITLE, table
+    from helpers.suite.recovery import TITLE, table
 
     if lines := table(terminalreporter.getreports("passed")):
         terminalreporter.section(TITLE)
@@ -106,9 +111,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Let nothing be skipped where nothing may be missing."""
+    """Report a skipped test as failed where REGROW_TEST_ALL promises all that tests need."""
     report = yield
-    from unskipped import unskip
+    from helpers.suite.unskipped import unskip
 
     unskip(report, os.environ)
     return report
@@ -116,9 +121,9 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage is collected, for a test whose JSON is nested too deep to be read.
+    """Switch garbage collection off, for a test with JSON that is nested too deeply to read.
 
-    Where the recursion has an end, the finalizers of what other tests left behind would have none.
+    At the recursion limit, the finalizers of other tests' leftovers could not run.
     """
     gc.disable()
     yield

@@ -1,8 +1,9 @@
-"""What the source may import, and what it must never do, read off the source itself."""
+"""Import rules and forbidden calls, checked in the source text itself."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,15 +14,20 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 
-# Which parts of the package a part may import, besides itself.
-_BASE = {"_lazy", "utils"}
+# For each part of the package: the parts that it may import, besides itself.
+_BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
 _AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
-    "": {"_progress", "timer", "heartbeat"},  # the package itself: the names a training script uses
-    "_lazy": set(),
+    "": {
+        "compat",
+        "_progress",
+        "timer",
+        "heartbeat",
+        "utils",
+    },  # the package itself: the names a training script uses
     "_progress": set(),
     "utils": set(),
     "events": _BASE,
@@ -31,43 +37,65 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": _TOOLS | {"store"},
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
-    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress"},
+    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "compat"},
     "agent": _AGENT | {"heartbeat"},
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,
     "cli": _COMMANDS,
     "__main__": _COMMANDS,
-    # torch's names for packages that are called otherwise here
-    "launcher": {"launch"},
-    "multiprocessing": {"workers"},
+    "compat": _COMMANDS | {"inprocess", "heartbeat"},
 }
-# The old command line stands where torch has it, above the layer whose name it shares.
+# The old command line has torch's path, above the layer with the same name.
 ABOVE_THEIR_FOLDER = {"launch/__main__.py"}
 
 NEVER = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
 MAY_PICKLE = {
-    "workers/_function.py": "a user's function and its result, between us and our own child"
+    "workers/function.py": "a user's function and its result, between us and our own child"
 }
-# Where wall time is read: stamps that people read, and interfaces that speak it.
+# Modules that other packages import directly. A package offers all other shared names in its
+# `__init__`. These modules are too heavy or too special for that.
+SHARED = {
+    "agent.attempt.environment",
+    "agent.features.health",
+    "cli.args",
+    "heartbeat.automatic",
+    "heartbeat.failure",
+    "heartbeat.terms",
+    "rendezvous.utils",
+    "timer.fifo.request",
+    "timer.fifo.server",
+    "timer.processes",
+    "timer.stacks.answering",
+    "timer.stacks.capture",
+    "timer.stacks.report",
+    "utils.http_server",
+    "utils.logging",
+    "workers.errors",
+    "workers.errors.failures",
+    "workers.guardian",
+    "workers.guardian.events",
+    "workers.guardian.procfs",
+    "workers.logs.console",
+    "workers.logs.specs",
+}
+# Modules that read wall time: for time stamps that people read, and for interfaces that use it.
 WALL_TIME = {
-    "agent/_health.py": "torch's callback returns seconds since the epoch",
-    "agent/_probed.py": "the same callback",
-    "agent/_timed.py": "that callback's answer of the timer server, and the stamp of an error file",
-    "agent/_timers.py": "the stamp of an error file",
-    "events/_log.py": "the stamp of an event",
-    "heartbeat/_death.py": "the stamp of an error file",
-    "metrics/_api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
-    "timer/_expires.py": "a client takes seconds since the epoch, as torch's",
-    "timer/_file_client.py": "an expiration in seconds since the epoch, as torch's servers take it",
-    "timer/_server_thread.py": "seconds since the epoch of clients; last progress, as torch has it",
-    "timer/_steady.py": "how far the wall clock has been set",
-    "workers/errors/_failure.py": "the stamp of a failure",
+    "agent/features/health.py": "torch's callback returns seconds since the epoch",
+    "agent/features/timers.py": "the timer server's answer to it, and the stamp of an error file",
+    "agent/features/watchdog.py": "the stamp of an error file",
+    "events/log.py": "the stamp of an event",
+    "heartbeat/death.py": "the stamp of an error file",
+    "metrics/api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",
+    "timer/timed_block.py": "a client takes seconds since the epoch, as torch's",
+    "timer/fifo/client.py": "an expiration in seconds since the epoch, as torch's servers take it",
+    "timer/rules.py": "how far the wall clock has been set",
+    "workers/errors/failures.py": "the stamp of a failure",
     "workers/errors/error_handler.py": "the stamp of an error file",
 }
 LOOK_UPS = {"getfqdn", "gethostbyname", "gethostbyname_ex", "gethostbyaddr"}
-# Where a name may be looked up, because only that answers the question asked there.
-MAY_LOOK_UP = {"rendezvous/_api.py": "torch's fallback for an address that several nodes need"}
+# Modules that may resolve a host name, because nothing else gives the answer that they need.
+MAY_LOOK_UP = {"rendezvous/interface.py": "torch's fallback for an address that several nodes need"}
 
 
 @cache
@@ -90,7 +118,7 @@ def name_of(path: Path) -> str:
 
 
 def part_of(path: Path) -> str:
-    """The part of the package that a file belongs to: its folder's or its module's name."""
+    """Return the part of the package that a file belongs to: the name of its folder or module."""
     first = path.relative_to(SOURCE).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
@@ -101,7 +129,7 @@ def parts() -> set[str]:
 
 
 def imported(statements: Iterable[ast.AST], path: Path) -> Iterator[str]:
-    """The absolute names of the modules that `statements` of a file import."""
+    """Yield the absolute names of the modules that `statements` of a file import."""
     package = ["regrow", *path.relative_to(SOURCE).parts[:-1]]
     for node in statements:
         if isinstance(node, ast.Import):
@@ -115,12 +143,12 @@ def imported(statements: Iterable[ast.AST], path: Path) -> Iterator[str]:
 
 
 def tops(statements: Iterable[ast.AST], path: Path) -> set[str]:
-    """The top-level packages that `statements` of a file import."""
+    """Return the top-level packages that `statements` of a file import."""
     return {module.partition(".")[0] for module in imported(statements, path)}
 
 
 def for_the_type_checker_only(path: Path) -> list[ast.stmt]:
-    """What stands under `if TYPE_CHECKING:`."""
+    """Return the statements under `if TYPE_CHECKING:`."""
     return [
         statement
         for node in nodes(path)
@@ -132,7 +160,7 @@ def for_the_type_checker_only(path: Path) -> list[ast.stmt]:
 
 
 def parts_imported(path: Path) -> set[str]:
-    """The parts of the package that a file imports, wherever in it."""
+    """Return the parts of the package that a file imports, at any place in the file."""
     modules = [module.split(".") for module in imported(nodes(path), path)]
     found = {module[1] for module in modules if module[0] == "regrow" and len(module) > 1}
     return found & parts()
@@ -147,6 +175,18 @@ def test_imports_go_down_only() -> None:
             above = parts_imported(path) - ALLOWED[part] - {part}
             wrong += [f"{name_of(path)} imports {other}" for other in sorted(above)]
     assert wrong == []
+
+
+def test_packages_share_their_names_and_the_listed_modules_only() -> None:
+    found = {
+        module.removeprefix("regrow.")
+        for path in sources()
+        # A plain `import` may load a module before its first use.
+        for module in imported([n for n in nodes(path) if isinstance(n, ast.ImportFrom)], path)
+        if re.match(r"regrow\.\w+\.\w", module)
+        and part_of(path) not in ("compat", module.split(".")[1])
+    }
+    assert found == SHARED
 
 
 def test_only_modules_named_for_torch_import_it() -> None:

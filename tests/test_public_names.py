@@ -1,6 +1,6 @@
-"""The public names, as one list, and torch's names at torch's paths.
+"""The public names as one list, and torch's names at torch's paths.
 
-A name that is added or taken away changes this file too, so nobody does it by accident.
+A commit that adds or removes a name must change this file too. So no name changes by accident.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ PUBLIC = {
     """,
     "regrow.events": """
         EVENTS_FILE Event EventFile EventLog EventMetadataValue EventSource Expiry Failure
-        InPlace Move NodeState OtherFailure RdzvEvent Stall Step Story Suspension as_record
-        construct_and_record_rdzv_event find_event_file get_logging_handler print_story
-        read_events record record_rdzv_event register_logging_handler story
+        InProcessRestart LostNode NodeState OtherFailure PlannedRestart RdzvEvent StalledProgress
+        StepMark Story Suspension as_record construct_and_record_rdzv_event find_event_file
+        get_logging_handler print_story read_events record record_rdzv_event
+        register_logging_handler story
     """,
     "regrow.heartbeat": """
         Exchange HeartbeatFailure JaxExchange Progress StoreExchange TorchExchange
@@ -51,19 +52,19 @@ PUBLIC = {
         get_elapsed_time_ms initialize_metrics prof profile publish_metric put_metric
     """,
     "regrow.rendezvous": """
-        DynamicRendezvousHandler Judged LivenessRendezvousBackend LocalRendezvousHandler
-        LocalRounds NodesWaiting PushingRendezvousHandler RendezvousBackend
-        RendezvousClosedError RendezvousConnectionError RendezvousError
-        RendezvousGracefulExitError RendezvousHandler RendezvousHandlerCreator
-        RendezvousHandlerRegistry RendezvousInfo RendezvousParameters RendezvousSettings
-        RendezvousStateError RendezvousStoreInfo RendezvousTimeout
-        RendezvousTimeoutError RoundClosed RoundEnded WatchedRendezvousBackend
-        create_handler get_rendezvous_handler rendezvous_handler_registry
+        DynamicRendezvousHandler Judged LivenessRendezvousBackend NodesWaiting
+        PushingRendezvousHandler RendezvousBackend RendezvousClosedError
+        RendezvousConnectionError RendezvousError RendezvousGracefulExitError
+        RendezvousHandler RendezvousHandlerCreator RendezvousHandlerRegistry
+        RendezvousInfo RendezvousParameters RendezvousSettings RendezvousStateError
+        RendezvousStoreInfo RendezvousTimeout RendezvousTimeoutError RoundClosed
+        RoundEnded SoloRendezvousHandler WatchedRendezvousBackend create_handler
+        get_rendezvous_handler rendezvous_handler_registry
     """,
     "regrow.store": """
         Answer Change Changes Characteristics ConnectionState Limits MemoryStore
         PrefixStore STORE_ENV STORE_PORT_ENV STORE_TOKEN_ENV ServerProcess
-        Service Store StoreAuthError StoreClient StoreClosedError
+        Service ServiceClient Store StoreAuthError StoreClient StoreClosedError
         StoreConnectionError StoreError StoreLimitError StoreProtocolError
         StoreServer StoreServiceError StoreSessionLost StoreTimeout
         StoreTooWeakError StoreValueError Tls WatchStore characteristics_of
@@ -96,8 +97,8 @@ PUBLIC = {
     """,
 }
 
-# Where torch's modules are found here, beside the path with `torch.distributed.elastic` or
-# `torch.distributed` replaced by `regrow`.
+# More paths of torch's modules. The usual path has `regrow` in place of
+# `torch.distributed.elastic` or `torch.distributed`.
 ALSO_AT = {
     "elastic.agent.server": ["regrow.agent"],
     "elastic.multiprocessing": ["regrow.workers"],
@@ -110,9 +111,9 @@ ALSO_AT = {
     "elastic.multiprocessing.tail_log": ["regrow.workers.tail_log"],
     "launcher": ["regrow.launch"],
 }
-# `regrow.launch` is what torch calls launcher; run as a program it is torch's `launch`.
+# `regrow.launch` is torch's launcher; run as a program it is torch's `launch`.
 MOVED = {"launch": ["regrow.launch.__main__"]}
-# What is not there on purpose; docs/architecture.md has the same for people.
+# Names of torch that are left out on purpose; docs/architecture.md explains why.
 PLATFORMS = "there is one platform"
 VERSION_2 = (
     "about version 2 of etcd's API, which etcd 3.6 has no more: the handler speaks version 3"
@@ -135,7 +136,7 @@ OMITTED = {
     },
     "multiprocessing.subprocess_handler.subprocess_handler": {"IS_WINDOWS": PLATFORMS},
     "multiprocessing.tail_log": {
-        "tail_logfile": "it polls; `TailLog` does the same and does not",
+        "tail_logfile": "a step of `TailLog`",
     },
     "rendezvous.c10d_rendezvous_backend": {"DEFAULT_PORT": "29400"},
     "rendezvous.dynamic_rendezvous": {
@@ -163,7 +164,7 @@ OMITTED = {
 
 
 def torch_modules() -> dict[str, Path]:
-    """torch's modules by their names below `torch.distributed`; nothing of it is imported."""
+    """Return the files of torch's modules by name below `torch.distributed`; import none."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -180,7 +181,7 @@ def torch_modules() -> dict[str, Path]:
 
 
 def names_of(path: Path) -> set[str]:
-    """The public names that a module defines itself, or hands on as a package's."""
+    """Return the public names that a module defines, or that a package exports."""
     found: set[str] = set()
     statements = list(_statements(ast.parse(path.read_text()).body))
     for node in statements:
@@ -198,7 +199,7 @@ def names_of(path: Path) -> set[str]:
                 node.level or str(node.module).startswith("torch.distributed.")
             ):
                 found |= {alias.asname or alias.name for alias in node.names} - {"*"}
-    # A module's logger is its own affair.
+    # A module's logger is private.
     return {name for name in found if not name.startswith("_") and name not in ("log", "logger")}
 
 
@@ -226,7 +227,7 @@ def test_every_public_name_of_torchs_modules_is_here_or_is_left_out_on_purpose()
         own = ".".join(filter(None, ["regrow", below]))
         for ours in MOVED.get(theirs) or [own, *ALSO_AT.get(theirs, [])]:
             there = importlib.import_module(ours)
-            # What is loaded lazily is not loaded for this: torch may be what it needs.
+            # Names that load lazily are not loaded here, because they may need torch.
             known = vars(there).keys() | set(there.__all__)
             if lacking := sorted(names - known):
                 missing[below] = lacking

@@ -1,11 +1,12 @@
-"""The table at the end of `make hosts`."""
+"""The table of recovery times at the end of `make hosts`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import pytest
-from recovery import table
+
+from helpers.suite.recovery import table
 
 
 def report(

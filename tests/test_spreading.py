@@ -1,10 +1,11 @@
-"""How the tests are handed out: nothing that `spreading` names has been renamed since."""
+"""Distribution of the tests: every name in `spreading` still exists."""
 
 from __future__ import annotations
 
 import pytest
-from commands import ROOT
-from spreading import ETCD, LONGEST, TOGETHER, TORCH, WAITING, spread, unit
+
+from helpers.commands import ROOT
+from helpers.suite.spreading import ETCD, LONGEST, TOGETHER, TORCH, WAITING, spread, unit
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""A test that is skipped where nothing may be missing has failed."""
+"""Skipped tests count as failed where REGROW_TEST_ALL promises all that tests need."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import pytest
-from unskipped import A_GPU, ALL, NO_GPU, unskip
+
+from helpers.suite.unskipped import A_GPU, ALL, NO_GPU, unskip
 
 Outcome = Literal["passed", "failed", "skipped"]
 

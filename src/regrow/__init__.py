@@ -1,46 +1,53 @@
-"""The names a training script uses."""
+"""Public names for training scripts: `step` and `expires`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
+from regrow import compat
 from regrow._progress import step
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
     from regrow.timer import expires
 
+compat.install()
+
 __version__ = "0.1.0"
 __all__ = ["__version__", "expires", "step"]
 
-
-def __getattr__(name: str) -> object:
-    if name != "expires":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from regrow.timer import expires
-
-    globals()[name] = expires
-    return expires
+__getattr__, __dir__ = lazily(globals(), {"timer": "expires"})
 
 
 def _begin_heartbeat() -> None:
-    """Begin to beat where `regrow run --heartbeat` has asked for it."""
+    """Start the heartbeats of this worker if the job runs with `regrow run --heartbeat`."""
     if os.environ.get("REGROW_HEARTBEAT"):
-        from regrow.heartbeat._automatic import begin
+        from regrow.heartbeat.automatic import begin
 
         begin()
 
 
-def _arm() -> None:
-    """Let this process be asked where it stands, where `regrow run --timers` may do so.
+def _end_heartbeat() -> None:
+    """Leave the heartbeats of the job because this process has finished its work."""
+    api = sys.modules.get("regrow.heartbeat.api")
+    leave = getattr(api, "leave", None)  # another thread may be importing it
+    if leave is not None:
+        leave()
 
-    Whoever is compared with a worker that hangs need not have come to a timer of its own.
+
+def _arm() -> None:
+    """Let the agent request this process's stacks if the job runs with `regrow run --timers`.
+
+    The agent compares a hung worker with the other workers. Those need the stack handler too,
+    also if they have not started a timer of their own yet.
     """
     if os.environ.get("TORCHELASTIC_TIMER_FILE"):
-        from regrow.timer._stacks import arm
+        from regrow.timer.stacks.answering import arm
 
         arm()
 
 
-_begin_heartbeat()
 _arm()
+_begin_heartbeat()  # last, because it starts a thread that imports modules of this package

@@ -1,4 +1,4 @@
-"""`python -m regrow`: the `regrow` command."""
+"""Entry point of `python -m regrow`, the `regrow` command."""
 
 import sys
 

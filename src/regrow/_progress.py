@@ -1,22 +1,25 @@
-"""`step(n)`: a training script says how far it is, at the price of two stores into memory.
+"""Report training steps to the agent through shared memory: `step(n)`.
 
-The agent shares one page of memory with its workers, a slot for each local rank. A worker writes
-the first and the latest step it reported, with their monotonic times (which all processes of a
-host share); the agent reads the slot when the worker has died, so the figure is exact up to the
-instant of a SIGKILL, and nothing is sent while the training runs. Only the first step of a process
-wakes the agent, by one byte in a pipe: that ends the recovery, and is an event of its own.
+A report costs two stores into memory. The agent shares one page with its workers, with one slot
+for each local rank. A worker writes its first and its latest step into its slot, with their
+monotonic times. All processes of a host share that clock. The agent reads the slot when the worker
+has died. So the step is exact up to the instant of a SIGKILL, and a running training sends nothing.
+Only the first step of a process wakes the agent, by one byte in a pipe. That byte ends the
+recovery and becomes an event of the job.
 
-In the other direction goes one bit, the last byte of the page: the agent has begun to stop the
-workers of this attempt. What another thread of a worker was about to end it for, a missed
-heartbeat for instance, has its cause in that then, and the worker is left its grace.
+The agent writes one flag for the workers, the last byte of the page: it has begun to stop the
+workers of this attempt. Another thread of a worker may be about to end it, for example because of
+a missed heartbeat. If the flag is set, the stop is the cause of that fault, and the thread leaves
+the worker its grace.
 
-A worker has two more things to say. Its slot holds how it stands in an in-process restarter, which
-the agent reads when the worker has ended: whether the others go on without it. And what is worth an
-event of the job (`tell`) goes into the pipe, a JSON object on a line.
+A worker reports two more facts. Its slot holds its state in an in-process restarter, as two bits.
+The agent reads them when the worker has ended. One bit means that the other workers go on without
+this one. The other bit means that the wrapped function has no result yet. Events of the job
+(`send_event`) go through the pipe, one JSON object on each line.
 
-All are opened through `/proc/<agent>/fd/<n>`, named in the environment variable REGROW_PROGRESS
-as `<memory path>|<pipe path>|<slot>`, so no descriptor has to survive an exec and a script that
-never reports costs nothing.
+A worker opens the memory and the pipe as `/proc/<agent>/fd/<n>`. The environment variable
+REGROW_PROGRESS contains `<memory path>|<pipe path>|<slot>`. So no descriptor has to survive an
+exec, and a script that never reports costs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from _thread import allocate_lock  # without the rest of threading, which costs an import
+from _thread import allocate_lock  # the import of `threading` costs more
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -32,45 +35,52 @@ if TYPE_CHECKING:
     import mmap
 
 PROGRESS_ENV = "REGROW_PROGRESS"
-# first step, its time, latest step, its time; a time of zero means "never reported"; the standing
-SLOT = struct.Struct("=qdqdq")
-_STEPS = struct.Struct("=qdqd")
-_LATEST = struct.Struct("=qd")
-_LATEST_OFFSET = _STEPS.size - _LATEST.size
-_STANDING = struct.Struct("=q")
-_STANDING_OFFSET = _STEPS.size
-_ATOMIC = 4096  # bytes that are written to a pipe as a whole
+# Layout of a slot: first step, its time, latest step, its time, restarter state (two bits).
+# A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
+# own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
+# all bytes to zero first, and a worker killed at that moment loses its report.
+SLOT = struct.Struct("@qdqdq")
+_FIRST, _FIRST_TIME, _LATEST, _LATEST_TIME, _RESTART_STATE = range(5)
+LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a whole (PIPE_BUF)
 
 
-# How a worker stands in an in-process restarter:
-STANDS_ALONE = 0  # it is in none: its end is a failure of all
-IN_RESTARTER = 1  # it is in one, as the others are: they go on when it ends
-LEFT_RESTARTER = 2  # it has told the others to go on without it
+# State of a worker in an in-process restarter: these two bits, read after the worker has ended.
+OTHERS_GO_ON = 1  # the other workers continue without it
+OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
+
+NOT_IN_RESTARTER = 0  # in no restarter: its end is a failure of all workers, unless it exits with 0
+IN_RESTARTER = (
+    OTHERS_GO_ON | OWES_RESULT
+)  # in a call; OWES_RESULT alone: the worker joins a call, or completes it
+LEFT_RESTARTER = OTHERS_GO_ON  # the call has raised: the script decides how the process ends
 
 
 class _Reporter:
-    """Writes this process's steps into its slot."""
+    """Writer of this process's slot; each field is one store."""
 
-    __slots__ = ("_memory", "_offset", "_pipe", "_started")
+    __slots__ = ("_memory", "_numbers", "_pipe", "_started", "_times")
 
     def __init__(self, memory: mmap.mmap, pipe: str, offset: int) -> None:
+        slot = memoryview(memory)[offset : offset + SLOT.size]
         self._memory = memory
+        self._numbers = slot.cast("q")
+        self._times = slot.cast("d")
         self._pipe = pipe
-        self._offset = offset
         self._started = False
 
     def report(self, step: int) -> None:
         now = monotonic()
-        if self._started:
-            _LATEST.pack_into(self._memory, self._offset + _LATEST_OFFSET, step, now)
-            return
-        self._started = True
-        _STEPS.pack_into(self._memory, self._offset, step, now, step, now)
-        self.send(b"\0")
+        self._numbers[_LATEST] = step
+        self._times[_LATEST_TIME] = now
+        if not self._started:
+            self._started = True
+            self._numbers[_FIRST] = step
+            self._times[_FIRST_TIME] = now  # last of the four fields: makes the others valid
+            self.send(b"\0")
 
     def send(self, message: bytes) -> None:
-        """Write to the pipe, at most 4096 bytes."""
-        # The agent may be gone, or its pipe full: a training never stops over its own report.
+        """Write a message of at most 4096 bytes to the pipe."""
+        # The agent may have ended, or its pipe may be full. A failed report never stops a training.
         with contextlib.suppress(OSError):
             pipe = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -78,16 +88,15 @@ class _Reporter:
             finally:
                 os.close(pipe)
 
-    def stand(self, standing: int) -> None:
-        _STANDING.pack_into(self._memory, self._offset + _STANDING_OFFSET, standing)
+    def set_restart_state(self, state: int) -> None:
+        self._numbers[_RESTART_STATE] = state
 
     def latest(self) -> int | None:
-        """The latest step, if any was reported."""
-        step, at = _LATEST.unpack_from(self._memory, self._offset + _LATEST_OFFSET)
-        return step if at > 0 else None
+        """Return the latest reported step; None before the first report."""
+        return self._numbers[_LATEST] if self._times[_LATEST_TIME] > 0 else None
 
     def stopping(self) -> bool:
-        """Whether the agent has begun to stop the workers."""
+        """Return whether the agent has begun to stop the workers."""
         return self._memory[-1] != 0
 
 
@@ -111,11 +120,11 @@ def _open_reporter(address: str | None) -> _Reporter | None:
 
 _reporter: _Reporter | None = None
 _opened = False
-_opening = allocate_lock()  # a thread may ask how far this is while it is being opened
+_opening = allocate_lock()  # another thread may call `latest` while the slot is being opened
 
 
 def _own() -> _Reporter | None:
-    """The reporter of this process; None outside of regrow."""
+    """Return the reporter of this process; None if no regrow agent started it."""
     global _reporter, _opened
     with _opening:
         if not _opened:
@@ -125,56 +134,61 @@ def _own() -> _Reporter | None:
 
 
 def step(n: int) -> None:
-    """Report that training step `n` is done, so the launcher can say what a failure cost.
+    """Report that training step `n` is done, so the job's report can show what a failure cost.
 
-    Optional: a job restarts the same without it. Outside regrow it does nothing.
+    The call is optional: a job without it restarts in the same way. Outside of regrow it does
+    nothing.
 
     Args:
-        n: the global step just finished; after a restart, go on from the checkpoint's step.
+        n: the global step that just finished; after a restart, continue from the checkpoint's
+            step.
     """
     if (reporter := _reporter if _opened else _own()) is not None:
         reporter.report(n)
 
 
 def latest() -> int | None:
-    """The step that this worker reported last; None if it has not, or outside of regrow."""
+    """Return this worker's last reported step; None if there is none, or outside of regrow."""
     reporter = _own()
     return reporter.latest() if reporter is not None else None
 
 
 def stopping() -> bool | None:
-    """Whether the agent has begun to stop this worker, with all others; None outside of regrow."""
+    """Return whether the agent has begun to stop all workers of its node, this one included.
+
+    Outside of regrow the result is None.
+    """
     reporter = _own()
     return None if reporter is None else reporter.stopping()
 
 
-_standing = STANDS_ALONE
+_restart_state = NOT_IN_RESTARTER
 
 
-def stand(standing: int) -> None:
-    """Let the agent know how this worker stands in an in-process restarter.
+def set_restart_state(state: int) -> None:
+    """Publish this worker's state in an in-process restarter, for the agent to read.
 
     Args:
-        standing: one of the three above.
+        state: a combination of `OTHERS_GO_ON` and `OWES_RESULT`.
     """
-    global _standing
-    _standing = standing
+    global _restart_state
+    _restart_state = state
     reporter = _own()
     if reporter is not None:
-        reporter.stand(standing)
+        reporter.set_restart_state(state)
 
 
-def standing() -> int:
-    """How this process stands in an in-process restarter: one of the three, also without agent."""
-    return _standing
+def restart_state() -> int:
+    """Return this process's state in an in-process restarter; works without an agent too."""
+    return _restart_state
 
 
-def tell(name: str, **fields: Any) -> None:
-    """Have the agent record an event of the job.
+def send_event(name: str, **fields: Any) -> None:
+    """Send an event of the job to the agent, which records it.
 
     Args:
-        name: of the event.
-        fields: what JSON can express. One that takes more than 4 KB in all is not told.
+        name: name of the event.
+        fields: values that JSON can express. An event of more than 4 KB in all is dropped.
     """
     reporter = _own()
     if reporter is None:
@@ -182,5 +196,5 @@ def tell(name: str, **fields: Any) -> None:
     import json
 
     line = json.dumps({"name": name, "fields": fields}).encode() + b"\n"
-    if len(line) <= _ATOMIC:
+    if len(line) <= LONGEST:
         reporter.send(line)

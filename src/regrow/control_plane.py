@@ -1,19 +1,19 @@
-"""A worker's main function with a socket to ask what the worker is doing.
+"""HTTP server in a worker, on a unix socket, that shows what the worker is doing.
 
-`worker_main` records the worker's uncaught exception, as `record` does, and, where
-the environment variable TORCH_WORKER_SERVER_SOCKET names a path, serves HTTP on a
-unix socket there while the function runs:
+`worker_main` wraps the worker's main function. It records an uncaught exception, as `record` does.
+If the environment variable TORCH_WORKER_SERVER_SOCKET contains a path, it also serves HTTP on a
+unix socket at that path while the function runs:
 
     curl --unix-socket PATH -X POST http://worker/handler/ping
     curl --unix-socket PATH -X POST http://worker/handler/dump_traceback
 
-`GET /handler/` lists the handlers. Where the worker has loaded torch, there are those among
-dump_nccl_trace_json, dump_nccl_trace_pickle and fr_trace_json of which its build has the function:
-what the collectives were, and which are under way (`?onlyactive=true`). Only the user who runs the
-worker may connect.
+`GET /handler/` lists the handlers. If the worker has loaded torch, the list may also contain
+dump_nccl_trace_json, dump_nccl_trace_pickle and fr_trace_json. Each exists only if this build of
+torch has its function. They list the collectives; with `?onlyactive=true`, those in progress only.
+Only the user that runs the worker may connect.
 
-The answers come from a thread of the worker's interpreter. A worker that sits in
-native code which holds the interpreter's lock answers nothing, not even `ping`.
+A thread of the worker's interpreter sends the replies. A worker in native code that holds the
+interpreter's lock does not reply, not even to `ping`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from types import TracebackType
 
-    from regrow.utils._http import Request, Response
+    from regrow.utils.http_server import Request, Response
 
 __all__ = ["TORCH_WORKER_SERVER_SOCKET", "worker_main"]
 
 TORCH_WORKER_SERVER_SOCKET = "TORCH_WORKER_SERVER_SOCKET"
-"""Names the path of the unix socket."""
+"""Environment variable with the path of the unix socket."""
 
 _TRACES = {
     "dump_nccl_trace_json": ("_dump_nccl_trace_json", ("includeCollectives", "onlyActive")),
@@ -54,19 +54,22 @@ def worker_main() -> WorkerMain:
     """Wrap a worker's main function: `@worker_main()` above it, or `with worker_main():`.
 
     Raises:
-        OSError: on entry, where the socket cannot be made at the path that is named.
+        OSError: on entry, if the socket cannot be created at the given path.
     """
     return WorkerMain()
 
 
 class WorkerMain:
-    """What `worker_main` returns: a decorator and a context manager."""
+    """Decorator and context manager that `worker_main` returns."""
 
     def __init__(self) -> None:
         self._serving: AbstractContextManager[None] | None = None
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
-        """`function`, recorded and served while it runs; `sys.exit(0)` in it returns None."""
+        """Wrap `function`: record its exception, and serve HTTP while it runs.
+
+        If the function calls `sys.exit(0)`, the wrapper returns None.
+        """
         from functools import wraps
 
         @wraps(function)
@@ -99,12 +102,12 @@ class WorkerMain:
 
 @contextmanager
 def _served() -> Iterator[None]:
-    """Answer on the socket that the environment names, if it does."""
+    """Serve HTTP inside the block, if the environment variable contains a path."""
     path = os.environ.get(TORCH_WORKER_SERVER_SOCKET)
     if not path:
         yield
         return
-    from regrow.utils._http import HttpServer
+    from regrow.utils.http_server import HttpServer
 
     listener = _listen(path)
     made = os.stat(path, follow_symlinks=False).st_ino  # noqa: PTH116 - no pathlib in a worker
@@ -121,7 +124,7 @@ def _listen(path: str) -> socket.socket:
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The mode is taken over by the file that bind makes.
+        # bind creates the socket file with the mode of this descriptor.
         os.fchmod(listener.fileno(), 0o600)
         _remove_stale(path)
         listener.bind(path)
@@ -136,7 +139,7 @@ def _listen(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that nobody listens on: its worker was killed."""
+    """Remove the socket of a worker that was killed: no process listens on it."""
     import socket
     from stat import S_ISSOCK
 
@@ -152,7 +155,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _remove(path: str, made: int) -> None:
-    """Remove our socket, unless somebody else's took its place."""
+    """Remove this worker's socket, unless another socket has replaced it."""
     try:
         if os.stat(path, follow_symlinks=False).st_ino == made:  # noqa: PTH116 - as above
             os.unlink(path)
@@ -163,7 +166,7 @@ def _remove(path: str, made: int) -> None:
 def _respond(request: Request) -> Response:
     import json
 
-    from regrow.utils._http import Response
+    from regrow.utils.http_server import Response
 
     handlers: dict[str, Callable[..., bytes]] = {
         "dump_traceback": _dump_traceback,
@@ -191,7 +194,7 @@ def _respond(request: Request) -> Response:
 
 
 def _traces() -> dict[str, Callable[..., bytes]]:
-    """torch's flight recorder, by torch's names for the handlers."""
+    """Return the functions of torch's flight recorder, by torch's handler names."""
     import sys
 
     loaded = sys.modules.get("torch._C._distributed_c10d")
@@ -203,10 +206,10 @@ def _traces() -> dict[str, Callable[..., bytes]]:
 
 
 def _flags(flags: Iterable[str], query: str) -> dict[str, bool]:
-    """The flags that a query sets; case does not count.
+    """Parse the flags of a query string; upper and lower case are the same.
 
     Raises:
-        ValueError: it has something else.
+        ValueError: the query contains an unknown flag, or a value other than true and false.
     """
     from urllib.parse import parse_qsl
 
@@ -214,16 +217,19 @@ def _flags(flags: Iterable[str], query: str) -> dict[str, bool]:
     given = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name.lower() not in known or value.lower() not in ("true", "false"):
-            raise ValueError(f"{name}={value}: give true or false for {' or '.join(known)}")
+            raise ValueError(
+                f"invalid query parameter {name}={value}: use {' or '.join(known)}, with true or "
+                f"false"
+            )
         given[known[name.lower()]] = value.lower() == "true"
     return given
 
 
 def _dump_traceback() -> bytes:
-    """The stacks of all threads, innermost frame first."""
+    """Return the stacks of all threads, innermost frame first."""
     import faulthandler
 
-    # faulthandler writes to a file descriptor, since it must not need the interpreter.
+    # faulthandler does not use the interpreter, so it needs a file with a descriptor.
     with open(os.memfd_create("stacks"), "w+b") as stacks:
         faulthandler.dump_traceback(stacks, all_threads=True)
         stacks.seek(0)

@@ -1,4 +1,4 @@
-"""An agent's timer server: what it says of a hung worker, and what it costs the agent."""
+"""An agent's timer server: its reports of hung workers, and its effect on the agent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,23 +17,23 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from processes import PATIENCE
 
-from regrow.agent import LocalElasticAgent, WorkerSpec, _decide, _hang
-from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
-from regrow.agent._probed import ProbedAgent
-from regrow.agent._timers import Watchdog, timer_file
-from regrow.agent._watched import Watched
+from helpers.processes import PATIENCE
+from regrow.agent import LocalElasticAgent, WorkerSpec
+from regrow.agent.attempt.environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
+from regrow.agent.decisions import decide
+from regrow.agent.features import StartedWorkers
+from regrow.agent.features import hang as _hang
+from regrow.agent.features.watchdog import Watchdog, includes, owner, timer_files
 from regrow.events import Event, register_logging_handler
 from regrow.launch import LaunchConfig, elastic_launch
+from regrow.rendezvous import SoloRendezvousHandler
 from regrow.timer import FileTimerRequest
-from regrow.timer._frames import Dump, Frame, Thread
+from regrow.timer.stacks.report import Dump, Frame, Thread
 from regrow.workers import ChildFailedError, DefaultLogsSpecs
 
 STACK = (Frame("/home/me/train.py", 14, "step"), Frame("/home/me/train.py", 30, "<module>"))
-DUMP = Dump(
-    77, "dumped", threads=(Thread(1, "", True, True, STACK),), path="logs/0/1/stacks.77.txt"
-)
+DUMP = Dump(77, "dumped", threads=(Thread(1, True, True, STACK),), path="logs/0/1/stacks.77.txt")
 
 
 def hang(**known: Any) -> _hang.Hang:
@@ -51,33 +50,35 @@ def hang(**known: Any) -> _hang.Hang:
         noticed=100.002,
         signum=9,
         dump=DUMP,
-        compared=["ranks 4, 6 stand in recv (train.py:9)", "rank 5 alone stands in step"],
+        compared=["ranks 4, 6 are in recv (train.py:9)", "rank 5 alone is in step"],
         over=0.0123,
     )
     return found._replace(**known)
 
 
-# --- what is said
+# --- texts and fields
 
 
 def test_a_hang_is_one_line_that_names_scope_time_and_place() -> None:
-    line = "timer step of 2 s was over by 12.3 ms: in step (train.py:14)"
+    line = "timer step of 2 s was exceeded by 12.3 ms; location: in step (train.py:14)"
     assert _hang.message(hang()) == line
     told = _hang.announcement(hang())
     assert told == (
-        f"rank 5 (pid 77) hangs: {line}; it is sent SIGKILL; stacks in logs/0/1/stacks.77.txt"
+        f"rank 5 (pid 77) hangs: {line}; sending SIGKILL; stacks in logs/0/1/stacks.77.txt"
     )
 
 
-def test_a_timer_of_torchs_client_does_not_say_how_long_it_was() -> None:
+def test_a_timer_of_torchs_client_is_reported_without_its_length() -> None:
     request = FileTimerRequest(77, "a\nscope", 1e9, 0, monotonic=100.0)
     told = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
-    assert told.startswith("a worker (its process 77) hangs: timer a scope was over by 12.3 ms:")
-    assert "it is left alone, as the timer asks for no signal" in told
+    assert told.startswith(
+        "a worker (its process 77) hangs: timer a scope was exceeded by 12.3 ms;"
+    )
+    assert "no signal is sent, because the timer requests none" in told
 
 
 @pytest.mark.parametrize(("signum", "name"), [(9, "SIGKILL"), (0, None), (-1, None)])
-def test_the_event_says_all_there_is_in_plain_values(signum: int, name: str | None) -> None:
+def test_the_event_of_a_hang_has_plain_values_only(signum: int, name: str | None) -> None:
     event = _hang.event(hang(signum=signum))
     assert json.loads(json.dumps(event)) == event
     assert (event["rank"], event["pid"], event["scope"], event["signal"]) == (5, 77, "step", name)
@@ -98,14 +99,14 @@ def test_the_error_file_is_of_the_form_that_record_writes_with_the_deadline_as_i
         '  File "/home/me/train.py", line 14, in step',
         '  File "/home/me/train.py", line 30, in <module>',
         "Workers of this host:",
-        "  ranks 4, 6 stand in recv (train.py:9)",
-        "  rank 5 alone stands in step",
+        "  ranks 4, 6 are in recv (train.py:9)",
+        "  rank 5 alone is in step",
         "Stacks of all threads: logs/0/1/stacks.77.txt",
     ]
 
 
 def test_a_deep_stack_is_cut_in_the_report() -> None:
-    deep = Thread(1, "", True, True, tuple(Frame("f.py", n, "f") for n in range(1, 100)))
+    deep = Thread(1, True, True, tuple(Frame("f.py", n, "f") for n in range(1, 100)))
     stack = _hang.callstack(hang(dump=DUMP._replace(threads=(deep,))))
     assert stack.count("File") == _hang.MOST_FRAMES
     assert f"... {99 - _hang.MOST_FRAMES} more frames" in stack
@@ -128,7 +129,7 @@ def test_a_scope_is_shown_in_a_short_line_and_a_place_without_its_folders(
     scope: str, shown: str
 ) -> None:
     request = FileTimerRequest(77, scope, 1e9, 9, monotonic=100.0)
-    assert _hang.message(hang(request=request)).startswith(f"timer {shown} was over by")
+    assert _hang.message(hang(request=request)).startswith(f"timer {shown} was exceeded by")
 
 
 # --- where the pipe is, and whose processes may write into it
@@ -136,11 +137,34 @@ def test_a_scope_is_shown_in_a_short_line_and_a_place_without_its_folders(
 
 def test_the_pipe_is_where_the_variable_says() -> None:
     given = {TORCHELASTIC_TIMER_FILE: "/run/timers"}
-    assert timer_file(given) == "/run/timers"
-    assert timer_file(given | {"REGROW_WORKER": "/1/2/"}) == "/run/timers"
-    paths = {timer_file({}) for _ in range(2)}
+    assert timer_files(given, "/logs") == ["/run/timers"]
+    assert timer_files(given | {"REGROW_WORKER": "/1/2/"}) == ["/run/timers"]
+    paths = {path for _ in range(2) for path in timer_files({})}
     assert len(paths) == 2
     assert all(Path(path).name.startswith("watchdog_timer_") for path in paths)
+
+
+def test_where_no_temporary_file_can_be_made_the_pipe_is_among_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc")
+    monkeypatch.delenv("TORCHELASTIC_TIMER_FILE", raising=False)
+    shown = tmp_path / "shown"
+    script = f'test -p "$TORCHELASTIC_TIMER_FILE" && echo "$TORCHELASTIC_TIMER_FILE" > {shown}'
+    folder = str(tmp_path / "logs")
+    config = LaunchConfig(
+        1,
+        1,
+        1,
+        DefaultLogsSpecs(log_dir=folder),
+        run_id="job",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        timers=True,
+    )
+    elastic_launch(config, "sh")("-c", script)
+    assert shown.read_text().startswith(f"{folder}/job_")
+    assert not list((tmp_path / "logs").glob("*/watchdog*"))  # it went with the agent
 
 
 def test_an_agent_in_a_worker_of_another_leaves_that_one_its_pipe(tmp_path: Path) -> None:
@@ -148,11 +172,11 @@ def test_an_agent_in_a_worker_of_another_leaves_that_one_its_pipe(tmp_path: Path
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     environ = {TORCHELASTIC_TIMER_FILE: pipe}
-    assert timer_file(environ) == pipe  # an error, when the pipe is made
+    assert timer_files(environ) == [pipe]  # an error, when the pipe is made
     inner = environ | {"REGROW_WORKER": "/1/2/"}
-    assert timer_file(inner) != pipe
+    assert timer_files(inner) != [pipe]
     os.close(reader)
-    assert timer_file(inner) == pipe
+    assert timer_files(inner) == [pipe]
 
 
 @pytest.fixture
@@ -172,13 +196,14 @@ def family() -> Iterator[tuple[int, int]]:
 def test_a_process_is_known_by_the_worker_that_started_it(family: tuple[int, int]) -> None:
     worker, child = family
     context = SimpleNamespace(pids=lambda: {0: 1, 1: worker})
-    watched = Watched(0, [4, 5], cast(Any, context), cast(Any, SimpleNamespace(pid=None)))
-    assert [watched.owner(pid) for pid in (worker, child)] == [1, 1]
-    assert watched.pids() == {4: 1, 5: worker}
-    assert watched.includes(child)
-    assert watched.owner(os.getpid()) is None
-    assert not watched.includes(os.getpid())
-    assert not watched.includes(1 << 30)
+    guardian = cast(Any, SimpleNamespace(pid=None))
+    workers = StartedWorkers(0, [4, 5], cast(Any, context), guardian)
+    assert [owner(workers, pid) for pid in (worker, child)] == [1, 1]
+    assert workers.pids() == {4: 1, 5: worker}
+    assert includes(workers, child)
+    assert owner(workers, os.getpid()) is None
+    assert not includes(workers, os.getpid())
+    assert not includes(workers, 1 << 30)
 
 
 def test_all_that_is_below_the_guardian_is_of_a_worker_but_not_the_guardian(
@@ -186,22 +211,25 @@ def test_all_that_is_below_the_guardian_is_of_a_worker_but_not_the_guardian(
 ) -> None:
     guardian, worker = family  # one that is just being started
     context = SimpleNamespace(pids=dict)
-    watched = Watched(0, [0], cast(Any, context), cast(Any, SimpleNamespace(pid=guardian)))
-    assert watched.includes(worker)
-    assert watched.owner(worker) is None
-    assert not watched.includes(guardian)
+    by = cast(Any, SimpleNamespace(pid=guardian))
+    workers = StartedWorkers(0, [0], cast(Any, context), by)
+    assert includes(workers, worker)
+    assert owner(workers, worker) is None
+    assert not includes(workers, guardian)
 
 
-def test_a_helper_that_has_ended_meanwhile_is_not_taken_for_a_stranger(tmp_path: Path) -> None:
+def test_a_timer_of_an_ended_helper_is_refused_as_one_of_a_process_that_is_gone(
+    tmp_path: Path,
+) -> None:
     watchdog = Watchdog(str(tmp_path / "pipe"), "job", native_s=0.0, on_hang=print)
     context, guardian = SimpleNamespace(pids=dict), SimpleNamespace(pid=None)
-    watchdog.watch(Watched(0, [0], cast(Any, context), cast(Any, guardian)))
+    watchdog.watch(StartedWorkers(0, [0], cast(Any, context), cast(Any, guardian)))
     with subprocess.Popen(["true"]) as helper:
         helper.wait()
-    refusals = [watchdog._refusal(pid) or "" for pid in (helper.pid, os.getppid())]
+    refusals = [watchdog.refusal(pid) or "" for pid in (helper.pid, os.getppid())]
     watchdog.stop()
     assert refusals[0] == "is of a process that is gone"
-    assert "none of this agent's workers" in refusals[1]
+    assert "neither a worker of this agent" in refusals[1]
 
 
 # --- the agent
@@ -238,11 +266,11 @@ def launch(configured: LaunchConfig, script: str) -> ChildFailedError:
 
 def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None:
     error = launch(config(os.devnull), HANG.format(first=""))
-    assert re.search(r"traceback : timer step of 0\.[45]\d* s was over by", str(error))
+    assert re.search(r"traceback : timer step of 0\.[45]\d* s was exceeded by", str(error))
     assert ", in <module>\n" in str(error)
 
 
-def test_a_log_directory_that_hangs_spares_no_hung_worker(tmp_path: Path) -> None:
+def test_a_hung_worker_is_killed_although_its_log_directory_hangs(tmp_path: Path) -> None:
     # To open a pipe that nobody reads takes for ever.
     first = """
 from regrow.timer import FileTimerClient
@@ -254,7 +282,7 @@ for n in range(3):
         time.sleep(0.1)
 """
     error = launch(config(str(tmp_path)), HANG.format(first=first))
-    assert re.search(r"traceback : timer step of 0\.[45]\d* s was over by", str(error))
+    assert re.search(r"traceback : timer step of 0\.[45]\d* s was exceeded by", str(error))
     waiting = [thread for thread in threading.enumerate() if thread.name == "regrow-hang"]
     assert len(waiting) == 1
     (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")
@@ -288,7 +316,7 @@ os.waitpid(helper, 0)
 def test_five_restarts_leave_no_thread_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_decide, "QUICK_S", 0.0)  # no pause between attempts
+    monkeypatch.setattr(decide, "QUICK_S", 0.0)  # no pause between attempts
     seen: list[tuple[int, int]] = []
 
     def look(event: Event) -> None:
@@ -299,19 +327,6 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
     assert len(seen) == 6
     # What one attempt leaves for a moment may be there; what each leaves for good would add up.
     assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen
-
-
-def test_an_agent_whose_timer_server_has_ended_is_as_old_as_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ProbedAgent, "_age", lambda agent: 0.5)  # its loop turns
-    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)), timers=True)
-    assert agent._age() == 0.5
-    server = SimpleNamespace(get_last_progress_time=lambda: time.time() - 300)
-    agent._watchdog = cast(Any, server)
-    assert 299 < agent._age() < 300 + PATIENCE
-    assert agent._get_alive_time() <= time.time() - 299
 
 
 def test_what_the_server_does_is_recorded_as_torchs_agent_records_it(tmp_path: Path) -> None:
@@ -331,22 +346,32 @@ def test_what_the_server_does_is_recorded_as_torchs_agent_records_it(tmp_path: P
     assert {"watchdog started", "timer expired", "watchdog stopped"} <= names
 
 
-@pytest.mark.parametrize("value", ["0", "", "yes"])
+def run_untimed(logs: Path, entrypoint: str, *args: str) -> list[Event]:
+    """Run an agent that is not asked for timers; returns its events."""
+    seen: list[Event] = []
+    handler = SoloRendezvousHandler("job")
+    spec = WorkerSpec("r", 1, handler, entrypoint=entrypoint, args=args, max_restarts=0)
+    logs_specs = DefaultLogsSpecs(log_dir=str(logs))
+    LocalElasticAgent(spec, logs_specs, event_sinks=(seen.append,)).run()
+    handler.shutdown()
+    return seen
+
+
+@pytest.mark.parametrize("value", ["0", "", "yes", "1"])
 def test_only_1_in_torchs_variable_turns_timers_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
-    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
     monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, value)
-    assert not LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
-    monkeypatch.setenv(TORCHELASTIC_ENABLE_FILE_TIMER, "1")
-    assert LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))._timers
+    seen = run_untimed(tmp_path, "true")
+    bounds = cast(Any, seen[0].metadata["bounds"])
+    assert ("a hung worker is killed" in bounds) == (value == "1")
 
 
-def test_a_pipe_that_somebody_else_serves_is_handed_on_to_the_workers(
+def test_the_pipe_of_another_timer_server_is_passed_to_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = WorkerSpec("r", 1, cast(Any, SimpleNamespace()), entrypoint="x")
-    agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(tmp_path)))
-    assert agent._timer_file() is None
     monkeypatch.setenv(TORCHELASTIC_TIMER_FILE, "/run/timers")
-    assert agent._timer_file() == "/run/timers"
+    shown = tmp_path / "shown"
+    script = f'echo "$TORCHELASTIC_TIMER_FILE" > {shown}'
+    run_untimed(tmp_path / "logs", "sh", "-c", script)
+    assert shown.read_text() == "/run/timers\n"

@@ -1,9 +1,9 @@
-"""Agents of one job under a scheduler that is out for trouble: none hangs, and all end alike.
+"""Agents of one job under generated faults: none hangs, and all have the same outcome.
 
-The decisions (`_decide`), the rules of the rounds and what a handler makes of them are the real
-ones; processes, threads and time are not. Each seed is a job: nodes join, workers fail and succeed,
-nodes are lost and come back, are killed and told to stop, news comes late and in between anything.
-Then the faults stop, and the job has to come to an end that is the same for every node left.
+The decisions (`decide`), the rules of the rounds and those of a node are the real ones; processes,
+threads and time are not. Each seed is a job: nodes join, workers fail and succeed,
+nodes are lost and come back, are killed and get signals, and notifications arrive late and at any
+moment. Then the faults stop, and the job must end with the same outcome on every node that is left.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from random import Random
 import pytest
 
 from regrow.agent import WorkerState
-from regrow.agent import _words as words
-from regrow.agent._decide import decide
-from regrow.agent._state import Phase, State
+from regrow.agent.decisions import events as words
+from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
 from regrow.rendezvous import RendezvousClosedError
-from regrow.rendezvous._driver import View, answer, view
-from regrow.rendezvous._news import (
-    Close,
+from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
+from regrow.rendezvous.node.node_rules import Notified, Rejoin, SeatRequest, end_wait, notifications
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    EndConfirmed,
     Event,
-    Failed,
-    Heard,
-    Join,
+    JoinRound,
     Judged,
     LastCallOver,
-    Leave,
-    Leaving,
-    Lost,
+    LeaveRound,
     Node,
+    NodeLeaving,
+    NodeLost,
+    NodeRefused,
     NodesWaiting,
-    Refused,
     RoundClosed,
     RoundEnded,
     Seated,
+    WorkersFailed,
 )
-from regrow.rendezvous._round import Round, holds, step
-from regrow.rendezvous._waiting import Reborn, Told, Waiting, judge, tidings
+from regrow.rendezvous.protocol.rules import step
+from regrow.rendezvous.protocol.state import Round, holds
 
 MAX_RESTARTS = 2
 NODES = 4
@@ -49,19 +49,19 @@ Operation = Generator[None, None, words.Event | None]
 
 
 class Job:
-    """The rounds, and what the nodes share in them."""
+    """The rounds, and the data that the nodes share in them."""
 
     def __init__(self, least: int, most: int) -> None:
         self.round = Round(least, most)
         self.checked_in: dict[tuple[str, int], set[str]] = {}
         self.trace: list[str] = []
 
-    def apply(self, id: str, event: Event) -> View:
-        self.round, effects = step(self.round, event)
+    def apply(self, id: str, event: Event) -> Snapshot:
+        self.round, refusal = step(self.round, event)
         self.trace.append(f"{event}")
-        return answer(self.round, id, effects)
+        return answer(self.round, id, refusal)
 
-    def all_there(self, what: str, id: str, round: int, size: int) -> bool:
+    def all_arrived(self, what: str, id: str, round: int, size: int) -> bool:
         there = self.checked_in.setdefault((what, round), set())
         there.add(id)
         return len(there) == size
@@ -72,10 +72,10 @@ class Agent:
 
     def __init__(self, name: str, job: Job) -> None:
         self.name, self.job = name, job
-        self.state = State(remaining_restarts=MAX_RESTARTS)
+        self.state = AgentState(remaining_restarts=MAX_RESTARTS)
         self.lives, self.id, self.token = 0, "", 0
-        self.told, self.answered = Told(), 0
-        self.inbox: list[words.Event | object] = [words.Begin()]
+        self.notified, self.answered = Notified(), 0
+        self.inbox: list[words.Event | object] = []
         self.operations: list[Operation] = []
         self.delayed = False
         self.workers = ""  # running, failed, succeeded
@@ -85,31 +85,32 @@ class Agent:
         self.outcome = ""
         self.leaves = False  # a signal is under way to it
         self.root = ""
-        self.be_born()
+        self.rejoin_as_new()
+        self.act(words.Form())
 
-    def be_born(self) -> None:
+    def rejoin_as_new(self) -> None:
         self.lives += 1
         self.id, self.token = f"{self.name}.{self.lives}", 0
-        self.told, self.answered = Told(), 0
+        self.notified, self.answered = Notified(), 0
 
     # --- the handler
 
-    def call(self, event: Event) -> View:
-        said = self.job.apply(self.id, event)
-        if not isinstance(event, Close):
-            self.hear(said)
-        return said
+    def call(self, event: Event) -> Snapshot:
+        found = self.job.apply(self.id, event)
+        if not isinstance(event, CloseRendezvous):
+            self.notify(found)
+        return found
 
-    def hear(self, said: View) -> None:
-        self.told, news = tidings(self.told, said, self.id)
+    def notify(self, found: Snapshot) -> None:
+        self.notified, news = notifications(self.notified, found, self.id)
         self.inbox += news
 
     def follow(self) -> None:
-        said = view(self.job.round, self.id)
-        self.hear(said)
-        match said.news:
+        found = snapshot(self.job.round, self.id)
+        self.notify(found)
+        match found.status:
             case RoundEnded(round, by) if self.token == round > self.answered and by != self.id:
-                self.call(Heard(self.id, round))
+                self.call(EndConfirmed(self.id, round))
                 self.answered = round
 
     def closed(self, news: RoundClosed) -> RendezvousClosedError:
@@ -118,25 +119,25 @@ class Agent:
         return error
 
     def next_rendezvous(self) -> Generator[None, None, Seated]:
-        self.told = Told()
+        self.notified = Notified()
         while True:
-            said = self.call(Join(Node(self.id, self.name), self.token))
-            waiting = Waiting(self.token, float("inf"))
+            found = self.call(JoinRound(Node(self.id, self.name), self.token))
+            waiting = SeatRequest(self.token, float("inf"))
             while True:
-                waiting, outcome = judge(waiting, said, 0.0)
+                waiting, outcome = end_wait(waiting, found, 0.0)
                 if outcome is not None:
                     break
                 yield
-                said = view(self.job.round, self.id)
+                found = snapshot(self.job.round, self.id)
             match outcome:
                 case Seated():
-                    self.token, self.told = outcome.round, Told(outcome.round)
-                    self.hear(view(self.job.round, self.id))
+                    self.token, self.notified = outcome.round, Notified(outcome.round)
+                    self.notify(snapshot(self.job.round, self.id))
                     return outcome
                 case RoundEnded(round):
                     self.token = round
-                case Reborn():
-                    self.be_born()
+                case Rejoin():
+                    self.rejoin_as_new()
                 case RoundClosed():
                     raise self.closed(outcome)
 
@@ -144,13 +145,13 @@ class Agent:
 
     def form(self, reason: str = "", announce: bool = False) -> Operation:
         if announce:
-            self.call(Leaving(self.id, self.token, reason))
+            self.call(NodeLeaving(self.id, self.token, reason))
         yield
         self.workers = ""
         while True:
             seated = yield from self.next_rendezvous()
-            while self.told.ended is None:
-                if self.job.all_there("ranks", self.id, seated.round, seated.world_size):
+            while self.notified.ended is None:
+                if self.job.all_arrived("ranks", self.id, seated.round, seated.world_size):
                     break
                 yield
             else:
@@ -160,18 +161,18 @@ class Agent:
         self.workers = "running"
         return words.Formed(0.0, seated.round, shared=True, leads=seated.rank == 0)
 
-    def tell(self) -> Operation:
+    def report_failure(self) -> Operation:
         self.report = f"{self.id} in round {self.token}"
-        round, said = self.token, self.call(Failed(self.id, self.token, self.report))
+        round, found = self.token, self.call(WorkersFailed(self.id, self.token, self.report))
         while True:
-            if said.judged is not None and said.judged.round >= round:
-                return self.verdict(said.judged if said.judged.round == round else None)
-            if isinstance(said.news, RoundClosed):
-                raise self.closed(said.news)
-            if isinstance(said.news, Refused) or said.news is None:
+            if isinstance(found.status, RoundClosed):
+                raise self.closed(found.status)
+            if found.judged is not None and found.judged.round >= round:
+                return self.verdict(found.judged if found.judged.round == round else None)
+            if isinstance(found.status, NodeRefused) or found.status is None:
                 return self.verdict(None)
             yield
-            said = view(self.job.round, self.id)
+            found = snapshot(self.job.round, self.id)
 
     def verdict(self, judged: Judged | None) -> words.Verdict:
         if judged is None:
@@ -181,31 +182,33 @@ class Agent:
 
     def pause(self, reason: str, announce: bool) -> Operation:
         if announce:
-            self.call(Leaving(self.id, self.token, reason))
+            self.call(NodeLeaving(self.id, self.token, reason))
         yield
         self.workers = ""
         self.delayed = True
         return None
 
-    def stop(self, tell: bool) -> Operation:
-        if tell:
-            self.call(Close(self.id, "its workers failed for good", f"final: {self.report}"))
+    def stop(self, report: bool) -> Operation:
+        if report:
+            self.call(
+                CloseRendezvous(self.id, "its workers failed for good", f"final: {self.report}")
+            )
             self.root = self.root or f"final: {self.report}"
         yield
         self.workers = ""
         return words.Stopped()
 
     def barrier(self) -> Operation:
-        while self.told.ended is None:
-            if self.job.all_there("end", self.id, self.token, self.size):
-                return words.BarrierPassed()
+        while self.notified.ended is None:
+            if self.job.all_arrived("end", self.id, self.token, self.size):
+                return words.BarrierOver(0.0, passed=True)
             yield
-        return words.BarrierBroken(0.0)
+        return words.BarrierOver(0.0, passed=False)
 
-    def look(self) -> Operation:
+    def check(self) -> Operation:
         yield
         states = {"running": WorkerState.HEALTHY, "failed": WorkerState.FAILED}
-        return words.Report(states.get(self.workers, WorkerState.SUCCEEDED), 0, 0.0)
+        return words.CheckResult(states.get(self.workers, WorkerState.SUCCEEDED), 0, 0.0)
 
     # --- the loop
 
@@ -226,7 +229,7 @@ class Agent:
                 return words.RoundOver(message.round, message.why, 0.0)
             case NodesWaiting():
                 full = self.size + message.waiting >= self.job.round.max_nodes
-                return words.Waiting(message.round, message.waiting, full, 0.0)
+                return words.JoinRequested(message.round, message.waiting, full, 0.0)
             case RoundClosed():
                 self.root = self.root or message.report
                 return words.Closed(failed=bool(message.report))
@@ -244,23 +247,23 @@ class Agent:
                 self.operations.append(self.form())
             case words.Restart(reason, announce):
                 self.operations.append(self.form(reason, announce))
-            case words.Look():
-                self.operations.append(self.look())
-            case words.Tell():
-                self.operations.append(self.tell())
+            case words.CheckWorkers():
+                self.operations.append(self.check())
+            case words.ReportFailure():
+                self.operations.append(self.report_failure())
             case words.Delay(_, reason, announce):
                 self.operations.append(self.pause(reason, announce))
-            case words.Stop(tell):
+            case words.StopWorkers(report):
                 self.delayed = False
-                self.operations.append(self.stop(tell))
+                self.operations.append(self.stop(report))
             case words.Barrier():
                 self.operations.append(self.barrier())
             case words.Finish(state):
                 self.end(state.value)
             case words.Interrupt():
-                self.call(Leaving(self.id, self.token, "it was told to stop"))
+                self.call(NodeLeaving(self.id, self.token, "its agent got a signal"))
                 self.workers = ""
-                self.job.apply(self.id, Leave(self.id))
+                self.job.apply(self.id, LeaveRound(self.id))
                 self.outcome = "SIGNALED"
             case words.Raise():
                 self.end("CLOSED")
@@ -270,8 +273,8 @@ class Agent:
             there = self.job.checked_in.get(("end", self.token), set())
             assert len(there) == self.size or self.job.round.closed, "others have not succeeded"
         self.workers = ""
-        self.job.apply(self.id, Close(self.id))
-        self.job.apply(self.id, Leave(self.id))
+        self.job.apply(self.id, CloseRendezvous(self.id))
+        self.job.apply(self.id, LeaveRound(self.id))
         self.outcome = outcome
 
     def advance(self) -> None:
@@ -296,7 +299,7 @@ class Agent:
             yield "delay"
         if self.workers == "running" and not holds(self.job.round, self.id, self.token):
             yield "lapse"
-        if self.state.phase is Phase.RUNNING and self.state.gather_until is not None:
+        if self.state.phase is AgentPhase.RUNNING and self.state.gather_until is not None:
             yield "gather"
 
     def do(self, choice: str) -> None:
@@ -324,7 +327,7 @@ class Agent:
 
 
 def fault(random: Random, job: Job, agents: list[Agent]) -> None:
-    """One thing goes wrong."""
+    """Inject one fault."""
     agent = random.choice([agent for agent in agents if not agent.outcome])
     stay = sum(not other.outcome and not other.leaves for other in agents)
     match random.randrange(7):
@@ -333,17 +336,51 @@ def fault(random: Random, job: Job, agents: list[Agent]) -> None:
         case 3 if agent.workers == "running":
             agent.finish_workers("succeeded")
         case 4:
-            job.apply(agent.id, Lost(agent.id, "nothing was heard of it"))
+            job.apply(agent.id, NodeLost(agent.id, "no heartbeat arrived"))
         case 5 if stay > job.round.min_nodes and not agent.leaves:
-            job.apply(agent.id, Lost(agent.id, "its connection broke"))
+            job.apply(agent.id, NodeLost(agent.id, "its connection broke"))
             agent.outcome, agent.workers = "KILLED", ""
         case 6 if stay > job.round.min_nodes and not agent.leaves:
             agent.leaves = True
             agent.inbox.insert(0, words.Signaled(15))
 
 
+def ending(agent: Agent) -> str:
+    """Return the outcome of an agent.
+
+    An agent whose workers failed, and that finds the job closed without a failure, ends with the
+    failure of its workers.
+    """
+    return "CLOSED" if agent.outcome == "FAILED" and not agent.root else agent.outcome
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_failure_in_a_job_that_is_closed_ends_all_agents_with_it(seed: int) -> None:
+    random = Random(seed)
+    job = Job(NODES, NODES)
+    agents = [Agent(f"n{number}", job) for number in range(NODES)]
+    closed = failed = False
+    for _ in range(MOST_TURNS):
+        living = [agent for agent in agents if not agent.outcome]
+        if not living:
+            break
+        running = [agent for agent in living if agent.workers == "running"]
+        if not closed and len(running) == NODES:
+            closed = True
+            job.apply(random.choice(agents).id, CloseRendezvous(random.choice(agents).id))
+        elif closed and not failed and running and random.random() < 0.1:
+            failed = True
+            random.choice(running).finish_workers("failed")
+        agent = random.choice(living)
+        agent.do(random.choice([*agent.choices()]))
+    trace = "\n".join(job.trace[-60:])
+    assert failed
+    assert {agent.outcome for agent in agents} == {"FAILED"}, trace
+    assert len({agent.root for agent in agents}) == 1, trace
+
+
 @pytest.mark.parametrize("seed", range(100))
-def test_agents_end_together_whatever_happens_to_them(seed: int) -> None:
+def test_agents_end_together_after_any_faults(seed: int) -> None:
     random = Random(seed)
     job = Job(random.randint(1, 2), NODES)
     agents = [Agent(f"n{number}", job) for number in range(NODES)]
@@ -367,8 +404,9 @@ def test_agents_end_together_whatever_happens_to_them(seed: int) -> None:
     trace = "\n".join(job.trace[-60:])
     outcomes = {agent.name: agent.outcome for agent in agents}
     assert all(outcomes.values()), f"{outcomes}, {[a.state for a in agents]}\n{trace}"
-    left = {outcome for outcome in outcomes.values() if outcome not in ("KILLED", "SIGNALED")}
-    # Who waits for a round when the others have succeeded finds the rendezvous closed, as in torch.
+    left = {ending(agent) for agent in agents if agent.outcome not in ("KILLED", "SIGNALED")}
+    # A node that waits for a round when the others have succeeded finds the rendezvous closed, as
+    # in torch.
     assert left in ({"SUCCEEDED"}, {"SUCCEEDED", "CLOSED"}, {"FAILED"}, set()), (
         f"{outcomes}\n{trace}"
     )

@@ -1,19 +1,22 @@
-"""What a worker finds in its environment."""
+"""The environment of a worker."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from helpers.jobs.plain_handler import PlainHandler
 from regrow.agent import Worker, WorkerGroup, WorkerSpec
-from regrow.agent._environment import HEARTBEAT_ENV, worker_environment
+from regrow.agent.attempt.environment import HEARTBEAT_ENV, worker_environment
+from regrow.agent.job import Job
+from regrow.rendezvous.foreign import adapted
 
 
 def group(**spec: Any) -> WorkerGroup:
     made = WorkerGroup(
         WorkerSpec(
-            role="trainer", local_world_size=2, rdzv_handler=cast(Any, None), entrypoint="x", **spec
+            role="trainer", local_world_size=2, rdzv_handler=PlainHandler(), entrypoint="x", **spec
         )
     )
     made.group_rank, made.group_world_size = 1, 3
@@ -26,21 +29,12 @@ WORKER = Worker(local_rank=1, global_rank=3, role_rank=3, world_size=6, role_wor
 
 def environment(
     outer: dict[str, str] | None = None,
-    timer_file: str | None = None,
-    heartbeat: float | None = None,
+    numbered: bool = False,
     **spec: Any,
 ) -> dict[str, str]:
-    return worker_environment(
-        group(**spec),
-        WORKER,
-        run_id="job",
-        restart_count=1,
-        attempt=2,
-        use_agent_store=False,
-        outer=outer or {},
-        timer_file=timer_file,
-        heartbeat=heartbeat,
-    )
+    job = Job(group(**spec), adapted(PlainHandler()), print, attempt=2, round=3, numbered=numbered)
+    job.remaining_restarts -= 1
+    return worker_environment(job, WORKER, outer or {})
 
 
 def test_a_worker_gets_every_variable_of_the_contract() -> None:
@@ -71,17 +65,10 @@ def test_the_users_own_settings_win() -> None:
     assert outer.items() <= environment(outer).items()
 
 
-def test_a_worker_is_told_of_the_timer_servers_pipe_if_there_is_one() -> None:
-    assert environment(timer_file="/run/timers")["TORCHELASTIC_TIMER_FILE"] == "/run/timers"
-    assert "TORCHELASTIC_TIMER_FILE" not in environment()
-
-
 def test_a_worker_finds_the_store_of_its_attempt_where_its_group_has_one() -> None:
     found = group()
     found.store_environment = {"REGROW_STORE": "unix:/run/store"}
-    shown = worker_environment(
-        found, WORKER, run_id="job", restart_count=0, attempt=0, use_agent_store=False, outer={}
-    )
+    shown = worker_environment(Job(found, adapted(PlainHandler()), print), WORKER, {})
     assert shown["REGROW_STORE"] == "unix:/run/store"
     assert "REGROW_STORE" not in environment()
 
@@ -91,13 +78,16 @@ def test_virtual_local_rank_narrows_to_the_workers_own_device() -> None:
     assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", "GPU-b")
 
 
-def test_virtual_local_rank_without_a_device_says_what_is_visible() -> None:
+def test_virtual_local_rank_without_a_device_names_the_visible_ones() -> None:
     with pytest.raises(ValueError, match=r"local_rank 1 exceeds .*CUDA_VISIBLE_DEVICES=7"):
         environment({"CUDA_VISIBLE_DEVICES": "7"}, virtual_local_rank=True)
 
 
-def test_workers_beat_if_their_agent_says_so_and_not_because_another_one_does() -> None:
-    assert environment(heartbeat=2.5)[HEARTBEAT_ENV] == "2.5"
-    assert environment({HEARTBEAT_ENV: "7"}, heartbeat=2.5)[HEARTBEAT_ENV] == "2.5"
+def test_a_worker_has_the_number_of_its_round_where_there_is_one() -> None:
+    assert environment(numbered=True)["REGROW_FENCING_TOKEN"] == "3"
+    assert "REGROW_FENCING_TOKEN" not in environment()
+
+
+def test_workers_do_not_inherit_the_heartbeats_of_an_outer_agent() -> None:
     assert environment({HEARTBEAT_ENV: "7"})[HEARTBEAT_ENV] == ""
     assert HEARTBEAT_ENV not in environment()

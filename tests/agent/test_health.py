@@ -10,23 +10,26 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import pytest
 
-from regrow.agent._health import HealthCheckServer, create_healthcheck_server
-from regrow.utils import _http
+from regrow.agent.features.health import HealthCheckServer, create_healthcheck_server
+from regrow.utils import http_server
+from regrow.utils.http_server import HttpServer, Request, Response
 
 Make = Callable[..., HealthCheckServer]
 
 
 @pytest.fixture
 def serve() -> Iterator[Make]:
-    """Start a server on a free port of the loopback address: `serve(age, timeout=60)`."""
+    """Start a server on a free port: `serve(age, timeout=60)`."""
     servers: list[HealthCheckServer] = []
 
     def start(age: Callable[[], float] = lambda: 0.0, timeout: int = 60) -> HealthCheckServer:
-        server = HealthCheckServer(lambda: 0, 0, timeout, age=age, host="127.0.0.1")
+        server = HealthCheckServer(lambda: 0, 0, timeout, age=age)
         servers.append(server)
         server.start()
         return server
@@ -77,8 +80,7 @@ def test_it_is_healthy_up_to_the_time_out_itself(serve: Make) -> None:
     assert report(serve(lambda: 60.0, timeout=60))[0] == 200
 
 
-def test_it_becomes_healthy_again(serve: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regrow.agent._health._FRESH_S", -1.0)
+def test_it_becomes_healthy_again(serve: Make) -> None:
     ages = iter([1.0, 100.0, 2.0])
     server = serve(lambda: next(ages))
     assert [report(server)[0] for _ in range(3)] == [200, 503, 200]
@@ -87,7 +89,7 @@ def test_it_becomes_healthy_again(serve: Make, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("last_progress", "status"), [(lambda now: now, 200), (lambda now: now - 100, 503)]
 )
-def test_torchs_callback_tells_the_time_of_the_last_progress(
+def test_torchs_callback_returns_the_time_of_the_last_progress(
     last_progress: Callable[[int], int], status: int
 ) -> None:
     server = create_healthcheck_server(lambda: last_progress(int(time.time())), 0, 60)
@@ -111,7 +113,7 @@ def test_a_clock_set_back_does_not_make_a_live_agent_unhealthy() -> None:
         server.stop()
 
 
-def test_a_callback_that_fails_is_unhealthy_and_says_why(serve: Make) -> None:
+def test_a_callback_that_fails_makes_the_agent_unhealthy_with_its_error(serve: Make) -> None:
     def fail() -> float:
         raise RuntimeError("no clock")
 
@@ -140,7 +142,7 @@ def test_only_get_healthz_is_answered_with_health(
     assert (body == b"") == (method == "HEAD")
 
 
-def test_both_kinds_of_address_are_listened_on() -> None:
+def test_the_server_listens_on_ipv4_and_ipv6() -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
     server = create_healthcheck_server(lambda: int(time.time()), 0, 60)
@@ -164,7 +166,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_a_number_that_is_no_port_is_named() -> None:
-    with pytest.raises(ValueError, match="70000 is no port"):
+    with pytest.raises(ValueError, match="port 70000 is not between 0 and 65535"):
         create_healthcheck_server(lambda: 0, 70000, 60)
 
 
@@ -185,15 +187,14 @@ def test_stop_gives_the_port_back_and_ends_the_thread(serve: Make) -> None:
     answered.close()
 
 
-def test_stop_gives_the_port_back_although_a_child_holds_the_socket_too(serve: Make) -> None:
-    server = serve()
-    inner = server._server
-    assert inner is not None
-    held = inner._listener.fileno()
-    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[held])
+def test_stop_gives_the_port_back_although_a_child_holds_the_socket_too() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    server = HttpServer(listener, lambda _: Response(200, b""), "server")
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     try:
         server.stop()
-        socket.create_server(("127.0.0.1", server.port)).close()
+        socket.create_server(address).close()
     finally:
         child.communicate(timeout=30)
 
@@ -261,9 +262,9 @@ def test_slow_clients_do_not_keep_a_probe_waiting(serve: Make) -> None:
         client.close()
 
 
-def test_when_all_places_are_taken_the_oldest_client_has_to_go(serve: Make) -> None:
+def test_the_oldest_client_is_dropped_when_there_are_too_many(serve: Make) -> None:
     server = serve()
-    crowd = [raw(server) for _ in range(_http.MOST_CLIENTS + 5)]
+    crowd = [raw(server) for _ in range(http_server.MOST_CLIENTS + 5)]
     assert ask(server)[0] == 200
     assert [client.recv(1) for client in crowd[:6]] == [b""] * 6
     crowd[-1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -275,15 +276,31 @@ def test_when_all_places_are_taken_the_oldest_client_has_to_go(serve: Make) -> N
 def test_a_client_that_sends_nothing_is_dropped_after_its_time(
     serve: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_http, "CLIENT_TIME_S", 0.05)
+    monkeypatch.setattr(http_server, "CLIENT_TIME_S", 0.05)
     with raw(serve()) as client:
         assert client.recv(1) == b""
 
 
-def test_a_process_out_of_file_descriptors_answers_again_when_it_has_some(serve: Make) -> None:
-    server = serve()
-    inner = server._server
-    assert inner is not None
+class Listener(socket.socket):
+    """A listening socket that remembers an `accept` that failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed = threading.Event()
+        self.bind(("127.0.0.1", 0))
+        self.listen()
+
+    def accept(self) -> tuple[socket.socket, object]:
+        try:
+            return super().accept()
+        except OSError:
+            self.failed.set()
+            raise
+
+
+def test_a_process_out_of_file_descriptors_answers_again_when_it_has_some() -> None:
+    listener = Listener()
+    server = HttpServer(listener, lambda _: Response(200, b""), "server")
     with socket.socket() as client:
         client.settimeout(30)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -291,27 +308,33 @@ def test_a_process_out_of_file_descriptors_answers_again_when_it_has_some(serve:
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
         try:
-            client.connect(("127.0.0.1", server.port))
-            deadline = time.monotonic() + 30
-            while inner._rest_until is None:
-                assert time.monotonic() < deadline, "the server did not notice"
-                os.sched_yield()
+            client.connect(listener.getsockname())
+            assert listener.failed.wait(30), "the server did not notice"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
         assert read_all(client).startswith(b"HTTP/1.1 200 OK\r\n")
+    server.stop()
 
 
-def test_probes_at_the_same_time_share_one_look_at_the_agent(
+def test_a_client_that_never_stops_sending_is_dropped_after_its_time(
     serve: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.agent._health._FRESH_S", 3600.0)
-    looks: list[int] = []
+    monkeypatch.setattr(http_server, "CLIENT_TIME_S", 0.05)
+    chatter = repeat(b"G")
+    with raw(serve()) as client, pytest.raises(OSError, match=r"Broken pipe|Connection reset"):
+        deque(map(client.sendall, chatter), maxlen=0)
 
-    def age() -> float:
-        looks.append(1)
-        return 0.0
 
-    server = serve(age)
-    assert [ask(server)[0] for _ in range(5)] == [200] * 5
-    assert len(looks) == 1
+def test_an_answer_that_raises_is_sent_as_its_text() -> None:
+    def answer(request: Request) -> Response:
+        raise RuntimeError(f"no {request.query}")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(listener, answer, "server")
+    with socket.create_connection(listener.getsockname(), 30) as client:
+        client.sendall(b"GET /?luck HTTP/1.1\r\n\r\n")
+        received = read_all(client)
+    server.stop()
+    assert received.startswith(b"HTTP/1.1 500 Internal Server Error\r\n")
+    assert received.endswith(b"\r\n\r\nRuntimeError: no luck\n")

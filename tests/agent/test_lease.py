@@ -10,20 +10,19 @@ import threading
 from pathlib import Path
 from time import monotonic
 
-from processes import alive, wait_until
-
-from regrow.agent._lease import Lease
+from helpers.processes import alive, wait_until
+from regrow.agent.attempt.attempt import Lease
 
 #: An agent whose lease is renewed every 50 ms as long as it runs, and lasts 3 s.
 AGENT = """
 import sys, threading, time
 from regrow.agent import LocalElasticAgent, WorkerSpec
-from regrow.rendezvous import LocalRendezvousHandler, LocalRounds
+from regrow.rendezvous import SoloRendezvousHandler
 from regrow.workers import DefaultLogsSpecs
 
 directory = sys.argv[1]
 
-class Leased(LocalRendezvousHandler):
+class Leased(SoloRendezvousHandler):
     def keep_lease(self, renewed):
         def beat():
             while True:
@@ -32,7 +31,7 @@ class Leased(LocalRendezvousHandler):
         threading.Thread(target=beat, daemon=True).start()
         return lambda: None
 
-handler = Leased(LocalRounds("job", 1, 1))
+handler = Leased("job")
 worker = f"sh -c 'echo $PPID' > {directory}/new.$REGROW_ATTEMPT;"
 worker += f" mv {directory}/new.$REGROW_ATTEMPT {directory}/pid.$REGROW_ATTEMPT; sleep 1000"
 spec = WorkerSpec("w", 1, handler, entrypoint="sh", args=("-c", worker), max_restarts=0)
@@ -40,7 +39,7 @@ LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=directory)).run()
 """
 
 
-def test_workers_of_a_suspended_agent_are_gone_when_its_lease_is_and_start_again_after_it(
+def test_workers_of_a_suspended_agent_end_with_its_lease_and_restart_after_it(
     tmp_path: Path,
 ) -> None:
     agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)])
@@ -58,7 +57,7 @@ def test_workers_of_a_suspended_agent_are_gone_when_its_lease_is_and_start_again
         agent.wait(30)
 
 
-def test_who_waits_for_a_lease_goes_on_when_it_is_renewed() -> None:
+def test_a_wait_for_the_lease_ends_when_the_lease_is_renewed() -> None:
     lease, answers = Lease(), []
     lease.renew(monotonic())
     waiting = threading.Thread(target=lambda: answers.append(lease.wait(lambda: False)))
@@ -68,7 +67,7 @@ def test_who_waits_for_a_lease_goes_on_when_it_is_renewed() -> None:
     assert answers == [True]
 
 
-def test_who_waits_for_a_lease_of_a_round_that_is_over_goes_on_without_it() -> None:
+def test_a_wait_for_the_lease_ends_when_the_round_is_over() -> None:
     lease, over, answers = Lease(), threading.Event(), []
     lease.renew(monotonic())
     waiting = threading.Thread(target=lambda: answers.append(lease.wait(over.is_set)))

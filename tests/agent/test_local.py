@@ -8,9 +8,11 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,18 @@ from typing import Any
 import pytest
 
 import regrow
-from regrow._progress import IN_RESTARTER, PROGRESS_ENV, STANDS_ALONE, _open_reporter
-from regrow.agent import LocalElasticAgent, WorkerSpec, WorkerState
-from regrow.agent._health import HealthCheckServer
-from regrow.agent._progress import ProgressBoard
-from regrow.agent._sleepers import UninterruptibleSleepers
+from helpers.jobs.plain_handler import PlainHandler
+from regrow._progress import IN_RESTARTER, NOT_IN_RESTARTER, PROGRESS_ENV, _open_reporter
+from regrow.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent.features import progress
+from regrow.agent.features.health import HealthCheckServer
+from regrow.agent.features.progress import FIRST_STEP, WorkerReports, messages
+from regrow.agent.features.state_d import UninterruptibleSleepers
+from regrow.agent.job import Job
 from regrow.events import Event
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
+from regrow.rendezvous.foreign import adapted
 from regrow.utils import PortReservation
 from regrow.workers import ChildFailedError, DefaultLogsSpecs
 
@@ -53,6 +59,12 @@ def spec(entrypoint: Any, *args: Any, nproc: int = 2, max_restarts: int = 0) -> 
         args=args,
         max_restarts=max_restarts,
     )
+
+
+def job(nproc: int, post: Callable[[Any], None]) -> Job:
+    handler = PlainHandler()
+    group = WorkerGroup(WorkerSpec("trainer", nproc, handler, entrypoint="train"))
+    return Job(group, adapted(handler), post)
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
@@ -123,7 +135,7 @@ def test_steps_are_exact_though_the_worker_was_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_events_tell_the_job_in_order(tmp_path: Path) -> None:
+def test_the_events_of_a_job_are_in_order(tmp_path: Path) -> None:
     events: list[Event] = []
     elastic_launch(config(tmp_path, event_sinks=(events.append,)), fail_once_and_report_steps)()
     told = [event.name for event in events if "step" not in event.name]
@@ -147,9 +159,11 @@ def test_the_events_tell_the_job_in_order(tmp_path: Path) -> None:
 
 
 def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> None:
+    of_other_tests = threading.enumerate()
+
     def left() -> tuple[int, int]:
         for thread in threading.enumerate():
-            if thread is not threading.current_thread() and thread.name.startswith("regrow"):
+            if thread not in of_other_tests and thread.name.startswith("regrow"):
                 thread.join(20)
         gc.collect()
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -174,7 +188,7 @@ def test_an_event_sink_that_raises_costs_neither_the_job_nor_the_other_sinks(
     assert seen[-1].metadata["state"] == "SUCCEEDED"
 
 
-def test_a_guardian_that_is_killed_while_it_starts_workers_costs_a_restart_and_no_more(
+def test_a_guardian_that_is_killed_while_it_starts_workers_costs_one_restart(
     tmp_path: Path,
 ) -> None:
     kill = 'test "$REGROW_ATTEMPT" = 1 || kill -KILL $PPID'
@@ -211,38 +225,44 @@ def test_an_event_handler_that_does_not_exist_is_refused_before_anything_starts(
 
 
 def test_steps_are_none_once_the_board_is_closed() -> None:
-    board = ProgressBoard(2, lambda: None)
-    board.close()
-    assert board.read() == {}
+    page = WorkerReports(job(2, print))
+    page.close()
+    assert page.read() == {}
 
 
 @pytest.mark.parametrize("period", [0, -1.0, float("nan"), float("inf"), 0.09])
-def test_what_is_no_period_of_heartbeats_is_refused(tmp_path: Path, period: float) -> None:
-    with pytest.raises(ValueError, match=f"heartbeat: {period} is no period; give the seconds"):
+def test_an_invalid_heartbeat_period_is_refused(tmp_path: Path, period: float) -> None:
+    with pytest.raises(ValueError, match=f"heartbeat: {period} is not a heartbeat period"):
         config(tmp_path, heartbeat=period)
 
 
 def test_heartbeats_turn_timers_on_and_are_among_the_bounds(tmp_path: Path) -> None:
-    agent = LocalElasticAgent(spec("true"), DefaultLogsSpecs(log_dir=str(tmp_path)), heartbeat=10)
-    assert agent._timers
-    assert agent._job["bounds"]["a missing heartbeat ends all workers"] == 36 + 2
-    without = LocalElasticAgent(spec("true"), DefaultLogsSpecs(log_dir=str(tmp_path)))
-    assert not without._timers
-    assert "a missing heartbeat ends all workers" not in without._job["bounds"]
+    def bounds(**more: Any) -> dict[str, float]:
+        told: list[Event] = []
+        elastic_launch(config(tmp_path, event_sinks=(told.append,), **more), "true")()
+        found: dict[str, float] = told[0].metadata["bounds"]
+        return found
+
+    with_heartbeats = bounds(heartbeat=10)
+    assert with_heartbeats["a missing heartbeat ends all workers"] == 36 + 2
+    assert "a hung worker is killed" in with_heartbeats
+    without = bounds()
+    assert "a missing heartbeat ends all workers" not in without
+    assert "a hung worker is killed" not in without
 
 
-def test_a_worker_can_see_how_far_it_said_it_is_and_that_it_is_being_stopped() -> None:
-    board = ProgressBoard(2, lambda: None)
-    reporter = _open_reporter(board.environment(1)[PROGRESS_ENV])
+def test_a_worker_reads_its_latest_step_and_that_it_is_being_stopped() -> None:
+    page = WorkerReports(job(2, print))
+    reporter = _open_reporter(page.environment(1)[PROGRESS_ENV])
     assert reporter is not None
     assert (reporter.latest(), reporter.stopping()) == (None, False)
     reporter.report(7)
     reporter.report(8)
-    board.stop()
+    page.stop()
     assert (reporter.latest(), reporter.stopping()) == (8, True)
-    assert board.read()[1].last_step == 8
-    board.close()
-    board.stop()  # nobody is left to see it
+    assert page.read()[1].last_step == 8
+    page.close()
+    page.stop()  # no worker is left to see it
 
 
 def test_the_health_server_is_healthy_while_the_loop_turns(
@@ -272,7 +292,7 @@ def test_the_health_server_is_healthy_while_the_loop_turns(
 
 
 @pytest.mark.parametrize("port", ["none", "99999", "taken"])
-def test_a_health_port_that_cannot_be_had_costs_no_training(
+def test_an_unusable_health_port_does_not_stop_the_training(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -303,36 +323,112 @@ def test_a_worker_stuck_in_uninterruptible_sleep_is_found_after_the_time_out() -
 def test_a_stuck_worker_ends_the_job_without_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    everyone = "regrow.agent.features.state_d.process_states"
+    monkeypatch.setattr(everyone, lambda pids: dict.fromkeys(pids, "D"))
+    told: list[Event] = []
     agent = LocalElasticAgent(
         spec("sleep", "1000", max_restarts=3),
         DefaultLogsSpecs(log_dir=str(tmp_path)),
         uninterruptible_state_timeout=0.001,
+        event_sinks=(told.append,),
         shutdown_timeout=1,
     )
-    agent._sleepers._states = lambda pids: dict.fromkeys(pids, "D")
     result = agent.run()
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     assert result.state is WorkerState.FAILED
     assert "uninterruptible sleep" in result.failures[0].message
-    assert agent._attempt == 0
+    assert [each.name for each in told].count("regrow.attempt.started") == 1
 
 
-def test_a_worker_says_by_the_board_that_it_is_replaceable_and_what_is_an_event() -> None:
-    told: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    steps: queue.SimpleQueue[None] = queue.SimpleQueue()
-    board = ProgressBoard(2, lambda: steps.put(None), told.put)
-    reporter = _open_reporter(board.environment(1)[PROGRESS_ENV])
+def test_half_a_message_delays_neither_the_next_ones_nor_the_end_of_an_attempt() -> None:
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    page = WorkerReports(job(1, received.put))
+    reporter = _open_reporter(page.environment(0)[PROGRESS_ENV])
     assert reporter is not None
-    assert [board.replaceable(rank) for rank in (0, 1)] == [False, False]
-    reporter.stand(IN_RESTARTER)
+    reporter.send(b'{"name": "cut')
+    reporter.report(7)
+    assert received.get(timeout=30).args == (FIRST_STEP,)
+    reporter.send(b'{"name": "whole"}\n{"name": "cut')
+    assert received.get(timeout=30).args == (b'{"name": "whole"}',)
+    page.close()  # does not return if it waits for the rest
+
+
+def test_messages_of_any_kind_are_split_and_bounded() -> None:
+    assert messages(b"a\n\0b\n") == ([b"a", FIRST_STEP, b"b"], b"")
+    assert messages(b"half\0b\nrest") == ([FIRST_STEP, b"b"], b"rest")
+    assert messages(b"q") == ([], b"q")
+    assert messages(b"x" * 100_000) == ([], b"")
+    rest = b""
+    for _ in range(1000):
+        found, rest = messages(rest + b"x" * 1000)
+        assert (found, len(rest) < 4096) == ([], True)
+
+
+NESTED = b"[" * 2000
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"{", b"\xff", b"7", b"[]", b"null", b"{}", b'{"name": 1, "fields": {}}', NESTED]
+)
+def test_a_malformed_event_is_recognized(line: bytes) -> None:
+    assert progress.event(line) is None
+
+
+def test_a_worker_can_forge_no_field_of_an_event() -> None:
+    forged = {"name": "x", "run_id": "other", "attempt": 9, "host": "other", "monotonic": -1}
+    wrong = {"iteration": "1", "rank": -1, "lost": [1, "2", None], "seconds": {"a": "b", "c": 1}}
+    line = json.dumps({"name": progress.RESTARTED, "fields": forged | wrong}).encode()
+    name, fields = progress.event(line) or ("", {})
+    assert name == progress.RESTARTED
+    assert not forged.keys() & fields.keys()
+    assert (fields["iteration"], fields["rank"], fields["lost"]) == (None, None, [1])
+    assert fields["seconds"] == {"c": 1}
+    assert progress.event(b'{"name": "unknown", "fields": {"name": "x"}}') == ("unknown", {})
+
+
+FORGER = """
+import json, os
+pipe = os.open(os.environ["REGROW_PROGRESS"].split("|")[1], os.O_WRONLY)
+fields = {"name": "x", "run_id": "other", "attempt": 9, "host": "other", "iteration": 1}
+for line in ({"name": "regrow.inprocess.restarted", "fields": fields}, [], {"name": {}}):
+    os.write(pipe, json.dumps(line).encode() + b"\\n")
+"""
+
+
+def test_no_message_of_a_worker_ends_the_job(tmp_path: Path) -> None:
+    seen: list[Event] = []
+    told = config(tmp_path, 1, event_sinks=(seen.append,))
+    elastic_launch(told, sys.executable)("-c", FORGER)
+    (event,) = [event for event in seen if event.name == progress.RESTARTED]
+    assert event.metadata["run_id"] == "job"
+    assert (event.metadata["attempt"], event.metadata["host"]) == (0, socket.gethostname())
+
+
+def test_the_loss_of_a_replaceable_worker_by_any_signal_ends_no_job(tmp_path: Path) -> None:
+    replaceable = "from regrow import _progress; _progress.set_restart_state(1)"
+    killed = f"{replaceable}; os.kill(os.getpid(), 44)"
+    script = f"import os\nif os.environ['RANK'] == '1': {killed}"
+    seen: list[Event] = []
+    elastic_launch(config(tmp_path, event_sinks=(seen.append,)), sys.executable)("-c", script)
+    (lost,) = [event for event in seen if event.name == "regrow.inprocess.lost"]
+    assert lost.metadata["exitcode"] == -44
+
+
+def test_the_page_shows_replaceable_workers_and_the_pipe_their_events() -> None:
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    page = WorkerReports(job(2, received.put))
+    reporter = _open_reporter(page.environment(1)[PROGRESS_ENV])
+    assert reporter is not None
+    assert [page.replaceable(rank) for rank in (0, 1)] == [False, False]
+    reporter.set_restart_state(IN_RESTARTER)
     reporter.send(b'{"name": "quick"}\n')
     reporter.report(7)
     reporter.send(b'{"name": "q"}\n')
-    assert [told.get(timeout=30) for _ in range(2)] == [b'{"name": "quick"}', b'{"name": "q"}']
-    steps.get(timeout=30)
-    assert [board.replaceable(rank) for rank in (0, 1)] == [False, True]
-    assert board.read()[1].last_step == 7
-    reporter.stand(STANDS_ALONE)
-    assert not board.replaceable(1)
-    board.close()
-    assert not board.replaceable(1)
+    sent = [b'{"name": "quick"}', FIRST_STEP, b'{"name": "q"}']
+    assert [received.get(timeout=30).args[0] for _ in range(3)] == sent
+    assert [page.replaceable(rank) for rank in (0, 1)] == [False, True]
+    assert page.read()[1].last_step == 7
+    reporter.set_restart_state(NOT_IN_RESTARTER)
+    assert not page.replaceable(1)
+    page.close()
+    assert not page.replaceable(1)

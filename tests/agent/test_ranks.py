@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.agent import _ranks
-from regrow.agent._ranks import RoleInfo
+from regrow.agent.decisions import ranks as _ranks
+from regrow.agent.decisions.ranks import RoleInfo
 from regrow.store import MemoryStore
 
 INFOS = st.lists(

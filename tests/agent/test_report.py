@@ -1,4 +1,4 @@
-"""The report of a failure: bounded, and read whatever it says."""
+"""The report of a failure: bounded, and any content can be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.agent import _report
+from regrow.agent.records import failure_report as _report
 from regrow.workers import ChildFailedError, ProcessFailure
 
 TEXT = st.text(max_size=20)
@@ -30,7 +30,7 @@ def raised(directory: Path, traceback: str) -> ProcessFailure:
     return ProcessFailure(1, 42, 1, str(path))
 
 
-def test_a_reader_elsewhere_is_told_what_one_here_would_be(tmp_path: Path) -> None:
+def test_a_report_shows_the_same_failure_on_another_host(tmp_path: Path) -> None:
     here = raised(tmp_path, "Traceback (most recent call last):\n  ...\nValueError: no")
     rank, there = _report.decode(_report.encode(5, here, "host-a"))
     assert (rank, there.host, there.pid, there.exitcode) == (5, "host-a", 42, 1)
@@ -43,7 +43,7 @@ def test_a_reader_elsewhere_is_told_what_one_here_would_be(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("exitcode", [3, -9])
-def test_an_end_without_words_reads_the_same_on_every_host(exitcode: int) -> None:
+def test_a_failure_without_a_message_reads_the_same_on_every_host(exitcode: int) -> None:
     here = ProcessFailure(0, 42, exitcode, "")
     _, there = _report.decode(_report.encode(0, here, "host-a"))
     assert (there.summary, there.message) == (here.summary, here.message)
@@ -64,7 +64,7 @@ def test_a_report_is_bounded_and_keeps_the_end_of_the_traceback(
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS) | TEXT, ANYTHING))
-def test_whatever_another_release_writes_makes_a_failure_that_can_be_shown(
+def test_any_document_of_another_release_becomes_a_failure(
     fields: dict[str, Any],
 ) -> None:
     rank, failure = _report.decode(json.dumps(fields))
@@ -75,6 +75,6 @@ def test_whatever_another_release_writes_makes_a_failure_that_can_be_shown(
 
 
 @given(st.text())
-def test_what_is_no_document_is_shown_as_it_is(report: str) -> None:
+def test_any_other_text_becomes_a_failure(report: str) -> None:
     _, failure = _report.decode(report)
     assert failure.summary

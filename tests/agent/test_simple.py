@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
-from plain_handler import PlainHandler
 
-from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState, _ranks
-from regrow.agent import _decide as core
-from regrow.agent._inbox import Inbox, signals_into
-from regrow.agent._words import Signaled
-from regrow.events import Event
+from helpers.jobs.plain_handler import PlainHandler
+from regrow import metrics
+from regrow.agent import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent.attempt.attempt import not_due_to
+from regrow.agent.decisions import decide as core
+from regrow.agent.decisions import ranks
+from regrow.agent.decisions.events import Signaled
+from regrow.agent.inbox import Inbox, signals_into
+from regrow.events import Event, handlers
+from regrow.metrics import MetricData, MetricHandler, NullMetricHandler, configure
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
@@ -28,7 +34,7 @@ from regrow.workers import ProcessFailure, SignalException
 
 
 class Rendezvous(PlainHandler):
-    """A world of one node that does what the test says."""
+    """A rendezvous of one node that the test controls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +57,11 @@ class Rendezvous(PlainHandler):
 
 
 class Agent(SimpleElasticAgent):
-    """Its workers are what `states` says, one look after the other."""
+    """An agent whose workers have the given states, one check after the other."""
 
-    def __init__(self, states: list[WorkerState], max_restarts: int = 1) -> None:
+    def __init__(
+        self, states: list[WorkerState], max_restarts: int = 1, exit_barrier_timeout: float = 300
+    ) -> None:
         self.rendezvous = Rendezvous()
         self.calls: list[str] = []
         self.states = states
@@ -65,8 +73,11 @@ class Agent(SimpleElasticAgent):
                 entrypoint="train",
                 max_restarts=max_restarts,
                 monitor_interval=0.001,
-            )
+            ),
+            exit_barrier_timeout,
         )
+        self.told: list[Event] = []
+        self.add_event_sinks(self.told.append)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.calls.append("start")
@@ -82,6 +93,14 @@ class Agent(SimpleElasticAgent):
         if state is WorkerState.FAILED:
             return RunResult(state, failures={1: self.failure()})
         return RunResult(state)
+
+    def form(self) -> None:
+        """Form a round and start the workers, without a run."""
+        self._initialize_workers(self.get_worker_group())
+
+    def wait_at_the_end(self) -> None:
+        """Wait for the other agents."""
+        self._exit_barrier()
 
     def failure(self) -> ProcessFailure:
         return ProcessFailure(1, 101, 3, "<N/A>")
@@ -103,7 +122,8 @@ def test_a_failure_is_restarted_in_a_new_round_and_spends_the_budget() -> None:
     agent = Agent([HEALTHY, FAILED, SUCCEEDED])
     assert not agent.run().is_failed()
     assert agent.calls == ["start", "stop", "start", "shutdown SIGTERM 30"]
-    assert (agent.rendezvous.rounds, agent._remaining_restarts) == (2, 0)
+    assert agent.rendezvous.rounds == 2
+    assert agent.told[-1].metadata["restarts_left"] == 0
 
 
 def test_a_failure_without_budget_is_the_result() -> None:
@@ -118,7 +138,7 @@ def test_an_error_file_that_can_be_read_but_not_written_again_is_the_result() ->
     class Nested(Agent):
         def failure(self) -> ProcessFailure:
             failed = super().failure()
-            for _ in range(10_000):  # the reader may stand less deep in calls than the writer
+            for _ in range(10_000):  # the reader may be less deep in calls than the writer
                 failed.error_file_data = {"message": failed.error_file_data}
             return failed
 
@@ -140,7 +160,7 @@ def test_a_connection_that_breaks_while_ranks_are_exchanged_costs_a_round_and_no
     ]
     agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
     assert not agent.run().is_failed()
-    assert "round 1 cannot begin, so the next one is due: the session is lost" in caplog.text
+    assert "round 1 cannot begin; joining the next round: the session is lost" in caplog.text
 
 
 class DistNetworkError(RuntimeError):
@@ -152,7 +172,7 @@ class DistNetworkError(RuntimeError):
     [StoreSessionLost("the session is lost after 0.5 s of grace"), DistNetworkError("broken pipe")],
     ids=lambda error: type(error).__name__,
 )
-def test_who_loses_the_store_in_the_exit_barrier_goes_on_to_the_next_round(
+def test_an_agent_that_loses_the_store_in_the_exit_barrier_joins_the_next_round(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Lost(MemoryStore):
@@ -171,8 +191,7 @@ def test_who_loses_the_store_in_the_exit_barrier_goes_on_to_the_next_round(
 def test_an_exit_barrier_that_takes_too_long_is_logged_and_passed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    agent = Agent([SUCCEEDED], max_restarts=0)
-    agent._exit_barrier_timeout = 0.01
+    agent = Agent([SUCCEEDED], max_restarts=0, exit_barrier_timeout=0.01)
     rounds = [round_of_two(MemoryStore(), 1)]
     agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
     assert not agent.run().is_failed()
@@ -183,16 +202,18 @@ WHERE = RendezvousStoreInfo("127.0.0.1", 29501)
 
 
 def round_of_two(store: MemoryStore, number: int) -> RendezvousInfo:
-    """A round in which the other agent has said what it has."""
-    store.set(f"{_ranks.ROLE_INFO_PREFIX}1", _ranks.RoleInfo("trainer", 1, 2).encode())
+    """A round in which the other agent has published its role."""
+    store.set(f"{ranks.ROLE_INFO_PREFIX}1", ranks.RoleInfo("trainer", 1, 2).encode())
     return RendezvousInfo(store, 0, 2, WHERE, number, 0)
 
 
 class Brief(Agent):
     """Every second of its rounds is over as soon as the workers have been started."""
 
+    number = 0
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._round % 2 == 0:
+        if self.number % 2 == 0:
             worker_group.store.close()
         return super()._start_workers(worker_group)
 
@@ -218,7 +239,8 @@ def test_the_rounds_of_a_long_job_leave_no_keys_behind() -> None:
         store = PrefixStore(f"round.{number}", keys.session())
         info = RendezvousInfo(store, rank, 3, WHERE, number, 0)
         agents[rank].rendezvous.next_rendezvous = lambda: info  # type: ignore[method-assign]
-        agents[rank]._initialize_workers(agents[rank].get_worker_group())
+        agents[rank].number = number
+        agents[rank].form()
 
     def clear() -> None:
         join(t for t in threading.enumerate() if t.name == "regrow-leftovers")
@@ -228,7 +250,7 @@ def test_the_rounds_of_a_long_job_leave_no_keys_behind() -> None:
         clear()
         if number % 2:  # two are done when the third ends the round
             assert keys.num_keys() == 0
-            waiting = together(agents[0]._exit_barrier, agents[2]._exit_barrier)
+            waiting = together(agents[0].wait_at_the_end, agents[2].wait_at_the_end)
             counted = f"round.{number}/torchelastic/agent/terminal_state/num_members"
             seen = keys.watch([counted])
             while seen.changes[0].value != b"2":
@@ -237,8 +259,8 @@ def test_the_rounds_of_a_long_job_leave_no_keys_behind() -> None:
                 agent.get_worker_group().store.close()
             join(waiting)
         else:
-            # Of each its part in the exchange of ranks, of two what they were told of the workers'
-            # store, and the barrier of the round before.
+            # Two keys of each node's rank exchange, two offers of the workers' store, and the
+            # barrier of the last round.
             assert keys.num_keys() == 3 * 2 + 2 + 1
     join(together(*(partial(meet, rank, 51) for rank in range(3))))
     clear()
@@ -255,7 +277,7 @@ def test_keys_of_a_store_that_cannot_delete_stay_there() -> None:
     agent = Agent([])
     rounds = [round_of_two(Keeping(), 1)]
     agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
-    agent._initialize_workers(agent.get_worker_group())
+    agent.form()
     join(t for t in threading.enumerate() if t.name == "regrow-leftovers")
     assert refused == ["torchelastic/role_info/0"]
     assert agent.get_worker_group().state is HEALTHY
@@ -278,7 +300,7 @@ def test_waiting_nodes_restart_the_group_for_free() -> None:
     assert agent.rendezvous.rounds == 2
 
 
-def test_a_state_nobody_can_act_on_raises() -> None:
+def test_an_unknown_state_of_the_workers_raises() -> None:
     agent = Agent([WorkerState.UNKNOWN])
     with pytest.raises(RuntimeError, match="Worker group in UNKNOWN state"):
         agent.run()
@@ -292,7 +314,7 @@ def test_a_handler_that_returns_the_references_triple_works() -> None:
     assert agent.get_worker_group().master_addr == "127.0.0.1"
 
 
-def test_an_address_that_the_rendezvous_does_not_say_is_agreed_on_in_the_rounds_store() -> None:
+def test_an_address_that_the_rendezvous_does_not_give_is_exchanged_over_the_rounds_store() -> None:
     store = MemoryStore()
     store.set("torchelastic/assigned_ranks/1", b"[2, 4, 2, 4]")
     store.set("MASTER_ADDR", b"10.0.0.1")
@@ -304,10 +326,8 @@ def test_an_address_that_the_rendezvous_does_not_say_is_agreed_on_in_the_rounds_
     assert (group.master_addr, group.master_port) == ("10.0.0.1", 4711)
 
 
-def test_a_meeting_place_that_is_lost_is_told_with_the_exit_code_for_another_try() -> None:
+def test_a_lost_rendezvous_is_an_event_with_the_exit_code_that_asks_for_a_retry() -> None:
     agent = Agent([])
-    told: list[Event] = []
-    agent._event_sinks = (told.append,)
 
     def lose() -> None:
         raise RendezvousConnectionError("10.0.0.1:29400 does not answer")
@@ -315,8 +335,9 @@ def test_a_meeting_place_that_is_lost_is_told_with_the_exit_code_for_another_try
     agent.rendezvous.before = lose
     with pytest.raises(RendezvousConnectionError):
         agent.run()
-    assert [event.name for event in told][-2:] == ["regrow.rendezvous.lost", "regrow.job.finished"]
-    assert told[-1].metadata["exit_code"] == 75
+    names = [event.name for event in agent.told]
+    assert names[-2:] == ["regrow.rendezvous.lost", "regrow.job.finished"]
+    assert agent.told[-1].metadata["exit_code"] == 75
 
 
 def test_a_graceful_exit_of_the_rendezvous_ends_the_run_quietly() -> None:
@@ -374,7 +395,7 @@ def test_a_second_signal_ends_the_grace_also_while_workers_are_being_started(
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGUSR2)
-            assert killed.wait(20), "the second signal was not heeded"
+            assert killed.wait(20), "the second signal had no effect"
             return super()._start_workers(worker_group)
 
         def _kill_now(self) -> None:
@@ -388,34 +409,51 @@ def test_a_second_signal_ends_the_grace_also_while_workers_are_being_started(
     assert agent.calls == ["start", f"shutdown {caught.value.sigval.name} 30"]
 
 
-def test_an_attempt_that_a_signal_meets_at_its_start_is_told_from_start_to_end(
+def test_an_attempt_that_a_signal_interrupts_at_its_start_has_all_its_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[str] = []
-    agent = Agent([HEALTHY] * 100)
-    start = agent._start_workers
+    stopping = threading.Event()
 
-    def start_interrupted(worker_group: WorkerGroup) -> dict[int, Any]:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return start(worker_group)
+    class Signaled(Agent):
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stopping.wait(20)
+            return super()._start_workers(worker_group)
+
+    agent = Signaled([HEALTHY] * 100)
+    told: list[str] = []
 
     def sink(event: Event) -> None:
         name = event.name.removeprefix("regrow.")
-        # Locked: the agent cannot have begun to stop the workers.
-        told.append(f"{name} locked" if agent._starting.locked() else name)
+        if name == "job.stopping":  # at any time from the signal on
+            stopping.set()
+        else:
+            stopped = any(call.startswith("shutdown") for call in agent.calls)
+            told.append(f"{name} stopped" if stopped else name)
 
-    monkeypatch.setattr(agent, "_start_workers", start_interrupted)
-    agent._event_sinks = (sink,)
+    agent.add_event_sinks(sink)
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
     with pytest.raises(SignalException):
         agent.run()
     assert told == [
         "job.started",
         "rendezvous.completed",
-        "attempt.started locked",
-        "attempt.ended",
-        "job.finished",
+        "attempt.started",
+        "attempt.ended stopped",
+        "job.finished stopped",
     ]
+
+
+def test_only_failures_before_the_signal_that_ends_the_job_are_reported() -> None:
+    def failed(code: int, at: float) -> ProcessFailure:
+        return ProcessFailure(0, 1, code, "", exited_monotonic=at)
+
+    crash = {0: failed(-signal.SIGTERM, 2.0), 1: failed(-signal.SIGSEGV, 1.0)}
+    assert not_due_to(signal.SIGTERM, crash) == crash
+    for code in (-signal.SIGTERM, 128 + signal.SIGTERM):
+        notice = {0: failed(code, 1.0), 1: failed(1, 2.0)}
+        assert not_due_to(signal.SIGTERM, notice) == {}
+    assert not_due_to(signal.SIGTERM, {}) == {}
 
 
 def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
@@ -469,6 +507,42 @@ def test_overridden_steps_of_the_loop_are_used() -> None:
     ]
 
 
+def test_overridden_steps_of_a_round_and_of_the_records_are_used() -> None:
+    class Custom(Agent):
+        def _rendezvous(self, worker_group: WorkerGroup) -> None:
+            self.calls.append("rendezvous")
+            super()._rendezvous(worker_group)
+
+        def _assign_worker_ranks(self, *args: Any) -> list[Worker]:
+            self.calls.append("ranks")
+            return super()._assign_worker_ranks(*args)
+
+        def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
+            self.calls.append(f"state of {worker.global_rank}")
+            return super()._get_worker_state(worker, result)
+
+        def _record_metrics(self, group_results: RunResult) -> None:
+            self.calls.append("metrics")
+            super()._record_metrics(group_results)
+
+    agent = Custom([SUCCEEDED])
+    agent.run()
+    assert agent.calls == [
+        *("rendezvous", "ranks", "start", "metrics", "state of 0", "state of 1"),
+        "shutdown SIGTERM 30",
+    ]
+
+
+def test_torchs_attributes_are_there_for_subclasses() -> None:
+    class Reader(Agent):
+        def _exit_barrier(self) -> None:
+            self.seen = [self._store, self._remaining_restarts, self._exit_barrier_timeout]
+
+    agent = Reader([FAILED, SUCCEEDED])
+    agent.run()
+    assert agent.seen == [agent.get_worker_group().store, 0, 300]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -495,3 +569,58 @@ def test_the_deprecated_fn_is_an_entrypoint_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="entrypoint"):
         spec = WorkerSpec("r", 1, Rendezvous(), fn=print)
     assert spec.entrypoint is print
+
+
+def test_handlers_of_events_and_metrics_that_raise_change_nothing_about_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Gone(metrics.MetricHandler):
+        def emit(self, metric_data: metrics.MetricData) -> None:
+            raise OSError("the collector of metrics is gone")
+
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("the collector of events is gone")
+
+    monkeypatch.setattr("regrow.metrics.api._handlers", {None: Gone()})
+    monkeypatch.setitem(handlers._log_handlers, "null", Broken())
+    agent = Agent([HEALTHY, FAILED, SUCCEEDED])
+    assert agent.run().return_values == {0: "a", 1: "b"}
+
+
+def test_the_metrics_of_its_steps_have_torchs_names() -> None:
+    names: list[str] = []
+
+    class Names(MetricHandler):
+        def emit(self, metric_data: MetricData) -> None:
+            names.append(metric_data.name)
+
+    configure(Names(), "torchelastic")
+    try:
+        Agent([FAILED, SUCCEEDED]).run()
+    finally:
+        configure(NullMetricHandler(), "torchelastic")
+    steps = {name for name in names if not name.startswith("workers.")}
+    for step in ("_rendezvous", "_assign_worker_ranks", "_initialize_workers", "_restart_workers"):
+        assert f"SimpleElasticAgent.{step}.success" in steps
+    assert {name.split(".")[0] for name in steps} == {"SimpleElasticAgent"}
+
+
+def test_a_master_address_that_this_host_does_not_know_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unknown(*args: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    agent = Agent([FAILED, SUCCEEDED])
+    agent.rendezvous.round = RendezvousInfo(
+        MemoryStore(), 0, 1, RendezvousStoreInfo("node7", 29501)
+    )
+    agent.run()
+    for thread in threading.enumerate():
+        if thread.name == "regrow-master-addr":
+            thread.join()
+    (warning,) = (text for text in caplog.messages if "MASTER_ADDR" in text)
+    assert "cannot resolve MASTER_ADDR 'node7'" in warning
+    assert "--local-addr ADDRESS" in warning

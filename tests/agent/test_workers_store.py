@@ -7,29 +7,30 @@ import logging
 import os
 import shutil
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from plain_handler import PlainHandler
-from processes import PATIENCE, wait_until
 
+from helpers.certificates import self_signed
+from helpers.jobs.plain_handler import PlainHandler
+from helpers.processes import PATIENCE, wait_until
 from regrow.agent import RunResult, SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
-from regrow.agent._activation import Activation
-from regrow.agent._workers_store import WorkersStore
+from regrow.agent.attempt.workers_store import Activation, WorkersStore
 from regrow.rendezvous import (
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
-from regrow.rendezvous._credentials import INSECURE_TOKEN, Credentials
+from regrow.rendezvous.foreign import adapted
+from regrow.rendezvous.server.credentials import INSECURE_TOKEN, Credentials
 from regrow.store import (
     STORE_ENV,
+    STORE_TLS_ENV,
     STORE_TOKEN_ENV,
     MemoryStore,
     StoreClosedError,
@@ -38,13 +39,49 @@ from regrow.store import (
     make_token,
     worker_store,
 )
-from regrow.store._worker import STORE_TLS_ENV
 
 ADDR = "127.0.0.1"
 TOKEN = make_token()
 
 
-# --- a server that is started when somebody comes
+def provider_of(handler: Any, *, leaving: bool = False) -> WorkersStore:
+    """Return the agent's part of the workers' store, in a job with this rendezvous."""
+    return WorkersStore(cast(Any, SimpleNamespace(handler=handler, leaving=leaving)))
+
+
+# --- the job's token
+
+
+def test_workers_do_not_get_the_token_of_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "job.token"
+    path.write_bytes(TOKEN)
+    path.chmod(0o600)
+    found = {
+        name: provider_of(adapted(PlainHandler())).environment(1, ADDR, {name: value})
+        for name, value in {
+            "REGROW_TOKEN": TOKEN.decode(),
+            "REGROW_TOKEN_FILE": str(path),
+            "PET_RDZV_TOKEN_FILE": str(path),
+        }.items()
+    }
+    for name, environ in found.items():
+        assert name == "REGROW_TOKEN" or environ[name] == ""
+        assert TOKEN.decode() not in environ.values()
+    # The same for the workers of all nodes, from any source of the job's token.
+    (own,) = {environ["REGROW_TOKEN"] for environ in found.values()}
+    assert len(own) >= 32
+    other = provider_of(adapted(PlainHandler())).environment(1, ADDR, {"REGROW_TOKEN": "x" * 40})
+    assert other["REGROW_TOKEN"] != own
+
+
+def test_workers_do_not_get_a_token_file_that_cannot_be_read(tmp_path: Path) -> None:
+    outer = {"REGROW_TOKEN_FILE": str(tmp_path / "none")}
+    assert provider_of(adapted(PlainHandler())).environment(1, ADDR, outer) == {
+        "REGROW_TOKEN_FILE": ""
+    }
+
+
+# --- a server that starts with the first connection
 
 
 class Server:
@@ -72,7 +109,7 @@ class Bench:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.started: list[Server] = []
-        self._came = threading.Semaphore(0)
+        self._connected = threading.Semaphore(0)
         self._error = error
         self._guests: list[socket.socket] = []
         listener = socket.create_server((ADDR, 0))
@@ -82,15 +119,15 @@ class Bench:
     def _start(self, listener: socket.socket) -> Any:
         if self._error is not None:
             raise self._error
-        listener.accept()[0].close()  # or it would still be somebody who comes
+        listener.accept()[0].close()  # otherwise the connection would start another server
         self.started.append(Server())
-        self._came.release()
+        self._connected.release()
         return self.started[-1]
 
-    def come(self) -> Server:
-        """Connect; return the server that is started for it."""
+    def connect(self) -> Server:
+        """Connect; return the server that starts because of it."""
         self._guests.append(socket.create_connection(self.address, PATIENCE))
-        assert self._came.acquire(timeout=PATIENCE)
+        assert self._connected.acquire(timeout=PATIENCE)
         return self.started[-1]
 
     def close(self) -> None:
@@ -109,7 +146,7 @@ def listens(address: tuple[str, int]) -> bool:
     return True
 
 
-def test_a_server_that_nobody_connects_to_is_not_started() -> None:
+def test_no_server_starts_without_a_connection() -> None:
     bench = Bench()
     bench.close()
     assert bench.started == []
@@ -117,43 +154,43 @@ def test_a_server_that_nobody_connects_to_is_not_started() -> None:
 
 def test_the_server_starts_with_the_first_connection_and_ends_with_the_attempt() -> None:
     bench = Bench()
-    server = bench.come()
+    server = bench.connect()
     socket.create_connection(bench.address, PATIENCE).close()  # it is the server's now
     bench.close()
     assert server.closed.is_set()
     assert bench.started == [server]
 
 
-def test_a_server_that_died_is_followed_by_another_when_somebody_comes(
+def test_another_server_starts_with_the_next_connection_after_one_died(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench()
-    first = bench.come()
+    first = bench.connect()
     os.eventfd_write(first.end, 1)
     assert first.closed.wait(PATIENCE)
     assert len(bench.started) == 1
-    assert bench.come() is not first
+    assert bench.connect() is not first
     bench.close()
-    assert "the workers' store (pid 4711) has ended, and what it held is lost" in caplog.text
+    assert "the workers' store (pid 4711) has ended, and its keys are lost" in caplog.text
 
 
-def test_a_server_that_cannot_start_is_said_and_leaves_nobody_waiting(
+def test_a_server_that_cannot_start_is_logged_and_its_socket_is_closed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(StoreConnectionError("msgspec is not installed"))
     with suppress(ConnectionError):
         socket.create_connection(bench.address, PATIENCE).close()
-    wait_until(lambda: not listens(bench.address), "the socket is given back")
+    wait_until(lambda: not listens(bench.address), "the socket is closed")
     bench.close()
     assert "no worker can use the workers' store: msgspec is not installed" in caplog.text
     bench.activation.disown()  # as a child does that is forked after that
 
 
-# --- what the agents tell each other, and their workers
+# --- offers between agents, and variables of workers
 
 
 class Handler:
-    """As much of a rendezvous as the workers' store asks for."""
+    """A rendezvous with the members that the workers' store uses."""
 
     def __init__(self, credentials: Credentials | None) -> None:
         self.credentials = credentials
@@ -169,12 +206,12 @@ class Round:
         self, first: Credentials | None, second: Credentials | None = None, addr: str = ADDR
     ) -> None:
         self.keys = MemoryStore()
-        self.nodes = [WorkersStore(cast("Any", Handler(of))) for of in (first, second)]
+        self.nodes = [provider_of(Handler(of)) for of in (first, second)]
         for node, provider in enumerate(self.nodes):
             provider.open(self.keys, node, 2, addr)
         self.nodes[1].look_up(self.keys, 1, surely=True)
         self.environments = [provider.environment(2, addr, {}) for provider in self.nodes]
-        self.told = self.keys.get("regrow/workers_store/1").decode()
+        self.published = self.keys.get("regrow/workers_store/1").decode()
 
     def close(self) -> None:
         for provider in self.nodes:
@@ -195,7 +232,7 @@ def meet() -> Iterator[Callable[..., Round]]:
         each.close()
 
 
-def test_all_nodes_make_the_same_token_of_theirs_and_none_of_it_travels(
+def test_all_nodes_derive_the_same_token_and_do_not_publish_it(
     meet: Callable[..., Round],
 ) -> None:
     shared = Credentials(TOKEN, None)
@@ -206,29 +243,29 @@ def test_all_nodes_make_the_same_token_of_theirs_and_none_of_it_travels(
         assert one == other
         assert one[STORE_ENV].startswith(f"{ADDR}:")
         token = one[STORE_TOKEN_ENV]
-        assert token not in round.told
-        assert TOKEN.decode() not in round.told + token
+        assert token not in round.published
+        assert TOKEN.decode() not in round.published + token
         seen.add(token)
     assert len(seen) == 2
 
 
 @pytest.mark.parametrize("credentials", [None, Credentials(INSECURE_TOKEN, None)])
-def test_where_agents_have_no_secret_the_rounds_store_carries_the_token(
+def test_without_a_secret_of_the_agents_the_token_is_in_the_rounds_store(
     meet: Callable[..., Round], credentials: Credentials | None
 ) -> None:
     round = meet(credentials, credentials)
     one, other = round.environments
     assert one == other
-    assert one[STORE_TOKEN_ENV] in round.told
+    assert one[STORE_TOKEN_ENV] in round.published
 
 
-def test_a_node_that_cannot_serve_tells_the_others_why_and_no_job_is_lost(
+def test_a_node_that_cannot_serve_publishes_the_reason_and_the_job_continues(
     meet: Callable[..., Round], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(host: str, port: int) -> socket.socket:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("regrow.store._sockets.listen", full)
+    monkeypatch.setattr("regrow.store.listen", full)
     round = meet(None)
     assert round.environments == [{}, {}]
     why = "the workers get no store (REGROW_STORE): node rank 0 cannot serve one: "
@@ -244,35 +281,35 @@ def test_a_node_without_the_token_of_the_first_gives_its_workers_no_store(
     assert "node rank 0 has a token or certificates, and this node has none" in caplog.text
 
 
-def test_an_agent_of_another_kind_offers_nothing_and_is_not_waited_for(
+def test_the_offer_of_an_agent_of_another_kind_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider = provider_of(Handler(None))
     provider.open(MemoryStore(), 1, 2, ADDR)
     provider.look_up(MemoryStore(), 1, surely=True)
     assert provider.environment(2, ADDR, {}) == {}
-    assert "the agent of node rank 0 has offered none" in caplog.text
+    assert "the agent of node rank 0 offered none" in caplog.text
 
 
-def test_what_the_others_cannot_be_told_the_first_nodes_workers_are_not_told_either(
+def test_no_workers_get_a_store_whose_offer_cannot_be_published(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Poor(MemoryStore):
         def multi_set(self, *args: Any, **options: Any) -> None:
             raise RuntimeError("multiSet not implemented")
 
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider = provider_of(Handler(None))
     provider.open(Poor(), 0, 2, ADDR)
     assert provider.environment(2, ADDR, {}) == {}
     provider.close()
     assert "(REGROW_STORE): multiSet not implemented" in caplog.text
 
 
-def test_a_round_that_is_over_is_not_taken_for_a_store_that_is_missing() -> None:
+def test_the_end_of_the_round_is_raised_and_not_logged() -> None:
     keys = MemoryStore()
     session = keys.session()
     session.close()
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider = provider_of(Handler(None))
     with pytest.raises(StoreClosedError):
         provider.open(session, 0, 2, ADDR)
     with pytest.raises(StoreClosedError):
@@ -280,8 +317,8 @@ def test_a_round_that_is_over_is_not_taken_for_a_store_that_is_missing() -> None
     provider.close()
 
 
-def test_workers_take_nothing_over_from_a_job_in_which_their_agent_is_a_worker() -> None:
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+def test_workers_do_not_inherit_the_store_of_an_outer_job() -> None:
+    provider = provider_of(Handler(None))
     provider.open(MemoryStore(), 1, 2, ADDR)
     outer = {STORE_ENV: "unix:/another", STORE_TOKEN_ENV: "of another", "HOME": "/"}
     assert provider.environment(2, ADDR, outer) == {STORE_ENV: "", STORE_TOKEN_ENV: ""}
@@ -291,7 +328,7 @@ def test_one_node_opens_no_port_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider = provider_of(Handler(None))
     for _ in range(2):  # the second attempt takes the first one's away
         provider.open(MemoryStore(), 0, 1, None)
         found = provider.environment(1, ADDR, {})
@@ -300,8 +337,9 @@ def test_one_node_opens_no_port_and_leaves_no_file(
         assert directory.stat().st_mode & 0o777 == 0o700
     provider.close()
     assert list(tmp_path.iterdir()) == []
+    leaving = provider_of(Handler(None), leaving=True)
     with pytest.raises(RendezvousGracefulExitError):  # an attempt that began as the agent ended
-        provider.open(MemoryStore(), 0, 1, None)
+        leaving.open(MemoryStore(), 0, 1, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -311,11 +349,19 @@ def test_a_directory_whose_name_is_too_long_for_a_socket_costs_a_port(
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
-    provider = WorkersStore(cast("RendezvousHandler", Handler(None)))
+    provider = provider_of(Handler(None))
     provider.open(MemoryStore(), 0, 1, None)
     assert provider.environment(1, ADDR, {})[STORE_ENV].startswith("127.0.0.1:")
     provider.close()
     assert list(long.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_costs_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/proc")
+    provider = provider_of(Handler(None))
+    provider.open(MemoryStore(), 0, 1, None)
+    assert provider.environment(1, ADDR, {})[STORE_ENV].startswith("127.0.0.1:")
+    provider.close()
 
 
 # --- certificates
@@ -328,15 +374,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tl
         pytest.skip("needs openssl")
 
     def make(names: str) -> Tls:
-        folder = tmp_path_factory.mktemp("tls")
-        key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
-        subprocess.run(
-            f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout "
-            f"{key} -out {cert} -days 2 -subj /CN=node -addext subjectAltName={names}".split(),
-            check=True,
-            capture_output=True,
-        )
-        return Tls(cert, key, cert)
+        return self_signed(tmp_path_factory.mktemp("tls"), names)
 
     return make
 
@@ -351,7 +389,7 @@ def test_workers_reach_a_server_whose_certificate_is_for_another_name_than_their
     one, other = meet(shared, shared).environments
     assert one == other
     shown = json.loads(one[STORE_TLS_ENV])
-    assert (shown["cafile"], shown["server_hostname"]) == (tls.cafile, "node0.example")
+    assert (shown["cafile"], shown["digest"]) == (tls.cafile, tls.certificate_digest())
     for name, value in other.items():
         monkeypatch.setenv(name, value)
     with worker_store(timeout=PATIENCE) as client:
@@ -359,27 +397,19 @@ def test_workers_reach_a_server_whose_certificate_is_for_another_name_than_their
         client.set("k", "v")
 
 
-def test_a_certificate_for_the_address_needs_no_other_name(
-    meet: Callable[..., Round], certificates: Callable[[str], Tls]
-) -> None:
-    shared = Credentials(TOKEN, certificates(f"DNS:node0,IP:{ADDR}"))
-    one, _ = meet(shared, shared).environments
-    assert json.loads(one[STORE_TLS_ENV])["server_hostname"] is None
-
-
-def test_a_certificate_that_others_would_refuse_is_not_served_with(
+def test_a_certificate_that_no_server_can_have_is_not_offered(
     meet: Callable[..., Round],
     certificates: Callable[[str], Tls],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own, foreign = certificates("DNS:node0"), certificates("DNS:ca")
-    refused = Credentials(TOKEN, Tls(own.certfile, own.keyfile, foreign.cafile))
+    mismatched = Credentials(TOKEN, Tls(own.certfile, foreign.keyfile, own.cafile))
     missing = Credentials(TOKEN, Tls(cafile=own.cafile))
-    for credentials, why in ((refused, "would refuse the certificate"), (missing, "give every")):
+    for credentials, why in ((mismatched, "key values mismatch"), (missing, "give every")):
         caplog.clear()
         assert meet(credentials, credentials).environments == [{}, {}]
         assert [r.levelno for r in caplog.records] == [logging.WARNING] * 2
-        assert caplog.text.count(why) == 2
+        assert caplog.text.lower().count(why) == 2
 
 
 # --- agents as users write them
@@ -388,11 +418,14 @@ def test_a_certificate_that_others_would_refuse_is_not_served_with(
 class Agent(SimpleElasticAgent):
     """Notes what its workers would find, and is done."""
 
-    def __init__(self, store: MemoryStore, rank: int, nodes: int) -> None:
+    def __init__(
+        self, store: MemoryStore, rank: int, nodes: int, exit_barrier_timeout: float = 300
+    ) -> None:
         self.found: dict[str, str] = {}
         handler = PlainHandler(round=(store, rank, nodes))  # the reference's bare triple
         super().__init__(
-            WorkerSpec("r", 1, handler, entrypoint="train", local_addr=ADDR, monitor_interval=0.01)
+            WorkerSpec("r", 1, handler, entrypoint="train", local_addr=ADDR, monitor_interval=0.01),
+            exit_barrier_timeout,
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -410,7 +443,7 @@ class Agent(SimpleElasticAgent):
 
 
 class SelfRanked(Agent):
-    """Waits for nobody to have its ranks, so the offer of the first node may be later."""
+    """Computes its ranks without an exchange, so the offer of the first node may be later."""
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, *_: object) -> list[Any]:
         from regrow.agent import Worker
@@ -433,7 +466,7 @@ def test_a_subclass_with_a_plug_ins_bare_triple_finds_the_store_in_its_worker_gr
     assert set(agents[0].found) == {STORE_ENV, STORE_TOKEN_ENV}
 
 
-def test_an_agent_takes_its_store_down_when_it_ends() -> None:
+def test_an_agent_closes_the_workers_store_when_it_ends() -> None:
     before = set(threading.enumerate())
     agent = Agent(MemoryStore(), 0, 1)
     agent.run()
@@ -443,12 +476,11 @@ def test_an_agent_takes_its_store_down_when_it_ends() -> None:
 
 
 def test_the_address_of_the_workers_store_is_that_of_worker_rank_0() -> None:
-    agent = Agent(MemoryStore(), 0, 2)
+    agent = Agent(MemoryStore(), 0, 2, exit_barrier_timeout=0.01)
     store = agent.get_worker_group().spec.rdzv_handler.round[0]  # type: ignore[attr-defined]
     store.set("torchelastic/role_info/1", b'{"role": "r", "rank": 1, "local_world_size": 1}')
     info = RendezvousInfo(store, 0, 2, RendezvousStoreInfo("127.0.0.1", 1), 1, 0)
     handler = agent.get_worker_group().spec.rdzv_handler
     handler.next_rendezvous = lambda: info  # type: ignore[method-assign]
-    agent._exit_barrier_timeout = 0.01
     agent.run()
     assert agent.found[STORE_ENV].startswith("127.0.0.1:")

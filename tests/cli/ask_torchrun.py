@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 # Fields of the configuration that torch's has not.
-OWN = ("event_sinks", "timers", "native_stacks", "heartbeat")
+OWN = ("event_sinks", "requeue", "restart_timeout", "timers", "native_stacks", "heartbeat")
 
 
 def table(parser: ArgumentParser) -> dict[str, Any]:

@@ -1,130 +1,60 @@
-"""Counting devices: the CUDA runtime's rules, NVML as the driver answers, and who else is asked."""
+"""Counting devices: the CUDA driver, torch and the kernel's device files."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from regrow.cli._devices import (
-    Devices,
-    Gpu,
-    TorchUnavailable,
-    ask_torch,
-    read_nvml,
-    visible_cuda_devices,
-)
+from regrow.cli.args.devices import Devices, DevicesUnknown, ask_cuda, ask_torch
 
-A, B, C, D = (f"GPU-{letter * 8}-0000-0000-0000-000000000000" for letter in "abcd")
-M1, M2, M3 = (f"MIG-{digit * 8}-0000-0000-0000-000000000000" for digit in "123")
-WHOLE = (Gpu(A), Gpu(B), Gpu(C), Gpu(D))
-SPLIT = (Gpu(A), Gpu(B, True, (M1, M2)), Gpu(C, True, (M3,)), Gpu(D, True))
+COMPILER = shutil.which("cc") or ""
+DRIVER = """
+#include <stdlib.h>
+int cuInit(unsigned flags) { return getenv("CUDA_VISIBLE_DEVICES") ? 0 : 100; }
+int cuDeviceGetCount(int *count) { *count = atoi(getenv("CUDA_VISIBLE_DEVICES")); return 0; }
+"""
 
 
-@pytest.mark.parametrize(
-    ("gpus", "visible", "count"),
-    [
-        ((), None, 0),
-        (WHOLE, None, 4),
-        (WHOLE, "", 0),
-        (WHOLE, "-1", 0),
-        (WHOLE, "NoDevFiles", 0),
-        (WHOLE, "0", 1),
-        (WHOLE, " 2 , 0 ", 2),
-        (WHOLE, "0,1,-1,2", 2),
-        (WHOLE, "0,4,1", 1),
-        (WHOLE, "1,1", 0),
-        (WHOLE, "1gpu,2", 2),
-        (WHOLE, A, 1),
-        (WHOLE, f"{A},{B},GPU-ffff", 2),
-        (WHOLE, "GPU-aaaa,GPU-bb", 2),
-        (WHOLE, "GPU-", 0),
-        ((Gpu(A), Gpu(A[:-1] + "1")), "GPU-aaaa", 0),
-        (WHOLE, f"{A},GPU-aaaa", 0),
-        (WHOLE, f"0,{B}", 2),
-        # A process sees one MIG instance, and no whole GPU beside it.
-        (SPLIT, None, 1),
-        ((Gpu(A), Gpu(D, True)), None, 1),
-        (SPLIT, M1, 1),
-        (SPLIT, f"{M1},{M3}", 1),
-        (SPLIT, "MIG-9999", 0),
-        (SPLIT, "0", 1),
-        (SPLIT, "1", 1),
-        (SPLIT, "3", 0),
-        (SPLIT, f"MIG-{B}/1/0", 1),
-        (SPLIT, f"MIG-{D}/1/0", 0),
-    ],
-)
-def test_visible_devices_are_counted_as_the_cuda_runtime_does(
-    gpus: Sequence[Gpu], visible: str | None, count: int
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA driver that counts the number in CUDA_VISIBLE_DEVICES, or fails without it."""
+    if not COMPILER:
+        pytest.skip("no C compiler")
+    source = tmp_path / "cuda.c"
+    source.write_text(DRIVER)
+    subprocess.run([COMPILER, "-shared", "-o", tmp_path / "libcuda.so.1", source], check=True)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 0), ("3", 3), ("0", 0)])
+@pytest.mark.usefixtures("driver")
+def test_the_cuda_driver_counts_the_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
 ) -> None:
-    assert visible_cuda_devices(gpus, visible) == count
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert ask_cuda(visible, one_entry_each=False) == count
+    assert ask_cuda(visible, one_entry_each=True) == count
 
 
-def test_mig_instances_are_as_many_as_listed_if_each_worker_is_given_its_own() -> None:
-    assert visible_cuda_devices(SPLIT, f"{M1},{M2},{M3}", one_entry_each=True) == 3
-    assert visible_cuda_devices(SPLIT, f"{M1},{M1}", one_entry_each=True) == 0
+@pytest.mark.usefixtures("driver")
+def test_mig_instances_are_as_many_as_listed_if_each_worker_gets_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # a process sees one instance
+    assert ask_cuda("MIG-1, MIG-2,MIG-3", one_entry_each=True) == 3
+    assert ask_cuda("MIG-1, MIG-2,MIG-3", one_entry_each=False) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # the driver refuses the list
+    assert ask_cuda("MIG-1,MIG-1", one_entry_each=True) == 0
 
 
-@dataclass
-class FakeNvml:
-    """The functions of libnvidia-ml that are used; handles are 1 + index, instances 100 and up."""
-
-    gpus: Sequence[Gpu]
-    init_status: int = 0
-    closed: bool = False
-
-    def nvmlInit_v2(self) -> int:
-        return self.init_status
-
-    def nvmlShutdown(self) -> int:
-        self.closed = True
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = len(self.gpus)
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = 1 + index
-        return 0
-
-    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> int:
-        gpu = self.gpus[handle.value - 1]
-        current._obj.value = gpu.mig_mode
-        return 0 if gpu.mig_mode else 3  # NVML_ERROR_NOT_SUPPORTED
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> int:
-        count._obj.value = 7
-        return 0
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, instance: Any) -> int:
-        if index >= len(self.gpus[handle.value - 1].instances):
-            return 6  # NVML_ERROR_NOT_FOUND
-        instance._obj.value = 100 * handle.value + index
-        return 0
-
-    def nvmlDeviceGetUUID(self, handle: Any, buffer: Any, size: int) -> int:
-        if handle.value < 100:
-            uuid = self.gpus[handle.value - 1].uuid
-        else:
-            uuid = self.gpus[handle.value // 100 - 1].instances[handle.value % 100]
-        buffer.value = uuid.encode()
-        return 0 if len(uuid) < size else 7
-
-
-def test_nvml_tells_the_gpus_and_their_mig_instances_and_is_shut_down() -> None:
-    library = FakeNvml(SPLIT)
-    assert read_nvml(library) == list(SPLIT)
-    assert library.closed
-
-
-def test_a_driver_that_does_not_answer_is_no_driver() -> None:
-    assert read_nvml(FakeNvml(WHOLE, init_status=9)) is None
+def test_a_host_without_a_driver_has_no_count(tmp_path: Path) -> None:
+    assert ask_cuda(None, one_entry_each=False) is None
 
 
 @dataclass
@@ -135,23 +65,29 @@ class FakeTorch:
     def __call__(self, kind: str) -> int | None:
         self.asked = kind
         if isinstance(self.answer, str):
-            raise TorchUnavailable(self.answer)
+            raise DevicesUnknown(self.answer)
         return self.answer
 
 
-def devices(gpus: Sequence[Gpu] | None, answer: int | str | None = "not to be asked") -> Devices:
-    nvml = None if gpus is None else list(gpus)
-    return Devices(nvml=lambda: nvml, torch=FakeTorch(answer), cpus=lambda: 12)
+def devices(cuda: int | None, answer: int | str | None = "not to be asked") -> Devices:
+    """A node with this many CUDA devices that are not hidden; None: without a driver."""
+    return Devices(
+        cuda=lambda visible, one_entry_each: cuda,
+        torch=FakeTorch(answer),
+        cpus=lambda: 12,
+        files=lambda: ["kfd", "dri"],
+        backends=lambda: True,
+    )
 
 
 @pytest.mark.parametrize(
     ("node", "kind", "count"),
     [
-        (devices(WHOLE), "cpu", 12),
-        (devices(WHOLE), "gpu", 4),
-        (devices(WHOLE), "auto", 4),
+        (devices(4), "cpu", 12),
+        (devices(4), "gpu", 4),
+        (devices(4), "auto", 4),
         (devices(None, 3), "gpu", 3),
-        (devices((), 3), "gpu", 3),
+        (devices(0, 3), "gpu", 3),
         (devices(None, 3), "xpu", 3),
         (devices(None, 3), "auto", 3),
         (devices(None, 0), "auto", 12),
@@ -159,7 +95,7 @@ def devices(gpus: Sequence[Gpu] | None, answer: int | str | None = "not to be as
         (devices(None, 5), "npu", 5),
     ],
 )
-def test_a_kind_is_counted_by_whoever_knows_it(node: Devices, kind: str, count: int) -> None:
+def test_a_kind_is_counted_by_its_driver_or_by_torch(node: Devices, kind: str, count: int) -> None:
     assert node.count(kind, None) == count
 
 
@@ -172,8 +108,8 @@ def test_a_kind_is_counted_by_whoever_knows_it(node: Devices, kind: str, count: 
         (devices(None, "no torch"), "gpu", "cannot be counted: no torch"),
         (devices(None, None), "gpus", "Unsupported nproc_per_node value: gpus"),
         (devices(None, "no torch"), "gpus", "Unsupported nproc_per_node value: gpus"),
-        (devices(WHOLE), "2.5", "Unsupported nproc_per_node value: 2.5"),
-        (devices(WHOLE), "", "Unsupported nproc_per_node value"),
+        (devices(4), "2.5", "Unsupported nproc_per_node value: 2.5"),
+        (devices(4), "", "Unsupported nproc_per_node value"),
     ],
 )
 def test_a_kind_that_is_not_there_is_a_value_error(node: Devices, kind: str, words: str) -> None:
@@ -181,10 +117,10 @@ def test_a_kind_that_is_not_there_is_a_value_error(node: Devices, kind: str, wor
         node.count(kind, None)
 
 
-def test_hidden_gpus_are_not_there() -> None:
-    assert devices(WHOLE).count("auto", "") == 12
+def test_torch_is_not_asked_for_hidden_gpus() -> None:
+    assert devices(0).count("auto", "") == 12
     with pytest.raises(ValueError, match="Cuda is not available"):
-        devices(WHOLE).count("gpu", "-1")
+        devices(0).count("gpu", "-1")
 
 
 def fake_python(folder: Path, body: str) -> str:
@@ -224,12 +160,31 @@ def test_an_interpreter_without_torch_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", fake_python(tmp_path, "raise ImportError('libcudart')"))
-    with pytest.raises(TorchUnavailable, match="ImportError: libcudart"):
+    with pytest.raises(DevicesUnknown, match="ImportError: libcudart"):
         ask_torch("gpu")
 
 
 def test_a_torch_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = "import signal; signal.pause()"
     monkeypatch.setenv("PYTHON_EXEC", fake_python(tmp_path, body))
-    with pytest.raises(TorchUnavailable, match=r"did not answer in 0\.2 s"):
+    with pytest.raises(DevicesUnknown, match=r"did not report its devices within 0\.2 s"):
         ask_torch("gpu", timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gpu", "Cuda is not available"),
+        ("xpu", "Xpu is not available"),
+        ("gpus", r"Unsupported nproc_per_node value: gpus: .* \(did you mean gpu\?\)"),
+    ],
+)
+def test_torch_is_not_asked_for_what_cannot_be_there(kind: str, words: str) -> None:
+    def ask(kind: str) -> int | None:
+        raise AssertionError(f"torch was asked for {kind}")
+
+    node = Devices(
+        cuda=lambda *_: None, torch=ask, files=lambda: ["null", "tty"], backends=lambda: False
+    )
+    with pytest.raises(ValueError, match=words):
+        node.count(kind, None)

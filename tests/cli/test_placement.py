@@ -63,7 +63,7 @@ def started(
 
 
 def test_a_task_of_slurm_needs_no_flag_and_says_what_it_took(started: Started) -> None:
-    said = started("slurm22-step-of-4", "")
+    said = started("slurm22-step-of-4", "", REGROW_VERBOSE="1")
     assert said == "regrow: 4 nodes, node rank 2, endpoint n1:20488 from Slurm step 1.0\n"
     assert (started.config.min_nodes, started.config.max_nodes) == (4, 4)
     assert started.meeting == ("c10d", "n1:20488", 2)
@@ -71,9 +71,18 @@ def test_a_task_of_slurm_needs_no_flag_and_says_what_it_took(started: Started) -
 
 
 def test_a_process_of_open_mpi_needs_no_flag(started: Started) -> None:
-    said = started("openmpi5-rank-1-of-2", "")
+    said = started("openmpi5-rank-1-of-2", "", REGROW_VERBOSE="1")
     assert said.startswith("regrow: 2 nodes, node rank 1, endpoint f5n18:27322 from Open MPI job ")
     assert started.meeting == ("c10d", "f5n18:27322", 1)
+
+
+def test_of_agents_that_share_their_output_only_the_first_says_what_it_took(
+    started: Started,
+) -> None:
+    first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    said = started("slurm22-step-of-4", "", **first)
+    assert said == "regrow: 4 nodes, node rank 0, endpoint n1:20488 from Slurm step 1.0\n"
+    assert started("slurm22-step-of-4", "") == ""
 
 
 def test_a_pod_takes_from_variables_what_its_scheduler_does_not_say(started: Started) -> None:
@@ -156,14 +165,18 @@ def test_what_says_everything_is_torchruns_own_matter(started: Started) -> None:
     ("environment", "flags", "words"),
     [
         ("slurm22-crowded", "", "has 8 tasks on 4 nodes"),
-        ("slurm22-crowded", "--nnodes 4", "nnodes=4, and Slurm step 2.2 has 8 tasks on 4 nodes"),
-        ("slurm22-step-of-4", "--nnodes 6:8", "nnodes=6:8, and Slurm step 1.0 has 4 of them"),
-        ("kubernetes-indexed-job", "", "how many pods it has: give --nnodes or PET_NNODES"),
+        ("slurm22-crowded", "--nnodes 4", "the 8 agents that were started: Slurm step 2.2 has"),
+        (
+            "slurm22-step-of-4",
+            "--nnodes 6:8",
+            "--nnodes 6:8 needs more nodes than Slurm step 1.0 provides (4)",
+        ),
+        ("kubernetes-indexed-job", "", "its number of pods: set --nnodes or PET_NNODES"),
         ("kubernetes-indexed-job", "--nnodes 3", "PET_RDZV_ENDPOINT, example-job-0.SERVICE"),
-        ("openmpi4-rank-0-elsewhere", "", "not the host of its rank 0: give --rdzv-endpoint"),
+        ("openmpi4-rank-0-elsewhere", "", "rank 0 runs on another host: give --rdzv-endpoint"),
     ],
 )
-def test_what_is_neither_said_nor_told_is_asked_for_in_one_line(
+def test_a_missing_value_is_requested_in_one_line(
     environment: str, flags: str, words: str, started: Started
 ) -> None:
     said = started(environment, flags)

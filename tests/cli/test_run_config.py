@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from regrow.cli._flags import FLAGS
+from regrow.cli.args.flags import FLAGS
 
 ASK = Path(__file__).with_name("ask_torchrun.py")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from regrow.cli._flags import FLAGS, Flag
-from regrow.cli._parser import build_parser
+from regrow.cli.args.flags import FLAGS, Flag
+from regrow.cli.args.parser import build_parser
 
 VALUES: dict[str, tuple[str, Any]] = {
     "max-restarts": ("7", 7),
@@ -19,6 +19,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "master-port": ("1234", 1234),
     "numa-binding": ("core-complex", "core-complex"),
     "shutdown-timeout": ("5", 5),
+    "restart-timeout": ("5", 5),
     "heartbeat": ("2.5", 2.5),
 }
 VALUED = [flag for flag in FLAGS if not flag.switch]
@@ -140,7 +141,7 @@ def test_an_unknown_flag_is_named_with_the_one_that_was_meant(
 
 
 def test_a_missing_script_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "which script?" in refused(capsys, "--standalone")
+    assert "the training script is missing" in refused(capsys, "--standalone")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_a_bad_value_of_a_variable_is_shown_with_the_variable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(variable, text)
-    assert f"{variable}='{text}' is not" in refused(capsys, "train.py")
+    assert f"({variable}='{text}')" in refused(capsys, "train.py")
 
 
 def test_a_bad_variable_does_no_harm_where_the_command_line_says_better(

@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 
 from regrow import run
-from regrow.cli import main
-from regrow.cli._console import Console
-from regrow.cli._platform import platform_fault
+from regrow.cli import main, platform_fault
+from regrow.cli.screen.console import Console
 from regrow.events import Event, EventSource
 from regrow.launch import LaunchConfig
 from regrow.rendezvous import (
@@ -117,7 +116,7 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "which script?"),
+        ("", "the training script is missing"),
         ("--frobnicate train.py", "unknown flag --frobnicate"),
         ("trian.py", "there is no script 'trian.py' in {cwd}"),
         ("/no/such/train.py", "there is no script '/no/such/train.py'"),
@@ -137,7 +136,7 @@ def said_one_line(err: str, prog: str = "regrow run") -> str:
         ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),
         ("--logs-specs nobody train.py", "torchrun.logs_specs[nobody]"),
         ("--log-dir train.py train.py", "train.py is a file"),
-        ("--master-port 70000 train.py", "--master-port: 70000 is no port"),
+        ("--master-port 70000 train.py", "--master-port: 70000 is not a port"),
         ("--rdzv-token-file no/file train.py", "--rdzv-token-file: 'no/file' cannot be read: No"),
         ("--rdzv-tls-ca . train.py", "--rdzv-tls-ca: '.' cannot be read: Is a directory"),
     ],
@@ -160,21 +159,26 @@ BEYOND = f"1{'0' * 400}"  # no float
 @pytest.mark.parametrize(
     ("flag", "values", "words"),
     [
-        ("--nproc-per-node", ["0", "-1", "10001", HUGE, BEYOND], "is no number of workers"),
-        ("--nnodes", ["0", "-1", "0:3"], "there must be at least 1 node"),
+        ("--nproc-per-node", ["0", "-1", "10001", HUGE, BEYOND], "is not a number of workers"),
+        ("--nnodes", ["0", "-1", "0:3"], "give 1 <= MIN <= MAX"),
         ("--nnodes", ["1000001", f"1:{HUGE}", BEYOND], "a job has at most 1000000 nodes"),
         ("--nnodes", ["nan", "inf", "1:1e3"], "is neither a number of nodes nor MIN:MAX"),
-        ("--node-rank", ["-1", "1000000", HUGE, BEYOND], "is no rank; give 0 to 999999"),
+        ("--node-rank", ["-1", "1000000", HUGE, BEYOND], "is not a node rank; give 0 to 999999"),
         ("--node-rank", ["nan", "inf", "1.0"], "is not a whole number"),
         ("--max-restarts", ["-1"], "max_restarts must be >= 0"),
         ("--max-restarts", [HUGE, BEYOND], "is too many; give at most 1000000000"),
         ("--max-restarts", ["nan", "inf"], "is not a whole number"),
-        ("--master-port", ["-1", "65536", HUGE, BEYOND], "is no port"),
+        ("--master-port", ["-1", "65536", HUGE, BEYOND], "is not a port"),
         ("--shutdown-timeout", ["-1"], "--shutdown-timeout must be non-negative, got -1"),
         ("--shutdown-timeout", ["1000001", HUGE, BEYOND], "must be at most 1000000 seconds"),
         ("--shutdown-timeout", ["nan", "inf"], "is not a whole number"),
+        ("--restart-timeout", ["-1", "31", HUGE, BEYOND], "must be from 0 to the shutdown timeout"),
         ("--monitor-interval", ["0", "-1", "nan", "inf", "1e7", BEYOND], "must be more than 0"),
-        ("--heartbeat", ["0", "-1", "nan", "inf", "1e12", "86401", BEYOND], "is no period; give"),
+        (
+            "--heartbeat",
+            ["0", "-1", "nan", "inf", "1e12", "86401", BEYOND],
+            "is not a heartbeat period",
+        ),
         ("--local-ranks-filter", ["nan", "0,inf"], "is not a list of local ranks"),
     ],
 )
@@ -261,7 +265,7 @@ def test_several_nodes_meet_at_torchruns_port(launcher: Launcher) -> None:
     assert launcher.config.rdzv_endpoint == "node0:29500"
 
 
-def test_standalone_overrides_what_else_was_said(launcher: Launcher) -> None:
+def test_standalone_overrides_the_other_flags(launcher: Launcher) -> None:
     flags = "--standalone --rdzv-backend static --rdzv-endpoint x:1 --rdzv-id mine"
     assert main(["run", *flags.split(), "train.py"]) == 0
     config = launcher.config
@@ -269,7 +273,7 @@ def test_standalone_overrides_what_else_was_said(launcher: Launcher) -> None:
     assert config.run_id != "mine"
 
 
-def test_several_workers_get_one_thread_each_unless_told_otherwise(
+def test_several_workers_get_one_thread_each_by_default(
     launcher: Launcher,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -291,7 +295,7 @@ def test_a_key_that_the_rendezvous_does_not_know_is_warned_of(
     conf = "join_timeout=3,jion_timeout=4,last=5"
     assert main(["run", "--standalone", "--rdzv-conf", conf, "train.py"]) == 0
     (message,) = caplog.messages
-    assert message.endswith("the c10d rendezvous does not know jion_timeout, last")
+    assert message.endswith("the c10d rendezvous ignores the unknown settings jion_timeout, last")
     assert launcher.config.rdzv_configs["jion_timeout"] == "4"
 
 
@@ -339,12 +343,12 @@ def test_the_flags_for_token_and_certificates_are_settings_of_the_rendezvous(
     ]
 
 
-def test_several_nodes_that_were_not_told_where_to_meet_are_warned(
+def test_several_nodes_without_an_endpoint_are_warned(
     launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["run", "--nnodes", "2", "--rdzv-backend", "c10d", "train.py"]) == 0
     (message,) = caplog.messages
-    assert message.startswith("--rdzv-endpoint is not given: the nodes meet at localhost")
+    assert message.startswith("--rdzv-endpoint is not given: the rendezvous is at localhost")
     caplog.clear()
     assert main(["run", "--nnodes", "1", "--rdzv-backend", "c10d", "train.py"]) == 0
     assert not caplog.messages
@@ -356,7 +360,7 @@ def test_a_security_flag_that_the_rendezvous_has_no_use_for_is_warned_of(
     flags = "--nnodes 2 --rdzv-endpoint /x --insecure --rdzv-tls-ca train.py"
     assert main(["run", "--rdzv-backend", "file", *flags.split(), "train.py"]) == 0
     (message,) = caplog.messages
-    assert message == "--rdzv-tls-ca, --insecure ignored: not for the file rendezvous"
+    assert message == "--rdzv-tls-ca, --insecure ignored: the file rendezvous does not use it"
     caplog.clear()
     assert main(["run", "--rdzv-backend", "etcd", *flags.split(), "train.py"]) == 0
     assert not caplog.messages
@@ -421,7 +425,7 @@ def child_failed() -> ChildFailedError:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_how_the_job_ended_is_told_by_the_exit_code(
+def test_the_exit_code_shows_how_the_job_ended(
     error: BaseException | None,
     code: int,
     launcher: Launcher,
@@ -457,7 +461,7 @@ def test_config_from_args_and_run_raise_torchs_exceptions(launcher: Launcher) ->
     assert not launcher.launched
 
 
-def test_the_error_file_of_whoever_started_the_launcher_is_written(
+def test_the_error_file_of_an_outer_launcher_is_written(
     launcher: Launcher, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
@@ -513,7 +517,7 @@ def test_a_job_that_succeeds_after_a_restart_tells_its_story(
     assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
 
 
-def test_the_start_is_told_where_it_was_asked_for(
+def test_the_line_at_the_start_follows_the_variable(
     launcher: Launcher, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REGROW_VERBOSE", "1")
@@ -527,7 +531,7 @@ def test_the_start_is_told_where_it_was_asked_for(
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EPERM])
-def test_a_kernel_without_pidfds_is_a_mistake_told_in_a_line(
+def test_a_kernel_without_pidfds_is_refused_in_one_line(
     number: int,
     launcher: Launcher,
     capfd: pytest.CaptureFixture[str],
@@ -579,6 +583,11 @@ def test_what_is_promised_stands_in_the_log_of_a_scheduler_and_of_each_of_severa
     [
         ("--rdzv-backend pigeon", "'pigeon' is not registered"),
         ("--standalone --rdzv-conf join_timeout=soon", "'join_timeout' must be a number"),
+        ("--standalone --rdzv-conf min_nodes=3", "min_nodes: not a setting of the rendezvous"),
+        (
+            "--standalone --local-addr a --rdzv-conf local_addr=b",
+            "local_addr: not a setting of the rendezvous",
+        ),
     ],
 )
 def test_settings_that_the_rendezvous_does_not_take_are_a_mistake(
@@ -586,6 +595,19 @@ def test_settings_that_the_rendezvous_does_not_take_are_a_mistake(
 ) -> None:
     assert main(["run", *flags.split(), "train.py"]) == 2
     assert words in said_one_line(capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("backend", ["c10d", "static", "etcd", "etcd-v2"])
+def test_several_hosts_that_share_no_secret_are_a_mistake(
+    backend: str, place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("REGROW_TOKEN", "REGROW_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    where = ["--rdzv-endpoint=192.0.2.1:29400"]  # of no host
+    line = ["run", "--nnodes=2", f"--rdzv-backend={backend}", *where, "--no-python", "true"]
+    assert main(line) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("regrow: ")
 
 
 def test_a_value_error_of_a_job_that_has_begun_is_no_mistake_of_the_users(
@@ -675,7 +697,9 @@ def test_ctrl_c_during_the_imports_is_one_line(place: Path) -> None:
         assert done.stderr == "regrow: stopped by SIGINT\n"
 
 
-def test_the_story_is_told_again_from_a_log(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_story_is_printed_again_from_a_log(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from regrow.events import EventLog
 
     with EventLog(place / "events.jsonl") as log:
@@ -693,7 +717,7 @@ def test_a_token_file_is_made_once(place: Path, capfd: pytest.CaptureFixture[str
     token = (place / "job.token").read_text()
     assert len(token.strip()) == 64
     assert main(["token", "job.token"]) == 2
-    assert capfd.readouterr().err.startswith("regrow token: job.token exists, and is kept")
+    assert capfd.readouterr().err.startswith("regrow token: job.token exists and is kept")
     assert (place / "job.token").read_text() == token
     assert main(["token", "no/such/folder/token"]) == 1
 
@@ -730,5 +754,5 @@ def test_only_what_is_needed_is_imported() -> None:
     slow = {"torch", "asyncio", "msgspec", "logging.config", "uuid", "subprocess", "tempfile"}
     slow |= {"multiprocessing", "concurrent.futures", "importlib.metadata", "ssl", "http"}
     # Where no scheduler has started the agent.
-    slow |= {"regrow.cli._placement", "regrow.launch._where", "ClusterShell"}
+    slow |= {"regrow.cli.args.placement", "regrow.launch.placement", "ClusterShell"}
     assert slow & set(done.stdout.split()) == set()

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.cli._status import Status, advance, render
+from regrow.cli.screen.status_line import Status, advance, render
 
 STARTED = ("regrow.job.started", {"monotonic": 100.0})
 MET = ("regrow.rendezvous.completed", {"world_size": 4})
-RUNNING = ("regrow.attempt.started", {"ranks": [0, 1], "world_size": 4})
+RUNNING = ("regrow.attempt.started", {"attempt": 0, "ranks": [0, 1], "world_size": 4})
+AGAIN = ("regrow.attempt.started", {"attempt": 1, "ranks": [0, 1], "world_size": 4})
 KILLED = ("regrow.worker.failed", {"rank": 1, "signal": "SIGKILL", "message": "Signal 9"})
 RAISED = ("regrow.worker.failed", {"rank": 0, "signal": None, "message": "ValueError: x"})
 ENDED = ("regrow.attempt.ended", {"state": "FAILED"})
@@ -32,29 +33,29 @@ def line(*events: tuple[str, dict[str, Any]], now: float = 165.0, width: int = 1
 
 def test_a_running_job_shows_attempt_world_and_living_workers() -> None:
     shown = line(STARTED, MET, RUNNING)
-    assert shown == "regrow: running | 01:05 | attempt 1 | 2/2 alive | world 4"
+    assert shown == "regrow: running | 01:05 | attempt 0 | 2/2 alive | world 4"
 
 
-def test_a_missed_heartbeat_and_a_training_that_stands_still_are_the_news() -> None:
+def test_a_missed_heartbeat_and_a_stalled_training_are_shown() -> None:
     expired = {"rank": 1, "scope": "regrow.heartbeat", "signal": "SIGKILL", "heartbeat": True}
     silent, still = ("regrow.timer.expired", expired), ("regrow.heartbeat.stalled", {"rank": 0})
     assert line(STARTED, RUNNING, silent).endswith(" | rank 1 hangs: no heartbeat")
-    assert line(STARTED, RUNNING, still).endswith(" | rank 0 stands still")
+    assert line(STARTED, RUNNING, still).endswith(" | rank 0 makes no progress")
 
 
 def test_the_world_is_left_out_where_it_is_this_node() -> None:
-    alone = ("regrow.attempt.started", {"ranks": [0, 1], "world_size": 2})
+    alone = ("regrow.attempt.started", {"attempt": 0, "ranks": [0, 1], "world_size": 2})
     assert "world" not in line(STARTED, alone)
 
 
-def test_the_first_failure_is_the_news() -> None:
+def test_the_first_failure_stays() -> None:
     assert "1/2 alive | world 4 | rank 1: SIGKILL" in line(STARTED, RUNNING, KILLED)
     shown = line(STARTED, RUNNING, KILLED, RAISED)
     assert "0/2 alive" in shown
     assert "rank 1: SIGKILL" in shown
 
 
-def test_a_timer_that_ran_out_is_the_news_and_stays_it_when_its_worker_is_dead() -> None:
+def test_an_expired_timer_stays_after_the_death_of_its_worker() -> None:
     hung = ("regrow.timer.expired", {"rank": 1, "scope": "step", "signal": "SIGKILL"})
     told = "rank 1 hangs: timer step"
     assert f"2/2 alive | world 4 | {told}" in line(STARTED, RUNNING, hung)
@@ -66,13 +67,13 @@ def test_a_timer_that_ran_out_is_the_news_and_stays_it_when_its_worker_is_dead()
 
 def test_a_restart_is_counted_and_its_cause_stays() -> None:
     shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING)
-    assert shown.startswith("regrow: restarting | 01:05 | attempt 1")
-    shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, RUNNING)
+    assert shown.startswith("regrow: restarting | 01:05 | attempt 0")
+    shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, AGAIN)
     assert "running" in shown
-    assert "attempt 2 | 2/2 alive | world 4 | 1 restart | rank 1: SIGKILL" in shown
+    assert "attempt 1 | 2/2 alive | world 4 | 1 restart | rank 1: SIGKILL" in shown
 
 
-def test_a_failure_on_another_host_is_news_and_no_worker_of_ours() -> None:
+def test_a_failure_on_another_host_is_shown_but_not_counted() -> None:
     elsewhere = {"rank": 3, "signal": "SIGKILL", "host": "b", "told_monotonic": 1.0}
     shown = line(STARTED, RUNNING, ("regrow.worker.failed", elsewhere))
     assert "2/2 alive" in shown
@@ -82,14 +83,14 @@ def test_a_failure_on_another_host_is_news_and_no_worker_of_ours() -> None:
     assert shown.endswith("| the agent on host b: no program")
 
 
-def test_what_happened_to_other_nodes_is_the_news() -> None:
+def test_incidents_of_other_nodes_are_shown() -> None:
     lost = ("regrow.round.ended", {"why": "its connection broke", "node": "n2"})
     assert line(STARTED, RUNNING, lost).endswith("| its connection broke")
     assert line(STARTED, RUNNING, KILLED, lost).endswith("| rank 1: SIGKILL")
     gathering = ("regrow.job.gathering", {"waiting": 2, "delay_s": 1.0})
-    assert line(STARTED, RUNNING, gathering).endswith("| 2 nodes to take in")
-    cut_off = ("regrow.rendezvous.lost", {"why": "nobody answers"})
-    assert line(STARTED, RUNNING, cut_off).endswith("| nobody answers")
+    assert line(STARTED, RUNNING, gathering).endswith("| 2 nodes waiting to join")
+    cut_off = ("regrow.rendezvous.lost", {"why": "no reply"})
+    assert line(STARTED, RUNNING, cut_off).endswith("| no reply")
 
 
 def test_a_back_off_is_shown_with_its_length() -> None:
@@ -98,16 +99,24 @@ def test_a_back_off_is_shown_with_its_length() -> None:
     assert "crash loop" in shown
 
 
-def test_the_first_step_after_a_restart_is_news() -> None:
-    step = ("regrow.worker.first_step", {"rank": 0, "step": 41})
+def test_the_first_step_after_a_restart_is_shown_for_a_while() -> None:
+    step = ("regrow.worker.first_step", {"rank": 0, "step": 41, "monotonic": 160.0})
     assert "step" not in line(STARTED, RUNNING, step)
-    assert "rank 0 is at step 41" in line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, step)
+    resumed = (STARTED, RUNNING, KILLED, ENDED, RESTARTING, AGAIN, step)
+    assert line(*resumed, now=165.0).endswith("| 1 restart | rank 0 continued with step 41")
+    assert line(*resumed, now=500.0).endswith("| 1 restart")
 
 
-def test_a_worker_that_was_halted_is_shown_until_it_goes_on() -> None:
+def test_an_incident_after_that_first_step_stays() -> None:
+    step = ("regrow.worker.first_step", {"rank": 0, "step": 41, "monotonic": 160.0})
+    shown = line(STARTED, RUNNING, KILLED, ENDED, RESTARTING, AGAIN, step, KILLED, now=500.0)
+    assert shown.endswith("| rank 1: SIGKILL")
+
+
+def test_a_suspended_worker_is_shown_until_it_is_resumed() -> None:
     halted = ("regrow.worker.suspended", {"rank": 1, "signal": "SIGSTOP"})
     resumed = ("regrow.worker.resumed", {"rank": 1, "signal": "SIGCONT"})
-    assert "1 halted | rank 1 is stopped by SIGSTOP" in line(STARTED, RUNNING, halted)
+    assert "1 halted | rank 1 is suspended by SIGSTOP" in line(STARTED, RUNNING, halted)
     assert "halted" not in line(STARTED, RUNNING, halted, resumed)
 
 
@@ -115,7 +124,7 @@ def test_the_end_is_shown() -> None:
     assert "regrow: failed" in line(STARTED, ("regrow.job.finished", {"state": "FAILED"}))
 
 
-def test_events_of_others_change_nothing() -> None:
+def test_unknown_events_change_nothing() -> None:
     assert after(STARTED, ("torchelastic.worker.status.FAILED", {})) == after(STARTED)
 
 
@@ -127,7 +136,7 @@ def test_the_time_is_a_clock(seconds: float, clock: str) -> None:
 
 
 @given(st.text(), st.integers(0, 200))
-def test_whatever_a_worker_says_the_line_is_plain_and_fits(message: str, width: int) -> None:
+def test_the_line_is_plain_and_fits_for_every_message(message: str, width: int) -> None:
     failed = ("regrow.worker.failed", {"rank": 0, "signal": None, "message": message})
     shown = line(STARTED, RUNNING, failed, width=width)
     assert len(shown) <= width
@@ -135,9 +144,9 @@ def test_whatever_a_worker_says_the_line_is_plain_and_fits(message: str, width: 
     assert shown.isprintable()
 
 
-def test_a_worker_that_is_lost_and_a_restart_in_place_are_the_news() -> None:
+def test_a_lost_worker_and_an_in_process_restart_are_shown() -> None:
     lost = ("regrow.inprocess.lost", {"rank": 1})
     assert "1/1 alive" in line(STARTED, RUNNING, lost)
-    assert line(STARTED, RUNNING, lost).endswith(" | rank 1 is lost; the others go on")
+    assert line(STARTED, RUNNING, lost).endswith(" | rank 1 is lost; the others continue")
     restarted = ("regrow.inprocess.restarted", {"kind": "TERMINATED"})
-    assert line(STARTED, RUNNING, lost, restarted).endswith("restarted in place after TERMINATED")
+    assert line(STARTED, RUNNING, lost, restarted).endswith("in-process restart after TERMINATED")

@@ -19,7 +19,7 @@ from typing import TextIO
 
 import pytest
 
-from regrow.cli._terminal import StatusLine, draw, release, reserve, wanted
+from regrow.cli.screen.status_line import StatusLine, draw, release, reserve, wanted
 from regrow.events import Event, EventSource
 
 DEADLINE_S = 30.0
@@ -191,7 +191,7 @@ def event(name: str, **metadata: object) -> Event:
 
 def started(line: StatusLine) -> None:
     line(event("job.started", monotonic=time.monotonic()))
-    line(event("attempt.started", ranks=[0, 1], world_size=2))
+    line(event("attempt.started", attempt=0, ranks=[0, 1], world_size=2))
 
 
 def shows(text: str) -> Callable[[Screen], bool]:
@@ -290,7 +290,7 @@ def test_a_terminal_that_goes_away_is_no_error() -> None:
 
 PROGRAM = """
 import os, sys, time
-from regrow.cli._terminal import StatusLine
+from regrow.cli.screen.status_line import StatusLine
 from regrow.events import Event, EventSource
 line = StatusLine(2).__enter__()
 line(Event("regrow.job.started", EventSource.AGENT, metadata={"monotonic": time.monotonic()}))
@@ -336,7 +336,7 @@ def test_the_line_is_for_able_terminals_only(
 def test_the_library_is_not_loaded_for_a_status_line() -> None:
     """Guards the start-up time: the modules of the line pull in nothing heavy."""
     code = (
-        "import sys; before = set(sys.modules); import regrow.cli._terminal;"
+        "import sys; before = set(sys.modules); import regrow.cli.screen.status_line;"
         "print(*sorted(set(sys.modules) - before))"
     )
     run = subprocess.run(
@@ -421,7 +421,7 @@ def test_ctrl_c_stops_a_job_and_gives_the_terminal_back(
     assert "regrow: stopped by SIGINT" in [line.removeprefix("^C") for line in lines]
 
 
-def test_a_job_that_fails_tells_so_on_a_whole_terminal(
+def test_a_failed_job_leaves_a_whole_terminal(
     terminal: Pty, job: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     running = job("fail")

@@ -8,10 +8,9 @@ import threading
 from typing import Any
 
 import pytest
-from processes import PATIENCE
 
-from regrow.cli._console import Console
-from regrow.cli._waiting import Waiting
+from helpers.processes import PATIENCE
+from regrow.cli.screen.console import Console, Waiting
 from regrow.events import Event, EventSource
 
 AT_ONCE, NEVER = 0.0, 3600.0
@@ -25,13 +24,12 @@ MET = event("rendezvous.completed", world_size=2)
 RESTARTING = event("job.restarting", delay_s=0.0)
 
 
-def timer_of(waiting: Waiting | None) -> threading.Timer:
-    assert waiting is not None
-    assert waiting._timer is not None
-    return waiting._timer
+def timers() -> list[threading.Timer]:
+    """The timers that run in this process."""
+    return [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
 
 
-def test_it_is_said_once_for_every_time_that_it_waits() -> None:
+def test_the_line_is_printed_once_for_every_wait() -> None:
     said: queue.Queue[str] = queue.Queue()
     waiting = Waiting(said.put, "node0:29400 (c10d)", AT_ONCE)
     line = "regrow: still waiting for other nodes at node0:29400 (c10d)"
@@ -45,10 +43,10 @@ def test_it_is_said_once_for_every_time_that_it_waits() -> None:
 
 
 @pytest.mark.parametrize("end", [MET, event("job.finished", state="SUCCEEDED")])
-def test_nothing_is_said_any_more_when_they_have_met(end: Event) -> None:
+def test_no_line_is_printed_after_the_rendezvous(end: Event) -> None:
     waiting = Waiting(pytest.fail, "node0", NEVER)
     waiting.begin()
-    timer = timer_of(waiting)
+    [timer] = timers()
     waiting(end)
     timer.join(PATIENCE)
     assert not timer.is_alive()
@@ -56,9 +54,10 @@ def test_nothing_is_said_any_more_when_they_have_met(end: Event) -> None:
 
 def test_the_console_waits_from_its_start_to_its_end_where_there_are_other_nodes() -> None:
     stream = io.StringIO()
-    with Console(stream, {}, "node0:29400") as console:
-        timer = timer_of(console._waiting)
+    with Console(stream, {}, "node0:29400"):
+        [timer] = timers()
     timer.join(PATIENCE)
     assert not timer.is_alive()
     assert stream.getvalue() == ""
-    assert Console(stream, {})._waiting is None
+    with Console(stream, {}):
+        assert timers() == []

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e_job import Job
+
+from helpers.jobs.e2e_job import Job
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start `regrow run` on a script.
+    """Return a function that starts `regrow run` on a script.
 
     `launch(script, *flags, nproc=2, env={}, standalone=True)`
     """

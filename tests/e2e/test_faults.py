@@ -6,12 +6,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from e2e_job import Job, wait_gone
 
+from helpers.jobs.e2e_job import Job, wait_gone
 from regrow.utils import PortReservation
 
 Launch = Callable[..., Job]
@@ -41,6 +42,36 @@ def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
     assert failure["failed_monotonic"] <= failure["detected_monotonic"]
     assert "rank 1" in job.stderr
     assert "SIGKILL" in job.stderr
+
+
+# Rank 0 takes its time to stop, and tells that it has begun to.
+LINGERS = """
+def linger(*_):
+    tell("stops")
+    while not os.path.exists(os.environ["NEWS"] + ".end"):
+        time.sleep(0.01)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, linger)
+tell("pid", os.getpid())
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_failure_is_told_also_when_a_signal_comes_while_the_others_are_being_stopped(
+    launch: Launch,
+) -> None:
+    job = launch(LINGERS, "--max-restarts=1", "--restart-timeout=30")
+    os.kill(pids(job)[1], signal.SIGSEGV)
+    assert job.news() == [["0", "0", "stops"]]
+    job.signal(signal.SIGTERM)
+    assert job.news() == [["0", "0", "stops"]]  # it has the signal from the agent as well
+    (job.script.parent / "news.end").touch()
+    assert job.finish() == 143, job.output
+    (failure,) = job.events("worker.failed")
+    assert (failure["rank"], failure["signal"], failure["root_cause"]) == (1, "SIGSEGV", True)
+    assert "rank 1" in job.stderr
+    assert "SIGSEGV" in job.stderr
 
 
 def test_without_restarts_left_the_job_fails_with_exit_code_1_and_a_report(launch: Launch) -> None:
@@ -331,6 +362,31 @@ if ATTEMPT == 0:
         assert log.read_text() + "".join(shown) == "".join(
             f"line {i} of rank {rank}\n" for i in range(20000)
         )
+
+
+def test_a_job_that_ends_on_a_full_disk_is_told_with_its_end(
+    launch: Launch, tiny_disk: Path
+) -> None:
+    job = launch(
+        f"""
+import glob
+(log,) = glob.glob({f"{tiny_disk}/*/events.jsonl"!r})
+for piece in (4096, 1):  # blank lines, so that no page of the log has room for more
+    with open(log, "ab", buffering=0) as fill:
+        try:
+            while True:
+                fill.write(piece * b"\\n")
+        except OSError:
+            continue
+""",
+        f"--log-dir={tiny_disk}",
+        nproc=1,
+    )
+    assert job.finish() == 0, job.output
+    told = subprocess.run(
+        [sys.executable, "-m", "regrow", "events", tiny_disk], capture_output=True, text=True
+    )
+    assert "SUCCEEDED after" in told.stdout, told
 
 
 def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch) -> None:

@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from commands import run
-from e2e_job import Job, wait_gone
-from processes import wait_until
 
+from helpers.commands import run
+from helpers.jobs.e2e_job import Job, wait_gone
+from helpers.processes import wait_until
 from regrow.events import read_events, story
 
 # Of 0.1 or 0.2 s, and less by the time that a busy machine took from there to the timer.
-OVER = r"timer step of 0\.[0-2]\d* s was over by"
+OVER = r"timer step of 0\.[0-2]\d* s was exceeded by"
 
 Launch = Callable[..., Job]
 Record = Callable[[str, object], None]
@@ -93,7 +93,7 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     assert story(read_events(job.log_dir)).render() in job.stderr
     told = " ".join(job.stderr.split())
     assert re.search(rf"rank 0 .* hung: {OVER} .* killed by SIGKILL", told)
-    assert f"stood {stood}" in told
+    assert f"location {stood}" in told
     if wait != SUSPENDED:
         assert "in wait" in stacks_of(job)
         assert "in step" in stacks_of(job)
@@ -165,8 +165,8 @@ def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_pa
     assert job.finish() == 0, job.output
     compared = job.events("timer.expired")[0]["compared"]
     assert [re.sub(r" \(.*", "", line) for line in compared] == [
-        "ranks 0, 2 stand in all_reduce",
-        "rank 1 alone stands in load",
+        "ranks 0, 2 are in all_reduce",
+        "rank 1 alone is in load",
     ]
     told = " ".join(job.stderr.split())
     assert " ".join(compared) in told
@@ -295,7 +295,7 @@ tell("done")
     assert job.finish() == 0, job.output
     (expired,) = job.events("timer.expired")
     assert expired["scope"] == "step"
-    assert "none of this agent's workers" in job.stderr
+    assert "neither a worker of this agent" in job.stderr
 
 
 FUNCTIONS = """
@@ -347,7 +347,7 @@ main()
     )
     assert job.finish() == 1, job.output
     assert re.search(f"traceback : {OVER}", job.stderr)
-    assert "stood            in main (train.py:" in job.stderr
+    assert "location         in main (train.py:" in job.stderr
 
 
 def test_a_worker_that_ends_of_being_asked_before_that_is_written_down_is_explained(

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jumping_clock
 import pytest
-from e2e_job import Job
+
+from helpers import jumping_clock
+from helpers.jobs.e2e_job import Job
 
 Launch = Callable[..., Job]
 
@@ -54,8 +55,8 @@ tell("lives")
     ]
     assert job.events("worker.failed") == []
     told = " ".join(job.stderr.split())
-    assert told.count("every 0.1 s, as `regrow run --heartbeat` has it") == 2
-    assert told.count("this start of another does nothing") == 2
+    assert told.count("`regrow run --heartbeat` has already started a heartbeat every 0.1 s") == 2
+    assert told.count("this call of heartbeat.start is ignored") == 2
 
 
 @pytest.mark.training
@@ -75,10 +76,10 @@ heartbeat.start(60, start_timeout=12)
     (failed,) = [event for event in job.events("worker.failed") if event["root_cause"]]
     assert failed["rank"] == 0
     told = " ".join(job.stderr.split())
-    assert "heartbeat of rank 0 of 2, beat 0: rank 1 did not come within 12 s" in told
+    assert "heartbeat of rank 0 of 2, beat 0: rank 1 did not arrive within 12 s" in told
     # One word of the worker that waits, and one of the agent, which need not wait for anybody.
-    assert "heartbeat: rank 1 of 2 has not begun to beat" in told
-    assert "no heartbeat yet of rank 1, though --heartbeat asks for it" in told
+    assert "heartbeat: rank 1 of 2 has not started heartbeats" in told
+    assert "no heartbeat yet from rank 1, although --heartbeat is set" in told
 
 
 @pytest.mark.training
@@ -86,7 +87,7 @@ def test_a_job_whose_script_never_imports_regrow_is_told_that_it_has_no_heartbea
     launch: Launch,
 ) -> None:
     job = launch("forever()", "--heartbeat=0.1")
-    said = "no heartbeat yet of ranks 0, 1, though --heartbeat asks for it"
+    said = "no heartbeat yet from ranks 0, 1, although --heartbeat is set"
     deadline = time.monotonic() + 40
     while said not in " ".join(job.stderr.split()):
         assert time.monotonic() < deadline, job.output
@@ -125,7 +126,7 @@ def test_a_wall_clock_that_jumps_changes_nothing_of_a_job_and_of_what_a_hang_com
     job = launch(
         f"""
 sys.path.insert(0, {str(Path(jumping_clock.__file__).parent)!r})
-import jumping_clock
+from helpers import jumping_clock
 from regrow import heartbeat
 event = heartbeat.start(60, start_timeout=30)
 tell("jumps", jumping_clock.jumps(), *jumping_clock.clocks_of_timers(os.getpid()))

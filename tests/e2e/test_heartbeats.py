@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import run
-from e2e_job import Job
 
+from helpers.commands import run
+from helpers.jobs.e2e_job import Job
 from regrow.events import read_events, story
 
 Launch = Callable[..., Job]
@@ -75,7 +75,7 @@ forever()
     by_rank = {event["rank"]: event for event in job.events("worker.failed")}
     assert (by_rank[0]["signal"], by_rank[0]["root_cause"]) == ("SIGABRT", False)
     assert by_rank[1]["root_cause"] is True
-    assert by_rank[1]["message"].startswith("rank 0 ended of it: HeartbeatFailure: ")
+    assert by_rank[1]["message"].startswith("rank 0 ended because of this rank: HeartbeatFailure: ")
     (failure,) = story(read_events(job.log_dir)).failures
     assert failure.rank == 1
     _, _, root = job.stderr.partition("Root Cause (first observed failure):")
@@ -112,7 +112,7 @@ tell(event.is_set())
     assert sorted(news[:3])[:2] == [["0", "0", "['MainThread']"], ["1", "0", "False"]]
     assert news[3] == ["0", "0", "True"]
     assert job.events("worker.failed") == []
-    assert job.stderr.count("a heartbeat is running already") == 2
+    assert job.stderr.count("heartbeat: `regrow run --heartbeat` has already started") == 2
     bounds = job.events("job.started")[0]["bounds"]
     assert bounds["a missing heartbeat ends all workers"] == 3 * (1 + 2) + 2
 
@@ -134,7 +134,7 @@ else:
     )
     assert job.news() == [["0", "0", "True"]]
     assert job.finish() == 0, job.output
-    assert "is over already, as rank 1 left in peace" in " ".join(job.stderr.split())
+    assert "has ended, because rank 1 left" in " ".join(job.stderr.split())
 
 
 @pytest.mark.thorough
@@ -165,14 +165,17 @@ while True:
     pids = {rank: int(pid) for rank, _, _, pid in job.news(2)}
     stalled = job.await_event("heartbeat.stalled")
     assert (stalled["rank"], stalled["pid"]) == (1, pids["1"])
-    assert stalled["message"].startswith("rank 1 beats, but stands still at step 0 in phase")
+    assert stalled["message"].startswith("rank 1 sends heartbeats, but stays at step 0 in phase")
     assert stalled["stood"].startswith("in load_batch (train.py:")
     os.kill(pids["1"], signal.SIGKILL)
     assert job.news() == [["0", "0", "saved", "True"]]
     assert job.finish() == 1, job.output
     assert [event["rank"] for event in job.events("worker.failed")] == [1]
     told = " ".join(job.stderr.split())
-    assert f"rank 1 on host {stalled['host']} (pid {pids['1']}) stalled: rank 1 beats, but" in told
+    assert (
+        f"rank 1 on host {stalled['host']} (pid {pids['1']}) stalled: rank 1 sends heartbeats, but"
+        in told
+    )
 
 
 FUNCTIONS = """
@@ -206,4 +209,4 @@ def test_functions_beat_too_and_leave_when_they_return(tmp_path: Path) -> None:
     ended = run([sys.executable, script, tmp_path / "logs"])
     assert ended.code == 0, ended.output
     assert "{0: True, 1: False}" in ended.output
-    assert ended.output.count("a heartbeat is running already") == 2
+    assert ended.output.count("heartbeat: `regrow run --heartbeat` has already started") == 2

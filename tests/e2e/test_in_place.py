@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from e2e_job import Job
 
+from helpers.jobs.e2e_job import Job
 from regrow.events import read_events, story
 
 Launch = Callable[..., Job]
@@ -39,10 +39,10 @@ train()
     (restarted,) = job.events("inprocess.restarted")
     assert (restarted["kind"], restarted["rank"]) == ("TERMINATED", 0)
     assert (restarted["world_size"], restarted["lost"]) == (2, [0])
-    phases = ["detected", "told", "aborted", "finalized", "checked", "met", "called"]
+    phases = ["detected", "notified", "aborted", "finalized", "checked", "met", "called"]
     assert list(restarted["seconds"]) == phases
     assert sorted(restarted["seconds"].values()) == list(restarted["seconds"].values())
-    assert "restarted in place (iteration 1): rank 0: TERMINATED" in job.stderr
+    assert "in-process restart (iteration 1): rank 0: TERMINATED" in job.stderr
     assert story(read_events(job.log_dir)).in_place[0].lost == (0,)
 
 

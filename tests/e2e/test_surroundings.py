@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_job import DEADLINE_S, Job
-from processes import children_of, wait_until
+
+from helpers.jobs.e2e_job import DEADLINE_S, Job
+from helpers.processes import alive, children_of, state_of, wait_until
 
 Launch = Callable[..., Job]
 
@@ -77,7 +78,32 @@ def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: 
     os.kill(guardian, signal.SIGSTOP)
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
-    assert "not known to have ended" not in job.stderr
+    assert "has not reported the end" not in job.stderr
+
+
+def test_a_guardian_that_is_killed_is_named_as_what_ended_the_attempt(launch: Launch) -> None:
+    job = launch("tell(os.getppid())\nif ATTEMPT == 0: forever()\n", "--max-restarts=1", nproc=2)
+    guardian = int(job.news(2)[0][2])
+    os.kill(guardian, signal.SIGKILL)
+    assert job.finish() == 0, job.output
+    named = f"the guardian (pid {guardian}) was killed by SIGKILL, and the workers of this host"
+    story = " ".join(job.stderr.partition("failure 1 (attempt 0): ")[2].split())
+    assert named in story, job.stderr
+    assert "rank 0" not in story
+
+
+def test_a_death_that_a_suspended_guardian_noticed_late_is_told_as_late(launch: Launch) -> None:
+    job = launch(
+        "tell(os.getppid(), os.getpid())\nif ATTEMPT == 0: forever()\n", "--max-restarts=1", nproc=1
+    )
+    guardian, worker = map(int, job.news(1)[0][2:4])
+    os.kill(guardian, signal.SIGSTOP)
+    wait_until(lambda: state_of(guardian) == "T", "the guardian is stopped")
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not alive(worker), "the worker has ended")
+    os.kill(guardian, signal.SIGCONT)
+    assert job.finish() == 0, job.output
+    assert "detected after   an unknown delay" in job.stderr, job.stderr
 
 
 def test_nor_does_one_that_is_suspended_while_it_starts_the_workers(launch: Launch) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from e2e_job import DEADLINE_S, Job
+
+from helpers.jobs.e2e_job import DEADLINE_S, Job
 
 Launch = Callable[..., Job]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -57,6 +58,39 @@ def test_a_log_that_cannot_be_written_counts_what_is_lost(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def no_room(*_: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("reason", ["it failed", "\U0001f4a5" * 100_000])
+def test_the_end_of_a_job_is_kept_on_a_disk_that_is_full_by_then(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log(event("regrow.job.started"))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", no_room)
+            log(event("regrow.attempt.started"))
+            log(event("regrow.job.finished", state="FAILED", reason=reason))
+    started, gap, finished = read_events(tmp_path)
+    assert started["name"] == "regrow.job.started"
+    assert (gap["name"], gap["lost"]) == ("regrow.log.gap", 1)
+    assert (finished["name"], finished["state"]) == ("regrow.job.finished", "FAILED")
+    assert reason.startswith(finished["reason"])
+    assert finished["reason"]
+
+
+def test_a_job_that_ended_as_usual_leaves_the_log_and_one_that_was_killed_no_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log(event("regrow.job.started"))
+    assert [line["name"] for line in read_events(tmp_path)] == ["regrow.job.started"]
+    log(event("regrow.job.finished"))
+    assert os.listdir(tmp_path) == ["events.jsonl"]
+    assert capsys.readouterr().err == ""
+
+
 def write_run(folder: Path, name: str, mtime: int) -> Path:
     path = folder / name / "events.jsonl"
     path.parent.mkdir(parents=True)
@@ -82,7 +116,7 @@ def test_of_several_runs_the_newest_is_read_and_named(tmp_path: Path) -> None:
     assert [Path(p).parent.name for p in find_event_file(tmp_path).older] == ["job_m", "job_z"]
 
 
-def test_broken_lines_are_told_once_each_and_the_others_read(
+def test_broken_lines_are_reported_once_each_and_the_others_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -90,8 +124,8 @@ def test_broken_lines_are_told_once_each_and_the_others_read(
     assert [line["name"] for line in read_events(tmp_path)] == ["a", "b"]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
-    assert f"{path}: line 2 left out: no JSON" in said[0]
-    assert f"{path}: line 4 left out: cut short" in said[1]
+    assert f"{path}: line 2 left out: not JSON" in said[0]
+    assert f"{path}: line 4 left out: incomplete" in said[1]
 
 
 @pytest.mark.parametrize(("place", "text"), [("", "no events.jsonl"), ("gone", "no such file")])

@@ -146,7 +146,7 @@ def test_a_job_without_a_failure_is_one_line() -> None:
     )
 
 
-def test_an_exception_is_told_by_its_line_and_the_file_with_the_rest() -> None:
+def test_an_exception_is_shown_as_one_line_and_the_file_with_the_rest() -> None:
     traceback = (
         "Traceback (most recent call last):\n"
         '  File "train.py", line 3, in <module>\n'
@@ -159,7 +159,7 @@ def test_an_exception_is_told_by_its_line_and_the_file_with_the_rest() -> None:
     assert "    error file       /logs/0/1/error.json\n" in text
 
 
-def test_of_an_exception_that_replaced_another_the_last_one_is_told() -> None:
+def test_of_chained_exceptions_the_last_one_is_shown() -> None:
     traceback = (
         "Traceback (most recent call last):\n  File 'a'\nKeyError: 'x'\n\n"
         "During handling of the above exception, another exception occurred:\n\n"
@@ -181,11 +181,11 @@ def test_of_an_exception_that_replaced_another_the_last_one_is_told() -> None:
         ({"exit_code": None, "signal": None}, "failed"),
     ],
 )
-def test_how_a_worker_ended_is_told_in_words(fields: Line, what: str) -> None:
+def test_the_end_of_a_worker_in_words(fields: Line, what: str) -> None:
     assert story([failed(0, 101.0, **fields)]).failures[0].what == what
 
 
-def test_the_first_failure_is_the_cause_and_those_it_caused_are_a_line_each() -> None:
+def test_the_first_failure_is_the_cause_and_later_ones_get_a_line_each() -> None:
     crash = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Connection reset\n"
     lines = [raised(0, 101.003, crash, rank=0, pid=41, root_cause=False), failed(0, 101.0)]
     lines += [failed(0, 101.0 + n, rank=n, pid=n, root_cause=False) for n in range(2, 7)]
@@ -204,12 +204,12 @@ def test_without_a_mark_the_earliest_failure_is_the_cause() -> None:
     assert story(lines).failures[0].rank == 2
 
 
-def test_an_attempt_that_failed_without_a_failed_worker_is_told_with_its_reason() -> None:
+def test_an_attempt_that_failed_without_a_failed_worker_has_a_reason() -> None:
     lines = [started(), attempt(0, 100.1), ended(0, 105.0, "FAILED", reason="the guardian is gone")]
     assert "  failure 1 (attempt 0): on host foo: the guardian is gone\n" in told(lines)
 
 
-def test_a_job_whose_restarts_are_used_up_says_so() -> None:
+def test_used_up_restarts_are_shown() -> None:
     lines = [
         started(max_restarts=1),
         *(attempt(0, 100.1), failed(0, 101.0), attempt(1, 101.1), failed(1, 102.0)),
@@ -222,6 +222,21 @@ def test_a_job_whose_restarts_are_used_up_says_so() -> None:
     )
     assert "  failure 2 (attempt 1): " in text
     assert "    not restarted    no restarts left (--max-restarts=1)" in text
+
+
+def test_a_failure_in_a_closed_rendezvous_names_the_node_that_closed_it() -> None:
+    lines = [
+        started(max_restarts=3),
+        *(attempt(0, 100.1), failed(0, 101.0)),
+        line("rendezvous.closed", 0, 101.1, node="a/7/1", why="it closed the rendezvous"),
+        finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=3),
+    ]
+    text = told(lines, width=120)
+    assert (
+        "not restarted    the rendezvous is closed (node a/7/1: it closed the rendezvous)" in text
+    )
+    lines[-1] = finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=0)
+    assert "not restarted    no restarts left (--max-restarts=3)" in told(lines)
 
 
 def test_a_job_that_was_allowed_no_restart_says_so() -> None:
@@ -240,13 +255,13 @@ def test_a_job_that_ended_by_an_error_of_the_launcher_gives_its_text() -> None:
     assert told(lines, width=200).endswith(f"ended with an ERROR after 3.20 s: {reason}")
 
 
-def test_a_job_without_an_end_says_that_it_is_not_recorded() -> None:
+def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
     text = told(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
         "is UNFINISHED, 10.0 s after its start: "
         "the launcher's end is not recorded: it was killed or still runs"
     )
-    assert "not restarted    as far as the log goes" in text
+    assert "not restarted    the log ends here" in text
 
 
 def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:
@@ -254,7 +269,7 @@ def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:
     lines[6] = line("job.restarting", 0, 110.011, delay_s=2.0)
     lines[7] = attempt(1, 112.02)
     assert story(lines).failures[0].backoff_s == 2.0
-    assert "2.02 s     (all 2 workers started again; 2.00 s of it a pause)" in told(lines)
+    assert "2.02 s     (all 2 workers started again; including a pause of 2.00 s)" in told(lines)
 
 
 def test_a_failure_without_an_error_file_shows_none() -> None:
@@ -263,7 +278,7 @@ def test_a_failure_without_an_error_file_shows_none() -> None:
     assert "error file" not in told(lines)
 
 
-def test_a_script_that_reports_no_steps_is_told_what_would_help() -> None:
+def test_a_script_without_steps_gets_advice() -> None:
     lines = [entry for entry in recovered() if "step" not in entry["name"]]
     lines = [{**entry, "last_steps": {}} for entry in lines]
     text = told(lines)
@@ -281,20 +296,18 @@ def test_an_attempt_that_failed_before_its_first_step_lost_no_work() -> None:
     assert second.first_step_after_s == pytest.approx(3.0)
     text = told(lines)
     assert "first step after 4.00 s     (rank 0, step 121, attempt 2)" in text
-    assert "work lost        0 steps    (the attempt had made none)" in text
+    assert "work lost        0 steps    (the attempt made no step)" in text
 
 
 @pytest.mark.parametrize(("first", "lost"), [(0, 138), (1, 137)])
-def test_a_script_that_loads_no_checkpoint_is_said_to_have_started_over(
-    first: int, lost: int
-) -> None:
+def test_a_script_without_a_checkpoint_started_over(first: int, lost: int) -> None:
     lines = recovered()
     lines[8] = stepped(1, 112.31, first)
     lines[9] = ended(1, 131.0, "SUCCEEDED", first, 400)
     assert f"{lost} steps  (step 137 reached, started over; about" in told(lines)
 
 
-def test_a_script_that_reports_only_some_steps_is_not_said_to_have_lost_fewer_than_none() -> None:
+def test_a_script_that_reports_only_some_steps_never_loses_negative_work() -> None:
     lines = recovered()
     lines[8] = stepped(1, 112.31, 140)
     lines[9] = ended(1, 131.0, "SUCCEEDED", 140, 400)
@@ -312,7 +325,7 @@ def test_durations_are_never_taken_between_the_clocks_of_two_hosts() -> None:
     assert "restarted after  unknown" in told(lines)
 
 
-def test_a_restart_that_no_failure_caused_is_told_with_its_reason() -> None:
+def test_a_planned_restart_is_shown_with_its_reason() -> None:
     lines = [
         started(),
         attempt(0, 100.1),
@@ -325,11 +338,31 @@ def test_a_restart_that_no_failure_caused_is_told_with_its_reason() -> None:
         "regrow: job 7f3a (train_digits.py, 2 to 4 workers on 1 node) "
         "SUCCEEDED after 10.0 s with 1 restart\n"
         "  attempt 0 was stopped without a failure: 1 node waits to join\n"
-        "    restarted after  900.0 ms   (all 4 workers started again)"
+        "    restarted after  900.0 ms   (all 4 workers started again)\n"
+        "    work lost        unknown: the script does not call regrow.step"
     )
 
 
-def test_suspended_workers_are_told_with_the_time_they_stood_still() -> None:
+def test_the_cost_of_a_planned_restart_is_shown_as_for_a_failure() -> None:
+    lines = [
+        started(),
+        attempt(0, 100.1),
+        stepped(0, 101.0, 1),
+        ended(0, 105.0, "STOPPED", 1, 40),
+        line("job.restarting", 0, 105.1, reason="1 node waits to join"),
+        attempt(1, 106.0, world_size=4),
+        stepped(1, 108.0, 31),
+        finished(1, 110.0, restarts=1),
+    ]
+    assert told(lines).splitlines()[2:] == [
+        "    restarted after  900.0 ms   (all 4 workers started again)",
+        "    first step after 2.90 s     (rank 0, step 31)",
+        "    work lost        10 steps   (step 40 reached, resumed from step 30; "
+        "about 2.54 s of training)",
+    ]
+
+
+def test_suspended_workers_are_shown_with_the_duration() -> None:
     suspended = {"rank": 0, "pid": 7, "signal": "SIGSTOP"}
     lines = [
         line("worker.suspended", 0, 101.0, **suspended),
@@ -376,7 +409,7 @@ def test_texts_of_the_job_cannot_play_with_the_terminal() -> None:
     assert len(text) < 2000
 
 
-def test_a_crash_loop_is_told_by_its_beginning_and_its_end() -> None:
+def test_a_crash_loop_is_shown_by_its_beginning_and_its_end() -> None:
     lines = [started()]
     for number in range(500):
         lines += [attempt(number, 101.0 + number), failed(number, 101.5 + number)]
@@ -409,7 +442,7 @@ def test_no_line_is_wider_than_asked_for(width: int) -> None:
     ],
 )
 def test_durations_read_naturally(seconds: float, shown: str) -> None:
-    from regrow.events._story_text import duration
+    from regrow.events.story_text import duration
 
     assert duration(seconds) == shown
 
@@ -480,7 +513,7 @@ def test_print_story_prints_text_or_json_and_remarks_to_stderr(
     out = io.StringIO()
     assert print_story(tmp_path, as_json=False, out=out) == 0
     assert out.getvalue() == told(recovered()) + "\n"
-    assert "line 12 left out: cut short" in capsys.readouterr().err
+    assert "line 12 left out: incomplete" in capsys.readouterr().err
 
     out = io.StringIO()
     assert print_story(tmp_path, as_json=True, out=out) == 0

@@ -59,7 +59,7 @@ def expired(message: str, scope: str, **fields: Any) -> Line:
     )
 
 
-def test_a_worker_that_did_not_beat_is_told_as_such() -> None:
+def test_a_missed_heartbeat_is_shown_as_such() -> None:
     message = "no heartbeat for 8.1 s: stopped by a signal"
     about = told(
         expired(message, "regrow.heartbeat", heartbeat=True),
@@ -68,20 +68,22 @@ def test_a_worker_that_did_not_beat_is_told_as_such() -> None:
     assert about[1:3] == [
         "failure 1 (attempt 0): rank 2 on host foo (pid 42) hung: no heartbeat for 8.10 s, so it "
         "was killed by SIGKILL",
-        "stood stopped by a signal",
+        "location stopped by a signal",
     ]
 
 
 def test_a_timer_of_that_name_is_a_timer() -> None:
-    message = "timer regrow.heartbeat of 8.1 s was over by 2.0 ms: stopped by a signal"
+    message = (
+        "timer regrow.heartbeat of 8.1 s was exceeded by 2.0 ms; location: stopped by a signal"
+    )
     about = told(
         expired(message, "regrow.heartbeat"), failed(2, 110.0, "SIGKILL", message, root=True)
     )
-    assert "hung: timer regrow.heartbeat of 8.1 s was over by 2.0 ms" in about[1]
+    assert "hung: timer regrow.heartbeat of 8.1 s was exceeded by 2.0 ms" in about[1]
 
 
-def test_who_is_missing_is_named_before_who_noticed() -> None:
-    missing = f"rank 0 ended of it: {SAID}"
+def test_the_missing_rank_is_named_before_the_rank_that_detected_it() -> None:
+    missing = f"rank 0 ended because of this rank: {SAID}"
     about = told(failed(0, 110.0, "SIGABRT", SAID), failed(2, 110.0, "SIGTERM", missing, root=True))
     assert about[1].startswith("failure 1 (attempt 0): rank 2 on host foo (pid 42) was killed by")
     assert (
@@ -94,17 +96,17 @@ def stalled(**fields: Any) -> Line:
     return line("heartbeat.stalled", 105.0, **fields)
 
 
-def test_a_stall_is_told_with_the_place_where_the_worker_stood() -> None:
+def test_a_stall_is_shown_with_the_place_of_the_worker() -> None:
     what = "rank 1 beats, but stands still at step 5 for 6 beats; the others are at up to step 9"
     about = told(stalled(rank=1, pid=41, message=what, stood="in load (data.py:7)", stacks="s.txt"))
     assert about[1:] == [
         f"rank 1 on host foo (pid 41) stalled: {what} (attempt 0)",
-        "stood in load (data.py:7)",
+        "location in load (data.py:7)",
         "stacks s.txt",
     ]
 
 
-def test_a_crowd_of_stalls_is_cut_and_one_without_any_fields_is_told() -> None:
+def test_many_stalls_are_cut_and_a_stall_without_fields_is_shown() -> None:
     about = told(*[stalled() for _ in range(10)])
     assert about[1] == "a worker on host foo stalled: it stood still (attempt 0)"
     assert about[-1] == "... 2 more stalls"

@@ -48,16 +48,17 @@ def tell(*events: Line) -> str:
     return story([*started, *events, *went_on]).render(200).partition("\n")[2]
 
 
-def test_a_failure_on_another_host_is_named_with_its_host_and_timed_from_when_we_heard() -> None:
+def test_a_failure_on_another_host_is_timed_from_the_notification() -> None:
     why = "its workers failed"
     assert tell(round_over(110.0, why, by_failure=True), failed_elsewhere(110.0)) == (
         "  failure 1 (attempt 0): rank 5 on host there (pid 99) was killed by SIGKILL\n"
-        "    restarted after  500.0 ms   (of the news; all 2 workers started again)\n"
+        "    restarted after  500.0 ms   "
+        "(since this host was notified; all 2 workers started again)\n"
         "    work lost        unknown: the script does not call regrow.step"
     )
 
 
-def test_a_failure_here_that_followed_one_elsewhere_is_told_as_such() -> None:
+def test_a_local_failure_after_a_remote_one_is_a_consequence() -> None:
     text = tell(
         failed(109.9), round_over(110.0, "its workers failed", by_failure=True),
         judged(110.0, "its workers failed", charged=True), failed_elsewhere(110.0),
@@ -70,22 +71,87 @@ def test_a_lost_host_is_the_cause_of_the_failures_that_it_left_behind() -> None:
     why = "its connection broke"
     text = tell(failed(109.9), judged(110.0, why, charged=False))
     assert text.startswith("  failure 1 (attempt 0): node there/1/a: its connection broke\n")
-    assert "restarted after  500.0 ms   (of the news; all 2 workers started again)" in text
+    assert (
+        "restarted after  500.0 ms   (since this host was notified; all 2 workers started again)"
+        in text
+    )
     assert "then also        rank 0 on host here (pid 7) exited with code 1" in text
 
 
-def test_a_verdict_corrects_what_was_told_first() -> None:
+def test_a_verdict_corrects_the_first_report() -> None:
     text = tell(
         round_over(110.0, "its workers failed", by_failure=True),
         failed_elsewhere(110.0),
-        judged(110.1, "nothing was heard of it for 4 s", charged=False),
+        judged(110.1, "no heartbeat arrived for 4 s", charged=False),
     )
-    assert text.startswith("  failure 1 (attempt 0): node there/1/a: nothing was heard of it")
+    assert text.startswith("  failure 1 (attempt 0): node there/1/a: no heartbeat arrived")
     assert "then also        rank 5 on host there" in text
 
 
-def test_a_host_that_is_lost_while_nobody_fails_is_a_move_with_its_reason() -> None:
-    assert tell(round_over(110.0, "its connection broke", by_failure=False)) == (
+def test_a_round_that_a_node_ends_without_being_lost_is_a_move_with_its_reason() -> None:
+    assert tell(round_over(110.0, "1 node waits to join", by_failure=False)) == (
         "  attempt 0 was stopped without a failure: round 1 is over\n"
-        "    restarted after  490.0 ms   (all 2 workers started again)"
+        "    restarted after  490.0 ms   (all 2 workers started again)\n"
+        "    work lost        unknown: the script does not call regrow.step"
     )
+
+
+COST = [
+    "    restarted after  500.0 ms   (since this host was notified; all 2 workers started again)",
+    "    work lost        unknown: the script does not call regrow.step",
+]
+
+
+def test_the_cost_of_a_lost_host_does_not_depend_on_local_failures() -> None:
+    over = round_over(110.0, "no heartbeat arrived for 4 s", by_failure=False) | {"lost": True}
+    heading = "  failure 1 (attempt 0): node there/1/a: no heartbeat arrived for 4 s"
+    assert tell(over).splitlines() == [heading, *COST]
+    assert tell(failed(109.9), over).splitlines() == [
+        heading,
+        *COST,
+        "    then also        rank 0 on host here (pid 7) exited with code 1",
+    ]
+
+
+def departed(at: float, *nodes: tuple[str, int, str]) -> Line:
+    named = [{"node": node, "rank": rank, "why": why} for node, rank, why in nodes]
+    return line("round.departed", 0, at, ended_round=1, nodes=named)
+
+
+def test_all_hosts_that_were_lost_at_once_are_named() -> None:
+    silent = "no heartbeat arrived for 4 s"
+    text = tell(
+        round_over(110.0, silent, by_failure=False) | {"lost": True},
+        departed(
+            110.4, ("there/1/a", 1, silent), ("far/1/b", 2, silent), ("off/1/c", 3, "it left")
+        ),
+    )
+    assert text.splitlines() == [
+        f"  failure 1 (attempt 0): node rank 1 (there): {silent}",
+        f"    also lost        node rank 2 (far): {silent}",
+        "                     node rank 3 (off): it left",
+        *COST,
+    ]
+
+
+def test_a_host_that_is_lost_while_another_one_lets_nodes_in_is_the_one_to_name() -> None:
+    text = tell(
+        round_over(110.0, "1 node waits to join", by_failure=False),
+        departed(110.4, ("far/1/b", 2, "its connection broke")),
+    )
+    assert text.startswith("  failure 1 (attempt 0): node rank 2 (far): its connection broke\n")
+
+
+def test_a_host_that_is_lost_after_a_worker_failed_is_named_beside_the_worker() -> None:
+    text = tell(
+        failed(109.9, root_cause=True),
+        departed(110.4, ("far/1/b", 2, "its connection broke")),
+    )
+    assert "failure 1 (attempt 0): rank 0 on host here" in text
+    assert "also lost        node rank 2 (far): its connection broke" in text
+
+
+def test_what_a_log_says_of_lost_nodes_may_be_of_any_type() -> None:
+    unusable: tuple[object, ...] = ("x", [1], [{"node": 3}], [{}], None)
+    for nodes in unusable:
+        assert "also lost" not in tell(failed(109.9), line("round.departed", 0, 110.0, nodes=nodes))

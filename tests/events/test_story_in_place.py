@@ -33,32 +33,32 @@ def restarted(iteration: int, **fields: Any) -> Line:
         "message": "ValueError('x')",
         "lost": [],
         "lost_count": 0,
-        "seconds": {"detected": 0.0005, "told": 0.001, "met": 0.004, "called": 0.005},
+        "seconds": {"detected": 0.0005, "notified": 0.001, "met": 0.004, "called": 0.005},
         **fields,
     }
 
 
-def test_it_says_whose_fault_it_was_and_when_each_phase_was_over() -> None:
+def test_the_faulty_rank_and_the_end_of_each_phase_are_shown() -> None:
     lines = told(restarted(1))
-    assert "restarted in place (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
-    assert "called after 5.0 ms (detected 0.5 ms, told 1.0 ms, met 4.0 ms)" in lines
+    assert "in-process restart (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
+    assert "called after 5.0 ms (detected 0.5 ms, notified 1.0 ms, met 4.0 ms)" in lines
     assert not any(line.startswith("without") for line in lines)
 
 
-def test_it_says_who_was_lost_and_how_many_go_on() -> None:
-    assert "without rank 2; 3 go on" in told(restarted(1, lost=[2], lost_count=1))
+def test_the_lost_ranks_and_the_number_of_the_others_are_shown() -> None:
+    assert "without rank 2; 3 continue" in told(restarted(1, lost=[2], lost_count=1))
     many = restarted(1, lost=[4, 5], lost_count=9)
-    assert "without ranks 4, 5 and 7 more; 3 go on" in told(many)
+    assert "without ranks 4, 5 and 7 more; 3 continue" in told(many)
 
 
-def test_of_many_restarts_the_first_and_the_last_are_told() -> None:
+def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:
     lines = told(*(restarted(n) for n in range(1, 100)))
-    assert "... 79 more restarts in place ..." in lines
-    assert sum(line.startswith("restarted in place") for line in lines) == 20
+    assert "... 79 more in-process restarts ..." in lines
+    assert sum(line.startswith("in-process restart") for line in lines) == 20
 
 
 @pytest.mark.parametrize(
     "fields", [{"lost": None}, {"seconds": 3}, {"rank": "one"}, {"kind": None, "message": None}]
 )
-def test_what_is_no_event_of_ours_is_told_as_far_as_it_goes(fields: Line) -> None:
-    assert any(line.startswith("restarted in place") for line in told(restarted(1, **fields)))
+def test_a_malformed_event_is_shown_as_far_as_possible(fields: Line) -> None:
+    assert any(line.startswith("in-process restart") for line in told(restarted(1, **fields)))

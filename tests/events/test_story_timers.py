@@ -9,7 +9,10 @@ import pytest
 from regrow.events import story
 
 Line = dict[str, Any]
-MESSAGE = "timer step of 2 s was over by 12.3 ms: in load (data.py:7), called by step (train.py:42)"
+MESSAGE = (
+    "timer step of 2 s was exceeded by 12.3 ms; location: in load (data.py:7), called by step "
+    "(train.py:42)"
+)
 
 
 def line(name: str, attempt: int, monotonic: float, **fields: Any) -> Line:
@@ -31,7 +34,7 @@ def expired(at: float = 110.0123, **fields: Any) -> Line:
         "signal": "SIGKILL",
         "outcome": "dumped",
         "stood": "in load (data.py:7), called by step (train.py:42)",
-        "compared": ["ranks 0, 2 stand in recv (train.py:9)", "rank 1 alone stands in load"],
+        "compared": ["ranks 0, 2 are in recv (train.py:9)", "rank 1 alone is in load"],
         "stacks": "logs/attempt_0/1/stacks.42.txt",
         "message": MESSAGE,
     }
@@ -68,13 +71,13 @@ def told(*events: Line, width: int = 200) -> list[str]:
     return story(job(*events)).render(width).splitlines()
 
 
-def test_a_hang_is_told_with_its_timer_its_place_and_its_company() -> None:
+def test_a_hang_is_shown_with_its_timer_its_place_and_the_other_workers() -> None:
     assert told(expired(), failed())[1:] == [
-        "  failure 1 (attempt 0): rank 1 on host foo (pid 42) hung: timer step of 2 s was over by "
-        "12.3 ms, so it was killed by SIGKILL",
-        "    stood            in load (data.py:7), called by step (train.py:42)",
-        "    compared         ranks 0, 2 stand in recv (train.py:9)",
-        "                     rank 1 alone stands in load",
+        "  failure 1 (attempt 0): rank 1 on host foo (pid 42) hung: timer step of 2 s was exceeded "
+        "by 12.3 ms, so it was killed by SIGKILL",
+        "    location         in load (data.py:7), called by step (train.py:42)",
+        "    compared         ranks 0, 2 are in recv (train.py:9)",
+        "                     rank 1 alone is in load",
         "    stacks           logs/attempt_0/1/stacks.42.txt",
         "    error file       logs/attempt_0/1/error.json",
         "    detected after   20.1 ms",
@@ -83,7 +86,7 @@ def test_a_hang_is_told_with_its_timer_its_place_and_its_company() -> None:
     ]
 
 
-def test_a_timer_that_is_a_failures_is_not_told_again() -> None:
+def test_the_timer_of_a_failure_is_not_repeated() -> None:
     made = story(job(expired(), failed()))
     assert made.expiries == ()
     (failure,) = made.failures
@@ -102,7 +105,7 @@ def test_ranks_that_were_reaped_together_are_one_failure() -> None:
     assert lines[-1].endswith(", 1.0 ms later")
 
 
-def test_ranks_whose_timers_ran_out_while_all_were_stopped_are_named_in_a_line() -> None:
+def test_ranks_with_timers_that_expired_during_the_stop_share_a_line() -> None:
     late = [expired(110.02, rank=rank, pid=50 + rank, worker_pid=50 + rank) for rank in (2, 0)]
     events = [expired(), *late, failed()]
     assert told(*events)[-1] == "    also hung        ranks 0, 2"
@@ -111,17 +114,17 @@ def test_ranks_whose_timers_ran_out_while_all_were_stopped_are_named_in_a_line()
     assert made.expiries == ()
 
 
-def test_a_timer_that_is_only_reported_is_told_without_a_failure() -> None:
+def test_a_timer_that_is_only_reported_is_no_failure() -> None:
     lines = told(expired(signal=None, compared=[]))
     assert lines[-3:] == [
-        "  rank 1 on host foo (pid 42): timer step of 2 s was over by 12.3 ms, which is only "
+        "  rank 1 on host foo (pid 42): timer step of 2 s was exceeded by 12.3 ms, which is only "
         "reported (attempt 0)",
-        "    stood            in load (data.py:7), called by step (train.py:42)",
+        "    location         in load (data.py:7), called by step (train.py:42)",
         "    stacks           logs/attempt_0/1/stacks.42.txt",
     ]
 
 
-def test_a_helper_of_a_worker_is_told_apart_from_it() -> None:
+def test_a_process_that_a_worker_started_is_shown_as_such() -> None:
     lines = told(expired(pid=50, compared=[]))
     assert any(
         each.startswith("  a process that rank 1 on host foo had started (pid 50): timer step")
@@ -136,7 +139,7 @@ def test_a_failure_of_something_else_is_not_blamed_on_a_timer() -> None:
     assert [expiry.signal for expiry in made.expiries] == ["SIGUSR1"]
 
 
-def test_another_nodes_hang_is_told_by_its_message() -> None:
+def test_a_hang_on_another_node_is_shown_by_its_message() -> None:
     away = failed(host="bar", told_monotonic=110.03, told_host="foo", failed_monotonic=None)
     assert any(
         each.endswith(f"rank 1 on host bar (pid 42) was killed by SIGKILL: {MESSAGE}")
@@ -147,7 +150,7 @@ def test_another_nodes_hang_is_told_by_its_message() -> None:
 def test_a_crowd_of_timers_is_cut_and_counted() -> None:
     lines = told(*(expired(signal=None, pid=n, message=None) for n in range(20)))
     assert sum("which is only reported" in each for each in lines) == 8
-    assert "  ... 12 more timers that ran out" in lines
+    assert "  ... 12 more expired timers" in lines
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import ROOT, run
+
+from helpers.commands import ROOT, run
 
 EXAMPLES = ROOT / "examples"
 

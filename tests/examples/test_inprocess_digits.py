@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from commands import ROOT, run
 
+from helpers.commands import ROOT, run
 from regrow.utils import PortReservation
 
 EXAMPLE = str(ROOT / "examples" / "inprocess_digits.py")

@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from commands import ROOT
+
+from helpers.commands import ROOT
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The Makefile on machines that are not like ours: `python3` is a script that plays them."""
+"""The Makefile and `.ci/run` on machines unlike this one: scripts play their Pythons."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from commands import ROOT, Ended, run
+
+from helpers.commands import ROOT, Ended, run
 
 # A python3 that fails where FAIL_ON appears in its arguments; asked for an environment it makes
-# one whose python does the same. Whatever is run is noted in `calls`.
+# one whose python does the same. Whatever is run is noted in `calls`. It has the version VERSION.
 FAKE_PYTHON = """\
 #!/bin/sh
 echo "$*" >> {calls}
 case "$*" in *"$FAIL_ON"*) exit 1;; esac
+case "$*" in *'print("%d.%d"'*) echo "{version}";; esac
 case "$1 $2" in
   "-V ") echo "Python 3.9.1";;
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python";;
@@ -27,17 +29,28 @@ def project(tmp_path: Path) -> Path:
     """A folder with the Makefile and a project file in it."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "pyproject.toml").touch()
-    python = tmp_path / "python3"
-    python.write_text(FAKE_PYTHON.format(calls=tmp_path / "calls"))
-    python.chmod(0o755)
+    play_python(tmp_path, "python3", "3.11")
     return tmp_path
 
 
-def make(project: Path, target: str, fail_on: str = "nothing at all") -> Ended:
-    """Run `make target` in `project` with the fake python3; forget what was run before."""
+def play_python(project: Path, name: str, version: str) -> None:
+    """Make a script in `project` that plays a Python."""
+    write_script(project / name, FAKE_PYTHON.format(calls=project / "calls", version=version))
+
+
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def make(
+    project: Path, target: str, fail_on: str = "nothing at all", python: str = "python3"
+) -> Ended:
+    """Run `make target` in `project` with a fake Python; forget what was run before."""
     (project / "calls").write_text("")
     path = f"{project}:{os.environ['PATH']}"
-    env = {"PATH": path, "FAIL_ON": fail_on, "MAKEFLAGS": "", "MAKELEVEL": ""}
+    env = {"PATH": path, "FAIL_ON": fail_on, "MAKEFLAGS": "", "MAKELEVEL": "", "PYTHON": python}
     return run(["make", target], cwd=project, env=env)
 
 
@@ -104,8 +117,80 @@ def test_new_dependencies_are_installed(project: Path) -> None:
     assert "pip install" in (project / "calls").read_text()
 
 
+def test_each_python_has_environments_of_its_own(project: Path) -> None:
+    play_python(project, "python3.13", "3.13")
+    assert make(project, "test").code == 0
+    assert make(project, "test", python="python3.13").code == 0
+    assert "pip install" in (project / "calls").read_text()
+    assert make(project, "demo", python="python3.13").code == 0
+    made = {path.name for path in project.glob(".venv*")}
+    assert made == {".venv", ".venv-3.13", ".venv-demo-3.13"}
+
+
+def test_a_python_that_does_not_run_is_named(project: Path) -> None:
+    # As the names that pyenv puts on the PATH for versions that are not selected.
+    write_script(project / "python3.13", "#!/bin/sh\nexit 127\n")
+    assert make(project, "test").code == 0  # its environment is not used instead
+    ended = make(project, "test", python="python3.13")
+    assert ended.code != 0
+    assert "'python3.13' does not run" in ended.output
+    assert "pytest" not in (project / "calls").read_text()
+
+
 def test_clean_removes_the_environments(project: Path) -> None:
+    play_python(project, "python3.13", "3.13")
     assert make(project, "test").code == 0
     assert make(project, "demo").code == 0
+    assert make(project, "test", python="python3.13").code == 0
     assert make(project, "clean").code == 0
     assert not list(project.glob(".venv*"))
+
+
+# --- .ci/run
+
+NEEDED = ("ip", "etcd", "etcdctl", "openssl", "cc", "slurmctld", "munged", "mpirun")
+EVERYTHING = ["lint", "docs", "test", "thorough", "training", "hosts", "schedulers"]
+
+
+def check(project: Path) -> tuple[Ended, list[tuple[str, str]]]:
+    """Run `.ci/run`; return how it ended, and the Pythons and targets that it gave to make."""
+    write_script(project / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
+    shutil.copy(ROOT / "pyproject.toml", project)
+    write_script(project / "bin" / "make", f'#!/bin/sh\necho "$*" >> {project}/made\n')
+    for name in NEEDED:
+        write_script(project / "bin" / name, "#!/bin/sh\n")
+    for number in range(11, 20):  # those of this machine
+        if not (project / f"python3.{number}").exists():
+            write_script(project / f"python3.{number}", "#!/bin/sh\nexit 127\n")
+    path = f"{project}:{project}/bin:/usr/bin:/bin"
+    env = {"PATH": path, "HOME": str(project), "PYENV_ROOT": f"{project}/.pyenv"}
+    ended = run([str(project / ".ci" / "run")], cwd=project, env={**env, "FAIL_ON": "nothing"})
+    made = (project / "made").read_text().splitlines() if (project / "made").exists() else []
+    return ended, [(a.removeprefix("PYTHON="), b) for a, b in map(str.split, made)]
+
+
+def test_the_check_uses_the_oldest_and_the_newest_python_that_runs(project: Path) -> None:
+    newest = str(project / ".pyenv" / "versions" / "3.13.0" / "bin" / "python3")
+    play_python(project, "python3.12", "3.12")
+    play_python(project, newest, "3.13")
+    ended, made = check(project)
+    assert ended.code == 0, ended.output
+    assert [target for python, target in made if python == "python3"] == EVERYTHING
+    assert [target for python, target in made if python == newest] == ["lint", "test"]
+    assert len(made) == len(EVERYTHING) + 2
+
+
+def test_the_check_is_content_with_the_only_python(project: Path) -> None:
+    play_python(project, "python3", "3.12")
+    ended, made = check(project)
+    assert ended.code == 0, ended.output
+    assert made == [("python3", target) for target in EVERYTHING]
+    assert "no Python 3.11 on this machine: not tested" in ended.output
+
+
+def test_a_check_without_any_declared_python_fails(project: Path) -> None:
+    play_python(project, "python3", "3.10")
+    ended, made = check(project)
+    assert ended.code == 1
+    assert not made
+    assert "no Python that pyproject.toml declares runs on this machine" in ended.output

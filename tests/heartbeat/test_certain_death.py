@@ -1,4 +1,4 @@
-"""A process whose heartbeat says that it is to end does so, whatever it is doing."""
+"""The end of a process after a failed heartbeat, in any state of the process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import dying
 import pytest
-from dying import REASON, died
 
-from regrow.heartbeat._kernel_timer import STAND_IN
+from helpers.heartbeats import dying
+from helpers.heartbeats.dying import REASON, died
+from regrow.heartbeat.death import PID_1_SIGNAL
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
@@ -37,13 +37,13 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
         pytest.param(dying.stopped, signal.SIGKILL, id="SIGSTOP"),
     ],
 )
-def test_where_no_python_can_run_the_kernel_ends_the_process(
+def test_the_kernel_ends_a_process_that_cannot_run_python(
     way: Callable[[], None], signum: signal.Signals
 ) -> None:
     code, err = died(way)
     assert code == -signum, err
     if way is dying.native_code_with_the_gil:
-        assert "in hold_the_gil" in err  # faulthandler has said where it stood
+        assert "in hold_the_gil" in err  # written by faulthandler
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_where_no_python_can_run_the_kernel_ends_the_process(
         pytest.param(dying.without_timers, id="the kernel gives no timers"),
     ],
 )
-def test_a_process_ends_from_any_thread_and_tells_its_agent_why(
+def test_a_process_ends_from_any_thread_and_writes_its_error_file(
     way: Callable[[], None], tmp_path: Path
 ) -> None:
     path = tmp_path / "error.json"
@@ -80,7 +80,7 @@ def test_a_process_ends_from_any_thread_and_tells_its_agent_why(
     assert lines[-2].endswith("in _die_beside") or way.__name__ in lines[-2]
 
 
-def test_streams_that_nobody_reads_and_their_locks_hold_up_neither_the_end_nor_the_reason(
+def test_full_output_pipes_delay_neither_the_end_nor_the_error_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "error.json"
@@ -89,14 +89,14 @@ def test_streams_that_nobody_reads_and_their_locks_hold_up_neither_the_end_nor_t
     assert REASON in path.read_text()
 
 
-def test_an_error_file_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_a_hanging_error_file_does_not_delay_the_end(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    code, err = died(dying.in_vain, path, **{ERROR_FILE: str(path)})
+    code, err = died(dying.blocked_error_file, path, **{ERROR_FILE: str(path)})
     assert code == -signal.SIGABRT, err
     assert REASON in err
 
 
-def test_a_full_disk_costs_the_error_file_and_no_more(tmp_path: Path) -> None:
+def test_a_full_disk_costs_only_the_error_file(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     disk = tmp_path / "tiny"
@@ -107,24 +107,24 @@ def test_a_full_disk_costs_the_error_file_and_no_more(tmp_path: Path) -> None:
         code, err = died(dying.sleeping, **{ERROR_FILE: str(disk / "error.json")})
         assert code == -signal.SIGABRT, err
         assert REASON in err
-        assert "cannot be written: [Errno 28]" in err
+        assert f"cannot write the error file {disk / 'error.json'}: [Errno 28]" in err
         assert os.listdir(disk) == ["ballast"]
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
-def test_without_the_kernels_timers_it_is_said_what_will_not_end() -> None:
+def test_without_kernel_timers_a_warning_is_logged() -> None:
     _, err = died(dying.without_timers)
-    assert err.count("the kernel will not end it: [Errno 11] timer_create") == 1, err
+    assert err.count("the process is stopped: [Errno 11] timer_create") == 1, err
 
 
-def test_a_timer_can_be_put_off_and_called_off() -> None:
+def test_a_timer_can_be_postponed_and_closed() -> None:
     with dying.dying(dying.putting_off) as process:
         out, err = process.communicate(timeout=40)
     assert (process.returncode, out) == (0, "pending:\n"), err
 
 
-def test_a_forked_child_has_no_timers_and_cannot_put_off_its_parents() -> None:
+def test_a_forked_child_has_no_timers_and_cannot_postpone_its_parents() -> None:
     with dying.dying(dying.parent_of_a_child) as process:
         out, err = process.communicate(timeout=40)
     assert (process.returncode, out) == (-signal.SIGABRT, "0 bytes of timers\n"), err
@@ -134,7 +134,7 @@ def test_a_forked_child_has_no_timers_and_cannot_put_off_its_parents() -> None:
     ("way", "ended"),
     [
         pytest.param(dying.sleeping, (-signal.SIGSEGV, 128 + signal.SIGSEGV), id="time.sleep"),
-        pytest.param(dying.native_code_with_the_gil_and_a_mask, (STAND_IN,), id="with the GIL"),
+        pytest.param(dying.native_code_with_the_gil_and_a_mask, (PID_1_SIGNAL,), id="with the GIL"),
     ],
 )
 def test_the_first_process_of_a_container_ends_though_the_kernel_protects_it(

@@ -10,33 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PATIENCE
 
+from helpers.processes import PATIENCE, wait_until
 from regrow import _progress as board
 from regrow import heartbeat
-from regrow.heartbeat import HeartbeatFailure, _api, _death, _fate
-from regrow.heartbeat._beater import Beater
-from regrow.heartbeat._beats import Plan
-from regrow.heartbeat._exchange import Progress
-from regrow.heartbeat._failure import Ranks
-from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Left, Outcome, Standing
-from regrow.heartbeat._vector import VectorMeeting
-from regrow.heartbeat._world import NAMES, world
+from regrow.heartbeat import HeartbeatFailure, api, death
+from regrow.heartbeat.beater import Beater
+from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.failure import Ranks
+from regrow.heartbeat.failure_policy import FailurePolicy
+from regrow.heartbeat.merge import NO_STEP, Agreed, Beat, Outcome, Progress, WorkersLeft
+from regrow.heartbeat.terms import NAMES, world
+from regrow.heartbeat.vector_exchange import VectorMeeting
 
 
 @pytest.fixture(autouse=True)
 def own_heartbeat(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave no heartbeat, no step and no handler behind."""
-    monkeypatch.setattr(_api, "_beating", None)
-    monkeypatch.setattr(_api, "_step", NO_STEP)
-    monkeypatch.setattr(_api, "_phase", "")
-    monkeypatch.setattr(_api, "_leave_when_it_ends", lambda: None)
+    monkeypatch.setattr(api, "running", None)
+    monkeypatch.setattr(api, "own_step", NO_STEP)
+    monkeypatch.setattr(api, "own_phase", "")
+    monkeypatch.setattr(api, "leave_at_exit", lambda: None)
     for pair in NAMES:
         for name in pair:
             monkeypatch.delenv(name, raising=False)
     yield
-    if _api._beating is not None:
-        _api._beating.beater.leave()
+    api.leave()
 
 
 def same(vector: Sequence[int], timeout: float) -> Sequence[int]:
@@ -45,7 +44,7 @@ def same(vector: Sequence[int], timeout: float) -> Sequence[int]:
 
 
 class Scripted:
-    """An exchange of one worker that fails as often as it is told to."""
+    """An exchange of one worker that fails the given number of times."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -60,12 +59,12 @@ class Scripted:
 
 
 class Deaths:
-    """Takes the place of the end of this process."""
+    """Replaces the end of this process, and records its reasons."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.of: list[BaseException] = []
         self.died = threading.Event()
-        monkeypatch.setattr(_death, "die", self)
+        monkeypatch.setattr(death, "die", self)
 
     def __call__(self, failure: BaseException) -> None:
         self.of.append(failure)
@@ -79,38 +78,35 @@ def alone(period: float = 30.0, **options: Any) -> threading.Event:
 def test_a_second_start_warns_and_returns_the_same_event(caplog: pytest.LogCaptureFixture) -> None:
     event = alone()
     assert alone() is event
-    assert "running already" in caplog.text
+    assert "already runs a heartbeat" in caplog.text
 
 
-def test_one_that_has_stopped_can_be_started_anew() -> None:
+def test_a_stopped_heartbeat_can_be_started_again() -> None:
     event = alone()
     event.set()
-    assert _api._beating is not None
-    _api._beating.beater._thread.join(PATIENCE)
-    assert heartbeat.progress() == []
+    wait_until(lambda: heartbeat.progress() == [], "it is over")
     again = alone()
     assert again is not event
     assert not again.is_set()
 
 
-def test_neither_one_that_has_stopped_nor_one_that_never_met_leaves_timers_behind() -> None:
+def test_an_ended_heartbeat_leaves_no_kernel_timers() -> None:
     before = timers()
     alone().set()
-    assert _api._beating is not None
-    _api._beating.beater._thread.join(PATIENCE)
+    wait_until(lambda: heartbeat.progress() == [] and timers() == before, "it is over")
     with pytest.raises(HeartbeatFailure):
         alone(exchange=lambda vector, timeout: [])
     assert timers() == before
 
 
 def timers() -> int:
-    """How many of the kernel's this process has."""
+    """Return the number of kernel timers of this process."""
     return Path("/proc/self/timers").read_text().count("ClockID")
 
 
-def test_all_know_how_far_each_is() -> None:
+def test_progress_returns_the_step_and_the_phase() -> None:
     exchange = Scripted()
-    with pytest.raises(RuntimeError, match="no heartbeat was started here"):
+    with pytest.raises(RuntimeError, match="no heartbeat was started in this process"):
         heartbeat.progress()
     heartbeat.step(5, "warm-up")
     heartbeat.step(6)
@@ -120,8 +116,8 @@ def test_all_know_how_far_each_is() -> None:
 
 
 @pytest.mark.parametrize("n", [-1, 2**53 + 1])
-def test_what_is_no_step_is_refused(n: int) -> None:
-    with pytest.raises(ValueError, match="numbers from 0"):
+def test_an_invalid_step_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match="give a number from 0"):
         heartbeat.step(n)
 
 
@@ -142,11 +138,11 @@ def test_a_step_is_a_number() -> None:
         ({"failures": 2.5}, "failures=2.5: give a whole number"),
         ({"stalled_after": 0}, "stalled_after=0"),
         ({"on_stall": "explode"}, "on_stall='explode': give 'report' or 'fatal'"),
-        ({"rank": 1}, "there is no rank 1 in a world of 1"),
+        ({"rank": 1}, "rank 1 is not in a world of 1"),
         ({"rank": None}, "set RANK and WORLD_SIZE or DTENSOR_CLIENT_ID and DTENSOR_NUM_CLIENTS"),
     ],
 )
-def test_an_argument_that_makes_no_sense_is_told_so(options: dict[str, Any], why: str) -> None:
+def test_an_invalid_argument_is_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         heartbeat.start(**{"period": 30.0, "rank": 0, "world_size": 1, **options})
 
@@ -164,10 +160,10 @@ def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch
         world(None, None)
 
 
-# --- what is fatal
+# --- fatal failures
 
 
-def test_who_says_what_to_do_is_told_in_the_thread_that_beats() -> None:
+def test_on_failure_is_called_in_the_heartbeats_thread() -> None:
     exchange, told = Scripted(), list[tuple[str, HeartbeatFailure]]()
 
     def on_failure(failure: HeartbeatFailure) -> None:
@@ -183,7 +179,7 @@ def test_who_says_what_to_do_is_told_in_the_thread_that_beats() -> None:
     assert "the script says so" in str(failure)
 
 
-def test_who_is_told_may_start_anew_at_once() -> None:
+def test_on_failure_may_start_a_new_heartbeat() -> None:
     exchange, events = Scripted(), list[threading.Event]()
     told = threading.Event()
 
@@ -200,7 +196,7 @@ def test_who_is_told_may_start_anew_at_once() -> None:
     assert not events[0].is_set()
 
 
-def test_who_leaves_it_to_the_heartbeat_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_on_failure_the_process_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
     alone(0.01, timeout=4.0, failures=1, exchange=exchange, start_timeout=9.0)
     exchange.failing = 1
@@ -208,13 +204,13 @@ def test_who_leaves_it_to_the_heartbeat_dies(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(deaths.of[0], HeartbeatFailure)
 
 
-def test_who_raises_instead_of_ending_dies_all_the_same(
+def test_a_process_dies_if_on_failure_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
 
     def exits(failure: HeartbeatFailure) -> None:
-        raise SystemExit(1)  # which ends no more than the thread
+        raise SystemExit(1)  # ends only the thread
 
     alone(0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=exits, start_timeout=9.0)
     exchange.failing = 1
@@ -222,9 +218,9 @@ def test_who_raises_instead_of_ending_dies_all_the_same(
     assert "on_failure raised" in caplog.text
 
 
-def test_a_worker_that_is_being_stopped_is_left_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_its_agent_stops_keeps_its_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
-    monkeypatch.setattr(_death, "is_spared", lambda: True)
+    monkeypatch.setattr(death, "is_being_stopped", lambda: True)
     event = alone(0.01, timeout=4.0, failures=1, exchange=exchange, start_timeout=9.0)
     exchange.failing = 1
     assert event.wait(PATIENCE)
@@ -233,14 +229,14 @@ def test_a_worker_that_is_being_stopped_is_left_its_grace(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def in_restarter() -> Iterator[None]:
-    """This process restarts in place."""
-    board.stand(board.IN_RESTARTER)
+    """This process is in an in-process restarter."""
+    board.set_restart_state(board.IN_RESTARTER)
     yield
-    board.stand(board.STANDS_ALONE)
+    board.set_restart_state(board.NOT_IN_RESTARTER)
 
 
 @pytest.mark.usefixtures("in_restarter")
-def test_who_restarts_in_place_leaves_losses_to_the_restarter(
+def test_a_restarter_handles_lost_workers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
@@ -248,23 +244,23 @@ def test_who_restarts_in_place_leaves_losses_to_the_restarter(
     exchange.failing = 1
     assert event.wait(PATIENCE)
     assert deaths.of == []
-    assert "that is for the restarter in place to see to" in caplog.text
+    assert "in-process restart handles this" in caplog.text
 
 
 @pytest.mark.usefixtures("in_restarter")
-def test_a_stall_that_is_fatal_by_choice_is_so_in_a_restarter_as_well(
+def test_a_fatal_stall_is_fatal_in_a_restarter_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deaths = Deaths(monkeypatch)
-    fate = _fate.Death(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
     ranks = Ranks.of([2])
     stall = HeartbeatFailure("stalled", ranks, "x", rank=0, world_size=3, beat=9, seconds=1.0)
-    fate.fatal(stall)
-    fate.end()
+    policy.fatal(stall)
+    policy.end()
     assert deaths.of == [stall]
 
 
-def test_a_group_that_does_not_come_about_is_an_exception_and_can_be_tried_again() -> None:
+def test_a_failed_start_raises_and_can_be_repeated() -> None:
     exchange = Scripted()
     exchange.failing = 1
     with pytest.raises(HeartbeatFailure, match="the script says so") as raised:
@@ -277,12 +273,12 @@ def test_a_group_that_does_not_come_about_is_an_exception_and_can_be_tried_again
 
 
 class Leaver:
-    """A beating that writes down that it was told to leave."""
+    """A heartbeat that counts the calls of `leave`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 0
-        beating = _api._Beating(self, _api._last_error())  # type: ignore[arg-type]
-        monkeypatch.setattr(_api, "_beating", beating)
+        beating = api.Running(self, api.last_error())  # type: ignore[arg-type]
+        monkeypatch.setattr(api, "running", beating)
 
     def leave(self) -> None:
         self.left += 1
@@ -299,38 +295,38 @@ class Leaver:
         (KeyboardInterrupt(), 0),
     ],
 )
-def test_only_who_ends_well_leaves_and_once(
+def test_only_a_worker_that_ends_well_leaves_and_only_once(
     monkeypatch: pytest.MonkeyPatch, error: BaseException | None, leaves: int
 ) -> None:
-    """As in a child of multiprocessing: with the exception in hand, and again after that."""
+    """As in a child of multiprocessing: during the exception, and again after it."""
     leaver = Leaver(monkeypatch)
     try:
         if error is not None:
             raise error
-        _api._at_exit()
-    except BaseException:  # noqa: BLE001 - whatever it is, it is in hand now
-        _api._at_exit()
-    _api._at_exit()
+        api.leave()
+    except BaseException:  # noqa: BLE001 - any exception of the parameters
+        api.leave()
+    api.leave()
     assert leaver.left == leaves
 
 
-def test_who_was_ended_by_an_exception_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_an_exception_ended_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     leaver = Leaver(monkeypatch)
     monkeypatch.setattr("sys.last_value", ValueError("x"), raising=False)
-    _api._at_exit()
+    api.leave()
     assert leaver.left == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_child_that_is_forked_while_another_thread_starts_has_no_part_in_it(
+def test_a_child_forked_during_a_start_has_no_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     leaver = Leaver(monkeypatch)
-    with _api._lock:
+    with api.lock:
         child = os.fork()
         if child == 0:
-            _api._at_exit()
-            os._exit(leaver.left + 2 * _api._lock.locked())
+            api.leave()
+            os._exit(leaver.left + 2 * api.lock.locked())
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -338,12 +334,12 @@ def test_a_child_that_is_forked_while_another_thread_starts_has_no_part_in_it(
 
 
 class Hub:
-    """An all-reduce among threads, which can be made to fail for all."""
+    """An all-reduce among threads; a test can let it fail for all threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.failing = 0
-        """How many exchanges are to fail from now on."""
+        """Number of the next exchanges that fail."""
         self.succeeded = 0
         self._given: list[Sequence[int]] = []
         self._sums: Sequence[int] | None = None
@@ -368,10 +364,11 @@ class Hub:
             return self._sums
 
 
-class Record:
-    """A `Fate` that writes down what would have become of the process."""
+class Record(FailurePolicy):
+    """A policy that records failures and ends no process."""
 
     def __init__(self) -> None:
+        super().__init__(Plan(0, 1, 1.0, 1.0, 3, 1.0), lambda failure: None)
         self.failures: list[HeartbeatFailure] = []
         self.beats = threading.Semaphore(0)
         self.ended = threading.Event()
@@ -381,7 +378,7 @@ class Record:
     def arm(self, seconds: float) -> None:
         self.beats.release()
 
-    def stalled(self, standing: Standing, text: str) -> None: ...
+    def stalled(self, ranks: Ranks, text: str) -> None: ...
 
     def fatal(self, failure: HeartbeatFailure) -> None:
         self.failures.append(failure)
@@ -390,107 +387,106 @@ class Record:
         self.ended.set()
 
 
-class Crew:
-    """Workers in threads that beat by sums of vectors."""
+class ThreadedWorkers:
+    """Workers in threads that exchange heartbeats by sums of vectors."""
 
     def __init__(self, size: int = 3) -> None:
         self.hub = Hub(size)
-        self.fates = [Record() for _ in range(size)]
+        self.policies = [Record() for _ in range(size)]
         self.beaters = []
         for rank in range(size):
             plan = Plan(rank, size, 0.05, 0.25, failures=3, start_timeout=PATIENCE, patient=True)
             meeting = VectorMeeting(self.hub, size)
-            self.beaters.append(Beater(plan, meeting, self.fates[rank], lambda: (NO_STEP, "")))
+            self.beaters.append(Beater(plan, meeting, self.policies[rank], lambda: (NO_STEP, "")))
         for beater in self.beaters:
             beater.start()
 
     def beat(self, times: int) -> None:
-        """Wait until all have beaten so often."""
-        for fate in self.fates:
+        """Wait until all workers have sent this number of heartbeats."""
+        for policy in self.policies:
             for _ in range(times):
-                assert fate.beats.acquire(timeout=PATIENCE)
+                assert policy.beats.acquire(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("failures", [1, 2])
-def test_one_and_two_failed_exchanges_are_survived_by_all(failures: int) -> None:
-    crew = Crew()
-    crew.beat(2)
-    crew.hub.failing = failures
-    crew.beat(4)
-    assert crew.hub.failing == 0
-    assert [fate.failures for fate in crew.fates] == [[], [], []]
-    crew.beaters[0].leave()
+def test_all_workers_survive_one_and_two_failed_exchanges(failures: int) -> None:
+    workers = ThreadedWorkers()
+    workers.beat(2)
+    workers.hub.failing = failures
+    workers.beat(4)
+    assert workers.hub.failing == 0
+    assert [policy.failures for policy in workers.policies] == [[], [], []]
+    workers.beaters[0].leave()
 
 
-def test_the_third_in_a_row_is_fatal_for_all() -> None:
-    crew = Crew()
-    crew.beat(1)
-    crew.hub.failing = 3
-    for fate in crew.fates:
-        assert fate.ended.wait(PATIENCE)
-        [failure] = fate.failures
+def test_the_third_failed_exchange_in_a_row_is_fatal_for_all_workers() -> None:
+    workers = ThreadedWorkers()
+    workers.beat(1)
+    workers.hub.failing = 3
+    for policy in workers.policies:
+        assert policy.ended.wait(PATIENCE)
+        [failure] = policy.failures
         assert failure.kind == "no exchange"
         assert "the line is cut" in str(failure)
 
 
-def test_a_thread_that_cannot_go_on_does_not_end_in_silence(
+def test_an_error_in_the_heartbeats_thread_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def listen(self: VectorMeeting, tell: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(VectorMeeting, "listen", listen)
-    [fate] = Crew(1).fates
-    assert fate.ended.wait(PATIENCE)
-    [failure] = fate.failures
+    [policy] = ThreadedWorkers(1).policies
+    assert policy.ended.wait(PATIENCE)
+    [failure] = policy.failures
     assert "can't start new thread" in str(failure)
 
 
 def test_all_stop_when_one_leaves_in_its_last_exchange() -> None:
-    crew = Crew()
-    crew.beat(1)
-    crew.beaters[1].event.set()
-    for fate, beater in zip(crew.fates, crew.beaters, strict=True):
-        assert fate.ended.wait(PATIENCE)
-        assert fate.failures == []
+    workers = ThreadedWorkers()
+    workers.beat(1)
+    workers.beaters[1].event.set()
+    for policy, beater in zip(workers.policies, workers.beaters, strict=True):
+        assert policy.ended.wait(PATIENCE)
+        assert policy.failures == []
         assert beater.event.wait(PATIENCE)
 
 
-# --- standing still
+# --- stalls
 
 
 @pytest.mark.parametrize(("rank", "level"), [(0, "WARNING"), (1, "INFO"), (2, "WARNING")])
-def test_that_one_stands_still_is_said_loud_by_it_and_rank_0(
+def test_the_stalled_rank_and_rank_0_log_a_stall_as_a_warning(
     rank: int, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger=_fate.__name__)
+    caplog.set_level(logging.INFO, logger="regrow.heartbeat.failure_policy")
     plan = Plan(rank, 3, 1.0, 1.0, 3, 1.0)
-    standing = Standing(1, Ranks.of([2]), 9, Ranks.of([0, 1]), 5, Ranks.of([2]), 1, "")
-    _fate.Callback(plan, lambda failure: None).stalled(standing, "rank 2 stands still")
+    FailurePolicy(plan, lambda failure: None).stalled(Ranks.of([2]), "rank 2 is stalled")
     [record] = caplog.records
-    assert (record.levelname, record.message) == (level, "rank 2 stands still")
+    assert (record.levelname, record.message) == (level, "rank 2 is stalled")
 
 
-def test_a_stall_is_reported_unless_that_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[Plan] = []
-
-    def begin(plan: Plan, *_: object) -> Beater:
-        plans.append(plan)
-        meeting = VectorMeeting(same, plan.size)
-        return Beater(plan, meeting, Record(), lambda: (NO_STEP, ""))
-
-    monkeypatch.setattr(_api, "_begin", begin)
+def test_a_stall_is_reported_unless_the_script_declines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    heartbeat.start(1)
-    _api.start_by_itself(1)
-    heartbeat.start(1, stalled_after=None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    plans: list[Plan] = []
+    starts: list[Callable[[], threading.Event]] = [
+        lambda: heartbeat.start(30),
+        lambda: api.start_by_itself(30),
+        lambda: heartbeat.start(30, stalled_after=None),
+    ]
+    for start in starts:
+        start()
+        assert api.running is not None
+        plans.append(api.running.beater.plan)
+        api.leave()
     assert [plan.stalled_after for plan in plans] == [30, 30, None]
     assert not any(plan.stall_is_fatal for plan in plans)
 
 
 class FirstMeeting:
-    """Others that have met this worker, which does not hear of it before it leaves."""
+    """A meeting that answers the first beat only when the worker leaves."""
 
     def __init__(self) -> None:
         self.asked, self.over = threading.Event(), threading.Event()
@@ -499,7 +495,7 @@ class FirstMeeting:
     def beat(self, beat: Beat, timeout: float) -> Outcome:
         if beat.leaving:
             self.said.append(beat)
-            return Left(Ranks.of([beat.rank]))
+            return WorkersLeft(Ranks.of([beat.rank]))
         self.asked.set()
         assert self.over.wait(PATIENCE)
         return Agreed(7)
@@ -508,7 +504,7 @@ class FirstMeeting:
         self.said.append(beat)
         self.over.set()
 
-    def listen(self, tell: Callable[[Outcome], None]) -> None: ...
+    def listen(self, notify: Callable[[Outcome], None]) -> None: ...
 
     def table(self, timeout: float) -> list[Progress]:
         return []
@@ -516,7 +512,7 @@ class FirstMeeting:
     def close(self) -> None: ...
 
 
-def test_who_leaves_in_its_first_beat_says_so_as_the_others_may_have_met_it() -> None:
+def test_a_worker_that_leaves_during_its_first_beat_notifies_the_others() -> None:
     meeting = FirstMeeting()
     plan = Plan(1, 2, 9.0, 9.0, failures=3, start_timeout=PATIENCE, patient=True)
     beater = Beater(plan, meeting, Record(), lambda: (NO_STEP, ""))

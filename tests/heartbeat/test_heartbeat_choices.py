@@ -1,4 +1,4 @@
-"""What a script may still say of a heartbeat that began by itself, in this process."""
+"""What a script can still set of an automatic heartbeat, in this process."""
 
 from __future__ import annotations
 
@@ -8,23 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import PATIENCE, wait_until
 
+from helpers.processes import PATIENCE, wait_until
 from regrow import heartbeat
-from regrow.heartbeat import HeartbeatFailure, Progress, _api, _death
-from regrow.heartbeat._beats import Plan
-from regrow.heartbeat._failure import Ranks
-from regrow.heartbeat._fate import Provisional
-from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Broken, Failed, Left, Outcome, Standing
+from regrow.heartbeat import HeartbeatFailure, Progress, api, death
+from regrow.heartbeat.beats import Plan
+from regrow.heartbeat.failure import Ranks
+from regrow.heartbeat.failure_policy import FailurePolicy
+from regrow.heartbeat.merge import (
+    NO_STEP,
+    Agreed,
+    Beat,
+    Broken,
+    ExchangeFailed,
+    Outcome,
+    StalledSteps,
+    WorkersLeft,
+)
 
-STILL = Standing(1, Ranks.of([1]), 9, Ranks.of([0]), 5, Ranks.of([1]), 1, "")
+STALLED = StalledSteps(1000, Ranks.of([1]), 1, "", 9)
 
 
 class Others:
-    """A `Meeting` with two more workers, of whom the test says what becomes of them."""
+    """A `Meeting` with two more workers, whose outcome the test sets."""
 
     def __init__(self) -> None:
-        self.outcome: Outcome = Failed("rank 2 did not come", Ranks.of([2]))
+        self.outcome: Outcome = ExchangeFailed("rank 2 did not arrive", Ranks.of([2]))
         self.beats = 0
         self.rows = [Progress(rank, None, None, 0.0) for rank in (0, 1)]
 
@@ -35,8 +44,8 @@ class Others:
 
     def leave(self, beat: Beat) -> None: ...
 
-    def listen(self, tell: Callable[[Outcome], None]) -> None:
-        self.tell = tell
+    def listen(self, notify: Callable[[Outcome], None]) -> None:
+        self.tell = notify
 
     def table(self, timeout: float) -> list[Progress]:
         return self.rows
@@ -45,7 +54,7 @@ class Others:
 
 
 class Deaths:
-    """Takes the place of the end of this process, which can be held up."""
+    """Replaces the end of this process; a test can delay it."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -59,44 +68,45 @@ class Deaths:
 @pytest.fixture
 def deaths(monkeypatch: pytest.MonkeyPatch) -> Deaths:
     deaths = Deaths()
-    monkeypatch.setattr(_death, "die", deaths)
+    monkeypatch.setattr(death, "die", deaths)
     return deaths
 
 
 @pytest.fixture
 def others(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> Iterator[Others]:
-    """The others of a worker that has begun to beat by itself, and meets them 20 times a second."""
+    """The other workers of an automatic heartbeat with 20 exchanges a second."""
     others = Others()
-    monkeypatch.setattr(_api, "_beating", None)
-    monkeypatch.setattr(_api, "_step", NO_STEP)
-    monkeypatch.setattr(_api, "_leave_when_it_ends", lambda: None)
-    monkeypatch.setattr(_api, "_meeting", lambda *_: others)
+    monkeypatch.setattr(api, "running", None)
+    monkeypatch.setattr(api, "own_step", NO_STEP)
+    monkeypatch.setattr(api, "leave_at_exit", lambda: None)
+    monkeypatch.setattr(api, "make_meeting", lambda *_: others)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    _api.start_by_itself(0.05)
+    api.start_by_itself(0.05)
     yield others
     deaths.go_on.set()
-    beating = _api._beating
-    if beating is not None:
-        beating.beater.event.set()
-        beating.beater._thread.join(PATIENCE)
-        assert not beating.beater._thread.is_alive()
+    if api.running is not None:
+        api.running.beater.event.set()
+    wait_until(
+        lambda: "regrow-heartbeat" not in [each.name for each in threading.enumerate()],
+        "the thread ends",
+    )
 
 
-def come(others: Others) -> None:
-    """All are there from now on, and have beaten together."""
+def arrive(others: Others) -> None:
+    """Let all workers be present from now on, and wait for two exchanges."""
     others.outcome = Agreed(0)
     before = others.beats
     wait_until(lambda: others.beats > before + 1, "all beat")
 
 
 def timers() -> int:
-    """How many of the kernel's this process has."""
+    """Return the number of kernel timers of this process."""
     return Path("/proc/self/timers").read_text().count("ClockID")
 
 
-class Told:
-    """What a script is told of, as its `on_failure`."""
+class OnFailure:
+    """An `on_failure` that records its calls."""
 
     def __init__(self) -> None:
         self.failures: list[HeartbeatFailure] = []
@@ -107,18 +117,18 @@ class Told:
         self.first.set()
 
 
-def test_a_script_says_what_to_do_of_a_heartbeat_that_began_by_itself(
+def test_a_script_sets_on_failure_of_an_automatic_heartbeat(
     others: Others, deaths: Deaths, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_failure = Told()
+    on_failure = OnFailure()
     failures, failed = on_failure.failures, on_failure.first
-    come(others)
+    arrive(others)
     before = timers()
     event = heartbeat.start(60, on_failure=on_failure)
-    assert "every 0.05 s, as `regrow run --heartbeat` has it" in caplog.text
+    assert "`regrow run --heartbeat` has already started a heartbeat every 0.05 s" in caplog.text
     assert timers() == before - 2  # the kernel does not end it any more
     assert heartbeat.start(60, on_failure=print) is event
-    assert "this start of another does nothing" in caplog.text
+    assert "this call of heartbeat.start is ignored" in caplog.text
     others.tell(Broken("lost", Ranks.of([2])))
     assert failed.wait(PATIENCE)
     assert [failure.kind for failure in failures] == ["lost"]
@@ -126,10 +136,10 @@ def test_a_script_says_what_to_do_of_a_heartbeat_that_began_by_itself(
     assert not deaths.begun.is_set()
 
 
-def test_a_script_that_says_nothing_leaves_it_at_certain_death(
+def test_without_on_failure_an_automatic_heartbeat_ends_the_process(
     others: Others, deaths: Deaths
 ) -> None:
-    come(others)
+    arrive(others)
     before = timers()
     heartbeat.start(60)
     heartbeat.start(60, on_failure=print)  # a second one, which changes nothing
@@ -138,73 +148,73 @@ def test_a_script_that_says_nothing_leaves_it_at_certain_death(
     assert deaths.begun.wait(PATIENCE)
 
 
-def test_a_script_that_is_slower_than_a_whole_other_worker_does_not_wait_for_that_one(
+def test_a_late_start_does_not_wait_for_a_worker_that_has_left(
     others: Others, caplog: pytest.LogCaptureFixture
 ) -> None:
-    come(others)
-    others.tell(Left(Ranks.of([1])))
-    beater = (_api._beating or pytest.fail("it has not begun")).beater
+    arrive(others)
+    others.tell(WorkersLeft(Ranks.of([1])))
+    beater = (api.running or pytest.fail("it has not begun")).beater
     assert beater.event.wait(PATIENCE)
     beats = others.beats
     event = heartbeat.start(60, on_failure=print, start_timeout=PATIENCE)
     assert event is beater.event
-    assert "is over already, as rank 1 left in peace" in caplog.text
+    assert "has ended, because rank 1 left" in caplog.text
     assert others.beats == beats
 
 
-def test_a_script_may_begin_anew_when_it_has_been_told_that_a_heartbeat_is_over(
+def test_a_script_may_start_a_new_heartbeat_after_the_first_one_ended(
     others: Others,
 ) -> None:
-    come(others)
+    arrive(others)
     first = heartbeat.start(60)
-    others.tell(Left(Ranks.of([1])))
+    others.tell(WorkersLeft(Ranks.of([1])))
     assert first.wait(PATIENCE)
     second = heartbeat.start(60)
     assert second is not first
     assert not second.is_set()
 
 
-def test_who_is_dying_already_is_not_called_back(deaths: Deaths) -> None:
-    fate = Provisional(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+def test_on_failure_comes_too_late_for_a_dying_process(deaths: Deaths) -> None:
+    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
     failure = HeartbeatFailure("lost", Ranks.of([2]), "x", rank=0, world_size=3, beat=1, seconds=1)
-    dying = threading.Thread(target=fate.fatal, args=(failure,))
+    dying = threading.Thread(target=policy.fatal, args=(failure,))
     dying.start()
     assert deaths.begun.wait(PATIENCE)
     called: list[HeartbeatFailure] = []
-    assert not fate.hand_over(called.append)
+    assert not policy.hand_over(called.append)
     deaths.go_on.set()
     dying.join(PATIENCE)
     assert called == []
-    fate.end()
+    policy.end()
 
 
-def test_an_on_failure_that_raises_is_death_here_as_well(deaths: Deaths) -> None:
-    fate = Provisional(Plan(0, 3, 1.0, 1.0, 3, 1.0))
+def test_a_process_dies_if_a_late_on_failure_raises(deaths: Deaths) -> None:
+    policy = FailurePolicy(Plan(0, 3, 1.0, 1.0, 3, 1.0))
     failure = HeartbeatFailure("lost", Ranks.of([2]), "x", rank=0, world_size=3, beat=1, seconds=1)
 
     def exits(failure: HeartbeatFailure) -> None:
         raise SystemExit(1)
 
-    assert fate.hand_over(exits)
+    assert policy.hand_over(exits)
     deaths.go_on.set()
-    fate.fatal(failure)
+    policy.fatal(failure)
     assert deaths.begun.is_set()
-    fate.end()
+    policy.end()
 
 
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [({"stalled_after": 5, "on_stall": "fatal"}, ["stalled"]), ({"stalled_after": None}, [])],
 )
-def test_a_script_says_what_it_thinks_of_standing_still(
+def test_a_script_sets_the_stall_rule_of_an_automatic_heartbeat(
     others: Others, options: dict[str, Any], kinds: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_failure = Told()
+    on_failure = OnFailure()
     failures, failed = on_failure.failures, on_failure.first
-    come(others)
+    arrive(others)
     event = heartbeat.start(60, on_failure=on_failure, **options)
-    come(others)
-    others.outcome = Agreed(0, STILL._replace(still=1000))
+    arrive(others)
+    others.outcome = Agreed(0, STALLED)
     if kinds:
         assert failed.wait(PATIENCE)
     else:
@@ -215,16 +225,18 @@ def test_a_script_says_what_it_thinks_of_standing_still(
     assert "stand" not in "".join(r.message for r in caplog.records if r.levelname == "WARNING")
 
 
-def test_a_script_says_for_how_long_it_waits_for_the_others(others: Others) -> None:
+def test_a_script_limits_its_wait_for_the_other_workers(others: Others) -> None:
     for _ in range(2):  # it may be tried again
-        with pytest.raises(HeartbeatFailure, match=r"rank 2 did not come within 0\.05 s") as raised:
+        with pytest.raises(
+            HeartbeatFailure, match=r"rank 2 did not arrive within 0\.05 s"
+        ) as raised:
             heartbeat.start(60, start_timeout=0.05)
         assert (raised.value.kind, raised.value.ranks) == ("never started", (2,))
-    come(others)
+    arrive(others)
     assert not heartbeat.start(60, start_timeout=0.05).is_set()
 
 
-def test_who_waits_for_the_others_goes_on_when_all_are_there(others: Others) -> None:
+def test_a_script_continues_when_all_workers_have_arrived(others: Others) -> None:
     others.outcome = Agreed(0)
     assert not heartbeat.start(60, start_timeout=PATIENCE).is_set()
     assert others.beats
@@ -233,11 +245,11 @@ def test_who_waits_for_the_others_goes_on_when_all_are_there(others: Others) -> 
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ((0, 1, 2), "all came, but never at the same time"),
+        ((0, 1, 2), "all workers arrived, but never at the same time"),
         ((), "OSError: the store is gone"),
     ],
 )
-def test_that_nobody_knows_who_is_missing_is_said_as_well(
+def test_unknown_missing_ranks_are_reported_as_no_exchange(
     others: Others, rows: Sequence[int], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def table(timeout: float) -> list[Progress]:

@@ -1,4 +1,4 @@
-"""Real workers over a real store: what is done to one of them, and what becomes of all."""
+"""Real workers over a real store: a fault of one worker, and its effect on all."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from beating_workers import Nursery
-from processes import PATIENCE, wait_until
-from storing import CuttingProxy
 
-from regrow.heartbeat import _questions as questions
-from regrow.heartbeat._world import group_name
+from helpers.heartbeats.beating_workers import Nursery
+from helpers.processes import PATIENCE, wait_until
+from helpers.stores.storing import CuttingProxy
+from regrow.heartbeat import messages as messages
+from regrow.heartbeat.terms import group_name
 from regrow.store import ServerProcess, StoreClient, connect, make_token, start_server
 
 TOKEN = make_token()
-SERVICE = {questions.NAME: "regrow.heartbeat._service:create"}
+SERVICE = {messages.NAME: "regrow.heartbeat.service:create"}
 SIZE = 3
 RARELY = {"period": 30.0, "timeout": 20.0}
-"""So that whatever is learned is learned between two beats."""
+"""Settings with which the workers learn of a fault between two beats."""
 OFTEN = {"period": 0.1, "timeout": 5.0}
-"""So that there are beats, and none fails on a busy machine."""
+"""Settings with many beats, none of which fails on a busy machine."""
 STRICT = {"period": 0.2, "timeout": 0.8, "failures": 2}
-"""So that it does not take long until one that is silent is given up."""
+"""Settings with which a silent worker is detected soon."""
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +71,21 @@ def beating(nursery: Nursery, start: Start, **spec: object) -> list[int]:
 
 
 def verdicts(nursery: Nursery, *ranks: int) -> set[tuple[str, tuple[int, ...]]]:
-    """What the workers of these ranks say of the end."""
+    """Return the reports of these ranks about the end."""
     heard = [nursery.hear("failed", rank=rank) for rank in ranks]
     return {(each["kind"], tuple(each["ranks"])) for each in heard}
 
 
-def test_a_worker_that_is_killed_ends_all_others_for_certain(
-    nursery: Nursery, start: Start
-) -> None:
+def test_a_killed_worker_ends_all_others(nursery: Nursery, start: Start) -> None:
     pids = beating(nursery, start, **RARELY, dies=True)
     os.kill(pids[1], signal.SIGKILL)
     for rank in (0, 2):
         assert nursery.hear("ended", pid=pids[rank])["status"] & 0x7F == signal.SIGABRT
         said = nursery.hear("logged", rank=rank)["text"]
-        assert "the process of rank 1 ended without a goodbye" in said
+        assert "the process of rank 1 ended without leaving the heartbeat" in said
 
 
-def test_a_worker_that_is_stopped_is_missing(nursery: Nursery, start: Start) -> None:
+def test_a_stopped_worker_is_missing(nursery: Nursery, start: Start) -> None:
     pids = beating(nursery, start, **STRICT)
     os.kill(pids[2], signal.SIGSTOP)
     assert verdicts(nursery, 0, 1) == {("missing", (2,))}
@@ -95,7 +93,7 @@ def test_a_worker_that_is_stopped_is_missing(nursery: Nursery, start: Start) -> 
     assert verdicts(nursery, 2) == {("missing", (2,))}
 
 
-def test_a_worker_whose_native_code_holds_the_interpreters_lock_is_missing_and_ends_with_the_others(
+def test_a_worker_that_holds_the_interpreters_lock_is_missing_and_ends(
     nursery: Nursery, start: Start
 ) -> None:
     pids = [
@@ -110,7 +108,7 @@ def test_a_worker_whose_native_code_holds_the_interpreters_lock_is_missing_and_e
 
 
 @pytest.mark.thorough
-def test_a_worker_whose_native_code_leaves_the_interpreter_to_others_beats_on(
+def test_a_worker_in_native_code_without_the_lock_sends_heartbeats(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:
     for rank in range(SIZE):
@@ -122,22 +120,20 @@ def test_a_worker_whose_native_code_leaves_the_interpreter_to_others_beats_on(
     assert nursery.said("failed") == []
 
 
-def test_a_worker_that_is_started_again_behind_the_others_backs_is_told_apart(
-    nursery: Nursery, start: Start
-) -> None:
+def test_a_worker_that_is_restarted_alone_is_detected(nursery: Nursery, start: Start) -> None:
     beating(nursery, start, **RARELY)
     start(1, **RARELY)
     texts = {nursery.hear("failed", kind="restarted")["text"].partition(": ")[2] for _ in range(4)}
     assert {text.split(";")[0] for text in texts} == {
-        "rank 1 was started again behind the others' backs",
-        "another process was started in the place of this one",
-        "this process was started while the others were beating, in the place of one that they "
-        "know",
+        "rank 1 was restarted while the other workers continued",
+        "another process started in place of this one",
+        "this process replaces an earlier process, but the other workers had already started their "
+        "heartbeats",
     }
 
 
 def last_words(nursery: Nursery, pids: Iterable[int]) -> list[str]:
-    """What these workers say when they die of their heartbeats, which they do."""
+    """Return the last output of these workers; their heartbeats end them."""
     pids = list(pids)
     ends = [nursery.hear("ended", pid=pid)["status"] & 0x7F for pid in pids]
     assert ends == [signal.SIGABRT] * len(pids)
@@ -145,7 +141,7 @@ def last_words(nursery: Nursery, pids: Iterable[int]) -> list[str]:
     return [[each["text"] for each in logged if each["pid"] == pid][-1] for pid in pids]
 
 
-def test_a_worker_that_is_killed_and_started_again_before_that_is_known_ends_all_of_them(
+def test_a_worker_that_is_killed_and_quickly_restarted_ends_all_workers(
     nursery: Nursery, start: Start
 ) -> None:
     # The server waits for its session to come back for as long as this takes.
@@ -155,15 +151,18 @@ def test_a_worker_that_is_killed_and_started_again_before_that_is_known_ends_all
     new = start(1, **RARELY, dies=True)
     said = nursery.hear("failed", pid=new)
     assert said["kind"] == "restarted"
-    assert "this process was started while the others were beating, in the place of" in said["text"]
-    assert nursery.hear("ended", pid=new)["status"] == 0  # it was told before it beat
+    assert "this process replaces an earlier process" in said["text"]
+    assert nursery.hear("ended", pid=new)["status"] == 0  # detected before its first beat
     for words in last_words(nursery, [pids[0], pids[2]]):
-        assert "rank 1 was started again behind the others' backs; all were there" in words
+        assert (
+            "rank 1 was restarted while the other workers continued; all workers were present"
+            in words
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [1, 3])
-def test_a_worker_of_another_world_size_is_told_apart_and_ends_all_of_them(
+def test_a_worker_of_another_world_size_ends_all_workers(
     nursery: Nursery, start: Start, rank: int
 ) -> None:
     pids = beating(nursery, start, **RARELY, dies=True)
@@ -172,16 +171,14 @@ def test_a_worker_of_another_world_size_is_told_apart_and_ends_all_of_them(
     assert (said["kind"], said["ranks"]) == ("wrong world size", [rank])
     assert nursery.hear("ended", pid=new)["status"] == 0
     for words in last_words(nursery, pids):
-        assert f"rank {rank} expects another number of workers (it says 4, and rank 0 says 3)" in (
-            words
-        )
+        assert f"rank {rank} expects another number of workers (4 instead of 3)" in (words)
 
 
 @pytest.mark.thorough
-def test_a_worker_that_is_left_of_another_run_is_told_apart_and_ends_all_of_them(
+def test_a_worker_of_another_run_ends_all_workers(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:
-    """It was stopped while its job was ended and begun anew, and goes on with its old token."""
+    """The worker was stopped while its job restarted, and continues with its old token."""
     old = beating(nursery, start, **OFTEN, dies=True, session_grace=None, endpoint=proxy.endpoint)
     os.kill(old[1], signal.SIGSTOP)
     os.kill(server.pid, signal.SIGKILL)  # so that it does not tell it of the end of the others
@@ -193,8 +190,10 @@ def test_a_worker_that_is_left_of_another_run_is_told_apart_and_ends_all_of_them
         proxy.lead_to(int(another.endpoint.rpartition(":")[2]))
         os.kill(old[1], signal.SIGCONT)
         said = last_words(nursery, [new[0], new[2], new[1], old[1]])
-    assert all("rank 1 shows another token, and is of another run" in each for each in said[:2])
-    own = "this process, or another one of rank 1, shows another token, and is of another run"
+    assert all(
+        "rank 1 shows another token, so it belongs to another run" in each for each in said[:2]
+    )
+    own = "this process, or another process with rank 1, shows another token, so it belongs to"
     assert all(own in each for each in said[2:])
 
 
@@ -204,7 +203,7 @@ def test_a_worker_that_never_starts_is_named(nursery: Nursery, start: Start) -> 
     assert verdicts(nursery, 0, 2) == {("never started", (1,))}
 
 
-def test_a_worker_that_ends_well_ends_the_beating_without_alarm(
+def test_a_worker_that_ends_well_ends_all_heartbeats_without_a_failure(
     nursery: Nursery, start: Start
 ) -> None:
     pids = beating(nursery, start, **RARELY)
@@ -215,28 +214,28 @@ def test_a_worker_that_ends_well_ends_the_beating_without_alarm(
     assert nursery.said("failed") == []
 
 
-def test_a_worker_that_ends_by_an_exception_has_not_left(nursery: Nursery, start: Start) -> None:
+def test_a_worker_that_ends_by_an_exception_does_not_leave(nursery: Nursery, start: Start) -> None:
     pids = beating(nursery, start, **RARELY)
     os.kill(pids[1], signal.SIGUSR2)
     assert verdicts(nursery, 0, 2) == {("lost", (1,))}
 
 
 def ages(client: StoreClient) -> list[float]:
-    """How long ago each of the workers has beaten last, in seconds."""
-    look = questions.encode(questions.Look(group_name()))
-    table = questions.decode_answer(client.ask(questions.NAME, look, 30.0))
-    assert isinstance(table, questions.Table)
+    """Return the seconds since the last beat of each worker."""
+    look = messages.encode(messages.GetProgress(group_name()))
+    table = messages.decode_answer(client.ask(messages.NAME, look, 30.0))
+    assert isinstance(table, messages.Table)
     return [row.age for row in table.rows]
 
 
 def all_beat(client: StoreClient) -> None:
-    """Return when all have beaten together from now on."""
+    """Wait until all workers have sent another heartbeat."""
     enough = time.monotonic() + 2 * OFTEN["period"]
     wait_until(lambda: time.monotonic() - enough > max(ages(client)), "all beat")
 
 
 @pytest.mark.thorough
-def test_who_ends_well_while_another_is_missing_does_not_wait_for_it(
+def test_a_worker_that_ends_well_does_not_wait_for_a_missing_one(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:
     pids = beating(nursery, start, period=0.1, timeout=100.0)
@@ -250,7 +249,7 @@ def test_who_ends_well_while_another_is_missing_does_not_wait_for_it(
 
 
 @pytest.mark.thorough
-def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
+def test_a_short_break_of_a_connection_is_no_failure(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:
     beating(nursery, start, **OFTEN, endpoint=proxy.endpoint)
@@ -262,10 +261,10 @@ def test_a_connection_that_drops_and_returns_is_no_reason_for_alarm(
 
 
 @pytest.mark.thorough
-def test_exchanges_that_fail_once_and_twice_are_survived(
+def test_one_and_two_failed_exchanges_are_no_failure(
     nursery: Nursery, server: ServerProcess, proxy: CuttingProxy, start: Start
 ) -> None:
-    """Nothing that a failed exchange left behind is taken for what the others said."""
+    """Data of a failed exchange does not count as data of other workers."""
     often = {"period": 0.1, "timeout": 0.2, "failures": 50}
     beating(nursery, start, **often, endpoint=proxy.endpoint)
     with connect(server.endpoint, token=TOKEN) as client:
@@ -273,7 +272,7 @@ def test_exchanges_that_fail_once_and_twice_are_survived(
             proxy.freeze()
             for rank in range(SIZE):
                 line = nursery.hear("logged", rank=rank)
-                while f"heartbeat failure {failures}" not in line["text"]:
+                while f"failure {failures} of 50" not in line["text"]:
                     line = nursery.hear("logged", rank=rank)
             proxy.thaw()
             all_beat(client)
@@ -281,7 +280,7 @@ def test_exchanges_that_fail_once_and_twice_are_survived(
 
 
 @pytest.mark.thorough
-def test_the_end_of_a_forked_child_is_not_the_workers(
+def test_the_end_of_a_forked_child_is_not_the_end_of_its_worker(
     nursery: Nursery, server: ServerProcess, start: Start
 ) -> None:
     beating(nursery, start, **OFTEN, forks=True)

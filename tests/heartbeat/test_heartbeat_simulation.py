@@ -1,4 +1,4 @@
-"""Whole groups in virtual time: no alarm without a fault, every fault known within the bound."""
+"""Whole groups in virtual time: no failure without a fault, and each fault within its bound."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from beating import GRACE, LATENCY, Process, World
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.heartbeat import _questions as questions
+from helpers.heartbeats.beating import GRACE, LATENCY, Process, World
+from regrow.heartbeat import messages as messages
 
 PERIOD, TIMEOUT = 1.0, 1.0
 BOUND = 3 * (PERIOD + TIMEOUT)
 SLACK = 0.2
-"""Seconds that messages take on top."""
+"""Additional seconds for messages."""
 
 SIZES = st.integers(2, 6)
 SEEDS = st.integers(0, 2**32)
@@ -25,7 +25,7 @@ RANKS = st.integers(0, 5)
 
 @st.composite
 def troubles(draw: st.DrawFn, most: int = 6) -> list[tuple[float, Callable[[World], None]]]:
-    """Accidents that a group has to survive: one at a time, each over before the next begins."""
+    """Apply accidents that a group must survive, one after the other."""
 
     def drop(rank: int, seconds: float) -> Callable[[World], None]:
         return lambda world: world.drop(world.procs[rank % world.size], seconds)
@@ -51,13 +51,13 @@ def alarms(world: World) -> list[str]:
 
 
 @given(SIZES, SEEDS, st.lists(st.floats(0.0, 5.0), min_size=6, max_size=6), troubles())
-def test_there_is_no_alarm_without_a_fault(
+def test_there_is_no_failure_without_a_fault(
     size: int,
     seed: int,
     starts: list[float],
     accidents: list[tuple[float, Callable[[World], None]]],
 ) -> None:
-    """Workers come late, connections break and return, processes stand still, servers forget."""
+    """Workers are late, connections break, processes are stopped, servers lose their memory."""
     world = World(size, seed)
     for rank in range(size):
         world.at(world.now + starts[rank], partial(world.start, rank))
@@ -72,10 +72,10 @@ def test_there_is_no_alarm_without_a_fault(
 
 
 @given(SIZES, SEEDS, RANKS, st.floats(0.0, 12.0), st.floats(0.0, 20.0))
-def test_who_was_held_up_for_longer_than_the_time_out_is_met_again(
+def test_workers_meet_again_after_a_delay_longer_than_the_time_out(
     size: int, seed: int, rank: int, when: float, seconds: float
 ) -> None:
-    """However a period much longer than the time-out falls on the hold-up; all die after 36 s."""
+    """The period is much longer than the time-out; without the rule, all workers end."""
     world = World(size, seed, period=10.0, timeout=2.0, start_timeout=30.0)
     workers = world.start_all()
     world.run(1.0 + when)
@@ -85,8 +85,8 @@ def test_who_was_held_up_for_longer_than_the_time_out_is_met_again(
     assert all(worker.state.beats >= 3 for worker in workers)
 
 
-def test_workers_of_whom_only_some_were_told_of_a_beat_meet_again() -> None:
-    """The server lost its memory between two answers, so nobody can tell them apart."""
+def test_workers_meet_again_after_some_lost_an_answer() -> None:
+    """The server loses its memory between two answers."""
     for seed in range(100):
         world = World(2, seed)
         one, other = world.start_all()
@@ -107,8 +107,8 @@ def test_a_beat_is_one_question_and_one_answer_for_each_worker(
     workers = world.start_all()
     world.run_until(lambda: all(worker.state.beats == beats for worker in workers))
     for worker in workers:
-        assert worker.questions == {questions.Beat: beats, questions.Follow: 1}
-        assert worker.answers == {questions.Together: beats}
+        assert worker.messages == {messages.BeatQuestion: beats, messages.FollowGroup: 1}
+        assert worker.answers == {messages.InStep: beats}
 
 
 def kill(world: World, worker: Process) -> None:
@@ -144,12 +144,12 @@ FAULTS: dict[Callable[[World, Process], None], tuple[set[str], float]] = {
     resize: ({"wrong world size"}, 0.0),
     cut: ({"missing"}, BOUND),
 }
-"""What each is called, and how many seconds after the last beat all know it."""
+"""The kind of each fault, and the seconds from the last beat until all workers know it."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @given(SIZES, SEEDS, TIMES, RANKS, troubles(1))
-def test_every_fault_is_known_to_all_within_its_bound_and_by_its_name(
+def test_all_workers_detect_every_fault_within_its_bound(
     fault: Callable[[World, Process], None],
     size: int,
     seed: int,
@@ -180,7 +180,7 @@ def test_every_fault_is_known_to_all_within_its_bound_and_by_its_name(
 
 
 @given(SIZES, SEEDS, RANKS)
-def test_one_that_never_starts_is_known_when_the_time_to_start_is_over(
+def test_a_worker_that_never_starts_is_detected_at_the_start_time_out(
     size: int, seed: int, rank: int
 ) -> None:
     world = World(size, seed)
@@ -192,7 +192,7 @@ def test_one_that_never_starts_is_known_when_the_time_to_start_is_over(
 
 
 @given(SIZES, SEEDS, TIMES, RANKS)
-def test_all_stop_without_alarm_when_one_leaves(
+def test_all_workers_stop_without_a_failure_when_one_leaves(
     size: int, seed: int, when: float, rank: int
 ) -> None:
     world = World(size, seed)
@@ -205,18 +205,18 @@ def test_all_stop_without_alarm_when_one_leaves(
     assert all(worker.ended for worker in workers)
 
 
-def test_a_worker_that_is_stopped_when_all_have_given_it_up_learns_why() -> None:
+def test_a_stopped_worker_learns_that_the_others_gave_it_up() -> None:
     world = World(3)
     workers = world.start_all()
     world.run(5.0)
     world.stop(workers[1], 20.0)
     world.run(25.0)
     assert [str(each.failure).partition(": ")[2][:24] for each in workers] == [
-        "rank 1 is missing; all w",
+        "rank 1 is missing: 3 exc",
         "this process was missing",
-        "rank 1 is missing; all w",
+        "rank 1 is missing: 3 exc",
     ]
 
 
-def test_latency_is_well_below_what_the_tests_allow_for_it() -> None:
+def test_the_simulated_latency_is_far_below_the_slack() -> None:
     assert 4 * LATENCY[1] < SLACK

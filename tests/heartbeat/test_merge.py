@@ -1,4 +1,4 @@
-"""What a full set of beats means."""
+"""The meaning of a full set of beats."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.heartbeat._failure import NOBODY, Ranks
-from regrow.heartbeat._merge import (
+from regrow.heartbeat.failure import Ranks
+from regrow.heartbeat.merge import (
     NO_STEP,
     PHASE_BYTES,
     Agreed,
     Beat,
     Broken,
-    Left,
     Memory,
-    Standing,
+    StalledSteps,
+    WorkersLeft,
     clip,
     merge,
     out_of_step,
@@ -46,7 +46,7 @@ def remembered(beats: list[Beat]) -> Memory:
     return memory
 
 
-def test_the_first_set_takes_the_token_that_rank_0_brings() -> None:
+def test_the_first_set_takes_the_token_of_rank_0() -> None:
     assert merge((), group(3, joined=False))[1] == Agreed(TOKEN)
 
 
@@ -55,14 +55,12 @@ def test_a_set_of_the_same_workers_with_the_same_token_is_in_step() -> None:
     assert merge(remembered(group(3, joined=False)), beats)[1] == Agreed(TOKEN)
 
 
-def test_workers_that_lost_their_server_agree_anew() -> None:
+def test_workers_agree_again_with_a_new_server() -> None:
     assert merge((), group(3))[1] == Agreed(TOKEN)
 
 
 @given(st.integers(2, 9), st.data())
-def test_whoever_shows_another_token_than_most_is_out_of_step(
-    size: int, data: st.DataObject
-) -> None:
+def test_ranks_with_a_minority_token_are_out_of_step(size: int, data: st.DataObject) -> None:
     few = (size - 1) // 2
     others = data.draw(st.sets(st.integers(0, size - 1), min_size=min(1, few), max_size=few))
     beats = [b._replace(token=TOKEN + 1) if b.rank in others else b for b in group(size)]
@@ -82,7 +80,7 @@ def test_a_new_process_in_an_old_place_was_restarted(size: int, data: st.DataObj
 
 
 @given(st.integers(2, 6), st.data())
-def test_what_is_left_of_another_run_is_out_of_step_and_was_not_restarted(
+def test_a_worker_of_another_run_is_out_of_step_and_not_restarted(
     size: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, size - 1))
@@ -93,7 +91,7 @@ def test_what_is_left_of_another_run_is_out_of_step_and_was_not_restarted(
 
 
 @given(st.integers(3, 6), st.data())
-def test_what_is_left_of_another_run_does_not_make_new_workers_restarted_ones(
+def test_a_worker_of_another_run_does_not_make_new_workers_restarted(
     size: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, size - 1))
@@ -104,95 +102,91 @@ def test_what_is_left_of_another_run_does_not_make_new_workers_restarted_ones(
     assert (broken.kind, broken.ranks) == ("out of step", Ranks.of([rank]))
 
 
-def test_one_that_did_not_hear_the_first_answer_is_no_new_process() -> None:
+def test_a_worker_that_missed_the_first_answer_is_no_new_process() -> None:
     beats = group(3)
     beats[2] = group(3, joined=False)[2]
     assert merge(remembered(group(3, joined=False)), beats)[1] == Agreed(TOKEN)
 
 
-def test_a_first_set_without_a_token_is_none() -> None:
+def test_a_first_set_without_a_token_is_broken() -> None:
     beats = [beat._replace(token=0) for beat in group(2, joined=False)]
     assert isinstance(merge((), beats)[1], Broken)
 
 
-def test_that_one_leaves_comes_before_anything_that_may_be_wrong() -> None:
+def test_a_leave_has_priority_over_faults() -> None:
     beats = group(3)
     beats[1] = beats[1]._replace(leaving=True, token=TOKEN + 1)
     beats[2] = beats[2]._replace(incarnation=1)
-    assert merge(remembered(group(3)), beats)[1] == Left(Ranks.of([1]))
+    assert merge(remembered(group(3)), beats)[1] == WorkersLeft(Ranks.of([1]))
 
 
-def test_a_set_that_means_the_end_changes_nothing_that_is_remembered() -> None:
+def test_a_final_set_leaves_the_memory_unchanged() -> None:
     memory = remembered(group(2))
     beats = group(2)
     beats[1] = beats[1]._replace(incarnation=5)
     assert merge(memory, beats)[0] is memory
 
 
-# --- how far they are
+# --- steps
 
 
 @dataclass
 class Job:
-    """A group that says steps."""
+    """A group whose workers report steps."""
 
     memory: Memory = ()
 
-    def beat(self, *steps: int) -> Standing:
+    def beat(self, *steps: int) -> StalledSteps | None:
         self.memory, outcome = merge(self.memory, group(len(steps), steps=steps))
         assert isinstance(outcome, Agreed)
-        assert outcome.standing is not None
-        return outcome.standing
+        return outcome.stalled
 
 
-def test_the_lowest_and_the_highest_step_are_told_with_who_is_there() -> None:
-    assert Job().beat(7, 5, 7, NO_STEP, 5) == Standing(5, Ranks((1, 4), 2), 7, Ranks((0, 2), 2))
+def test_stalled_steps_name_the_ranks_and_the_highest_step() -> None:
+    job = Job()
+    assert job.beat(7, 5, 7, NO_STEP, 5) is None
+    assert job.beat(7, 5, 7, NO_STEP, 5) == StalledSteps(1, Ranks.of([1, 4]), 5, "", 7)
 
 
-def test_workers_that_tell_no_step_stand_nowhere() -> None:
+def test_workers_without_steps_do_not_stall() -> None:
     assert merge((), group(3, steps=[NO_STEP] * 3))[1] == Agreed(TOKEN, None)
 
 
-def test_one_that_is_behind_and_does_not_advance_stands_still_though_all_others_wait_for_it() -> (
-    None
-):
+def test_a_rank_that_stays_behind_is_stalled_while_all_others_wait() -> None:
     job = Job()
     job.beat(8, 8, 8)
-    assert job.beat(10, 9, 10).still == 0
+    assert job.beat(10, 9, 10) is None
     for beats in range(1, 5):
-        standing = job.beat(10, 9, 10)
-        assert (standing.still, standing.stalled, standing.step) == (beats, Ranks.of([1]), 9)
-    assert job.beat(11, 10, 11).still == 0
+        assert job.beat(10, 9, 10) == StalledSteps(beats, Ranks.of([1]), 9, "", 10)
+    assert job.beat(11, 10, 11) is None
 
 
-def test_one_that_is_ahead_stands_still_while_others_advance() -> None:
+def test_a_rank_ahead_is_stalled_while_others_advance() -> None:
     job = Job()
     job.beat(100, 1)
-    standings = [job.beat(100, n) for n in (2, 3, 4)]
-    assert [standing.still for standing in standings] == [1, 2, 3]
-    assert {standing.stalled for standing in standings} == {Ranks.of([0])}
+    for beats in (1, 2, 3):
+        assert job.beat(100, 1 + beats) == StalledSteps(beats, Ranks.of([0]), 100, "", 100)
 
 
-def test_nobody_stands_still_where_all_do() -> None:
+def test_no_rank_is_stalled_if_all_steps_stay_the_same() -> None:
     job = Job()
-    assert [job.beat(5, 5, 5).still for _ in range(5)] == [0] * 5
+    assert [job.beat(5, 5, 5) for _ in range(5)] == [None] * 5
 
 
-def test_a_training_that_has_begun_anew_at_a_lower_step_advances() -> None:
+def test_a_restart_at_a_lower_step_counts_as_progress() -> None:
     job = Job()
     job.beat(50, 50)
     job.beat(50, 50)
-    assert job.beat(3, 3).still == 0
+    assert job.beat(3, 3) is None
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=8))
-def test_who_has_just_advanced_never_stands_still(history: list[list[int]]) -> None:
+def test_a_rank_that_advanced_is_not_stalled(history: list[list[int]]) -> None:
     job, last = Job(), [NO_STEP] * 3
     for steps in history:
-        standing = job.beat(*steps)
+        stalled = job.beat(*steps)
         moved = {rank for rank in range(3) if steps[rank] != last[rank]}
-        assert not moved & set(standing.stalled.named)
-        assert (standing.still == 0) == (standing.stalled == NOBODY)
+        assert stalled is None or not moved & set(stalled.ranks.named)
         last = steps
 
 
@@ -207,7 +201,7 @@ def test_at_most_eight_ranks_are_named_and_all_are_counted() -> None:
 
 
 @given(st.text())
-def test_a_phase_is_cut_to_what_fits_and_stays_text(phase: str) -> None:
+def test_a_long_phase_is_cut_and_stays_text(phase: str) -> None:
     cut = clip(phase)
     assert len(cut.encode()) <= PHASE_BYTES
     assert phase.encode("utf-8", "replace").decode().startswith(cut)

@@ -11,10 +11,20 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from regrow.heartbeat._exchange import Exchange, Progress
-from regrow.heartbeat._failure import NOBODY, Ranks
-from regrow.heartbeat._merge import NO_STEP, Agreed, Beat, Broken, Failed, Left, clip
-from regrow.heartbeat._vector import MissingRanks, VectorMeeting, beats_of, vector_of
+from helpers.unspeakable import UNSPEAKABLE
+from regrow.heartbeat.failure import NO_RANKS, Ranks
+from regrow.heartbeat.merge import (
+    NO_STEP,
+    Agreed,
+    AllReduceExchange,
+    Beat,
+    Broken,
+    ExchangeFailed,
+    WorkerProgress,
+    WorkersLeft,
+    clip,
+)
+from regrow.heartbeat.vector_exchange import MissingRanks, VectorMeeting, beats_of, vector_of
 
 TOKEN = 4711
 LONG = 30.0  # seconds
@@ -29,13 +39,13 @@ beats = st.builds(
     step=st.integers(NO_STEP, 2**53),
     phase=st.text(st.characters(exclude_characters="\0", codec="utf-8")).map(clip),
     leaving=st.booleans(),
-    final=st.just(False),  # is for who counts beats that do not come
+    final=st.just(False),  # a vector leaves it out
 )
 
 
 @pytest.fixture(autouse=True)
 def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Closes the meetings of a test at its end, or their threads would stay."""
+    """Close the meetings of a test at its end, because they have threads."""
     made: list[VectorMeeting] = []
     begin = VectorMeeting.__init__
 
@@ -59,13 +69,13 @@ def total(vectors: Sequence[Sequence[int]]) -> list[int]:
 
 
 def adding(others: Sequence[Beat], size: int) -> Callable[[Sequence[int], float], list[int]]:
-    """An exchange in which these take part besides whoever calls it."""
+    """Return an exchange of the caller with these workers."""
     theirs = [vector_of(beat, size) for beat in others]
     return lambda vector, timeout: total([vector, *theirs])
 
 
 @given(st.lists(beats, min_size=1, max_size=5))
-def test_the_sum_holds_what_everybody_said(crowd: list[Beat]) -> None:
+def test_the_sum_holds_the_beats_of_all_workers(crowd: list[Beat]) -> None:
     said = [beat._replace(rank=rank) for rank, beat in enumerate(crowd)]
     assert beats_of(total([vector_of(beat, len(said)) for beat in said])) == said
 
@@ -84,7 +94,7 @@ def test_a_plain_function_is_an_exchange() -> None:
     assert outcome.token == TOKEN
 
 
-def test_what_was_remembered_of_the_last_beat_shows_a_new_process() -> None:
+def test_a_new_process_shows_by_its_incarnation() -> None:
     first, second = crew(2)
     others = [second]
     meeting = VectorMeeting(lambda vector, timeout: adding(others, 2)(vector, timeout), 2)
@@ -93,13 +103,13 @@ def test_what_was_remembered_of_the_last_beat_shows_a_new_process() -> None:
     assert meeting.beat(first, LONG) == Broken("restarted", Ranks.of([1]))
 
 
-def test_who_leaves_is_told_to_the_others() -> None:
+def test_the_others_learn_that_a_worker_leaves() -> None:
     first, second = crew(2)
     meeting = VectorMeeting(adding([second._replace(leaving=True)], 2), 2)
-    assert meeting.beat(first, LONG) == Left(Ranks.of([1]))
+    assert meeting.beat(first, LONG) == WorkersLeft(Ranks.of([1]))
 
 
-def test_two_processes_of_one_rank_are_noticed_by_all() -> None:
+def test_all_workers_detect_two_processes_of_one_rank() -> None:
     first, second, third = crew(3)
     others = [second, second._replace(incarnation=99), third]
     assert VectorMeeting(adding(others, 3), 3).beat(first, LONG) == Broken("twice", Ranks.of([1]))
@@ -108,41 +118,45 @@ def test_two_processes_of_one_rank_are_noticed_by_all() -> None:
     )
 
 
-def test_an_exchange_without_some_of_the_workers_is_a_failed_one() -> None:
+def test_an_exchange_without_some_workers_fails() -> None:
     first, second, _ = crew(3)
     outcome = VectorMeeting(adding([second], 3), 3).beat(first, LONG)
-    assert outcome == Failed("the exchange was without some of the workers", Ranks.of([2]))
+    assert outcome == ExchangeFailed("some workers did not take part", Ranks.of([2]))
 
 
-def test_an_exchange_that_loses_digits_is_a_failed_one_that_says_so() -> None:
+def test_an_exchange_that_loses_digits_fails() -> None:
     (only,) = crew(1)
     lossy = VectorMeeting(lambda vector, timeout: [word % 2**32 for word in vector], 1)
     outcome = lossy.beat(only, LONG)
-    assert isinstance(outcome, Failed)
-    head = TOKEN + 2**16 + 2**18  # joined, and told a step
-    assert f"made {head} of {head + 2**32} at place 0" in outcome.why
+    assert isinstance(outcome, ExchangeFailed)
+    head = TOKEN + 2**16 + 2**18  # joined, with a step
+    assert f"returned {head} for {head + 2**32} at place 0" in outcome.why
 
 
-def test_an_exchange_that_returns_another_number_of_numbers_is_a_failed_one() -> None:
+def test_an_exchange_that_returns_too_few_numbers_fails() -> None:
     (only,) = crew(1)
     outcome = VectorMeeting(lambda vector, timeout: vector[1:], 1).beat(only, LONG)
-    assert outcome == Failed("the exchange was given 8 numbers and returned 7")
+    assert outcome == ExchangeFailed(
+        "the exchange got 8 numbers and returned 7: it must return all"
+    )
 
 
-def test_what_an_exchange_raises_is_its_failure_with_the_ranks_that_it_names() -> None:
+def test_the_error_of_an_exchange_names_its_missing_ranks() -> None:
     def fails(vector: Sequence[int], timeout: float) -> Sequence[int]:
-        raise MissingRanks("nobody answered", [2, 1])
+        raise MissingRanks("no answer", [2, 1])
 
     def breaks(vector: Sequence[int], timeout: float) -> Sequence[int]:
         raise ZeroDivisionError("by zero")
 
     (only,) = crew(1)
     failed = VectorMeeting(fails, 1).beat(only, LONG)
-    assert failed == Failed("MissingRanks: nobody answered", Ranks.of([1, 2]))
-    assert VectorMeeting(breaks, 1).beat(only, LONG) == Failed("ZeroDivisionError: by zero", NOBODY)
+    assert failed == ExchangeFailed("MissingRanks: no answer", Ranks.of([1, 2]))
+    assert VectorMeeting(breaks, 1).beat(only, LONG) == ExchangeFailed(
+        "ZeroDivisionError: by zero", NO_RANKS
+    )
 
 
-def test_a_failed_exchange_is_survived_and_never_compared() -> None:
+def test_a_failed_exchange_leaves_the_memory_unchanged() -> None:
     first, second = crew(2)
     failing = [True, True, False]
 
@@ -153,10 +167,10 @@ def test_a_failed_exchange_is_survived_and_never_compared() -> None:
 
     meeting = VectorMeeting(exchange, 2)
     outcomes = [meeting.beat(first, LONG) for _ in range(3)]
-    assert [type(outcome) for outcome in outcomes] == [Failed, Failed, Agreed]
+    assert [type(outcome) for outcome in outcomes] == [ExchangeFailed, ExchangeFailed, Agreed]
 
 
-def test_an_exchange_that_does_not_return_fails_every_beat_until_it_does() -> None:
+def test_every_beat_fails_until_a_stuck_exchange_returns() -> None:
     (only,) = crew(1)
     back = threading.Event()
     calls = []
@@ -169,18 +183,18 @@ def test_an_exchange_that_does_not_return_fails_every_beat_until_it_does() -> No
 
     meeting = VectorMeeting(exchange, 1)
     first, second = meeting.beat(only, SHORT), meeting.beat(only, SHORT)
-    assert isinstance(first, Failed)
-    assert isinstance(second, Failed)
-    assert "has not returned within its 0.05 s" in first.why
+    assert isinstance(first, ExchangeFailed)
+    assert isinstance(second, ExchangeFailed)
+    assert "has not returned within 0.05 s" in first.why
     assert "an earlier exchange has not returned yet" in second.why
     back.set()
     assert isinstance(meeting.beat(only, LONG), Agreed)
     assert len(calls) == 2
-    assert calls[0] < SHORT, "what the exchange says of its time-out comes first"
+    assert calls[0] < SHORT, "the time-out report of the exchange comes first"
 
 
 class Stuck:
-    """An exchange that does not return before it may."""
+    """An exchange that returns only after `may` is set."""
 
     def __init__(self) -> None:
         self.may = threading.Event()
@@ -192,16 +206,16 @@ class Stuck:
         return vector
 
 
-def test_an_exchange_that_never_returns_holds_up_no_end() -> None:
+def test_close_does_not_wait_for_a_stuck_exchange() -> None:
     stuck = Stuck()
     meeting = VectorMeeting(stuck, 1)
-    assert isinstance(meeting.beat(crew(1)[0], SHORT), Failed)
+    assert isinstance(meeting.beat(crew(1)[0], SHORT), ExchangeFailed)
     meeting.close()
     assert not stuck.returned
     stuck.may.set()
 
 
-def test_nor_does_one_in_which_the_program_was_interrupted() -> None:
+def test_close_does_not_wait_for_an_interrupted_exchange() -> None:
     stuck = Stuck()
     here = threading.current_thread()
     looks = []
@@ -222,12 +236,12 @@ def test_nor_does_one_in_which_the_program_was_interrupted() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), CancelledError()])
-def test_what_would_end_a_thread_is_a_failed_exchange_like_any_other(error: BaseException) -> None:
+def test_a_base_exception_is_a_failed_exchange(error: BaseException) -> None:
     def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
         raise error
 
     outcome = VectorMeeting(exchange, 1).beat(crew(1)[0], LONG)
-    assert outcome == Failed(f"RuntimeError: the exchange raised {error!r}")
+    assert outcome == ExchangeFailed(f"RuntimeError: the exchange raised {error!r}")
 
 
 def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:
@@ -242,7 +256,7 @@ def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:
             threads.append(threading.current_thread())
 
     exchange = Closing()
-    assert isinstance(exchange, Exchange)
+    assert isinstance(exchange, AllReduceExchange)
     meeting = VectorMeeting(exchange, 1)
     meeting.beat(crew(1)[0], LONG)
     meeting.close()
@@ -251,7 +265,7 @@ def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:
     assert not called.is_alive()
 
 
-def test_a_meeting_that_never_met_closes_its_exchange_as_well() -> None:
+def test_a_meeting_without_beats_closes_its_exchange() -> None:
     closed = []
 
     class Closing:
@@ -265,7 +279,7 @@ def test_a_meeting_that_never_met_closes_its_exchange_as_well() -> None:
     assert closed == [True]
 
 
-def test_the_table_is_of_the_last_beat_in_which_all_were_there() -> None:
+def test_the_table_is_that_of_the_last_complete_beat() -> None:
     now = [100.0]
     first, second = crew(2)
     others = adding([second._replace(step=NO_STEP, phase="eval")], 2)
@@ -274,14 +288,25 @@ def test_the_table_is_of_the_last_beat_in_which_all_were_there() -> None:
     meeting.beat(first, LONG)
     now[0] += 7
     assert meeting.table(LONG) == [
-        Progress(0, 0, None, 7.0),
-        Progress(1, None, "eval", 7.0),
+        WorkerProgress(0, 0, None, 7.0),
+        WorkerProgress(1, None, "eval", 7.0),
     ]
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_every_rank_comes_to_the_same_result(rank: int) -> None:
+def test_every_rank_gets_the_same_result(rank: int) -> None:
     everyone = crew(3)
     others = [beat for beat in everyone if beat.rank != rank]
     standing = VectorMeeting(adding(others, 3), 3).beat(everyone[rank], LONG)
     assert standing == VectorMeeting(adding(everyone[1:], 3), 3).beat(everyone[0], LONG)
+
+
+@pytest.mark.parametrize("kind", UNSPEAKABLE)
+def test_an_exchange_may_raise_an_error_without_a_text(kind: type[Exception]) -> None:
+    def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
+        raise kind
+
+    (beat,) = crew(1)
+    outcome = VectorMeeting(exchange, 1).beat(beat, LONG)
+    assert isinstance(outcome, ExchangeFailed)
+    assert kind.__name__ in outcome.why

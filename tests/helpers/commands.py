@@ -1,4 +1,4 @@
-"""Running a command that starts processes of its own, for tests that type what a user would."""
+"""Run a command that starts processes of its own, for tests that type what a user would type."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A command that has ended."""
+    """Result of a command that has ended."""
 
     code: int
     """Exit code; negative for a signal."""
     output: str
-    """Standard output and error together."""
+    """Standard output and standard error together."""
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 150.0,
 ) -> Ended:
-    """Run `command` to its end with `env` added to ours; beyond the time kill what it started."""
+    """Run `command` with `env` added to the environment; kill it and its children on a time-out."""
     process = subprocess.Popen(
         command,
         cwd=cwd,

@@ -1,8 +1,8 @@
-"""A wall clock that jumps by days each time it is looked at, for whole processes.
+"""A wall clock that jumps by days at each read, for whole processes.
 
-A library of C that a process is started with (LD_PRELOAD) stands before the C library's own, so it
-is all the same who asks: Python, one of its modules in C, or another library. The monotonic clock
-is left as it is, and so is what the kernel does with either.
+A C library, loaded with LD_PRELOAD, replaces the clock functions of the C library. So it works for
+Python, for its modules in C, and for every other library. The monotonic clock stays as it is, and
+so do the kernel's own uses of both clocks.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ time_t time(time_t *now) {
 
 
 def library(folder: Path) -> str:
-    """Make the library, and return its path."""
+    """Build the library and return its path."""
     path = folder / "jumping_clock.so"
     command = [COMPILER, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
     subprocess.run(command, input=_SOURCE, text=True, check=True)
@@ -64,15 +64,15 @@ def library(folder: Path) -> str:
 
 
 def jumps() -> bool:
-    """Whether this process's wall clock does."""
+    """Return whether this process's wall clock jumps."""
     return abs(time.time() - time.time()) > 3600
 
 
 def clocks_of_timers(pid: int) -> set[int]:
-    """By which of the kernel's clocks the timers of a process go, those in descriptors included."""
+    """Return the kernel clocks that a process's timers use, including timers in descriptors."""
     texts = [Path(f"/proc/{pid}/timers").read_text()]
     for info in Path(f"/proc/{pid}/fdinfo").iterdir():
-        with suppress(FileNotFoundError):  # it was closed meanwhile
+        with suppress(FileNotFoundError):  # another thread closed it
             texts.append(info.read_text())
     found = [re.findall(r"^clockid:\s*(\d+)", text, re.IGNORECASE | re.MULTILINE) for text in texts]
     return {int(clock) for clocks in found for clock in clocks}

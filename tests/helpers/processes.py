@@ -1,53 +1,87 @@
-"""Waiting for processes and looking at them, for tests of what starts and stops them."""
+"""Wait for processes and inspect them, for tests of code that starts and stops processes."""
 
 from __future__ import annotations
 
 import os
 import queue
 import select
+import signal
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from regrow.workers import _procfs
-from regrow.workers._guardian_events import GuardianEvent
+from regrow.workers.guardian import procfs
+from regrow.workers.guardian.events import GuardianEvent
 
 E = TypeVar("E")
+T = TypeVar("T")
 
-#: Seconds after which a test gives up: far beyond what anything takes on a loaded machine.
+#: Seconds after which a test fails; far more than any step takes on a loaded machine.
 PATIENCE = 30.0
 
+#: Signals that a terminal or a scheduler sends to all processes of a job.
+GROUP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGTSTP,
+)
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Return once `condition()` holds; fail with `what` if it never does."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.005)
+
+def wait_until(
+    condition: Callable[[], T | None],
+    what: str | Callable[[], str],
+    patience: float = PATIENCE,
+    pause: float = 0.005,
+) -> T:
+    """Poll a condition, and return its first true result.
+
+    Args:
+        condition: called after each pause.
+        what: the text of the failure after a time-out, or a function that returns it.
+        patience: seconds until the test fails.
+        pause: seconds between two calls.
+    """
+    deadline = time.monotonic() + patience
+    while not (result := condition()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"never: {what if isinstance(what, str) else what()}")
+        time.sleep(pause)
+    return result
 
 
 def ends(pidfd: int, timeout: float = PATIENCE) -> bool:
-    """Whether a process ends within so many seconds, whoever reaps it and when."""
+    """Return whether a process ends within `timeout` seconds, reaped or not."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
 
 
 def alive(pid: int) -> bool:
-    """Whether `pid` is a process that has not ended."""
-    entry = _procfs.stat(pid)
+    """Return whether `pid` is a process that has not ended."""
+    entry = procfs.stat(pid)
     return entry is not None and entry.state not in "ZX"
 
 
+def state_of(pid: int) -> str:
+    """Return the state letter of a process, such as T for stopped; empty if there is none."""
+    entry = procfs.stat(pid)
+    return entry.state if entry is not None else ""
+
+
 def children_of(pid: int) -> list[int]:
-    """All children of a process, zombies included."""
+    """Return all children of a process, zombies included."""
     everyone = (int(name) for name in os.listdir("/proc") if name.isdecimal())
-    found = ((other, _procfs.stat(other)) for other in everyone)
+    found = ((other, procfs.stat(other)) for other in everyone)
     return [other for other, entry in found if entry is not None and entry.parent == pid]
 
 
 def marked(text: str) -> list[int]:
-    """Living processes with `text` in their environment or command line."""
+    """Return the ids of living processes with `text` in their environment or command line."""
     found = []
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) == os.getpid() or not alive(int(name)):
@@ -62,8 +96,8 @@ def marked(text: str) -> list[int]:
     return sorted(set(found))
 
 
-class Heard:
-    """A listener that keeps what it hears until it is asked for."""
+class EventQueue:
+    """A listener that queues its events until the test reads them."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[GuardianEvent] = queue.SimpleQueue()
@@ -73,7 +107,7 @@ class Heard:
         self._events.put(event)
 
     def next(self, kind: type[E]) -> E:
-        """The next event of this kind; those before it are passed over."""
+        """Return the next event of this kind; earlier events are dropped."""
         while True:
             event = self._events.get(timeout=PATIENCE)
             self.all.append(event)

@@ -1,4 +1,4 @@
-"""Jobs on hosts that are network namespaces."""
+"""Fixtures for jobs on several hosts; each host is a set of network namespaces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import require_etcd
-from host_etcd import Etcd
-from host_jobs import Agent, Job, World
-from netns import Host, Network, require_hosts
-from recovery import Fault
+
+from helpers.hosts.etcd import Etcd
+from helpers.hosts.jobs import Agent, Job, World
+from helpers.hosts.netns import Host, Network, require_hosts
+from helpers.rendezvous.etcd_server import require_etcd
+from helpers.suite.recovery import Fault
 
 
 @pytest.fixture
@@ -24,13 +25,13 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def hosts(network: Network) -> list[Host]:
-    """Four hosts on a switch."""
+    """Four hosts on one switch."""
     return [network.host() for _ in range(4)]
 
 
 @pytest.fixture
 def start_job(tmp_path: Path) -> Callable[..., Job]:
-    """Make a job: `start_job(coordinator, nodes="2:4", mode="gloo")`; it has no agents yet."""
+    """Return a factory of jobs without agents: `start_job(coordinator, nodes="2:4")`."""
 
     def start(coordinator: Host | None, **settings: Any) -> Job:
         folder = tmp_path / "job"
@@ -42,7 +43,7 @@ def start_job(tmp_path: Path) -> Callable[..., Job]:
 
 @pytest.fixture(params=["server", "etcd"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Where the nodes meet: a store server on the first host, or an etcd on a host of its own."""
+    """The rendezvous backend: a store server on the first host, or an etcd on a host of its own."""
     chosen: str = request.param
     return chosen
 
@@ -51,7 +52,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def prepare(
     start_job: Callable[..., Job], hosts: list[Host], network: Network, tmp_path: Path
 ) -> Callable[..., Job]:
-    """Make a job of gloo workers that meets in a backend: `prepare("etcd", nodes="3:4")`."""
+    """Return a factory of jobs with gloo workers and a backend: `prepare("etcd", nodes="3:4")`."""
 
     def prepare(backend: str, **settings: Any) -> Job:
         settings = {"nodes": "2:4", "mode": "gloo", **settings}
@@ -68,7 +69,7 @@ def prepare(
 def form(
     prepare: Callable[..., Job], hosts: list[Host]
 ) -> Callable[..., tuple[Job, list[Agent], World]]:
-    """Start such a job on the hosts, and wait for its first world: `form("server", count=3)`."""
+    """Return a function that starts a job and waits for its world: `form("server", count=3)`."""
 
     def form(backend: str, *, count: int = 4, **settings: Any) -> tuple[Job, list[Agent], World]:
         job = prepare(backend, **settings)
@@ -80,5 +81,5 @@ def form(
 
 @pytest.fixture
 def fault(record_property: Callable[[str, object], None]) -> Fault:
-    """Takes the time from a fault to the next world; `recovery.table` shows it."""
+    """Measure the time from a fault to the next world; `recovery.table` prints it."""
     return Fault(record_property)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from host_jobs import Job
-from netns import Host, Network, require_hosts
-from recovery import Fault
+
+from helpers.hosts.jobs import Job
+from helpers.hosts.netns import Host, Network, require_hosts
+from helpers.suite.recovery import Fault
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
@@ -37,7 +38,8 @@ def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_re
     assert after.restarts == 0, job
     node, why = job.blamed(world, first)
     assert node.split("/")[0] == three[1].addr, job
-    assert "connection" in why, job
+    # Its kernel resets the connection where the agent had not read all that was sent to it.
+    assert "connection" in why or "no heartbeat" in why, job
     job.finish(first, standby)
 
 

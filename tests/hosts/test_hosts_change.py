@@ -1,6 +1,6 @@
 """Jobs of real gloo workers on four hosts that grow, shrink by intent, and fail.
 
-Where nothing is lost by accident: nodes that join, one that is told to go, workers that fail.
+Changes without lost hosts: nodes that join, a node that leaves, workers that fail.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from host_jobs import Agent, Job, World
-from netns import Host
-from recovery import Fault
+
+from helpers.hosts.jobs import Agent, Job, World
+from helpers.hosts.netns import Host
+from helpers.suite.recovery import Fault
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
@@ -42,13 +43,13 @@ def test_a_node_that_joins_a_running_job_is_taken_in(
 def test_a_node_that_joins_while_the_others_start_again_is_in_the_same_round(
     form: Form, hosts: list[Host], fault: Fault, backend: str
 ) -> None:
-    conf, env = "last_call_timeout=1", {"STAYS": "1"}
+    conf, env = "last_call_timeout=1", {"STAYS": "1", "PET_RESTART_TIMEOUT": "30"}
     job, agents, world = form(backend, count=3, nodes="3:4", max_restarts=1, conf=conf, env=env)
     (job.folder / "fail.node2").touch()
-    job.told(agents[0], "round.ended")  # and its worker is told to end, which it does not
+    job.event(agents[0], "round.ended")  # its worker gets a SIGTERM and does not end
     agents.append(job.agent(hosts[3]))
     job.waits(agents[3])
-    fault.now()  # from here on nobody is held up
+    fault.now()  # from here on no node is delayed
     (job.folder / "end").touch()
     after = job.world(4, after=world)
     fault.healed(after)
@@ -108,7 +109,7 @@ def test_a_worker_that_fails_for_good_ends_every_agent_with_the_same_root_cause(
     job.assert_one_world_at_a_time()
 
 
-def test_a_node_told_to_go_has_its_grace_and_the_others_go_on(
+def test_a_node_with_a_sigterm_has_its_grace_and_the_others_continue(
     form: Form, hosts: list[Host], fault: Fault, backend: str
 ) -> None:
     job, agents, world = form(backend, env={"CHECKPOINT": "1"})

@@ -6,10 +6,10 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from host_jobs import Agent, Job, World
-from netns import Host
-from recovery import Fault
 
+from helpers.hosts.jobs import Agent, Job, World
+from helpers.hosts.netns import Host
+from helpers.suite.recovery import Fault
 from regrow.events import read_events, story
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
@@ -24,7 +24,7 @@ def called(job: Job, world: World, iteration: int) -> list[tuple[str, int]]:
         found = [(r.host, r.pid) for r in sorted(records, key=lambda record: record.rank)]
         return found if len(found) == len(world.hosts) else None
 
-    return job.until(ranks, f"all of {world} are in iteration {iteration}")
+    return job.wait_until(ranks, f"all of {world} are in iteration {iteration}")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_an_exception_on_one_host_restarts_the_function_on_both_in_the_same_proc
 ) -> None:
     job, agents, world = two
     first = next(agent for agent in agents if agent.host.name == world.hosts[0])
-    restarted = job.told(first, "inprocess.restarted")
+    restarted = job.event(first, "inprocess.restarted")
     assert (restarted["kind"], restarted["rank"], restarted["world_size"]) == ("EXCEPTION", 1, 2)
     job.finish(*agents)
     assert {record.round for record in job.records("finished")} == {world.round}, job
@@ -61,12 +61,14 @@ def test_the_loss_of_a_host_costs_the_others_their_processes_and_no_restart(
     assert (after.hosts, after.restarts) == (("node1",), 0)
     called(job, after, 0)
     job.finish(agents[0])
-    told = story(read_events(agents[0].log_dir))
-    assert (told.state, told.failures) == ("SUCCEEDED", ()), "no worker is to blame"
+    report = story(read_events(agents[0].log_dir))
+    (failure,) = report.failures
+    assert (report.state, failure.rank) == ("SUCCEEDED", None), "no worker is to blame"
+    assert agents[1].host.addr in failure.what
     lost, why = job.blamed(world, agents[0])
     assert (lost.split("/")[0], why.partition(" for ")[0]) == (
         agents[1].host.addr,
-        "nothing was heard of it",
+        "no heartbeat arrived",
     )
 
 

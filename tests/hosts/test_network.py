@@ -1,4 +1,4 @@
-"""The network that the hosts of these tests hang on: does it lose what it is told to lose?"""
+"""The simulated network of these tests: it loses exactly the frames that a test names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from netns import Host, Network
+
+from helpers.hosts.netns import Host, Network
 
 pytestmark = pytest.mark.hosts
 
@@ -126,7 +127,7 @@ def test_what_is_said_of_all_lines_holds_for_each_but_those_of_which_more_was_sa
     one.hears("heard")
 
 
-# Sends datagrams to a port where nobody is, and counts the refusals that come back.
+# Sends datagrams to a port without a listener, and counts the refusals.
 _COUNT_ECHOES = """
 import socket, sys
 heard = 0

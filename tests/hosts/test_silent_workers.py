@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from netns import Host, Network
+
+from helpers.hosts.netns import Host, Network
 
 pytestmark = pytest.mark.hosts
 
 DEADLINE_S = 60.0
-TOKEN = "a secret of this test, and of nobody else"
+TOKEN = "a secret of this test only"
 PORT = 4000
 
 # Holds a key for as long as its session; rank 0 tells which of the others' keys there are.

@@ -1,4 +1,4 @@
-"""A section and the termination procedure never run at once, and neither waits for ever."""
+"""A section and the termination procedure never run at once, and neither waits without end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from interrupting import Striker
-from processes import PATIENCE, wait_until
+from regrow.inprocess.monitor_thread import RankShouldRestart
 
-from regrow.inprocess._atomic import Atomic
-from regrow.inprocess._interrupt import Interrupter
-from regrow.inprocess._spared import RankShouldRestart
+from helpers.processes import PATIENCE, wait_until
+from helpers.ranks.interrupting import Striker, blocked
+from regrow.inprocess.call.follower import Atomic
+from regrow.inprocess.interrupt.interrupt import Interrupter
 
 
 class Monitor:
@@ -28,6 +28,11 @@ class Monitor:
         with self._atomic.termination(), self._atomic.section():  # an abort may use one
             self.inside.set()
             self.finish.wait(PATIENCE)
+
+    @property
+    def native_id(self) -> int:
+        assert self._thread.native_id is not None
+        return self._thread.native_id
 
     def close(self) -> None:
         self.finish.set()
@@ -45,7 +50,7 @@ def test_the_procedure_begins_when_the_section_is_over() -> None:
     atomic = Atomic()
     with atomic.section():
         monitor = Monitor(atomic)
-        wait_until(lambda: atomic._closed, "about to begin")
+        wait_until(blocked(monitor.native_id), "the procedure waits for the section")
         with atomic.section():  # they nest, also now
             pass
         assert not monitor.inside.is_set()
@@ -72,7 +77,7 @@ def test_sections_without_a_pause_do_not_keep_it_out() -> None:
     monitor.close()
 
 
-def test_who_waits_for_a_section_is_interrupted_there(striker: Striker) -> None:
+def test_a_thread_that_waits_for_a_section_is_interrupted(striker: Striker) -> None:
     atomic = Atomic()
     entering = threading.Event()
 

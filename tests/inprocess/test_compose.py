@@ -1,4 +1,4 @@
-"""Plug-ins of both generations, called by themselves, chained, and by each other."""
+"""Plug-ins of both generations: alone, in chains, and mixed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from regrow.inprocess import Compose, FrozenState, Mode, State, Status
-from regrow.inprocess._generations import assign, call
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.exception import RestartError
 from regrow.inprocess.finalize import Finalize
@@ -24,6 +23,7 @@ from regrow.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from regrow.inprocess.rank_filter import RankFilter
+from regrow.inprocess.ranks.assignment import assign, call
 
 ERROR = ValueError("the function's")
 
@@ -294,7 +294,7 @@ def test_a_chain_of_assignments_is_called_as_the_older_wrapper_did() -> None:
 
 
 def test_an_assignment_that_leaves_terminated_ranks_over_is_an_error() -> None:
-    with pytest.raises(RestartError, match=r"terminated_ranks=\[2\] are left over by .*Max"):
+    with pytest.raises(RestartError, match=r"Max.* left terminated_ranks=\[2\]"):
         assign(MaxActiveWorldSize(4), ctx(terminated={2}))
 
 

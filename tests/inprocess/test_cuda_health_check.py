@@ -1,4 +1,4 @@
-"""The check of a rank's GPU, on machines with none and with one that is pretended."""
+"""The check of a rank's GPU, without a GPU and with a simulated one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from unskipped import A_GPU
 
+from helpers.suite.unskipped import A_GPU
 from regrow.inprocess import FrozenState, State
 from regrow.inprocess.exception import TimeoutError
 from regrow.inprocess.finalize import ThreadedFinalize
@@ -100,6 +100,6 @@ def test_an_error_of_the_device_is_one_of_the_check(
 def test_a_device_that_does_not_answer_is_given_up(cuda: Any, state: FrozenState) -> None:
     held = threading.Event()
     cuda.synchronize = lambda count: held.wait()
-    with pytest.raises(TimeoutError, match=r"CudaHealthCheck-0 was not through after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"CudaHealthCheck-0 did not finish within 0.01 s"):
         CudaHealthCheck(timedelta(milliseconds=10))(state)
     held.set()

@@ -1,4 +1,4 @@
-"""Which ranks a monitor tells of or ends, and when: by what they say, without a clock."""
+"""Deadlines of ranks: when the monitor reports a rank, and when it ends it; without a clock."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.inprocess._deadlines import (
-    MARGIN,
-    NOT_JUDGED,
-    STANDSTILL,
-    Deadlines,
-    Due,
-    Word,
-    overdue_after,
-)
+from regrow.inprocess.watchdog.monitor import STANDSTILL, Deadlines, Due
+from regrow.inprocess.watchdog.monitor_client import MARGIN, UNCHECKED, RankDeadline, overdue_after
 
 
 def ended(who: int) -> Due:
-    return Due(who, NOT_JUDGED)
+    return Due(who, UNCHECKED)
 
 
-def test_a_rank_is_due_when_it_has_said_nothing_until_then_and_only_once() -> None:
+def test_a_rank_is_due_once_at_its_deadline() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 10.0))
-    deadlines.said(8, Word(1, 9.0))
+    deadlines.set(7, RankDeadline(1, 10.0))
+    deadlines.set(8, RankDeadline(1, 9.0))
     assert deadlines.next() == 9.0
     assert deadlines.due(8.9) == []
     assert deadlines.due(10.0) == [ended(8), ended(7)]
@@ -35,47 +28,47 @@ def test_a_rank_is_due_when_it_has_said_nothing_until_then_and_only_once() -> No
 
 def test_progress_and_leaving_the_function_put_the_end_off() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 10.0))
-    deadlines.said(7, Word(1, 20.0))
+    deadlines.set(7, RankDeadline(1, 10.0))
+    deadlines.set(7, RankDeadline(1, 20.0))
     assert deadlines.due(19.0) == []
-    deadlines.said(7, Word(2, math.inf))
+    deadlines.set(7, RankDeadline(2, math.inf))
     assert deadlines.due(1e9) == []
-    deadlines.said(7, Word(3, 30.0))
+    deadlines.set(7, RankDeadline(3, 30.0))
     assert deadlines.due(30.0) == [ended(7)]
 
 
 def test_a_rank_that_is_gone_is_not_ended() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(5, 10.0))
-    deadlines.gone(7)
+    deadlines.set(7, RankDeadline(5, 10.0))
+    deadlines.remove(7)
     assert deadlines.due(11.0) == []
-    deadlines.said(7, Word(1, 12.0))  # its number is another's now
+    deadlines.set(7, RankDeadline(1, 12.0))  # its number is another's now
     assert deadlines.due(12.0) == [ended(7)]
 
 
 def test_a_deadline_that_is_no_number_does_not_count() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 10.0))
-    deadlines.said(7, Word(2, math.nan))
+    deadlines.set(7, RankDeadline(1, 10.0))
+    deadlines.set(7, RankDeadline(2, math.nan))
     assert deadlines.due(10.0) == [ended(7)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(0, 100)), min_size=1))
-def test_nothing_that_is_said_late_undoes_a_later_change(words: list[tuple[int, float]]) -> None:
+def test_a_late_message_does_not_override_a_later_change(words: list[tuple[int, float]]) -> None:
     deadlines = Deadlines()
     for change, until in words:
-        deadlines.said(7, Word(change, until))
+        deadlines.set(7, RankDeadline(change, until))
     latest = max(change for change, _ in words)
     meant = next(until for change, until in reversed(words) if change == latest)
     assert deadlines.next() == meant
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 1000))
-def test_a_host_that_stood_still_has_no_rank_ended_for_that_time(
+def test_a_suspended_host_postpones_the_deadlines(
     deadline: float, slept_at: float, late: float
 ) -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, deadline))
+    deadlines.set(7, RankDeadline(1, deadline))
     woke_at = max(deadline, slept_at) + late
     slept = deadlines.woke(slept_at, deadline, woke_at)
     if woke_at > deadline + STANDSTILL:
@@ -86,62 +79,62 @@ def test_a_host_that_stood_still_has_no_rank_ended_for_that_time(
         assert deadlines.due(woke_at) == [ended(7)]
 
 
-def test_a_standstill_ends_no_rank_that_may_go_on_for_ever() -> None:
+def test_a_suspended_host_ends_no_rank_without_a_deadline() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, math.inf))
-    deadlines.said(8, Word(1, 10.0))
+    deadlines.set(7, RankDeadline(1, math.inf))
+    deadlines.set(8, RankDeadline(1, 10.0))
     deadlines.woke(0.0, 10.0, 60.0)
     assert deadlines.due(1e9) == [ended(8)]
 
 
-def test_a_rank_is_told_of_before_it_is_ended() -> None:
+def test_a_rank_is_overdue_before_it_is_ended() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 29.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), 29.0)
     assert deadlines.next() == 61.0
     assert deadlines.due(61.0) == [Due(7, 3)]
     assert deadlines.due(89.0) == []
     assert deadlines.due(90.0) == [ended(7)]
 
 
-def test_a_rank_has_time_to_report_it_itself_and_to_look_once_more() -> None:
+def test_a_rank_has_time_to_report_its_own_time_out() -> None:
     assert overdue_after(60.0, 90.0, 0.5) == 60.0 + MARGIN
     assert overdue_after(1.5, 2.0, 0.1) == 1.75
     assert overdue_after(60.0, 90.0, 30.0) == 90.0
 
 
-def test_a_rank_that_looks_too_seldom_is_ended_and_not_told_of_before() -> None:
+def test_a_rank_with_a_late_soft_deadline_is_only_ended() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), -5.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), -5.0)
     assert deadlines.next() == 90.0
     assert deadlines.due(100.0) == [ended(7)]
 
 
-def test_a_rank_that_has_reported_it_itself_is_not_told_of() -> None:
+def test_a_rank_that_has_reported_its_time_out_is_not_overdue() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 30.0)
-    deadlines.said(7, Word(1, 90.0, NOT_JUDGED), 30.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
+    deadlines.set(7, RankDeadline(1, 90.0, UNCHECKED), 30.0)
     assert deadlines.due(90.0) == [ended(7)]
 
 
-def test_a_rank_that_came_back_may_be_overdue_in_another_iteration() -> None:
+def test_a_rank_may_be_overdue_again_in_another_iteration() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 30.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
     assert deadlines.due(70.0) == [Due(7, 3)]
-    deadlines.said(7, Word(2, 100.0, 4), 30.0)
+    deadlines.set(7, RankDeadline(2, 100.0, 4), 30.0)
     assert deadlines.due(75.0) == [Due(7, 4)]
 
 
-def test_of_a_rank_that_is_overdue_and_to_be_ended_only_the_latter_counts() -> None:
+def test_a_rank_past_both_deadlines_is_only_ended() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 30.0)
-    deadlines.said(8, Word(1, 95.0, 3), 30.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
+    deadlines.set(8, RankDeadline(1, 95.0, 3), 30.0)
     assert deadlines.due(90.0) == [ended(7), Due(8, 3)]
 
 
-def test_a_standstill_puts_the_soft_deadline_off_as_well_and_repeats_none() -> None:
+def test_a_suspended_host_postpones_the_soft_deadline_and_repeats_none() -> None:
     deadlines = Deadlines()
-    deadlines.said(7, Word(1, 90.0, 3), 30.0)
-    deadlines.said(8, Word(1, 80.0, 3), 30.0)
+    deadlines.set(7, RankDeadline(1, 90.0, 3), 30.0)
+    deadlines.set(8, RankDeadline(1, 80.0, 3), 30.0)
     assert deadlines.due(51.0) == [Due(8, 3)]
     deadlines.woke(51.0, 61.0, 71.0)
     assert deadlines.next() == 80.0

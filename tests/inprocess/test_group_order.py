@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.training
-SCRIPT = Path(__file__).parents[1] / "helpers" / "group_order.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "group_order.py"
 
 
 def test_groups_end_after_the_frames_and_the_garbage_of_the_function_before_the_next_call() -> None:

@@ -1,23 +1,23 @@
-"""The service that runs groups: sessions, processes, what it refuses, and what it forgets."""
+"""The service that runs groups: sessions, processes, refusals, and deletion."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from regrow.inprocess import _messages as messages
-from regrow.inprocess._link import Timeouts
-from regrow.inprocess._service import FORGET, InprocessService
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group.group_messages import Timeouts
+from regrow.inprocess.group.group_service import FORGET, InprocessService
 
 TIMEOUTS = Timeouts()
 
 
 class Asking:
-    """Sessions that ask a service, and what each was told."""
+    """Sessions that ask a service, and the answers that each received."""
 
     def __init__(self) -> None:
         self.service = InprocessService()
         self.now = 0.0
-        self.told: dict[tuple[object, int], messages.Told] = {}
+        self.told: dict[tuple[object, int], messages.GroupReply] = {}
         self._number = 0
 
     def ask(self, session: str, question: messages.Asked) -> int:
@@ -37,11 +37,17 @@ class Asking:
     def take(self, answers: Any) -> None:
         for answer in answers:
             assert (answer.session, answer.id) not in self.told, "answered twice"
-            self.told[answer.session, answer.id] = messages.decode_answer(answer.body)
+            self.told[answer.session, answer.id] = messages.decode_reply(answer.body)
 
 
 def me(rank: int, process: str = "") -> tuple[str, int, str]:
     return "group", rank, process or f"process-{rank}"
+
+
+def refusal(answer: Any) -> str:
+    """The reason for which a question was refused."""
+    assert isinstance(answer, messages.GroupRefusal)
+    return answer.reason
 
 
 def join(rank: int, size: int, process: str = "") -> messages.Join:
@@ -79,7 +85,7 @@ def test_a_question_that_was_given_up_is_not_answered() -> None:
 def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
     for closed, kind, said in (
         (True, "TERMINATED", "its process is gone: it is over"),
-        (False, "UNRESPONSIVE", "nothing is heard of its process: it is over"),
+        (False, "UNRESPONSIVE", "its process sends nothing: it is over"),
     ):
         asking = running(2)
         following = asking.ask("session-1", messages.Follow(*me(1), 0))
@@ -90,7 +96,7 @@ def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
         assert (fault.kind, fault.rank, fault.message, fault.at) == (kind, 0, said, 7.0)
 
 
-def test_a_fault_says_how_long_ago_it_happened() -> None:
+def test_a_fault_has_the_seconds_since_it_happened() -> None:
     asking = running(3)
     asking.now = 5.0
     asking.ask("session-0", messages.Report(*me(0), 0, 1, "EXCEPTION", "a mistake", 0.25))
@@ -100,7 +106,7 @@ def test_a_fault_says_how_long_ago_it_happened() -> None:
     asking.take(asking.service.resumed("session-2", 7.25))
     asking.take(asking.service.suspended("session-2", 8.0))
     asking.now = 9.0
-    asking.ask("watcher", messages.Accuse("group", 2, "", "TERMINATED", "it was killed"))
+    asking.ask("watcher", messages.ReportDead(*me(2), "TERMINATED", "it was killed"))
     told = asking.answer("watcher", messages.Leave(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5))
     assert isinstance(told, messages.Left)
     times = [(fault.at, fault.lag) for fault in told.faults.records]
@@ -116,72 +122,76 @@ def test_a_process_that_speaks_over_another_session_outlives_the_old_one() -> No
     assert len(asking.told) == 4 + 2, "the follower over the other session was told too"
 
 
-def test_a_process_whose_connection_is_gone_gives_its_place_away_before_all_have_joined() -> None:
+def test_another_process_replaces_a_suspended_one_before_all_have_joined() -> None:
     asking = Asking()
     asking.ask("session-0", join(0, 2))
     refused = asking.answer("another", join(0, 2, "another process"))
-    assert isinstance(refused, messages.Failed)
-    assert "rank 0 has joined already, from another process" in refused.text
+    assert refusal(refused) == "mismatch"
+    assert "another process has joined as initial rank 0 already" in refused.text
     asking.take(asking.service.suspended("session-0", 1.0))
     waiting = asking.ask("another", join(0, 2, "another process"))
     asking.ask("session-1", join(1, 2))
     assert asking.told["another", waiting] == messages.Go(0)
     asking.take(asking.service.ended("session-0", "it is over", True, 2.0))
     assert asking.ask("another", messages.Follow(*me(0, "another process"), 0))
-    assert isinstance(asking.answer("session-0", messages.Follow(*me(0), 0)), messages.Unknown)
+    assert refusal(asking.answer("session-0", messages.Follow(*me(0), 0))) == "unknown"
 
 
-def test_a_rank_that_was_counted_out_is_told_that_the_others_have_begun() -> None:
+def test_another_process_cannot_replace_a_rank_that_was_counted_out() -> None:
     asking = running(2)
-    asking.ask("watcher", messages.Accuse("group", 0, "", "HARD_TIMEOUT", "it hangs"))
+    asking.ask("watcher", messages.ReportDead(*me(0), "HARD_TIMEOUT", "it hangs"))
     refused = asking.answer("another", join(0, 2, "another process"))
-    assert isinstance(refused, messages.Failed)
-    assert "rank 0 of the group 'group' was counted out, and the others have begun" in refused.text
+    assert refusal(refused) == "mismatch"
+    assert (
+        "initial rank 0 of the group 'group' was removed as lost, and the other ranks have already "
+        "started" in refused.text
+    )
 
 
-def test_an_accusation_of_a_process_does_not_meet_another_one() -> None:
+def test_a_report_about_a_process_does_not_end_the_next_one_of_its_rank() -> None:
     asking = running(2)
-    old = messages.Accuse("group", 0, "an older process", "TERMINATED", "it was killed")
-    assert asking.answer("watcher", old) == messages.Noted(False)
-    now = messages.Accuse("group", 0, "process-0", "TERMINATED", "it was killed")
-    assert asking.answer("watcher", now) == messages.Noted(True)
-
-
-def test_a_watcher_that_knows_no_names_accuses_in_all_groups() -> None:
-    asking = running(2)
-    asking.ask("session-1", messages.Join("another", 1, "process-1", 2, TIMEOUTS))
-    following = asking.ask("session-0", messages.Follow(*me(0), 0))
-    accused = messages.Accuse("", 1, "", "TERMINATED", "it was killed")
-    assert asking.answer("agent", accused) == messages.Noted(True)
-    assert isinstance(asking.told["session-0", following], messages.Interrupted)
-    joining = asking.ask("session-0", messages.Join("another", 0, "process-0", 2, TIMEOUTS))
-    assert asking.told["session-0", joining] == messages.Go(0)
-    entered = asking.answer("session-0", messages.Enter("another", 0, "process-0", 0, 0, 2))
-    assert [fault.message for fault in entered.faults.records] == ["it was killed"]
-    nobody = messages.Accuse("", 5, "", "TERMINATED", "it was killed")
-    assert asking.answer("agent", nobody) == messages.Noted(False)
+    following = asking.ask("session-1", messages.Follow(*me(1), 0))
+    old = messages.ReportDead(*me(0, "an older process"), "TERMINATED", "it was killed")
+    assert refusal(asking.answer("monitor", old)) == "unknown"
+    assert ("session-1", following) not in asking.told
+    now = messages.ReportDead(*me(0), "TERMINATED", "it was killed")
+    assert asking.answer("monitor", now) == messages.Noted()
+    assert isinstance(asking.told["session-1", following], messages.Interrupted)
 
 
 def test_ranks_that_mean_other_groups_are_refused_with_what_differs() -> None:
     asking = Asking()
     asking.ask("session-0", join(0, 2))
     refused = asking.answer("session-1", join(1, 3))
-    assert isinstance(refused, messages.Problem)
-    assert "set up by the first rank with 2 ranks" in refused.text
-    assert "there is no rank 2 among 2 ranks" in asking.answer("session-2", join(2, 2)).text
+    assert refusal(refused) == "impossible"
+    assert "the first rank joined with 2 ranks" in refused.text
+    assert (
+        "initial rank 2 does not exist in the group 'group' of 2 ranks"
+        in asking.answer("session-2", join(2, 2)).text
+    )
 
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     asking = running(2)
     for question, said in (
-        (messages.Enter(*me(0), 5, 0, 2), "rank 0 is in iteration 5, and the others in 0"),
-        (messages.Ready(*me(0), 0), "in which nothing has failed"),
-        (messages.Follow("other", 0, "process-0", 0), "there is no group 'other'"),
-        (messages.Follow(*me(0, "a stranger"), 0), "this process is not rank 0"),
+        (
+            messages.Enter(*me(0), 5, 0, 2),
+            "initial rank 0 is in iteration 5, but the group is in iteration 0",
+        ),
+        (messages.Ready(*me(0), 0), "but the iteration has no fault"),
+        (messages.Follow("other", 0, "process-0", 0), "initial rank 0 of the group 'other'"),
+        (messages.Follow(*me(0, "a stranger"), 0), "does not know this process as initial rank 0"),
     ):
-        assert said in asking.answer("session-0", question).text
+        session = "session-0" if question.group == "group" else "another"
+        assert said in asking.answer(session, question).text
+    other_rank = asking.answer("session-0", messages.Follow(*me(1), 0))
+    assert "this session belongs to initial rank 0" in other_rank.text
+    assert (
+        "this session belongs to initial rank 0"
+        in asking.answer("session-0", messages.Follow(*me(1), 0)).text
+    )
     asking.take(asking.service.asked("session-0", 99, b"\x93\x01nonsense", 0.0))
-    assert isinstance(asking.told["session-0", 99], messages.Problem)
+    assert refusal(asking.told["session-0", 99]) == "impossible"
     following = asking.ask("session-0", messages.Follow(*me(0), 0))
     assert ("session-0", following) not in asking.told
 
@@ -191,17 +201,18 @@ def test_a_group_is_forgotten_a_while_after_everybody_is_gone() -> None:
     asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
     assert asking.due_at() == 1.0 + FORGET
     told = asking.answer("late", messages.Ready(*me(0), 0))
-    assert isinstance(told, messages.CountedOut)
+    assert refusal(told) == "evicted"
     asking.take(asking.service.ended("late", "it is over", True, 2.0))
     asking.now = 2.0 + FORGET
     asking.take(asking.service.due(asking.now))
     assert asking.due_at() is None
-    assert isinstance(asking.answer("later", messages.Ready(*me(0), 0)), messages.Unknown)
+    assert refusal(asking.answer("later", messages.Ready(*me(0), 0))) == "unknown"
 
 
 def test_a_group_that_is_over_makes_room_for_another_of_its_name() -> None:
     asking = running(1)
-    asking.ask("session-0", messages.Done(*me(0), 0))
+    asking.ask("session-0", messages.RankDone(*me(0), 0))
+    asking.ask("session-0", messages.Confirm(*me(0), 0))
     assert asking.answer("session-0", join(0, 1, "the next call")) == messages.Go(0)
     entered = messages.Enter(*me(0, "the next call"), 0, 0, 1)
     assert asking.answer("session-0", entered) == messages.Go(0)

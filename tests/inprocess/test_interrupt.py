@@ -1,4 +1,4 @@
-"""The wrapped function is interrupted once, wherever it stands, and nothing else ever is."""
+"""The wrapped function is interrupted once, at any point, and no other code is."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from interrupting import Striker, blocked, sweep
-from processes import PATIENCE, wait_until
+from regrow.inprocess.monitor_thread import RankShouldRestart
 
-from regrow.inprocess import _interrupt, _spared
-from regrow.inprocess._interrupt import GuardedCall, Interrupter
-from regrow.inprocess._spared import RankShouldRestart
-from regrow.timer._stacks import CANDIDATES
+from helpers.processes import PATIENCE, wait_until
+from helpers.ranks.interrupting import Striker, blocked, sweep
+from regrow.inprocess.interrupt import interrupt, no_interrupt_zones
+from regrow.inprocess.interrupt.interrupt import GuardedCall, Interrupter
+from regrow.timer.stacks.answering import CANDIDATES
 
 SEED = 20261121
 
@@ -247,22 +247,95 @@ def test_they_do_in_another_thread_than_the_main_one(striker: Striker) -> None:
     in_another_thread(work)
 
 
+if sys.version_info >= (3, 13):
+
+    def test_nothing_is_left_switched_on_in_the_interpreter(striker: Striker) -> None:
+        monitoring = sys.monitoring
+
+        def tools() -> list[str | None]:
+            return [monitoring.get_tool(number) for number in range(6)]
+
+        def work() -> None:
+            with Interrupter() as interrupter:
+                call = interrupter.call()
+                striker.strike(call)
+                with pytest.raises(RankShouldRestart):
+                    call.run(Sites().nested)
+                assert striker.result()
+                (ours,) = set(tools()) - set(before)
+                assert ours == "regrow"
+                assert monitoring.get_events(tools().index(ours)) == 0
+
+        before = tools()
+        in_another_thread(work)
+        assert tools() == before
+
+    def test_a_thread_is_interrupted_also_when_other_tools_have_all_identifiers(
+        striker: Striker,
+    ) -> None:
+        monitoring = sys.monitoring
+        taken = [number for number in range(6) if monitoring.get_tool(number) is None]
+        for number in taken:
+            monitoring.use_tool_id(number, "of others")
+
+        def work() -> None:
+            with Interrupter() as interrupter:
+                call = interrupter.call()
+                striker.strike(call)
+                with pytest.raises(RankShouldRestart):
+                    call.run(Sites().nested)
+
+        try:
+            in_another_thread(work)
+        finally:
+            for number in taken:
+                monitoring.free_tool_id(number)
+
+
 # --- never after the call
 
 
+@contextlib.contextmanager
+def no_free_signal() -> Iterator[None]:
+    for number in CANDIDATES:
+        signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number in CANDIDATES:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def by_signal(interrupter: Interrupter) -> GuardedCall:
+    assert interrupter.signum is not None
+    return interrupter.call()
+
+
+def by_exception(interrupter: Interrupter) -> GuardedCall:
+    return GuardedCall(None, time.monotonic)
+
+
+def by_code_events(interrupter: Interrupter) -> GuardedCall:
+    assert interrupter.signum is None
+    return interrupter.call()
+
+
+WAYS = [by_signal, by_exception]
+if sys.version_info >= (3, 13):
+    WAYS.append(by_code_events)
+
+
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("by_signal", [True, False])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_exception_outlives_the_call_whenever_it_is_asked_for(
-    interrupter: Interrupter,
     striker: Striker,
     monkeypatch: pytest.MonkeyPatch,
     late: bool,
-    by_signal: bool,
+    way: Callable[[Interrupter], GuardedCall],
 ) -> None:
-    def make() -> GuardedCall:
-        return interrupter.call() if by_signal else GuardedCall(None, time.monotonic)
-
-    found = sweep(make, striker, monkeypatch, late=late)
+    without = no_free_signal() if way is by_code_events else contextlib.nullcontext()
+    with without, Interrupter() as interrupter:
+        found = sweep(lambda: way(interrupter), striker, monkeypatch, late=late)
     assert found.strays == []
     assert found.instructions > 20
     assert found.interrupted > 5
@@ -284,7 +357,7 @@ class ClassicalCall:
 
     def interrupt(self) -> bool:
         if self._running:
-            _interrupt._set_async_exception(self._thread, RankShouldRestart)
+            interrupt.set_async_exception(self._thread, RankShouldRestart)
             return True
         return False
 
@@ -300,7 +373,7 @@ def test_such_a_sweep_finds_the_classical_race(
 
 @contextlib.contextmanager
 def waits() -> Iterator[dict[str, Callable[[], object]]]:
-    """Calls that last for ever."""
+    """Calls that last without end."""
     lock = threading.Lock()
     condition = threading.Condition()
     reading, writing = os.pipe()
@@ -455,7 +528,9 @@ def test_a_callback_of_the_collector_is_completed_and_loses_no_exception(
     assert completed == [True]
 
 
-def test_who_handles_the_exception_is_let_clean_up(requests: Requests, striker: Striker) -> None:
+def test_a_function_may_clean_up_while_it_handles_the_exception(
+    requests: Requests, striker: Striker
+) -> None:
     steps = []
 
     def clean_up() -> None:
@@ -484,15 +559,13 @@ def test_who_handles_the_exception_is_let_clean_up(requests: Requests, striker: 
     assert steps == ["cleaned up", "done"]
 
 
-def test_who_takes_too_long_for_it_is_interrupted_again(
-    requests: Requests, striker: Striker
-) -> None:
+def test_a_cleanup_that_takes_too_long_is_interrupted(requests: Requests, striker: Striker) -> None:
     def work() -> None:
         try:
             time.sleep(1000)
         finally:
             requests.await_some()
-            requests.now += _spared.PATIENCE
+            requests.now += no_interrupt_zones.PATIENCE
             time.sleep(1000)
 
     with Interrupter(requests.clock) as interrupter:
@@ -548,7 +621,7 @@ def interrupted_while(interrupter: Interrupter, striker: Striker, error: BaseExc
     call.run(work)
 
 
-def test_who_takes_a_lock_is_let_pass_however_often_it_is_met_as_long_as_it_gets_on() -> None:
+def test_a_function_that_takes_a_lock_is_interrupted_only_if_it_is_blocked() -> None:
     def acquire() -> None: ...
 
     def met(instruction: int) -> bool:
@@ -558,37 +631,37 @@ def test_who_takes_a_lock_is_let_pass_however_often_it_is_met_as_long_as_it_gets
     guard: Any = SimpleNamespace()
     top: Any = SimpleNamespace(f_code=acquire.__code__, f_back=guard)
     now = 0.0
-    look = _spared.Look(lambda: now, wakes=True)
-    assert not any(met(step) for step in range(3 * _spared.LOOKS))
+    look = no_interrupt_zones.Look(lambda: now, wakes=True)
+    assert not any(met(step) for step in range(3 * no_interrupt_zones.LOOKS))
     # In a loop it does not: it was there before.
-    assert [met(step % 2) for step in range(_spared.LOOKS - 1)] == [False] * 3 + [True]
+    assert [met(step % 2) for step in range(no_interrupt_zones.LOOKS - 1)] == [False] * 3 + [True]
     # Nor when it waits; but an exception that comes when it has the lock is no way to end that.
-    look = _spared.Look(lambda: now, wakes=True)
-    assert [met(7) for _ in range(_spared.LOOKS)] == [False] * 4 + [True]
-    look = _spared.Look(lambda: now, wakes=False)
-    assert not any(met(7) for _ in range(3 * _spared.LOOKS))
-    now = _spared.PATIENCE
+    look = no_interrupt_zones.Look(lambda: now, wakes=True)
+    assert [met(7) for _ in range(no_interrupt_zones.LOOKS)] == [False] * 4 + [True]
+    look = no_interrupt_zones.Look(lambda: now, wakes=False)
+    assert not any(met(7) for _ in range(3 * no_interrupt_zones.LOOKS))
+    now = no_interrupt_zones.PATIENCE
     assert met(7)
 
 
-def test_a_signal_that_comes_while_one_is_handled_does_not_judge_the_handler(
+def test_a_second_signal_ignores_the_frames_of_the_handler(
     interrupter: Interrupter, striker: Striker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    judge = _spared.Look.at
+    judge = no_interrupt_zones.Look.at
 
-    def at(look: _spared.Look, top: FrameType, *others: Any) -> bool:
+    def at(look: no_interrupt_zones.Look, top: FrameType, *others: Any) -> bool:
         found.append(top.f_code.co_name)
         if len(found) == 1:
-            assert interrupter._signum is not None
-            signal.raise_signal(interrupter._signum)
+            assert interrupter.signum is not None
+            signal.raise_signal(interrupter.signum)
         return judge(look, top, *others)
 
     def acquire() -> None:
         while True:
             time.sleep(0.0001)
 
-    monkeypatch.setattr(_spared.Look, "at", at)
+    monkeypatch.setattr(no_interrupt_zones.Look, "at", at)
     while found[:1] != ["acquire"]:  # it may be struck before the function has begun
         found.clear()
         call = interrupter.call()
@@ -597,7 +670,7 @@ def test_a_signal_that_comes_while_one_is_handled_does_not_judge_the_handler(
             call.run(acquire)
         assert striker.result()
     assert set(found) == {"acquire"}
-    assert len(found) >= _spared.LOOKS
+    assert len(found) >= no_interrupt_zones.LOOKS
 
 
 def test_an_exception_of_the_functions_own_is_the_cause(
@@ -610,7 +683,7 @@ def test_an_exception_of_the_functions_own_is_the_cause(
     assert striker.result()
 
 
-def test_who_leaves_for_good_is_not_kept(interrupter: Interrupter, striker: Striker) -> None:
+def test_a_function_that_exits_is_not_restarted(interrupter: Interrupter, striker: Striker) -> None:
     with pytest.raises(SystemExit):
         interrupted_while(interrupter, striker, SystemExit(3))
     assert striker.result()
@@ -651,13 +724,13 @@ def test_what_the_caller_handles_is_no_exception_of_the_call(
 # --- the signal
 
 
-def test_the_signal_is_one_that_nobody_has() -> None:
+def test_the_signal_is_the_last_unused_one() -> None:
     last = CANDIDATES[-1]
     signal.signal(last, lambda *_: None)
     signal.signal(last - 1, signal.SIG_IGN)
     try:
         with Interrupter() as interrupter:
-            assert interrupter.call()._signum == last - 2
+            assert interrupter.signum == last - 2
         assert signal.getsignal(last - 2) is signal.SIG_DFL
     finally:
         signal.signal(last, signal.SIG_DFL)
@@ -667,33 +740,26 @@ def test_the_signal_is_one_that_nobody_has() -> None:
 def test_without_a_free_signal_code_is_interrupted_and_calls_are_not(
     striker: Striker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for number in CANDIDATES:
-        signal.signal(number, lambda *_: None)
-    try:
-        with Interrupter() as interrupter:
-            call = interrupter.call()
-            striker.strike(call)
-            with pytest.raises(RankShouldRestart):
-                call.run(Sites().nested)
-    finally:
-        for number in CANDIDATES:
-            signal.signal(number, signal.SIG_DFL)
+    with no_free_signal(), Interrupter() as interrupter:
+        call = interrupter.call()
+        striker.strike(call)
+        with pytest.raises(RankShouldRestart):
+            call.run(Sites().nested)
     assert striker.result()
     assert "catches or ignores the signals 44 to 55" in caplog.text
 
 
 IN_A_PROCESS_OF_ITS_OWN = """
 import signal, threading
-from regrow.inprocess._interrupt import Interrupter
-from regrow.timer import _stacks
+from regrow.inprocess.interrupt.interrupt import Interrupter
+from regrow.timer.stacks.answering import arm
 
 with Interrupter() as interrupter:
-    mine = interrupter.call()._signum
-    _stacks.arm()
-    marker = _stacks._armed.marker
+    mine = interrupter.signum
+    marker = arm()
     assert mine not in (marker.all_threads, marker.one_thread)
 with Interrupter() as interrupter:
-    assert interrupter.call()._signum == mine
+    assert interrupter.signum == mine
     signal.pthread_sigmask(signal.SIG_BLOCK, {mine})
     signal.pthread_kill(threading.get_ident(), mine)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {mine})
@@ -705,7 +771,7 @@ print("alive")
 """
 
 
-def test_a_late_signal_kills_nobody_and_those_for_stacks_are_others() -> None:
+def test_a_late_signal_does_not_end_the_process() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS_OF_ITS_OWN],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The rules of a group, by what must hold whatever happens in whatever order."""
+"""The rules of a group: properties that hold for all events in any order."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.inprocess import _messages as messages
-from regrow.inprocess._group import Group, Phase, bit, ranks_of
-from regrow.inprocess._iteration import Lost, Tick, step
-from regrow.inprocess._link import Timeouts
-from regrow.inprocess._reply import reply
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group.group import Group, Phase, bit, ranks_of, reply
+from regrow.inprocess.group.group_messages import Timeouts
+from regrow.inprocess.group.group_rules import Lost, Tick, step
 
 TIMEOUTS = Timeouts(barrier=10.0, completion=8.0, last_call=1.0)
 SIZE = 4
 
-Told = messages.Told | None
+Told = messages.GroupReply | None
 
 
 def me(rank: int) -> tuple[str, int, str]:
@@ -37,23 +36,28 @@ def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.
             return messages.Leave(*me(rank), iteration, "BASE_EXCEPTION", "exits", False)
         case "discarded":
             return messages.Leave(*me(rank), iteration, "EXCEPTION", "no place", True)
-        case "accuse":
-            return messages.Accuse(*me(rank), "HARD_TIMEOUT", "it hangs")
     of: dict[str, Any] = {
         "follow": messages.Follow,
-        "heard": messages.Heard,
+        "heard": messages.AnswerLastCall,
         "ready": messages.Ready,
         "completed": messages.Completed,
         "wait": messages.WaitCompleted,
-        "done": messages.Done,
+        "done": messages.RankDone,
+        "confirm": messages.Confirm,
     }
     asked: messages.Asked = of[kind](*me(rank), iteration)
     return asked
 
 
-KINDS = ("enter", "heard", "ready", "follow", "wait", "completed", "done", "report")
-TOGETHER = {"all enter": "enter", "all heard": "heard", "all ready": "ready"}
-ENDS = ("leave", "discarded", "accuse", "lost")
+KINDS = ("enter", "heard", "ready", "follow", "wait", "completed", "done", "confirm", "report")
+TOGETHER = {
+    "all enter": "enter",
+    "all heard": "heard",
+    "all ready": "ready",
+    "all done": "done",
+    "all confirm": "confirm",
+}
+ENDS = ("leave", "discarded", "lost")
 
 events = st.lists(
     st.tuples(
@@ -91,7 +95,7 @@ def happen(group: Group, kind: str, rank: int, iteration: int, number: int, now:
 
 
 @given(events)
-def test_time_and_iterations_only_go_on_and_who_has_ended_stays_so(happened: list[Any]) -> None:
+def test_iterations_only_increase_and_an_ended_rank_stays_ended(happened: list[Any]) -> None:
     group, now = joined(), 0.0
     for kind, rank, off, number, passes in happened:
         now += passes
@@ -112,7 +116,7 @@ def test_time_and_iterations_only_go_on_and_who_has_ended_stays_so(happened: lis
 
 
 @given(events)
-def test_the_same_word_twice_is_the_same_as_once(happened: list[Any]) -> None:
+def test_a_repeated_message_changes_nothing(happened: list[Any]) -> None:
     group, now = joined(), 0.0
     for kind, rank, off, number, passes in happened:
         now += passes
@@ -123,23 +127,24 @@ def test_the_same_word_twice_is_the_same_as_once(happened: list[Any]) -> None:
 
 
 @given(events)
-def test_what_was_answered_once_is_answered_again_and_alike_for_all(happened: list[Any]) -> None:
+def test_a_repeated_question_gets_the_same_answer_on_all_ranks(happened: list[Any]) -> None:
     group, now = joined(), 0.0
     for kind, rank, off, number, passes in happened:
         now += passes
         group = happen(group, kind, rank, group.iteration + off, number, now)
         living = ranks_of(group.living)
-        for wanted in ("enter", "follow", "heard", "ready", "wait", "done"):
+        for wanted in ("enter", "follow", "heard", "ready", "wait", "done", "confirm"):
             for iteration in {group.iteration, max(group.iteration - 1, 0)}:
                 told = [reply(group, question(wanted, r, iteration), now) for r in living]
                 assert all(answer == told[0] for answer in told)
                 past = iteration < group.iteration
                 assert not past or None not in told
-                assert not any(isinstance(answer, messages.Problem) for answer in told)
+                reasons = {a.reason for a in told if isinstance(a, messages.GroupRefusal)}
+                assert reasons <= {"missing", "mismatch"}
 
 
 @given(events)
-def test_nobody_waits_for_ever_once_somebody_waits_for_all(happened: list[Any]) -> None:
+def test_every_barrier_ends_at_its_deadline(happened: list[Any]) -> None:
     group, now = joined(), 0.0
     for kind, rank, off, number, passes in happened:
         now += passes
@@ -147,6 +152,7 @@ def test_nobody_waits_for_ever_once_somebody_waits_for_all(happened: list[Any]) 
     waits_for = {
         Phase.ENTERING: "enter",
         Phase.RUNNING: "done",
+        Phase.CONFIRMING: "confirm",
         Phase.LAST_CALL: "heard",
         Phase.ENDING: "ready",
     }
@@ -195,7 +201,7 @@ def test_the_first_rank_to_come_decides_how_long_the_others_may_take() -> None:
     assert group.deadline == 13.0
     group = step(group, Tick(), 13.0)
     assert group.failure is not None
-    assert group.failure.text.startswith("2 of 4 ranks (0, 3) did not come to the barrier")
+    assert group.failure.text.startswith("2 of 4 ranks (0, 3) did not arrive at the barrier")
 
 
 def test_another_process_takes_the_place_of_one_that_died_before_all_had_joined() -> None:
@@ -233,12 +239,84 @@ def test_many_faults_keep_their_records_and_the_first_of_them_their_messages() -
     assert group.living & bit(0) == 0
 
 
-def test_who_was_not_done_in_time_is_not_overdue_once_more() -> None:
+def test_a_rank_that_was_not_done_in_time_has_one_soft_time_out() -> None:
     group = entered([(rank, SIZE) for rank in range(SIZE)])
     for rank in range(SIZE - 1):
-        group = step(group, messages.Done(*me(rank), 0), 1.0)
+        group = step(group, messages.RankDone(*me(rank), 0), 1.0)
     group = step(group, Tick(), 1.0 + TIMEOUTS.completion)
     assert [(fault.kind, fault.rank) for fault in group.faults] == [("SOFT_TIMEOUT", SIZE - 1)]
     name, rank, process = me(SIZE - 1)
-    again = messages.overdue(name, rank, process, 0, "seen by its monitor")
+    again = messages.Report(
+        name, rank, process, 0, messages.OVERDUE, "SOFT_TIMEOUT", "seen by its monitor"
+    )
     assert step(group, again, 11.0).faults == group.faults
+
+
+def running() -> Group:
+    return entered([(rank, SIZE) for rank in range(SIZE)])
+
+
+def all_say(group: Group, kind: str, ranks: range = range(SIZE)) -> Group:
+    for rank in ranks:
+        group = step(group, question(kind, rank, 0), 1.0)
+    return group
+
+
+def leaves(group: Group, rank: int) -> Told:
+    asked = question("leave", rank, group.iteration)
+    return reply(step(group, asked, 2.0), asked, 2.0)
+
+
+def test_a_rank_that_leaves_a_failed_group_receives_the_failure() -> None:
+    late = step(all_say(joined(), "enter", range(SIZE - 1)), Tick(), 1.0 + TIMEOUTS.barrier)
+    disagree = entered([(0, 4), (1, 4), (2, 4), (2, 4)])
+    for group in (late, disagree):
+        assert isinstance(group.failure, messages.GroupRefusal)
+        assert leaves(group, 0) == group.failure
+
+
+def test_a_rank_that_left_before_the_group_failed_has_left() -> None:
+    group = step(running(), question("leave", 0, 0), 1.0)
+    for kind in ("heard", "ready"):
+        group = all_say(group, kind, range(1, SIZE - 1))
+    group = step(group, Tick(), 3.0)  # the last call is over
+    group = step(group, Tick(), 20.0)
+    assert group.failure is not None
+    assert isinstance(leaves(group, 0), messages.Left)
+    assert leaves(group, 1) == group.failure
+
+
+def test_the_call_is_over_when_all_ranks_know_that_all_are_done() -> None:
+    group = all_say(running(), "done")
+    assert group.phase is Phase.CONFIRMING
+    assert reply(group, question("done", 0, 0), 1.0) == messages.Go(0)
+    assert reply(group, question("follow", 0, 0), 1.0) is None
+    group = all_say(group, "confirm")
+    assert group.phase is Phase.OVER
+    assert reply(group, question("confirm", 0, 0), 1.0) == messages.Over()
+
+
+def test_the_others_go_on_without_a_rank_that_dies_before_the_call_is_over() -> None:
+    group = all_say(all_say(running(), "done"), "confirm", range(SIZE - 1))
+    group = step(group, Lost(SIZE - 1, "TERMINATED", "gone"), 2.0)
+    assert group.phase is Phase.LAST_CALL
+    assert isinstance(reply(group, question("confirm", 0, 0), 2.0), messages.Interrupted)
+
+
+def test_no_rank_continues_in_place_of_another_when_the_call_is_over() -> None:
+    group = all_say(all_say(running(), "done"), "confirm")
+    assert leaves(group, 0) == messages.Over()
+    assert step(group, Lost(0, "TERMINATED", "gone"), 3.0) is group
+
+
+def test_a_rank_that_does_not_confirm_in_time_has_a_fault() -> None:
+    group = all_say(all_say(running(), "done"), "confirm", range(SIZE - 1))
+    assert group.deadline == 1.0 + TIMEOUTS.completion
+    group = step(group, Tick(), 1.0 + TIMEOUTS.completion)
+    assert [(fault.kind, fault.rank) for fault in group.faults] == [("SOFT_TIMEOUT", SIZE - 1)]
+    assert "did not confirm the end of the call 8 s after" in group.faults[0].message
+
+
+def test_a_rank_cannot_confirm_before_all_are_done() -> None:
+    with pytest.raises(ValueError, match="but not all ranks are done"):
+        step(all_say(running(), "done", range(2)), question("confirm", 0, 0), 1.0)

@@ -1,4 +1,4 @@
-"""Over torch's own stores, which tell nobody, a rank that is killed is not waited for either."""
+"""Ranks with a store of torch restart without a rank that was killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.training
-SCRIPT = Path(__file__).parents[1] / "helpers" / "killed_torch_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "killed_torch_ranks.py"
 
 
 @pytest.fixture(scope="module")

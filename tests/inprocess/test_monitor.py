@@ -1,4 +1,4 @@
-"""Ranks that can do nothing about it any more are ended from outside, and the others go on."""
+"""The monitor ends ranks that cannot act, and the other ranks continue."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import wait_until
-from storing import ServerThread
 
-from regrow.inprocess._monitor import Monitor
-from regrow.inprocess._monitor_start import monitor_name
-from regrow.inprocess._service import InprocessService
+from helpers.processes import wait_until
+from helpers.stores.storing import ServerThread
+from regrow.inprocess.group.group_service import InprocessService
+from regrow.inprocess.watchdog.monitor import Monitor
+from regrow.inprocess.watchdog.monitor_client import monitor_job, monitor_name
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "hung_ranks.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "hung_ranks.py"
 
 Fates = list[dict[str, Any]]
 Play = Callable[[str], Fates]
@@ -74,6 +75,13 @@ def went_on(fate: dict[str, Any]) -> bool:
     return fate.get("exit") == 0 and notes in (twice, twice[1:])
 
 
+def log_with(folder: Path, part: str) -> str:
+    """Wait until the monitor has noted something of rank 1, which it does in a thread."""
+    path = folder / "monitor.1.log"
+    wait_until(lambda: path.exists() and part in path.read_text(), f"the monitor notes {part!r}")
+    return path.read_text()
+
+
 def causes(fates: Fates) -> list[str]:
     """What the restarts are said to have been for."""
     notes = [note for fate in fates for note in fate["notes"]]
@@ -93,19 +101,17 @@ def test_a_rank_that_holds_the_interpreters_lock_is_ended_and_it_is_known_where_
     assert kinds
     seen = "SOFT_TIMEOUT on initial rank 1: no progress for 0.6 s: in hold_the_lock"
     assert all(cause.startswith(seen) for cause in kinds)
-    log = (tmp_path / "monitor.1.log").read_text()
+    log = log_with(tmp_path, " is ended: no progress for 2.7 s: in hold_the_lock")
     told, ended = log.split(" does not answer: no progress for 0.6 s: in hold_the_lock")
     assert "initial rank 1 (process" in told
     assert " is ended: no progress for 2.7 s: in hold_the_lock" in ended
     assert ended.count(" in hold_the_lock\n") == 2  # the stack was taken each time
     assert "is killed" not in log
-    assert not (tmp_path / "monitor.0.log").exists()
+    assert len((tmp_path / "monitor.0.log").read_text().splitlines()) == 1  # that it is watched
 
 
-def test_ranks_beside_it_tell_the_others_where_the_monitor_cannot_speak_to_their_store(
-    play: Play,
-) -> None:
-    fates = play("holds_the_lock_with_a_store_of_torchs_kind")
+def test_a_rank_that_hangs_is_ended_where_the_user_has_handed_in_a_store(play: Play) -> None:
+    fates = play("holds_the_lock_with_a_store_of_the_users")
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])
@@ -120,14 +126,10 @@ def test_a_rank_that_is_stopped_is_continued_and_ended(play: Play) -> None:
     assert any("stopped by a signal" in cause for cause in causes(fates))
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["is_stopped_until_the_others_restart", "is_stopped_so_with_a_store_of_torchs_kind"],
-)
 def test_the_others_restart_at_the_soft_time_out_of_a_rank_that_is_stopped_and_it_may_come_back(
-    play: Play, tmp_path: Path, case: str
+    play: Play, tmp_path: Path
 ) -> None:
-    fates = play(case)
+    fates = play("is_stopped_until_the_others_restart")
     for fate in fates:
         notes = [note for note in fate["notes"] if not note.startswith("log: ")]
         assert fate.get("exit") == 0
@@ -135,29 +137,20 @@ def test_the_others_restart_at_the_soft_time_out_of_a_rank_that_is_stopped_and_i
     kinds = causes(fates)
     assert kinds
     assert all(cause.startswith("SOFT_TIMEOUT on initial rank 1: no progress") for cause in kinds)
-    assert "does not answer" in (tmp_path / "monitor.1.log").read_text()
+    assert log_with(tmp_path, "does not answer")
 
 
 @pytest.mark.thorough
-def test_a_rank_that_does_not_heed_sigterm_is_killed_after_the_grace(
-    play: Play, tmp_path: Path
-) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(play: Play, tmp_path: Path) -> None:
     fates = play("holds_it_and_heeds_no_signal")
     assert fates[1]["signal"] == signal.SIGKILL
     assert went_on(fates[0])
     assert went_on(fates[2])
-    assert (
-        "has not ended within 0.1 s of SIGTERM, and is killed"
-        in (tmp_path / "monitor.1.log").read_text()
-    )
+    assert log_with(tmp_path, "has not ended within 0.1 s of SIGTERM, and is killed")
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["is_stuck_where_an_exception_does_not_arrive", "is_stuck_so_with_a_store_of_torchs_kind"],
-)
-def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play, case: str) -> None:
-    fates = play(case)
+def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play) -> None:
+    fates = play("is_stuck_where_an_exception_does_not_arrive")
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])
@@ -185,10 +178,10 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
     # By the latter where the others had met it already, and waited for it to enter.
     kinds = ("EXCEPTION on initial rank 1", "HARD_TIMEOUT on initial rank 1")
     assert all(cause.startswith(kinds) for cause in causes(fates))
-    assert "no progress for 1.5 s: " in (tmp_path / "monitor.1.log").read_text()
+    assert log_with(tmp_path, "no progress for 1.5 s: ")
     log = "\n".join(fates[1]["notes"])  # of all threads, since the abort is in one of its own
-    assert "no automatic progress for 0.6 s; the restart stands here" in log
-    assert "in get_stuck" in log.split("the restart stands here")[1]
+    assert "no automatic progress for 0.6 s; stack of the restart" in log
+    assert "in get_stuck" in log.split("stack of the restart")[1]
 
 
 @pytest.mark.thorough
@@ -199,17 +192,64 @@ def test_a_rank_that_hangs_as_it_leaves_is_ended(play: Play) -> None:
     assert went_on(fates[2])
 
 
+def test_a_rank_that_is_stopped_while_it_waits_is_ended_and_the_others_go_on(play: Play) -> None:
+    fates = play("is_stopped_when_it_is_done")
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert went_on(fates[0])
+    assert went_on(fates[2])
+
+
+@pytest.mark.thorough
+def test_a_reserve_rank_that_is_stopped_does_not_keep_the_others_from_restarting(
+    play: Play,
+) -> None:
+    fates = play("is_stopped_in_reserve")
+    assert fates[1]["signal"] == signal.SIGTERM
+    for fate in (fates[0], fates[2]):
+        assert fate["exit"] == 0
+        assert fate["notes"][-2:] == ["called in a world of 2", "returned"]
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("is_stuck_in_completion", "no progress for 0.7 s: in get_stuck"),
+        ("never_returns_from_completion", "no return in time: in compute"),
+        pytest.param("is_stopped_in_completion", "no progress", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_that_hangs_in_completion_is_ended(
+    play: Play, tmp_path: Path, case: str, why: str
+) -> None:
+    fates = play(case)
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert [fates[rank]["notes"][-1] for rank in (0, 2)] == ["returned"] * 2
+    assert log_with(tmp_path, f" is ended: {why}")
+
+
+def test_a_rank_that_makes_progress_in_terminate_has_to_return_from_it_in_time(
+    play: Play, tmp_path: Path
+) -> None:
+    fates = play("never_returns_from_terminate")
+    assert fates[1]["signal"] == signal.SIGTERM
+    assert went_on(fates[0])
+    assert went_on(fates[2])
+    assert log_with(tmp_path, " is ended: no return in time: in compute")
+
+
 def test_a_monitor_that_was_killed_is_started_again_and_keeps_the_time_out(play: Play) -> None:
     fates = play("loses_its_monitor")
     assert "another monitor: True" in fates[1]["notes"]
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])
-    warnings = [[note for note in fate["notes"] if "started again" in note] for fate in fates]
+    warnings = [
+        [note for note in fate["notes"] if "starting another one" in note] for fate in fates
+    ]
     assert [len(each) for each in warnings] == [1, 1, 1]
 
 
-def test_a_monitor_is_light_spares_who_is_not_to_be_judged_and_ends_with_its_ranks(
+def test_a_monitor_is_light_ignores_group_signals_and_ends_with_its_ranks(
     play: Play, server: ServerThread, tmp_path: Path
 ) -> None:
     fates = play("is_not_to_be_judged")
@@ -217,17 +257,19 @@ def test_a_monitor_is_light_spares_who_is_not_to_be_judged_and_ends_with_its_ran
     notes = fates[1]["notes"]
     assert "has slept" in notes
     assert "torch: False" in notes
+    assert "the same monitor: True" in notes
     assert next(int(note.split()[1]) for note in notes if note.startswith("kB: ")) < 25_000
 
     def is_gone() -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
-            return nobody.connect_ex(monitor_name(server.endpoint)) != 0
+            return nobody.connect_ex(monitor_name(job)) != 0
 
+    job = monitor_job(server.endpoint, server.token)
     wait_until(is_gone, "the monitor lets go of its socket")
-    wait_until(lambda: not list(tmp_path.glob("*.pid")), "the monitor removes its pid files")
+    assert len({path.read_text() for path in tmp_path.glob("monitor.?.pid")}) == 1
 
 
-def test_a_process_that_has_ended_before_it_said_anything_is_nothing_to_speak_of(
+def test_a_process_that_ended_before_its_first_packet_is_not_reported(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     name = f"\0regrow-test-{os.getpid()}"
@@ -238,3 +280,48 @@ def test_a_process_that_has_ended_before_it_said_anything_is_nothing_to_speak_of
         subprocess.run([sys.executable, "-S", "-c", f"import socket; {connect}"], check=True)
         Monitor(listener).run()
     assert capfd.readouterr() == ("", "")
+
+
+STUCK_STDERR = """
+import os, sys, time
+from datetime import timedelta
+from regrow.inprocess import CallWrapper, Wrapper
+
+def seconds(number):
+    return timedelta(seconds=number)
+
+@Wrapper(
+    soft_timeout=seconds(0.5),
+    hard_timeout=seconds(1),
+    termination_grace_time=seconds(0.5),
+    monitor_thread_interval=seconds(0.1),
+    monitor_process_interval=seconds(0.1),
+    progress_watchdog_interval=seconds(0.1),
+)
+def hang(call: CallWrapper):
+    sum(range(10**12))  # holds the interpreter's lock
+
+os.dup2(int(sys.argv[1]), 2)  # the monitor's stderr as well
+hang()
+"""
+
+
+def test_a_blocked_stderr_does_not_keep_a_hung_rank_alive(
+    server: ServerThread,
+) -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"." * 4096)
+    os.set_blocking(writes, True)
+    environ = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "stuck"}
+    environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
+    command = [sys.executable, "-c", STUCK_STDERR, str(writes)]
+    with subprocess.Popen(command, env=environ, pass_fds=(writes,)) as rank:
+        try:
+            assert rank.wait(60) == -signal.SIGTERM
+        finally:
+            rank.kill()
+            os.close(reads)
+            os.close(writes)

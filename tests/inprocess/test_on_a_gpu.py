@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storing import ServerThread
 
-from regrow.inprocess._service import InprocessService
+from helpers.stores.storing import ServerThread
+from regrow.inprocess.group.group_service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(200)]
-SCRIPT = Path(__file__).parents[1] / "helpers" / "gpu_rank.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "gpu_rank.py"
 
 Play = Callable[..., Any]
 
@@ -69,13 +69,13 @@ def test_a_restart_keeps_the_cuda_context_and_what_is_in_its_memory(stuck: Any) 
 def test_a_device_is_fit_when_it_is_through_and_not_while_it_is_busy(play: Play) -> None:
     idle, late, was_busy, idle_again = play("is_checked")["seen"]
     assert idle
-    assert late == "CudaHealthCheck-0 was not through after 0.01 s"
+    assert late == "CudaHealthCheck-0 did not finish within 0.01 s"
     assert was_busy
     assert idle_again
 
 
 def test_a_rank_with_a_broken_context_leaves_and_the_others_go_on(play: Play) -> None:
     told = play("is_broken")
-    assert told["raised"].startswith("rank 0 (at first 0) is not fit to go on: ")
+    assert told["raised"].startswith("rank 0 (initial rank 0) is not healthy enough to continue: ")
     assert "CUDA error" in told["cause"]
     assert told["beside"] == 0

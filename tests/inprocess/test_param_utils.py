@@ -1,4 +1,4 @@
-"""An argument is filled in where its annotation asks for it, however that is written."""
+"""Arguments are filled in by their annotations, in every notation."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_more_than_one_place_for_it_is_an_error() -> None:
         filled(train)
 
 
-def test_arguments_that_do_not_fit_are_told_as_python_tells_them() -> None:
+def test_arguments_that_do_not_fit_raise_pythons_error() -> None:
     def train(a: int, live: Live) -> None: ...
 
     with pytest.raises(TypeError, match="missing a required argument: 'a'"):

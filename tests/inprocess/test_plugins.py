@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.inprocess import Compose, FrozenState, State, _torch_abort
+from regrow.inprocess import Compose, FrozenState, State
 from regrow.inprocess.abort import (
     Abort,
     AbortPersistentCheckpointProcesses,
@@ -43,6 +43,7 @@ from regrow.inprocess.nested_restarter import (
     NestedRestarterHandlingStarting,
 )
 from regrow.inprocess.terminate import Terminate
+from regrow.inprocess.torch import torch_abort
 
 LONG = timedelta(seconds=30)
 
@@ -106,7 +107,7 @@ def test_a_threaded_finalize_calls_the_function_in_another_thread() -> None:
 def test_a_threaded_finalize_that_is_late_is_given_up() -> None:
     held = threading.Event()
     late = ThreadedFinalize(timedelta(milliseconds=10), held.wait)
-    with pytest.raises(TimeoutError, match=r"ThreadedFinalize-0 was not through after 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"ThreadedFinalize-0 did not finish within 0.01 s"):
         late(state())
     held.set()
 
@@ -155,7 +156,7 @@ def test_process_groups_are_aborted_where_torch_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     aborted: list[bool] = []
-    monkeypatch.setattr(_torch_abort, "abort_process_groups", lambda: aborted.append(True))
+    monkeypatch.setattr(torch_abort, "abort_process_groups", lambda: aborted.append(True))
     given = state()
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert AbortTorchDistributed()(given) is given
@@ -198,7 +199,7 @@ def test_checkpoints_of_nvidia_resiliency_ext_are_aborted_where_it_is_loaded(
     assert aborted == [True]
 
 
-def test_the_trace_of_collectives_goes_where_the_argument_or_the_environment_says(
+def test_the_argument_or_the_environment_names_the_folder_of_the_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("NVRX_FR_TRACE_PATH", raising=False)
@@ -231,7 +232,7 @@ def test_a_trace_that_cannot_be_had_keeps_no_abort_back(
         ("torch.distributed", distributed),
     ):
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(_torch_abort, "abort_process_groups", lambda: aborted.append(True))
+    monkeypatch.setattr(torch_abort, "abort_process_groups", lambda: aborted.append(True))
     AbortTorchDistributed(folder.format(tmp_path=tmp_path))(state(0))
     assert aborted == [True]
     assert "the trace of torch's collectives cannot be written" in caplog.text
@@ -240,7 +241,7 @@ def test_a_trace_that_cannot_be_had_keeps_no_abort_back(
 # ------------------------------------------------------------------ nested restarters
 
 
-def test_an_outer_launcher_is_told_what_the_inner_restarter_does() -> None:
+def test_an_outer_launcher_receives_the_states_of_the_inner_restarter() -> None:
     told: list[Announcement] = []
     completed = NestedRestarterHandlingCompleted(sink=told.append)
     starting = NestedRestarterHandlingStarting(sink=told.append)
@@ -304,11 +305,11 @@ def test_a_record_is_read_back_from_what_it_is_written_as(kind: Interruption) ->
 
 @pytest.mark.parametrize("text", ["", "rank=x", "InterruptionRecord(rank=1, Interruption.NEVER)"])
 def test_what_is_no_record_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no record of an interruption"):
+    with pytest.raises(ValueError, match="is not a record of an interruption"):
         InterruptionRecord.from_str(text)
 
 
-def test_records_are_told_by_kind_with_few_ranks_named() -> None:
+def test_records_are_formatted_by_kind_with_few_ranks() -> None:
     gone = [InterruptionRecord(rank, Interruption.TERMINATED) for rank in range(20)]
     records = [InterruptionRecord(7, Interruption.EXCEPTION), *gone, gone[0]]
     assert format_interruption_records(records) == (

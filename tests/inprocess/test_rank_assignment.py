@@ -1,4 +1,4 @@
-"""Who is which rank after a loss, and who is active."""
+"""Numbers and roles of the ranks after a loss."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from assigning import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.ranks.assigning import Ranks
 from regrow.inprocess import Compose, Mode, State
-from regrow.inprocess._generations import assign
 from regrow.inprocess.rank_assignment import (
     ActivateAllRanks,
     ActiveWorldSizeDivisibleBy,
@@ -26,6 +25,7 @@ from regrow.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from regrow.inprocess.rank_filter import WorldSizeDivisibleBy
+from regrow.inprocess.ranks.assignment import assign
 
 EXAMPLE = {1, 4, 5}  # lost of eight, as in the docstrings
 
@@ -86,7 +86,7 @@ def test_when_gaps_are_filled_the_first_ranks_stay_and_the_others_keep_their_ord
 @pytest.mark.parametrize("assignment", [ShiftRanks(), FillGaps()])
 def test_a_rank_that_is_terminated_itself_is_discarded(assignment: RankAssignment) -> None:
     with pytest.raises(
-        RankDiscarded, match=r"rank 4 \(at first 4\) .*terminated_ranks=\[1, 4, 5\]"
+        RankDiscarded, match=r"rank 4 \(initial rank 4\) .*terminated_ranks=\[1, 4, 5\]"
     ):
         assign(assignment, RankAssignmentCtx(State(4, 8), None, set(EXAMPLE)))
 
@@ -197,7 +197,7 @@ def test_what_is_left_of_a_group_that_lost_a_rank_is_terminated(kind: type[Any])
     assert isinstance(ranks.discarded[0], RankDiscarded)
 
 
-def test_groups_are_counted_anew_after_each_loss_and_by_each_filter() -> None:
+def test_groups_are_counted_after_each_loss_and_by_each_filter() -> None:
     ranks = Ranks(8, grouped(2, 2))
     ranks.assign()
     ranks.assign(lost={0})

@@ -1,4 +1,4 @@
-"""A rank whose process ends is counted out at once by the monitor of its host, and only then."""
+"""The monitor reports a rank when its process ends, and only then."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import pytest
-from processes import PATIENCE, wait_until
-from storing import Background, ServerThread
 
-from regrow.inprocess._deadlines import NOT_JUDGED, Word
-from regrow.inprocess._hard_watch import GOODBYE, Terms
-from regrow.inprocess._link import Faults, Timeouts
-from regrow.inprocess._monitor import Monitor
-from regrow.inprocess._service import InprocessService
-from regrow.inprocess._service_link import ServiceLink
-from regrow.inprocess._telling import Seen, tell_ranks
+from helpers.processes import PATIENCE, wait_until
+from helpers.stores.storing import Background, ServerThread
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group.group_messages import Faults, Timeouts
+from regrow.inprocess.group.group_service import InprocessService
+from regrow.inprocess.group.service_link import ServiceLink
+from regrow.inprocess.watchdog.monitor import Monitor
+from regrow.inprocess.watchdog.monitor_client import GOODBYE, UNCHECKED, RankDeadline, Terms
+from regrow.store import Answer
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "watched_rank.py"
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "watched_rank.py"
 NAME = f"regrow-test-deaths-{os.getpid()}"
-FREE = Word(0, float("inf"))
+FREE = RankDeadline(0, float("inf"))
 """For ever."""
 T = TypeVar("T")
-TERMS = Terms(0, 90.0, 5.0, "group")
 
 
-def first_packet(terms: Terms, word: Word = FREE) -> str:
-    return json.dumps({"terms": terms._asdict(), "word": word})
+def first_packet(terms: Terms, word: RankDeadline = FREE) -> str:
+    return json.dumps({"terms": terms._asdict(), "deadline": word})
 
 
 class Rank:
     """A process that a monitor watches."""
 
-    def __init__(self, terms: Terms, word: Word) -> None:
+    def __init__(self, terms: Terms, word: RankDeadline) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(SCRIPT), NAME, first_packet(terms, word)],
             stdin=subprocess.PIPE,
@@ -64,40 +64,74 @@ class Rank:
         self.process.communicate()
 
 
-class Host:
-    """A monitor, and a rank beside the others, which is this process."""
+class Recorder(InprocessService):
+    """Records what a monitor reports."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.told: SimpleQueue[list[Any]] = SimpleQueue()
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        seen = messages.decode_question(body)
+        assert isinstance(seen, messages.ReportDead | messages.Report)
+        iteration = seen.iteration if isinstance(seen, messages.Report) else UNCHECKED
+        self.told.put([seen.rank, seen.kind, seen.message, iteration])
+        return [Answer(session, id, messages.encode(messages.Noted()))]
+
+
+class Host:
+    """A monitor, a store, and a rank beside the others, which is this process."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+        self.server = ServerThread(services={"inprocess": self.recorder})
+        endpoint, token = self.server.endpoint, self.server.token.hex()
+        self.terms = Terms(0, 90.0, 5.0, "group", endpoint=endpoint, token=token)
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.listener.bind(f"\0{NAME}")
         self.listener.listen()
         self.beside = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.beside.settimeout(PATIENCE)
         self.beside.connect(f"\0{NAME}")
-        self.beside.send(first_packet(TERMS).encode())
+        self.beside.send(first_packet(self.terms).encode())
         self.monitor = threading.Thread(target=Monitor(self.listener).run, daemon=True)
         self.ranks: list[Rank] = []
 
-    def has(self, rank: int, *, word: Word = FREE, **terms: Any) -> Rank:
-        self.ranks.append(Rank(Terms(rank, 90.0, 5.0, "group", **terms), word))
+    def has(self, rank: int, *, word: RankDeadline = FREE, **terms: Any) -> Rank:
+        self.ranks.append(Rank(self.terms._replace(rank=rank, **terms), word))
         return self.ranks[-1]
 
     def has_overdue(self, rank: int, iteration: int, **terms: Any) -> Rank:
         """A rank whose soft time-out is over, and the hard one is not."""
-        word = Word(0, time.monotonic() + 60.0, iteration)
+        word = RankDeadline(0, time.monotonic() + 60.0, iteration)
         return self.has(rank, word=word, soft=20.0, overdue=21.0, **terms)
 
     def told(self) -> list[Any]:
-        """What the rank beside the others is asked to tell of: rank, kind, message, iteration."""
-        told: list[Any] = json.loads(self.beside.recv(1 << 16))
-        return told
+        """What the monitor reports next: rank, kind, message, iteration."""
+        return self.recorder.told.get(timeout=PATIENCE)
 
     def ends(self) -> None:
-        """The rank beside the others leaves, and the monitor has nobody to watch."""
+        """The rank beside the others leaves, and the monitor ends without a rank to watch."""
         self.beside.send(GOODBYE)
         self.beside.close()
         self.monitor.join(PATIENCE)
         assert not self.monitor.is_alive()
+
+    def close(self) -> None:
+        for each in (self.beside, self.listener):
+            each.close()
+        self.server.stop()
+
+
+def until_noted(capfd: pytest.CaptureFixture[str], text: str) -> None:
+    """Wait until the monitor, which writes in the background, has noted something on stderr."""
+    noted: list[str] = []
+
+    def is_noted() -> bool:
+        noted.append(capfd.readouterr().err)
+        return text in "".join(noted)
+
+    wait_until(is_noted, f"{text!r} on stderr")
 
 
 @pytest.fixture
@@ -109,21 +143,22 @@ def host(capfd: pytest.CaptureFixture[str]) -> Iterator[Host]:
         rank.dies()
     if host.beside.fileno() >= 0:
         host.ends()
+    host.close()
     assert capfd.readouterr() == ("", "")
 
 
 def ended(rank: Rank, number: int) -> list[Any]:
     said = f"process {rank.process.pid} on {socket.gethostname()} has ended"
-    return [number, "TERMINATED", said, NOT_JUDGED]
+    return [number, "TERMINATED", said, UNCHECKED]
 
 
-def test_ranks_beside_it_are_told_of_a_process_that_is_killed(host: Host) -> None:
+def test_a_killed_process_is_reported_to_the_store(host: Host) -> None:
     rank = host.has(1)
     rank.dies()
     assert host.told() == ended(rank, 1)
 
 
-def test_a_rank_that_has_said_goodbye_may_end(host: Host) -> None:
+def test_the_end_of_a_rank_after_its_goodbye_is_not_reported(host: Host) -> None:
     left, killed = host.has(1), host.has(2)
     left.does(f"send {GOODBYE.decode()}")
     left.dies()
@@ -140,19 +175,7 @@ def test_a_connection_that_ends_is_no_death_and_the_process_is_waited_for(host: 
     assert host.told() == ended(quiet, 1)
 
 
-def test_a_goodbye_counts_of_who_has_not_read_what_it_was_told() -> None:
-    host = Host()
-    monitor = Monitor(host.listener)
-    monitor._sleep(time.monotonic())
-    tell_ranks(Seen(Terms(1, 90.0, 5.0, "group"), "TERMINATED", ""), monitor._group(TERMS))
-    host.beside.send(GOODBYE)
-    host.beside.close()  # a reset, as there was something to be read
-    monitor._sleep(time.monotonic() + PATIENCE)
-    assert not monitor._watched
-    host.listener.close()
-
-
-def test_who_hangs_up_without_a_word_is_nobody_to_wait_for(host: Host) -> None:
+def test_the_monitor_does_not_wait_for_a_connection_without_a_packet(host: Host) -> None:
     for _ in range(3):  # this process lives longer than the monitor is to
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
             nobody.connect(f"\0{NAME}")
@@ -170,27 +193,25 @@ def test_a_rank_that_has_come_back_over_another_connection_dies_once(host: Host)
     assert host.told() == ended(last, 2)
 
 
-def test_a_word_over_a_new_connection_counts_before_the_end_over_the_old_one() -> None:
+def test_a_packet_over_a_new_connection_precedes_the_end_of_the_process() -> None:
     host = Host()
     monitor = Monitor(host.listener)
     rank = host.has(1)
-    monitor._sleep(time.monotonic())
+    monitor.handle_events(time.monotonic())
     rank.does("close")
     rank.does("dial")  # and the monitor takes the connection before there is a word
-    monitor._sleep(time.monotonic())
-    monitor._sleep(time.monotonic())
+    monitor.handle_events(time.monotonic())
+    monitor.handle_events(time.monotonic())
     rank.does("speak")
     rank.dies()
     for _ in range(3):
-        monitor._sleep(time.monotonic())
+        monitor.handle_events(time.monotonic())
     assert host.told() == ended(rank, 1)
-    host.beside.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        host.told()
     host.beside.send(GOODBYE)
-    monitor._sleep(time.monotonic())
-    for each in (host.beside, host.listener):
-        each.close()
+    monitor.handle_events(time.monotonic())
+    monitor.close()
+    assert host.recorder.told.empty()
+    host.close()
 
 
 def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Host) -> None:
@@ -203,18 +224,18 @@ def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Ho
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_rank_that_the_monitor_ends_is_told_of_once(
+def test_a_rank_that_the_monitor_ends_is_reported_once(
     host: Host, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hung, killed = host.has(1, word=Word(0, time.monotonic())), host.has(2)
+    hung, killed = host.has(1, word=RankDeadline(0, time.monotonic())), host.has(2)
     assert host.told()[:2] == [1, "HARD_TIMEOUT"]
     assert hung.process.wait(PATIENCE) == -signal.SIGTERM
     killed.dies()
     assert host.told() == ended(killed, 2)
-    assert f"initial rank 1 (process {hung.process.pid}) is ended" in capfd.readouterr().err
+    until_noted(capfd, f"initial rank 1 (process {hung.process.pid}) is ended")
 
 
-def test_a_rank_that_is_overdue_is_told_of_and_lives(
+def test_an_overdue_rank_is_reported_and_lives(
     host: Host, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rank = host.has_overdue(1, 4)
@@ -223,16 +244,17 @@ def test_a_rank_that_is_overdue_is_told_of_and_lives(
     assert message.startswith("no progress for 20 s: ")
     rank.dies()
     assert host.told() == ended(rank, 1)
-    assert f"initial rank 1 (process {rank.process.pid}) does not answer" in capfd.readouterr().err
+    until_noted(capfd, f"initial rank 1 (process {rank.process.pid}) does not answer")
 
 
-def test_a_rank_that_has_ended_before_the_monitor_looked_is_told_of() -> None:
+def test_a_rank_that_ended_before_the_monitor_started_is_reported() -> None:
     host = Host()
     rank = host.has(1)
     rank.dies()
     host.monitor.start()
     assert host.told() == ended(rank, 1)
     host.ends()
+    host.close()
 
 
 # ----------------------------------------------------------------------- over a store of ours
@@ -276,7 +298,7 @@ def crowd() -> Iterator[Crowd]:
     server.stop()
 
 
-def test_a_store_of_ours_is_told_by_the_monitor_itself(host: Host, crowd: Crowd) -> None:
+def test_the_monitor_reports_to_the_store_of_the_group(host: Host, crowd: Crowd) -> None:
     rank = crowd.rank(host, 1)
     rank.dies()  # its session with the store lives on, in this process
     faults = crowd.links[0].follow(0)
@@ -291,7 +313,7 @@ def test_a_rank_that_is_overdue_goes_on_with_the_others_if_it_comes_back(
     faults = crowd.links[0].follow(0)
     assert isinstance(faults, Faults)
     assert [(f.rank, f.kind) for f in faults.records] == [(1, "SOFT_TIMEOUT")]
-    assert "does not answer" in capfd.readouterr().err
+    until_noted(capfd, "does not answer")
     crowd.links[1].report(0, "SOFT_TIMEOUT", "seen from inside as well")
     met = crowd.everyone(lambda rank: crowd.links[rank].ready(0))
     assert [each.lost for each in met] == [()] * 3
@@ -318,28 +340,22 @@ def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(
     faults = crowd.links[0].follow(0)
     assert isinstance(faults, Faults)
     host.ends()  # all is told
-    assert crowd.links[0].accuse(1, "TERMINATED", "for another reason")
+    assert {fault.rank for fault in crowd.links[0].answer_last_call(0).records} == {2}
 
 
 @pytest.mark.parametrize("gone", [True, False])
-def test_a_store_that_does_not_answer_is_nothing_to_speak_of_and_holds_nobody_up(
-    host: Host, gone: bool
-) -> None:
+def test_a_store_that_does_not_answer_does_not_block_the_monitor(host: Host, gone: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         where = f"127.0.0.1:{silent.getsockname()[1]}"
         if gone:
             silent.close()
         token = (b"t" * 16).hex()
-        ranks = [host.has(rank, endpoint=where, token=token) for rank in (1, 2)] + [host.has(3)]
-        for rank in ranks:
+        for rank in [host.has(rank, endpoint=where, token=token) for rank in (1, 2, 3)]:
             rank.dies()
-        assert host.told() == ended(ranks[2], 3)
         host.ends()
 
 
-def test_when_a_whole_host_is_told_to_stop_the_monitor_ends_with_it_and_says_nothing(
-    host: Host, crowd: Crowd
-) -> None:
+def test_a_monitor_whose_ranks_all_stop_ends_without_a_note(host: Host, crowd: Crowd) -> None:
     ranks = [crowd.rank(host, rank) for rank in range(3)] + [host.has(rank) for rank in range(3)]
     for rank in ranks:
         rank.process.terminate()

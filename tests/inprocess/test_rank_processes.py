@@ -1,4 +1,4 @@
-"""Ranks that are processes, without torch and without an agent: what their deaths are to others."""
+"""Ranks as processes without torch and without an agent: effects of their deaths."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from storing import PATIENCE, master_port
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "restarting_rank.py"
+from helpers.stores.storing import PATIENCE, master_port
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "restarting_rank.py"
 
 
 class Process:

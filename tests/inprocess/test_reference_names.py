@@ -80,7 +80,7 @@ NAMES = {
         CallWrapper.ping HealthCheckPassed Wrapper reserve_fn
     """,
 }
-PAGE = Path(__file__).parents[2] / "docs" / "inprocess.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-nvidia-resiliency-ext.md"
 
 
 def said_to_be_missing() -> set[str]:

@@ -1,16 +1,18 @@
-"""A rank's link over connections that break, and to servers that are gone."""
+"""A rank's link over broken connections, and to servers that have ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from storing import Background, CuttingProxy, ServerThread, eventually
 
-from regrow.inprocess._accuse import accuse
-from regrow.inprocess._link import CountedOutError, LinkLostError, Timeouts
-from regrow.inprocess._service import InprocessService
-from regrow.inprocess._service_link import ServiceLink
+from helpers.processes import wait_until
+from helpers.ranks.monitor_reports import report_dead
+from helpers.stores.storing import Background, CuttingProxy, ServerThread
+from regrow.inprocess.exception import CountedOutError, LinkLostError
+from regrow.inprocess.group.group_messages import Timeouts
+from regrow.inprocess.group.group_service import InprocessService
+from regrow.inprocess.group.service_link import ServiceLink
 from regrow.store import StoreClient, connect
 
 TIMEOUTS = Timeouts(barrier=20.0, completion=20.0, last_call=20.0)
@@ -48,17 +50,17 @@ def test_a_fault_is_recorded_once_wherever_the_connection_is_cut(served: Served)
     for number, (way, count) in enumerate(ways, 1):
         served.proxy.cut_after(count, way)
         link.report(0, "EXCEPTION", f"mistake {number}")
-    eventually(lambda: served.proxy.cuts == len(ways))
-    met = [link.heard(0).records, link.ready(0).faults.records]
+    wait_until(lambda: served.proxy.cuts == len(ways), "all connections are cut")
+    met = [link.answer_last_call(0).records, link.ready(0).faults.records]
     assert [fault.message for fault in met[1]] == [f"mistake {n}" for n in range(1, 5)]
     assert met[0] == met[1]
     link.close()
 
 
-def test_what_waits_is_answered_over_the_next_connection(served: Served) -> None:
+def test_a_waiting_question_is_answered_over_the_next_connection(served: Served) -> None:
     links = [served.link(rank, 2) for rank in range(2)]
     joining = Background(links[0].join)
-    eventually(lambda: served.server.sessions() == 2)
+    wait_until(lambda: served.server.sessions() == 2, "both ranks have a session")
     served.proxy.cut_now()
     assert links[1].join() == joining.result() == 0
     entering = Background(links[0].enter, 0, 0, 2)
@@ -69,7 +71,7 @@ def test_what_waits_is_answered_over_the_next_connection(served: Served) -> None
         link.close()
 
 
-def test_a_process_that_was_away_for_too_long_is_told_that_it_was_counted_out(
+def test_a_process_that_was_away_for_too_long_was_counted_out(
     served: Served,
 ) -> None:
     links = [served.link(rank, 2, grace=0.05) for rank in range(2)]
@@ -78,10 +80,10 @@ def test_a_process_that_was_away_for_too_long_is_told_that_it_was_counted_out(
     joining.result()
     watch = served.server.connect()
     following = Background(links[0].follow, 0)
-    eventually(following.running)
+    assert following.running()
     served.proxy.lead_to(0)  # nobody is there
     served.proxy.cut_now()
-    eventually(lambda: served.server.sessions() == 1)
+    wait_until(lambda: served.server.sessions() == 1, "the sessions of the ranks end")
     served.proxy.lead_to(served.server.port)
     with pytest.raises(CountedOutError, match="TERMINATED: its process is gone"):
         following.result()
@@ -90,12 +92,12 @@ def test_a_process_that_was_away_for_too_long_is_told_that_it_was_counted_out(
         link.close()
 
 
-def test_a_watcher_needs_no_link_to_have_a_rank_counted_out(served: Served) -> None:
+def test_a_monitor_reports_a_dead_rank_without_a_link(served: Served) -> None:
     link = served.link(0, 1)
     link.join()
     with served.server.connect() as watcher:
-        assert accuse(watcher, 0, "HARD_TIMEOUT", "it hangs")
-        assert not accuse(watcher, 0, "TERMINATED", "it was killed")
+        report_dead(watcher, link, 0, "HARD_TIMEOUT", "it hangs")
+        report_dead(watcher, link, 0, "TERMINATED", "it was killed")
     with pytest.raises(CountedOutError, match="HARD_TIMEOUT: it hangs"):
         link.follow(0)
     link.close()
@@ -111,14 +113,14 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     link = ServiceLink(session, "group", 0, 1, TIMEOUTS)
     link.join()
     following = Background(link.follow, 0)
-    eventually(following.running)
+    assert following.running()
     server.stop()
     with pytest.raises(LinkLostError, match="cannot reach the store of its group 'group'"):
         following.result()
     link.close()
 
 
-def test_a_server_that_was_started_anew_says_that_it_knows_nothing() -> None:
+def test_a_restarted_server_does_not_know_the_group() -> None:
     old = ServerThread(services={"inprocess": InprocessService()})
     new = ServerThread(services={"inprocess": InprocessService()}, token=old.token)
     servers = [old, new]
@@ -127,7 +129,7 @@ def test_a_server_that_was_started_anew_says_that_it_knows_nothing() -> None:
     )
     link.join()
     old.stop()
-    with pytest.raises(LinkLostError, match="the store was started again, or gave the group up"):
+    with pytest.raises(LinkLostError, match="the store was restarted, or has removed the group"):
         link.follow(0)
     link.close()
     new.stop()

@@ -18,7 +18,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
 
 
-def test_a_state_begins_with_what_the_environment_says() -> None:
+def test_a_state_begins_with_the_values_of_the_environment() -> None:
     assert State() == State.from_env() == State(3, 8, initial_rank=3, initial_world_size=8)
     assert State().mode is Mode.INITIALIZED
 
@@ -33,14 +33,14 @@ def test_a_rank_in_the_environment_that_is_no_number_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RANK", "None")
-    with pytest.raises(ValueError, match=r"RANK='None' in the environment is no number"):
+    with pytest.raises(ValueError, match=r"RANK='None' in the environment is not a whole number"):
         State()
 
 
 def test_a_terminated_rank_keeps_having_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "broken")
     assert State(None, 8).rank is None
-    with pytest.raises(ValueError, match="a terminated rank has none to set"):
+    with pytest.raises(ValueError, match="this rank has left the group"):
         State(None, 8).set_distributed_vars()
 
 
@@ -52,7 +52,7 @@ def test_both_kinds_of_state_have_the_same_facts() -> None:
     assert of_state == of_frozen
 
 
-def test_a_frozen_state_has_the_facts_and_the_store_and_lets_nobody_change_them() -> None:
+def test_a_frozen_state_is_a_read_only_copy_with_the_store() -> None:
     state, store = State(1, 2), object()
     state.store, state.fn_exception = store, ValueError("x")
     frozen = state.freeze()

@@ -1,4 +1,4 @@
-"""Ranks that wait in torch's collectives are woken by an abort, and nothing else is harmed."""
+"""An abort ends waits in torch's collectives, and harms no other connection."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from regrow.inprocess import _torch_abort
-
-SCRIPT = Path(__file__).parent.parent / "helpers" / "aborting_ranks.py"
+SCRIPT = Path(__file__).parent.parent / "helpers" / "ranks" / "aborting_ranks.py"
 CALLS = (
     "all_reduce",
     "large all_reduce",
@@ -77,17 +74,11 @@ def test_groups_that_were_half_made_are_forgotten(ranks: list[dict[str, Any]]) -
     assert [rank["half made"] for rank in ranks] == [0] * 3
 
 
-def test_who_waits_for_others_in_a_regrow_store_is_interrupted(ranks: list[dict[str, Any]]) -> None:
+def test_a_wait_in_a_regrow_store_is_interrupted(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["in init"] == "interrupted"
 
 
-def test_who_waits_for_a_rank_to_connect_is_woken_and_nothing_is_left_behind(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert ranks[0]["while connecting"] == [True, True]
-
-
-def test_who_waits_in_a_store_of_torchs_is_woken_if_the_function_has_made_it(
+def test_a_wait_in_a_torch_store_of_the_function_is_ended(
     ranks: list[dict[str, Any]],
 ) -> None:
     *made_by_it, outside = ranks[0]["in torch's stores"]
@@ -95,47 +86,6 @@ def test_who_waits_in_a_store_of_torchs_is_woken_if_the_function_has_made_it(
     assert outside == "DistStoreError"  # its own time-out; it is none the worse for it
 
 
-def test_groups_that_are_connected_are_given_no_other_connections(
-    ranks: list[dict[str, Any]],
-) -> None:
-    assert [rank["nothing to complete"] for rank in ranks] == [0] * 3
-
-
 def test_the_collective_that_was_waited_in_is_in_the_trace(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks[1:]:
         assert rank["trace"][-1:] == ["gloo:all_reduce"]
-
-
-class OldGroup:
-    """A process group of a torch that has no abort of all groups."""
-
-    def __init__(self, meeting: threading.Barrier) -> None:
-        self._device_types = ["cpu", "cuda"]
-        self._meeting = meeting
-        self.aborted = 0
-
-    def _get_backend(self, device: str) -> Any:
-        return self  # one for both kinds
-
-    def _abort(self) -> None:
-        self._meeting.wait(30)
-        self.aborted += 1
-
-
-def test_without_an_abort_of_all_groups_backends_are_aborted_at_once() -> None:
-    meeting = threading.Barrier(2)
-    groups = [OldGroup(meeting), OldGroup(meeting)]
-
-    class OldTorch:
-        class _world:
-            pg_names = dict.fromkeys(groups, "")
-
-        destroyed = False
-
-        @classmethod
-        def destroy_process_group(cls) -> None:
-            cls.destroyed = True
-
-    _torch_abort._abort(OldTorch)
-    assert [group.aborted for group in groups] == [1, 1]
-    assert OldTorch.destroyed

@@ -1,4 +1,4 @@
-"""The tree of ranks: worked examples, and what holds whatever is lost."""
+"""The tree of ranks: worked examples, and properties that hold for all losses."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from assigning import Ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.ranks.assigning import Ranks
 from regrow.inprocess import Mode, State
-from regrow.inprocess._topology import (
+from regrow.inprocess.rank_assignment import RankDiscarded, Tree
+from regrow.inprocess.ranks.tree import (
     Layer,
     LayerFlag,
-    Member,
     Seats,
     Topology,
+    TreeMember,
     first_seats,
     grow,
     reseat,
 )
-from regrow.inprocess.rank_assignment import RankDiscarded, Tree
 
 RESERVE, BACKFILL = LayerFlag.RESERVE, LayerFlag.BACKFILL
 
@@ -60,7 +60,7 @@ def test_a_lost_rank_is_replaced_on_its_own_host_first() -> None:
     assert ranks.ranks() == {2: 0, 3: 1, 4: 2, 5: 3}
 
 
-def test_nobody_is_taken_from_another_host_where_the_flag_ends() -> None:
+def test_no_rank_of_another_host_replaces_a_rank_without_the_flag() -> None:
     layers = Layer(), Layer(max_ranks=2, key_or_fn=host(3), flag=RESERVE)
     ranks = Ranks(6, tree(*layers))
     ranks.assign()
@@ -101,7 +101,7 @@ def test_the_active_rank_with_the_largest_index_moves_into_a_gap() -> None:
     assert ranks.active() == {0: 0, 2: 2, 3: 1, 5: 4, 6: 5, 7: 3}
 
 
-def test_gaps_that_nobody_may_fill_are_closed_by_a_shift() -> None:
+def test_gaps_that_no_rank_may_fill_are_closed_by_a_shift() -> None:
     ranks = Ranks(6, tree(Layer(), Layer(key_or_fn=host(3))))
     ranks.assign()
     ranks.assign(lost={1, 3})
@@ -133,7 +133,7 @@ def test_ranks_of_a_host_become_neighbours_which_is_warned_of() -> None:
         warnings.simplefilter("always")
         ranks.assign()
     assert ranks.ranks() == ranks.active() == {0: 0, 1: 2, 2: 1, 3: 3}
-    assert "2 of 4 get another one" in str(warned[0].message)
+    assert "2 of 4 get another number" in str(warned[0].message)
 
 
 def test_ranks_that_are_not_of_one_root_are_refused() -> None:
@@ -183,7 +183,8 @@ def topologies(draw: st.DrawFn, flag: st.SearchStrategy[LayerFlag | None] = flag
     layers = [draw(layer) for _ in range(depth)]
     key = st.sampled_from("ab")
     members = [
-        Member(rank, rank, ("root", *(draw(key) for _ in range(depth - 1)))) for rank in range(size)
+        TreeMember(rank, rank, ("root", *(draw(key) for _ in range(depth - 1))))
+        for rank in range(size)
     ]
     return grow(layers, members)
 
@@ -247,7 +248,7 @@ def test_a_branch_has_as_many_healthy_ranks_as_it_needs_or_none(
 
 
 @given(topologies())
-def test_at_the_beginning_no_branch_has_too_many_active_and_nobody_waits_without_need(
+def test_at_the_beginning_all_branches_are_full_and_none_is_too_full(
     topology: Topology,
 ) -> None:
     seats = first_seats(topology)

@@ -1,4 +1,4 @@
-"""A wrapped function under Open MPI, by the line of the documentation, in recorded environments."""
+"""A wrapped function under Open MPI, with the documented command and recorded environments."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from storing import PATIENCE, master_port
+
+from helpers.stores.storing import PATIENCE, master_port
 
 TESTS = Path(__file__).parents[1]
-DOCUMENTED = (TESTS.parent / "docs" / "inprocess.md").read_text()
+DOCUMENTED = (TESTS.parent / "docs" / "guides" / "in-process-restart.md").read_text()
 SCRIPT = """
 import os
 from regrow.inprocess import CallWrapper, Wrapper

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from storing import master_port
+
+from helpers.stores.storing import master_port
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
 

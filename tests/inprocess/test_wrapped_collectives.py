@@ -1,4 +1,4 @@
-"""Ranks that wait in a gloo all-reduce when another one fails restart with it, or without it."""
+"""Ranks in a gloo all-reduce restart when another rank fails."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storing import ServerThread
 
-from regrow.inprocess._service import InprocessService
+from helpers.stores.storing import ServerThread
+from regrow.inprocess.group.group_service import InprocessService
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
 pytestmark = pytest.mark.training
-CASES = ("raises", "killed", "dies connecting", "fails before env://")
-SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_torch_ranks.py"
+CASES = ("raises", "killed", "fails before env://")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "wrapped_torch_ranks.py"
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,7 @@ def test_ranks_that_wait_in_a_collective_restart_without_one_that_was_killed(
     assert told["killed"] == [restarted, None, restarted]
 
 
-def test_ranks_that_are_being_connected_restart_without_one_that_dies_meanwhile(
-    told: dict[str, Any],
-) -> None:
-    restarted = [[1, 2.0], 1]
-    assert told["dies connecting"] == [restarted, None, restarted]
-
-
-def test_ranks_that_begin_as_the_environment_says_restart_with_one_that_never_comes(
+def test_ranks_that_initialize_by_the_environment_restart_without_a_missing_rank(
     told: dict[str, Any],
 ) -> None:
     assert told["fails before env://"] == [[[1, 3.0], 1]] * 3

@@ -1,55 +1,21 @@
-"""What becomes of a wrapped function on each rank when one of them fails, in whatever way."""
+"""A wrapped function on each rank after each kind of failure."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from storing import ServerThread
 
-from regrow.inprocess._service import InprocessService
-from regrow.store import STORE_ENV, STORE_TOKEN_ENV
-
-SCRIPT = Path(__file__).parents[1] / "helpers" / "wrapped_ranks.py"
-
-Fates = list[dict[str, Any]]
-Play = Callable[..., Fates]
+from helpers.ranks.playing import Fates, Play, playing
 
 
 @pytest.fixture(scope="module")
 def play() -> Iterator[Play]:
     """Plays a case: `play(name, number of ranks)`."""
-    server = ServerThread(services={"inprocess": InprocessService()})
-    unwanted = ("REGROW_", "TORCHELASTIC_", "SLURM_", "LOCAL_")
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
-    environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
-    process = subprocess.Popen(
-        [sys.executable, str(SCRIPT)],
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    asks, answers = process.stdin, process.stdout
-    assert asks is not None
-    assert answers is not None
-
-    def play(case: str, size: int = 3) -> Fates:
-        asks.write(json.dumps([case, size]) + "\n")
-        asks.flush()
-        fates: Fates = json.loads(answers.readline())
-        return fates
-
-    yield play
-    process.communicate()
-    server.stop()
+    with playing("wrapped_ranks") as play:
+        yield play
 
 
 def values(fates: Fates) -> list[Any]:
@@ -65,7 +31,7 @@ def seen(fates: Fates) -> list[Any]:
     return [fate["seen"] for fate in fates]
 
 
-def test_a_function_that_nobody_fails_in_is_called_once(play: Play) -> None:
+def test_a_function_without_faults_is_called_once(play: Play) -> None:
     fates = play("completes")
     assert values(fates) == [0, 0, 0]
     assert [worlds(fate) for fate in fates] == [[[0, str(r), "3"]] for r in range(3)]
@@ -121,10 +87,18 @@ def test_a_rank_without_a_place_is_nothing_that_others_restart_for(play: Play) -
 
 
 @pytest.mark.thorough
-def test_who_leaves_says_what_had_ended_the_iteration(play: Play) -> None:
+def test_a_rank_that_leaves_names_the_fault_that_ended_the_iteration(play: Play) -> None:
     fates = play("fails_in_finalize")
     assert "untidy" in fates[1]["text"]
     assert "ended by EXCEPTION on initial rank 0: Played('the root')" in fates[1]["text"]
+
+
+def test_a_rank_that_fails_when_the_call_is_over_raises_what_it_was(play: Play) -> None:
+    fates = play("fails_when_the_call_is_over")
+    assert [fate.get("value") for fate in fates] == [0, None, 0]
+    assert fates[1]["raised"] == "InternalError"
+    assert "the call has ended on the other ranks" in fates[1]["text"]
+    assert "too late" in fates[1]["cause"]
 
 
 def test_when_all_are_unhealthy_all_leave_and_name_one_root_cause(play: Play) -> None:
@@ -227,14 +201,15 @@ def test_what_fails_at_the_end_of_a_rank_is_raised_there_and_at_that_of_the_call
 
 
 @pytest.mark.thorough
-def test_a_call_within_a_call_is_refused(play: Play) -> None:
-    fates = play("calls_within_a_call", 1)
-    assert fates[0]["raised"] == "RestartAbort"
-    assert "RuntimeError('a wrapped function is running" in fates[0]["text"] or fates[0]["calls"]
+def test_a_call_within_a_call_ends_all_ranks_at_once(play: Play) -> None:
+    for fate in play("calls_within_a_call", 2):
+        assert fate["raised"] == "RestartAbort"
+        assert "calls another one" in fate["text"]
+        assert len(worlds(fate)) <= 2  # a rank may be interrupted before it calls the inner one
 
 
 @pytest.mark.thorough
-def test_a_rank_whose_store_is_gone_leaves_wherever_it_waits_and_says_so(play: Play) -> None:
+def test_a_rank_without_its_store_leaves_with_link_lost_error(play: Play) -> None:
     (fate,) = play("loses_its_store", 1)
     assert fate["raised"] == "LinkLostError"
     assert "cannot reach the store" in fate["text"]
@@ -262,6 +237,15 @@ def test_what_the_function_held_is_gone_when_it_is_called_again(play: Play) -> N
     assert seen(play("leaves_something_behind", 2)) == [[[], [True], [True, True]]] * 2
 
 
+def test_what_the_first_iteration_has_loaded_is_not_looked_through_at_each_restart(
+    play: Play,
+) -> None:
+    (fate,) = play("loads_much_in_the_function", 1)
+    gone = [[True] * iteration for iteration in range(4)]
+    assert fate["seen"] == [[False, each] for each in gone]
+    assert fate["value"] == 0  # nothing is put aside after the call
+
+
 @pytest.mark.thorough
 def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
     for early, late in seen(play("calls_again_and_again", 2)):
@@ -269,7 +253,7 @@ def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
 
 
 @pytest.mark.thorough
-def test_that_restarts_wait_is_said_once_on_each_rank(play: Play) -> None:
+def test_each_rank_logs_once_that_restarts_wait(play: Play) -> None:
     fates = play("restarts_more_often_than_is_free", 2)
     assert values(fates) == [5, 5]
     for said in seen(fates):

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from regrow.launch._hostlist import first_host
-from regrow.launch._where import FIRST_PORT, PORTS, Placement, Untold, where
-
-ENVIRONMENTS = Path(__file__).with_name("environments")
-
-
-def recorded(name: str, **changes: str | None) -> dict[str, str]:
-    """An environment of the folder, but for some variables; None takes one away."""
-    lines = (ENVIRONMENTS / f"{name}.env").read_text().splitlines()
-    environ = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    changed = {**environ, **changes}
-    return {name: value for name, value in changed.items() if value is not None}
+from helpers.jobs.environments import recorded
+from regrow.launch.placement import (
+    FIRST_PORT,
+    PORTS,
+    NotProvided,
+    Placement,
+    first_host,
+    output_rank,
+    where,
+)
 
 
 def place(name: str, **changes: str | None) -> Placement:
-    found = where(recorded(name, **changes), first_host)
+    found = where(recorded(name, **changes))
     assert found is not None
     return found
 
@@ -75,22 +72,22 @@ def test_an_agent_that_a_scheduler_started_knows_where_it_is(
         "slurm23-interactive-step",
     ],
 )
-def test_who_is_in_an_allocation_without_being_a_task_is_alone(name: str) -> None:
-    assert where(recorded(name), first_host) is None
+def test_a_process_in_an_allocation_that_is_no_task_has_no_placement(name: str) -> None:
+    assert where(recorded(name)) is None
 
 
 def test_a_worker_of_another_job_that_launches_its_own_is_alone() -> None:
-    assert where(recorded("slurm22-step-of-4", TORCHELASTIC_RUN_ID="job"), first_host) is None
+    assert where(recorded("slurm22-step-of-4", TORCHELASTIC_RUN_ID="job")) is None
 
 
-def test_mpirun_is_asked_before_the_slurm_whose_steps_it_uses() -> None:
+def test_mpirun_has_priority_over_the_slurm_steps_that_it_uses() -> None:
     daemons_step = recorded("slurm22-step-of-1-in-4")
-    found = where(daemons_step | recorded("openmpi4-rank-1-of-2"), first_host)
+    found = where(daemons_step | recorded("openmpi4-rank-1-of-2"))
     assert found == place("openmpi4-rank-1-of-2")
 
 
-def test_a_process_that_nobody_placed_is_alone() -> None:
-    assert where({"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}, first_host) is None
+def test_a_process_without_a_scheduler_has_no_placement() -> None:
+    assert where({"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}) is None
 
 
 @pytest.mark.parametrize(
@@ -100,9 +97,11 @@ def test_a_process_that_nobody_placed_is_alone() -> None:
         ("openmpi4-crowded", "2 processes on this host", "mpirun --map-by ppr:1:node regrow run"),
     ],
 )
-def test_several_on_a_node_are_told_how_to_start_one(name: str, what: str, command: str) -> None:
+def test_several_agents_on_a_node_get_the_command_to_start_one(
+    name: str, what: str, command: str
+) -> None:
     nodes = place(name).nodes
-    assert isinstance(nodes, Untold)
+    assert isinstance(nodes, NotProvided)
     assert what in nodes
     assert command in nodes
     assert "--standalone" in nodes
@@ -130,11 +129,11 @@ def test_a_meeting_at_mpiruns_host_needs_an_agent_there() -> None:
         ("openmpi5-rank-0-of-2", {"PMIX_HOSTNAME": "f5n17"}),
     ):
         host = place(name, **changes).host
-        assert isinstance(host, Untold)
-        assert "not the host of its rank 0: give --rdzv-endpoint HOST:PORT" in host
+        assert isinstance(host, NotProvided)
+        assert "rank 0 runs on another host: give --rdzv-endpoint HOST:PORT" in host
     silent = place("openmpi4-rank-1-of-2", OMPI_MCA_orte_hnp_uri=None).host
-    assert isinstance(silent, Untold)
-    assert "does not say on which host mpirun runs: give --rdzv-endpoint HOST:PORT" in silent
+    assert isinstance(silent, NotProvided)
+    assert "does not provide the host of mpirun: give --rdzv-endpoint HOST:PORT" in silent
 
 
 def test_an_indexed_job_says_the_rank_and_what_else_is_to_be_given() -> None:
@@ -144,16 +143,16 @@ def test_an_indexed_job_says_the_rank_and_what_else_is_to_be_given() -> None:
         2,
         "example-job",
     )
-    assert isinstance(job.nodes, Untold)
-    assert "give --nnodes or PET_NNODES" in job.nodes
-    assert isinstance(job.host, Untold)
+    assert isinstance(job.nodes, NotProvided)
+    assert "set --nnodes or PET_NNODES" in job.nodes
+    assert isinstance(job.host, NotProvided)
     assert "PET_RDZV_ENDPOINT, example-job-0.SERVICE" in job.host
 
 
 def test_a_pod_with_its_hosts_name_does_not_know_its_job() -> None:
     job = place("kubernetes-host-network")
     assert (job.source, job.node_rank, job.run_id) == ("Kubernetes Job", 2, None)
-    assert isinstance(job.host, Untold)
+    assert isinstance(job.host, NotProvided)
     assert "JOB-0.SERVICE" in job.host
 
 
@@ -196,8 +195,8 @@ def test_lists_of_hosts_have_a_first_one_that_all_agree_on(hosts: str, first: st
 
 def test_a_list_of_hosts_that_makes_no_sense_is_shown() -> None:
     told = first_host("n[1-4")
-    assert isinstance(told, Untold)
-    assert "'n[1-4', makes no sense" in told
+    assert isinstance(told, NotProvided)
+    assert "cannot parse Slurm's list of hosts, 'n[1-4'" in told
 
 
 def test_without_the_library_the_extra_is_named_where_it_is_needed(
@@ -205,6 +204,30 @@ def test_without_the_library_the_extra_is_named_where_it_is_needed(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ClusterShell.NodeSet", None)
     host = place("slurm22-step-of-4").host
-    assert isinstance(host, Untold)
+    assert isinstance(host, NotProvided)
     assert "pip install 'regrow[slurm]'" in host
     assert place("slurm22-step-of-1-in-4").host == "n1"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "rank"),
+    [
+        ("slurm22-step-of-4", {}, 2),
+        ("slurm22-step-in-batch", {}, 1),
+        ("slurm22-het", {}, 2),
+        ("slurm22-crowded", {"SLURM_PROCID": "3"}, 3),
+        ("slurm22-step-of-1-in-4", {}, None),
+        ("slurm22-batch-script", {}, None),
+        ("slurm22-salloc-shell", {}, None),
+        ("openmpi4-rank-1-of-2", {}, 1),
+        ("openmpi5-rank-0-of-2", {}, 0),
+        ("kubernetes-indexed-job", {}, None),  # each pod has a log of its own
+        ("slurm22-step-of-4", {"TORCHELASTIC_RUN_ID": "outer"}, None),  # started by a worker
+        ("slurm22-step-of-4", {"SLURM_PROCID": None}, None),
+        ("slurm22-step-of-4", {"SLURM_STEP_NUM_TASKS": "many"}, None),
+    ],
+)
+def test_agents_with_a_common_output_know_their_rank(
+    name: str, changes: dict[str, str | None], rank: int | None
+) -> None:
+    assert output_rank(recorded(name, **changes)) == rank

@@ -1,4 +1,4 @@
-"""What every backend promises, and what the nodes of a job rely on over any of them."""
+"""Promises of every backend, and promises of the rendezvous over any backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends import (
+
+from helpers.processes import wait_until
+from helpers.rendezvous.backends import (
     CAN_GO_AWAY,
     DOCUMENTS,
     OF_TESTS_OR_TORCH,
@@ -19,14 +21,14 @@ from backends import (
     Place,
     ranks,
 )
-from storing import Background, eventually
-
+from helpers.stores.storing import Background
 from regrow.rendezvous import (
     LivenessRendezvousBackend,
     NodesWaiting,
     RendezvousBackend,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
     RoundClosed,
@@ -35,7 +37,7 @@ from regrow.rendezvous import (
 )
 from regrow.store import StoreError
 
-# A test that needs more of a place than all have is marked with those that have it.
+# Marks for tests that need a feature that only some places have.
 watchable = pytest.mark.parametrize(
     "place", [n for n in DOCUMENTS if n != "minimal"], indirect=True
 )
@@ -44,7 +46,7 @@ can_go_away = pytest.mark.parametrize("place", CAN_GO_AWAY, indirect=True)
 
 @pytest.fixture(params=DOCUMENTS)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Documents]:
-    """Where nodes keep a document."""
+    """A place where nodes share a document."""
     with DOCUMENTS[request.param](tmp_path) as place:
         yield place
 
@@ -68,7 +70,7 @@ def lively(backend: RendezvousBackend) -> LivenessRendezvousBackend:
 
 @pytest.fixture(params=PLACES)
 def meeting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Where nodes meet, with a document or without."""
+    """A place of any kind, with a shared document or without."""
     with PLACES[request.param](tmp_path) as place:
         yield place
 
@@ -128,7 +130,7 @@ def test_a_token_stays_old_when_the_same_document_comes_again(backend: Rendezvou
 
 
 @pytest.mark.parametrize("token", ["no token", b"no token", 1 << 40, -1, 2.5, ("a",)])
-def test_what_is_no_token_sets_nothing(backend: RendezvousBackend, token: object) -> None:
+def test_an_invalid_token_sets_nothing(backend: RendezvousBackend, token: object) -> None:
     assert backend.set_state(b"x", token) is None
     assert backend.get_state() is None
     _, first, _ = put(backend, b"first")
@@ -194,13 +196,11 @@ def test_jobs_do_not_see_one_another(place: Documents) -> None:
         assert shown(place.open(name)[0]) == name.encode()
 
 
-# --- being woken, and beats
+# --- waits and heartbeats
 
 
 @watchable
-def test_who_waits_is_woken_by_a_change(
-    place: Documents, watched: WatchedRendezvousBackend
-) -> None:
+def test_a_change_ends_a_wait(place: Documents, watched: WatchedRendezvousBackend) -> None:
     other = place.open("job")[0]
     waiting = Background(watched.wait_state, None, 3600.0)
     _, token, _ = put(other, b"first")
@@ -211,7 +211,7 @@ def test_who_waits_is_woken_by_a_change(
 
 
 @watchable
-def test_who_waits_with_an_old_token_does_not_wait(watched: WatchedRendezvousBackend) -> None:
+def test_a_wait_with_an_old_token_ends_at_once(watched: WatchedRendezvousBackend) -> None:
     _, token, _ = put(watched, b"first")
     watched.set_state(b"second", token)
     watched.wait_state(token, 3600.0)
@@ -243,7 +243,7 @@ def test_closing_ends_waits_and_can_be_repeated(watched: WatchedRendezvousBacken
 
 
 @watchable
-def test_beats_are_seen_by_others_until_they_are_forgotten(
+def test_other_nodes_see_heartbeats_until_they_are_forgotten(
     place: Documents, lively: LivenessRendezvousBackend
 ) -> None:
     other = place.open("job")[0]
@@ -253,35 +253,35 @@ def test_beats_are_seen_by_others_until_they_are_forgotten(
     node, late = "10.0.0.1/77/ab:c" + "x" * 300, "late"
     assert other.beats([node, late]) == {}
     lively.beat(node, 1, 60.0)
-    eventually(lambda: other.beats([node, late]).keys() == {node})
+    wait_until(lambda: other.beats([node, late]).keys() == {node}, "the heartbeats arrive")
     before = other.beats([node])
     assert before == {node: 1} or not place.counts_beats
     lively.beat(node, 12, 60.0)
-    eventually(lambda: other.beats([node, late]) != before)
+    wait_until(lambda: other.beats([node, late]) != before, "the heartbeats arrive")
     assert other.beats([node, late]) == {node: 12} or not place.counts_beats
     assert other.ended([node]) == {}
     assert stranger.beats([node]) == {}
     lively.forget(node)
     lively.forget(late)
-    eventually(lambda: other.beats([node, late]) == {})
+    wait_until(lambda: other.beats([node, late]) == {}, "the heartbeats arrive")
 
 
 @watchable
-def test_a_wait_does_not_hold_up_a_beat(lively: LivenessRendezvousBackend) -> None:
+def test_a_wait_delays_no_heartbeat(lively: LivenessRendezvousBackend) -> None:
     waiting = Background(lively.wait_state, None, 3600.0)
     for count in range(1, 4):
         lively.beat("node", count, 60.0)
     assert waiting.running()
-    eventually(lambda: lively.beats(["node"]).keys() == {"node"})
+    wait_until(lambda: lively.beats(["node"]).keys() == {"node"}, "the heartbeats arrive")
     lively.interrupt()
     waiting.result()
 
 
-# --- when it cannot be reached
+# --- an unreachable backend
 
 
 @can_go_away
-def test_a_place_that_is_gone_is_said_to_be_out_of_reach(
+def test_calls_raise_when_the_place_is_gone(
     place: Documents, lively: LivenessRendezvousBackend
 ) -> None:
     _, token, _ = put(lively, b"first")
@@ -309,14 +309,14 @@ def test_a_node_that_comes_to_a_running_round_is_in_the_next_and_ranks_are_kept(
     late = party.node("d", (3, 4))
     joining = late.join()
     for node in first:
-        assert node.told(NodesWaiting).waiting == 1
+        assert node.notification(NodesWaiting).waiting == 1
         assert node.handler.num_nodes_waiting() == 1
     again = [node.join() for node in first]
     assert ranks([*again, joining]) == [0, 1, 2, 3]
     assert joining.result().round == 2
 
 
-def test_a_node_beyond_the_most_stands_by_and_nobody_is_told_until_a_seat_is_free(
+def test_a_node_beyond_max_nodes_stands_by_until_a_seat_is_free(
     party: Party,
 ) -> None:
     a, b = party.nodes("ab", (1, 2))
@@ -325,15 +325,15 @@ def test_a_node_beyond_the_most_stands_by_and_nobody_is_told_until_a_seat_is_fre
     joining = spare.join()
     spare.placed("standby")
     assert a.handler.num_nodes_waiting() == b.handler.num_nodes_waiting() == 0
-    b.handler.leave("its host goes down")
-    news = a.told(object)
-    assert isinstance(news, RoundEnded), "the first that it is told"
-    assert news.why == "its host goes down"
+    b.handler.leave("its host shuts down")
+    news = a.notification(object)
+    assert isinstance(news, RoundEnded), "its first notification"
+    assert news.why == "its host shuts down"
     assert ranks([a.join(), joining]) == before
     assert joining.result().round == 2
 
 
-def test_who_comes_during_the_last_call_is_in_the_round(party: Party) -> None:
+def test_a_node_that_joins_during_the_last_call_is_in_the_round(party: Party) -> None:
     early = party.nodes("ab", (2, 3))
     joining = [node.join() for node in early]
     for node in early:
@@ -343,7 +343,7 @@ def test_who_comes_during_the_last_call_is_in_the_round(party: Party) -> None:
     assert joining[0].result().round == 1
 
 
-def test_who_waits_in_vain_says_for_whom_and_gives_up_its_place(party: Party) -> None:
+def test_a_timed_out_node_names_the_missing_nodes_and_gives_up_its_place(party: Party) -> None:
     a = party.node("a", (2, 2), join=0.2)
     with pytest.raises(RendezvousTimeoutError, match=r"round 1, which has 1 of at least 2 nodes"):
         a.handler.next_rendezvous()
@@ -351,7 +351,7 @@ def test_who_waits_in_vain_says_for_whom_and_gives_up_its_place(party: Party) ->
     assert ranks([node.join() for node in late]) == [0, 1]
 
 
-def test_who_is_told_to_stop_waits_no_longer_and_is_not_waited_for(party: Party) -> None:
+def test_an_interrupted_node_leaves_the_round_that_forms(party: Party) -> None:
     a = party.node("a", (2, 2))
     waiting = a.join()
     a.placed("forming")
@@ -373,13 +373,13 @@ def test_the_keys_of_a_round_are_seen_by_its_nodes_and_no_others(party: Party) -
     assert not stores[0].check(["late"])
 
 
-def test_when_a_node_leaves_the_others_are_told_and_keep_their_ranks(party: Party) -> None:
+def test_when_a_node_leaves_the_others_are_notified_and_keep_their_ranks(party: Party) -> None:
     nodes = party.nodes("abc", (2, 3))
     before = dict(zip("abc", ranks([node.join() for node in nodes]), strict=True))
-    nodes[2].handler.leave("its host goes down")
+    nodes[2].handler.leave("its host shuts down")
     for node in nodes[:2]:
-        ended = node.told(RoundEnded)
-        assert (ended.round, ended.why) == (1, "its host goes down")
+        ended = node.notification(RoundEnded)
+        assert (ended.round, ended.why) == (1, "its host shuts down")
         assert ended.id.startswith("c/")
     assert ranks([node.join() for node in nodes[:2]]) == [before["a"], before["b"]]
 
@@ -400,10 +400,10 @@ def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party)
     standby.placed("standby")
     b.cut()
     for node in (a, c):
-        ended = node.told(RoundEnded)
+        ended = node.notification(RoundEnded)
         assert (ended.round, ended.id.split("/")[0]) == (1, "b")
-        assert "nothing was heard of it" in ended.why
-    assert b.told(RoundEnded).round == 1
+        assert "no heartbeat" in ended.why
+    assert b.notification(RoundEnded).round == 1
     assert ranks([a.join(), joining, c.join()]) == [0, 1, 2]
     renewed: list[float] = []
     b.handler.keep_lease(renewed.append)
@@ -414,11 +414,11 @@ def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party)
     now = time.monotonic()
     assert [until for until in renewed if until > now] == [], "it went on as if it had its seat"
     standby.handler.set_closed()
-    with pytest.raises(RendezvousGracefulExitError, match="stood by"):
+    with pytest.raises(RendezvousGracefulExitError, match="was on standby"):
         back.result()
 
 
-def test_a_failure_for_good_is_told_to_all_with_its_report(party: Party) -> None:
+def test_all_nodes_receive_the_report_of_a_final_failure(party: Party) -> None:
     nodes = party.nodes("abc", (2, 3))
     ranks([node.join() for node in nodes])
     judged = nodes[0].handler.report_failure("worker 3 on a: ValueError")
@@ -426,17 +426,63 @@ def test_a_failure_for_good_is_told_to_all_with_its_report(party: Party) -> None
     assert (judged.charged, judged.failures) == (True, 1)
     nodes[0].handler.fail("worker 3 on a: ValueError")
     for node in nodes[1:]:
-        assert node.told(RoundEnded).report == "worker 3 on a: ValueError"
-        assert node.told(RoundClosed).report == "worker 3 on a: ValueError"
+        assert node.notification(RoundEnded).report == "worker 3 on a: ValueError"
+        assert node.notification(RoundClosed).report == "worker 3 on a: ValueError"
 
 
-def test_closing_is_heard_by_all_and_is_final(party: Party) -> None:
+def test_closing_reaches_all_nodes_and_is_final(party: Party) -> None:
     nodes = party.nodes("ab", (2, 2))
     ranks([node.join() for node in nodes])
     nodes[0].handler.set_closed()
-    eventually(nodes[1].handler.is_closed)
+    wait_until(nodes[1].handler.is_closed, "the close arrives")
     with pytest.raises(RendezvousClosedError):
         party.node("c", (2, 2)).handler.next_rendezvous()
+
+
+def test_all_nodes_receive_the_report_of_a_failure_after_the_close(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 2))
+    ranks([a.join(), b.join()])
+    b.handler.set_closed()
+    with pytest.raises(RendezvousClosedError) as refused:
+        a.handler.report_failure("worker 0 on a: ValueError")
+    assert refused.value.report == "worker 0 on a: ValueError"
+    assert b.notification(RoundClosed).report == "worker 0 on a: ValueError"
+
+
+def test_a_node_that_was_cut_off_and_gives_up_does_not_close_the_job(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 3), lease=1.0)
+    c = party.node("c", (2, 3), lease=1.0, reconnect=0.1)
+    assert ranks([node.join() for node in (a, b, c)]) == [0, 1, 2]
+    c.cut()
+    for node in (a, b):
+        assert "no heartbeat" in node.notification(RoundEnded).why
+    again = [a.join(), b.join()]
+    with pytest.raises(RendezvousConnectionError):
+        c.handler.next_rendezvous()
+    c.mend()
+    c.handler.shutdown()
+    assert ranks(again) == [0, 1]
+    assert not a.handler.is_closed()
+    judged = a.handler.report_failure("a worker failed")
+    assert judged is not None
+    assert judged.charged
+    assert ranks([a.join(), b.join()]) == [0, 1]
+
+
+# Places with a document accept the node, with a warning.
+@pytest.mark.parametrize("meeting", ["c10d"], indirect=True)
+def test_a_node_that_is_refused_does_not_close_the_job(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 4), last_call=1.0)
+    assert ranks([a.join(), b.join()]) == [0, 1]
+    third = party.node("c", (3, 3))
+    with pytest.raises(RendezvousError, match="nodes"):
+        third.handler.next_rendezvous()
+    third.handler.shutdown()
+    assert not a.handler.is_closed()
+    judged = a.handler.report_failure("a worker failed")
+    assert judged is not None
+    assert judged.charged
+    assert ranks([a.join(), b.join()]) == [0, 1]
 
 
 def test_jobs_that_meet_in_one_place_do_not_mix(party: Party) -> None:
@@ -447,13 +493,13 @@ def test_jobs_that_meet_in_one_place_do_not_mix(party: Party) -> None:
         assert info.world_size == 2
         info.store.set(f"rank {info.rank}", "here")
     jobs["one"][0].handler.set_closed()
-    eventually(jobs["one"][1].handler.is_closed)
+    wait_until(jobs["one"][1].handler.is_closed, "the close arrives")
     assert not jobs["two"][0].handler.is_closed()
     assert not jobs["two"][1].handler.is_closed()
 
 
 @pytest.mark.parametrize("meeting", ["c10d", "store server", "TCPStore", "file"], indirect=True)
-def test_nodes_whose_place_is_gone_are_told_when_their_lease_is_over(
+def test_nodes_without_a_place_to_meet_are_notified_at_the_end_of_their_lease(
     party: Party, meeting: Place
 ) -> None:
     nodes = party.nodes("ab", (2, 2), lease=1.0, reconnect=0.1)
@@ -464,12 +510,13 @@ def test_nodes_whose_place_is_gone_are_told_when_their_lease_is_over(
     assert meeting.lose is not None
     meeting.lose()
     for node in nodes:
-        ended = node.told(RoundEnded)
+        ended = node.notification(RoundEnded)
         assert ended.round == 1
-        assert "lost touch with the others" in ended.why
-    assert leases[-1] <= time.monotonic()
+        assert "lost its connection" in ended.why
+    # A slow restart of the server ends the round early; the next server then renews the lease once.
+    wait_until(lambda: leases[-1] <= time.monotonic(), "the lease is over")
     for call in blocked:
-        with pytest.raises((StoreError, RuntimeError)):  # the latter are torch's
+        with pytest.raises((StoreError, RuntimeError)):  # RuntimeError comes from torch
             call.result()
     for node in nodes:
         with pytest.raises(RendezvousConnectionError):

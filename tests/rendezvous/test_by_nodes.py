@@ -1,11 +1,12 @@
-"""The rounds run by the nodes themselves: writes, conflicts, beats, and who listens to whom.
+"""Rounds that the nodes run themselves: writes, conflicts, heartbeats, and the watched peers.
 
-No test here waits: the drivers' clock is a number, and `follow` with no time left looks once.
+No test here waits. The drivers' clock is a number, and `follow` without time left reads once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -14,41 +15,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.rendezvous._backend import (
-    LivenessRendezvousBackend,
-    RendezvousBackend,
-    WatchedRendezvousBackend,
-)
-from regrow.rendezvous._by_nodes import NodesDriver
-from regrow.rendezvous._driver import View, differs
-from regrow.rendezvous._envelope import Envelope, seal, unseal
-from regrow.rendezvous._errors import (
+from regrow.rendezvous.errors import (
     RendezvousConnectionError,
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
-from regrow.rendezvous._neighbours import neighbours
-from regrow.rendezvous._news import (
-    Close,
-    Failed,
-    Join,
-    Leave,
+from regrow.rendezvous.node.driver import Snapshot, differs
+from regrow.rendezvous.peer.backend import (
+    LivenessRendezvousBackend,
+    RendezvousBackend,
+    WatchedRendezvousBackend,
+)
+from regrow.rendezvous.peer.peer_driver import NodesDriver
+from regrow.rendezvous.protocol.document import Envelope, seal, unseal
+from regrow.rendezvous.protocol.failure_detector import choose_peers
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    JoinRound,
+    LeaveRound,
     Node,
+    NodeRefused,
     Placed,
-    Refused,
     RoundClosed,
     RoundEnded,
     Seated,
+    WorkersFailed,
 )
-from regrow.rendezvous._round import Round, step, watched
-from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+from regrow.rendezvous.protocol.rules import step
+from regrow.rendezvous.protocol.state import Round, watched
+from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 from regrow.store import MemoryStore
 
-SOON = 20.0  # seconds; nothing here takes long
+SOON = 20.0  # seconds; every step here is short
 
 
 class Document:
-    """What the backends of all nodes hold, and what was done with it."""
+    """The document that the backends of all nodes share, and a record of its use."""
 
     def __init__(self) -> None:
         self.data: bytes | None = None
@@ -56,16 +58,16 @@ class Document:
         self.reads = 0
         self.writes = 0
         self.before_write: list[Callable[[], None]] = []
-        """Done one by one, each before the next write: somebody else is faster."""
+        """Calls made one by one, each before the next write, to simulate a faster node."""
         self.lose_answers = 0
-        """So many writes raise after they were done."""
+        """Number of next writes that succeed and then raise."""
         self.unsure = 0
-        """So many writes are answered with None after they were done."""
+        """Number of next writes that succeed and then return None."""
         self.down = False
 
 
 class Backend(RendezvousBackend):
-    """A user's backend, with the two methods that it must have."""
+    """A user's backend, with only the two required methods."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -100,11 +102,11 @@ class Backend(RendezvousBackend):
 
     def _reach(self) -> None:
         if self.document.down:
-            raise RendezvousConnectionError("nobody listens there")
+            raise RendezvousConnectionError("no process listens there")
 
 
 class Living(Backend, LivenessRendezvousBackend):
-    """A backend with a place for beats; one of them for each node, as they share `shared`."""
+    """A backend with a place for heartbeats; each node has one, and they share `shared`."""
 
     def __init__(self, document: Document, shared: dict[str, Any]) -> None:
         super().__init__(document)
@@ -136,7 +138,7 @@ class Living(Backend, LivenessRendezvousBackend):
 
 
 class Job:
-    """Nodes of a job whose clock is set by hand."""
+    """Nodes of a job with a clock that the test sets."""
 
     def __init__(self, low: int, high: int, last_call: float = 5.0) -> None:
         self.document = Document()
@@ -163,11 +165,11 @@ class Job:
         return unseal(self.document.data).state
 
 
-def join(id: str, token: int = 0) -> Join:
-    return Join(Node(id, f"host-{id}", None, 1234), token)
+def join(id: str, token: int = 0) -> JoinRound:
+    return JoinRound(Node(id, f"host-{id}", None, 1234), token)
 
 
-def look(driver: NodesDriver, id: str) -> View:
+def look(driver: NodesDriver, id: str) -> Snapshot:
     view = driver.follow(id, None, 0)
     assert view is not None
     return view
@@ -180,20 +182,20 @@ def nothing_new(driver: NodesDriver, id: str) -> bool:
 # --- compare and set
 
 
-def test_nodes_meet_by_what_each_writes() -> None:
+def test_nodes_meet_in_the_document() -> None:
     job = Job(2, 2)
     a, b = job.driver(), job.driver()
-    assert a.submit(join("a"), SOON).news == Placed("a", "forming")
-    seated = b.submit(join("b"), SOON).news
+    assert a.submit(join("a"), SOON).status == Placed("a", "forming")
+    seated = b.submit(join("b"), SOON).status
     assert isinstance(seated, Seated)
     assert (seated.round, seated.rank, seated.world_size) == (1, 1, 2)
     assert (seated.leader, seated.port) == ("host-a", 1234)
-    news = look(a, "a").news
+    news = look(a, "a").status
     assert isinstance(news, Seated)
     assert (news.rank, news.digest) == (0, seated.digest)
 
 
-def test_who_was_not_the_first_applies_its_event_to_what_the_first_has_written() -> None:
+def test_a_slower_node_applies_its_event_to_the_document_of_the_faster() -> None:
     job = Job(3, 3)
     a, b, c = job.driver(), job.driver(), job.driver()
     a.submit(join("a"), SOON)
@@ -203,35 +205,35 @@ def test_who_was_not_the_first_applies_its_event_to_what_the_first_has_written()
         c.submit(join("c"), SOON)
 
     job.document.before_write = [c_is_faster]
-    assert isinstance(b.submit(join("b"), SOON).news, Seated)
+    assert isinstance(b.submit(join("b"), SOON).status, Seated)
     assert list(job.state.members) == ["a", "c", "b"]
 
 
-def test_a_write_whose_answer_was_lost_is_made_again_and_counts_once() -> None:
+def test_a_write_whose_answer_was_lost_is_repeated_and_counts_once() -> None:
     job = Job(1, 2)
     job.document.lose_answers = 1
     driver = job.driver()
-    assert driver.submit(join("a"), SOON).news == Placed("a", "forming")
+    assert driver.submit(join("a"), SOON).status == Placed("a", "forming")
     assert list(job.state.members) == ["a"]
 
 
-def test_a_backend_that_cannot_say_what_became_of_a_write_is_asked() -> None:
+def test_an_unknown_result_of_a_write_is_read() -> None:
     job = Job(2, 2)
     a, b = job.driver(), job.driver()
     job.document.unsure = 1
-    assert a.submit(join("a"), SOON).news == Placed("a", "forming")
+    assert a.submit(join("a"), SOON).status == Placed("a", "forming")
     job.document.unsure = 3
-    assert isinstance(b.submit(join("b"), SOON).news, Seated)
+    assert isinstance(b.submit(join("b"), SOON).status, Seated)
     assert list(job.state.members) == ["a", "b"]
 
 
-def test_nothing_is_answered_from_what_was_read_long_ago() -> None:
+def test_no_call_is_answered_from_an_old_read() -> None:
     job = Job(1, 2)
     a, b = job.driver(), job.driver()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
-    b.submit(Close("b", "enough"), SOON)
-    news = a.submit(join("a2"), SOON).news  # the state that `a` has read is not closed
+    b.submit(CloseRendezvous("b", "enough"), SOON)
+    news = a.submit(join("a2"), SOON).status  # the state that `a` has read is not closed
     assert isinstance(news, RoundClosed)
     assert news.why == "enough"
 
@@ -241,41 +243,41 @@ def test_a_stale_node_learns_so_at_its_first_call() -> None:
     a, b = job.driver(), job.driver()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
-    job.driver().submit(Leave("a"), SOON)  # somebody else's judgement
-    assert isinstance(look(b, "b").news, Seated)
+    job.driver().submit(LeaveRound("a"), SOON)  # another node decides this
+    assert isinstance(look(b, "b").status, Seated)
     assert not a.beat("a", 1, SOON)
-    assert a.peek("a").news is None
-    said = a.submit(Failed("a", 1, "too late"), SOON)
-    assert isinstance(said.news, Refused)
+    assert a.peek("a").status is None
+    answered = a.submit(WorkersFailed("a", 1, "too late"), SOON)
+    assert isinstance(answered.status, NodeRefused)
 
 
-def test_who_cannot_reach_the_backend_says_so_when_the_time_is_up() -> None:
+def test_calls_raise_at_their_deadline_if_the_backend_is_unreachable() -> None:
     job = Job(1, 1)
     driver = job.driver()
     job.document.down = True
-    with pytest.raises(RendezvousConnectionError, match="nobody listens there"):
+    with pytest.raises(RendezvousConnectionError, match="no process listens there"):
         driver.submit(join("a"), 0)
-    with pytest.raises(RendezvousConnectionError, match="nobody listens there"):
+    with pytest.raises(RendezvousConnectionError, match="no process listens there"):
         driver.follow("a", None, 0)
-    with pytest.raises(RendezvousConnectionError, match="nobody listens there"):
+    with pytest.raises(RendezvousConnectionError, match="no process listens there"):
         driver.beat("a", 1, 0)
 
 
-def test_who_is_never_the_first_says_so_when_the_time_is_up() -> None:
+def test_a_node_that_is_always_slower_raises_at_its_deadline() -> None:
     job = Job(3, 3)
     other = job.driver()
     nodes = iter(range(100))
 
-    def somebody_else() -> None:
+    def another_node() -> None:
         job.now += 1.0
-        job.document.before_write.append(somebody_else)
+        job.document.before_write.append(another_node)
         data = job.document.data
         life, state, beats = unseal(data) if data else Envelope("life", Round(3, 3), {})
         job.document.data = seal(Envelope(life, state, {**beats, f"n{next(nodes)}": 1}))
         job.document.version += 1
 
-    job.document.before_write = [somebody_else]
-    with pytest.raises(RendezvousConnectionError, match=r"did not take .* in 3 tries"):
+    job.document.before_write = [another_node]
+    with pytest.raises(RendezvousConnectionError, match=r"refused 3 changes of .*faster"):
         other.submit(join("a"), 2.5)
 
 
@@ -291,10 +293,10 @@ def test_after_an_interrupt_every_call_ends() -> None:
     ):
         with pytest.raises(RendezvousGracefulExitError):
             call()
-    assert driver.peek("a").news == Placed("a", "forming")
+    assert driver.peek("a").status == Placed("a", "forming")
 
 
-def test_a_closed_driver_closes_the_backend_that_it_watches() -> None:
+def test_closing_a_driver_closes_a_watched_backend() -> None:
     job = Job(1, 1)
     backend = Living(job.document, job.shared)
     driver = job.driver(backend)
@@ -302,27 +304,28 @@ def test_a_closed_driver_closes_the_backend_that_it_watches() -> None:
     assert backend.closed
 
 
-# --- what the backend holds
+# --- content of the backend
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"\x80\x04\x95", "not written by regrow"),
-        (b"[]", "not of the format"),
-        (b'{"format":"regrow.rendezvous","format_version":2}\n{}', "has format version 2"),
-        (b'{"format":"regrow.rendezvous","format_version":1}\n{}', "first line"),
+        (b"\x80\x04\x95", "regrow did not write it"),
+        (b"[]", "it is not a JSON object"),
+        (b'{"format":"other"}', "not a document of the format 'regrow.rendezvous'"),
+        (b'{"format":"regrow.rendezvous","format_version":3}\n{}', "has format version 3"),
+        (b'{"format":"regrow.rendezvous","format_version":2}\n{}', "missing required field `life`"),
         (
-            b'{"format":"regrow.rendezvous","format_version":1,"life":"a","beats":{"a":-1}}\n{}',
-            "beats are not numbers",
+            b'{"format":"regrow.rendezvous","format_version":2,"life":"a","beats":{"a":-1}}\n{}',
+            "`int` >= 0 - at `",
         ),
         (
-            b'{"format":"regrow.rendezvous","format_version":1,"life":"a","beats":{}}\n{}',
-            "not a document of the format 'regrow.round'",
+            b'{"format":"regrow.rendezvous","format_version":2,"life":"a","beats":{}}\n{}',
+            "its parts are not those that this node knows: awaited, charged",
         ),
     ],
 )
-def test_what_another_program_or_release_has_written_is_refused_and_left_alone(
+def test_a_document_of_another_program_or_release_is_refused_and_kept(
     data: bytes, message: str
 ) -> None:
     job = Job(1, 1)
@@ -332,19 +335,19 @@ def test_what_another_program_or_release_has_written_is_refused_and_left_alone(
     assert job.document.data == data
 
 
-def test_a_backend_that_was_emptied_is_noticed_before_anything_is_written() -> None:
+def test_an_emptied_backend_is_detected_before_a_write() -> None:
     job = Job(1, 2)
     a, b = job.driver(), job.driver()
     a.submit(join("a"), SOON)
     job.document.data, job.document.version = None, 0
-    with pytest.raises(RendezvousConnectionError, match="what it held is gone"):
+    with pytest.raises(RendezvousConnectionError, match="has lost the document"):
         a.follow("a", None, 0)
     b.submit(join("b"), SOON)
-    with pytest.raises(RendezvousStateError, match="somebody has emptied"):
+    with pytest.raises(RendezvousStateError, match="was emptied while"):
         a.follow("a", None, 0)
 
 
-def test_nodes_that_were_told_different_sizes_are_warned(
+def test_nodes_with_different_sizes_are_warned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     job = Job(1, 4)
@@ -355,7 +358,7 @@ def test_nodes_that_were_told_different_sizes_are_warned(
     look(other, "b")
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert "for 2 to 2 nodes, and the rendezvous 'job' has 1 to 4, which count" in warnings[0]
+    assert "for 2 to 2 nodes, and the rendezvous 'job' uses 1 to 4: " in warnings[0]
 
 
 @given(
@@ -364,7 +367,7 @@ def test_nodes_that_were_told_different_sizes_are_warned(
     st.integers(1, 3),
 )
 @settings(deadline=None)
-def test_what_was_sealed_is_what_is_unsealed(life: str, beats: dict[str, int], n: int) -> None:
+def test_unseal_reverses_seal(life: str, beats: dict[str, int], n: int) -> None:
     state = Round(1, 3)
     for number in range(n):
         state, _ = step(state, join(f"node {number}"))
@@ -373,12 +376,12 @@ def test_what_was_sealed_is_what_is_unsealed(life: str, beats: dict[str, int], n
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_an_envelope_or_refused_as_one(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(RendezvousStateError):
         unseal(data)
 
 
-# --- beats
+# --- heartbeats
 
 
 def test_a_beat_in_the_document_is_seen_by_all_and_proves_the_seat() -> None:
@@ -408,13 +411,13 @@ def test_a_node_that_has_not_joined_leaves_no_beat() -> None:
     assert job.document.writes == 0
 
 
-def test_the_beats_of_those_who_are_gone_are_dropped() -> None:
+def test_the_heartbeats_of_nodes_that_left_are_dropped() -> None:
     job = Job(1, 3)
     a, b = job.driver(), job.driver()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     b.beat("b", 0, SOON)
-    a.submit(Leave("b"), SOON)
+    a.submit(LeaveRound("b"), SOON)
     assert job.document.data is not None
     assert unseal(job.document.data).beats == {}
 
@@ -425,7 +428,7 @@ def test_a_beat_beside_the_document_is_answered_by_a_state_that_is_read_after_it
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     assert a.beat("a", 1, SOON)
-    b.submit(Leave("a"), SOON)
+    b.submit(LeaveRound("a"), SOON)
     reads = job.document.reads
     assert not a.beat("a", 1, SOON)
     assert job.document.reads > reads
@@ -435,7 +438,7 @@ def test_a_node_that_leaves_is_forgotten_by_the_backend() -> None:
     job = Job(1, 1)
     driver = job.living()
     driver.submit(join("a"), SOON)
-    driver.submit(Leave("a"), SOON)
+    driver.submit(LeaveRound("a"), SOON)
     assert job.shared["forgotten"] == ["a"]
 
 
@@ -448,18 +451,18 @@ def test_a_beat_writes_nothing_into_the_document_where_there_is_a_place_beside_i
     assert job.document.writes == writes
 
 
-# --- what takes time
+# --- slow calls
 
 
-def test_the_last_call_is_over_by_the_clock_of_whoever_waits() -> None:
+def test_the_last_call_ends_by_the_clock_of_a_waiting_node() -> None:
     job = Job(1, 3, last_call=5)
     driver = job.driver()
     driver.submit(join("a"), SOON)
-    assert look(driver, "a").news == Placed("a", "forming")
+    assert look(driver, "a").status == Placed("a", "forming")
     job.now += 4.9
     assert nothing_new(driver, "a")
     job.now += 0.2
-    assert isinstance(look(driver, "a").news, Seated)
+    assert isinstance(look(driver, "a").status, Seated)
 
 
 @pytest.mark.parametrize("kind", ["living", "driver"])
@@ -472,11 +475,11 @@ def test_a_silent_node_is_lost_after_its_lease_and_the_time_to_kill(kind: str) -
     look(a, "a")
     for _ in range(3):
         job.now += 1
-        assert isinstance(look(a, "a").news, Seated)
+        assert isinstance(look(a, "a").status, Seated)
     job.now += 1
-    news = look(a, "a").news
+    news = look(a, "a").status
     assert isinstance(news, RoundEnded)
-    assert (news.id, news.why) == ("b", "nothing was heard of it for 4 s")
+    assert (news.id, news.why) == ("b", "no heartbeat arrived for 4 s")
     assert not b.beat("b", 1, SOON)
 
 
@@ -490,27 +493,27 @@ def test_a_node_that_beats_is_never_lost(kind: str) -> None:
         job.now += 1
         assert a.beat("a", 1, SOON)
         assert b.beat("b", 1, SOON)
-        assert isinstance(look(a, "a").news, Seated)
-        assert isinstance(look(b, "b").news, Seated)
+        assert isinstance(look(a, "a").status, Seated)
+        assert isinstance(look(b, "b").status, Seated)
 
 
-def test_nobody_is_lost_because_this_node_was_stopped() -> None:
+def test_no_node_is_lost_because_this_node_was_stopped() -> None:
     job = Job(1, 2)
     a, b = job.living(), job.living()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     look(a, "a")
     job.now += 3600
-    assert isinstance(look(a, "a").news, Seated)
+    assert isinstance(look(a, "a").status, Seated)
 
 
-def test_beats_in_a_document_that_is_not_read_are_no_silence() -> None:
+def test_a_document_that_is_not_read_is_no_evidence_of_silence() -> None:
     job = Job(2, 2)
     other = job.driver()
     other.submit(join("b"), SOON)
 
     class CutOff(Backend, WatchedRendezvousBackend):
-        """It is sent documents, and notices only when it reads that none can come."""
+        """Receives documents; only a read shows that further documents cannot arrive."""
 
         def heard_state(self) -> tuple[bytes, int] | None:
             return old
@@ -530,18 +533,43 @@ def test_beats_in_a_document_that_is_not_read_are_no_silence() -> None:
     assert {*job.state.ranks} == {"a", "b"}
 
 
-def test_a_node_whose_end_the_backend_vouches_for_is_lost_at_once() -> None:
+def test_no_call_to_the_backend_may_take_longer_than_the_caller_has_left() -> None:
+    job = Job(1, 2)
+    allowed: list[float] = []
+
+    class Silent(Living):
+        @contextmanager
+        def within(self, seconds: float) -> Iterator[None]:
+            allowed.append(seconds)
+            job.now += min(seconds, 4.0)  # the backend's own time-out
+            yield
+
+        def set_state(self, state: bytes, token: int | None = None) -> Any:
+            raise RendezvousConnectionError("it did not answer")
+
+    began = job.now
+    with pytest.raises(RendezvousConnectionError, match=r"not answer \(tried again for 10 s\)"):
+        job.driver(Silent(job.document, job.shared)).submit(join("a"), 10.0)
+    assert allowed[0] == 10.0
+    assert job.now <= began + 10.0
+    allowed.clear()
+    with pytest.raises(RendezvousConnectionError):
+        job.driver(Silent(job.document, job.shared)).submit(join("a"), 0.5)
+    assert allowed == [2.0], "a backend may be slow only"
+
+
+def test_a_node_that_the_backend_reports_as_ended_is_lost_at_once() -> None:
     job = Job(1, 2)
     a, b = job.living(), job.living()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     job.shared["ended"] = {"b": "its connection was closed"}
-    news = look(a, "a").news
+    news = look(a, "a").status
     assert isinstance(news, RoundEnded)
     assert (news.id, news.why) == ("b", "its connection was closed")
 
 
-def test_a_node_listens_only_to_its_next_three() -> None:
+def test_a_node_checks_only_its_next_three_peers() -> None:
     job = Job(8, 8)
     backend = Living(job.document, job.shared)
     first = job.driver(backend)
@@ -565,7 +593,7 @@ def test_of_many_nodes_that_die_at_once_the_last_is_not_found_last() -> None:
         look(survivor, "00")
         job.now += 1
         looks += 1
-    assert looks < 20  # three at a time, they would be more than eighty
+    assert looks < 20  # three at a time would need more than eighty
 
 
 def grown(low: int, high: int, ids: Sequence[str]) -> Round:
@@ -575,8 +603,8 @@ def grown(low: int, high: int, ids: Sequence[str]) -> Round:
     return state
 
 
-def test_a_node_that_is_not_in_the_rendezvous_listens_to_nobody() -> None:
-    assert neighbours(grown(1, 3, "ab"), "c", frozenset()) is None
+def test_a_node_outside_the_rendezvous_checks_no_peer() -> None:
+    assert choose_peers(grown(1, 3, "ab"), "c", frozenset()) is None
 
 
 @given(
@@ -585,28 +613,28 @@ def test_a_node_that_is_not_in_the_rendezvous_listens_to_nobody() -> None:
     st.sets(st.integers(0, 11)),
 )
 @settings(deadline=None)
-def test_every_node_but_one_alone_is_listened_to(n: int, high: int, silent: set[int]) -> None:
+def test_every_node_is_checked_by_three_others(n: int, high: int, silent: set[int]) -> None:
     ids = [f"{number:02}" for number in range(n)]
     state = grown(1, high, ids)
     quiet = frozenset(ids[number] for number in silent if number < n)
-    heard: dict[str, int] = dict.fromkeys(ids, 0)
+    checked: dict[str, int] = dict.fromkeys(ids, 0)
     for id in ids:
-        chosen = neighbours(state, id, quiet)
+        chosen = choose_peers(state, id, quiet)
         assert chosen is not None
         assert id not in chosen
         assert len(chosen) == len(set(chosen))
         if not quiet:
             assert len(chosen) == min(3, n - 1)
         for other in chosen:
-            heard[other] += 1
-    assert all(count >= min(3, n - 1) for count in heard.values())
+            checked[other] += 1
+    assert all(count >= min(3, n - 1) for count in checked.values())
 
 
-# --- views
+# --- snapshots
 
 
 def test_a_view_differs_by_more_than_its_version() -> None:
-    view = View(3, Placed("a", "forming"), 0, None)
+    view = Snapshot(3, Placed("a", "forming"), 0, None)
     assert differs(view, None)
     assert not differs(view._replace(version=9), view)
     assert differs(view._replace(waiting=1), view)

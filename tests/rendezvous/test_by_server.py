@@ -13,31 +13,31 @@ from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
-from storing import PATIENCE, Background, CuttingProxy, eventually
 
+from helpers.stores.storing import PATIENCE, Background, CuttingProxy
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
-from regrow.rendezvous import _questions as questions
-from regrow.rendezvous._by_server import ServerDriver
-from regrow.rendezvous._driver import View
-from regrow.rendezvous._host import SERVICES
-from regrow.rendezvous._line import Where
-from regrow.rendezvous._news import (
-    Failed,
-    Heard,
-    Join,
-    Leave,
+from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    EndConfirmed,
+    JoinRound,
+    LeaveRound,
     Node,
+    NodeRefused,
     Placed,
-    Refused,
     RoundEnded,
     Seated,
+    WorkersFailed,
 )
-from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.hosting import SERVICES
+from regrow.rendezvous.server.server_driver import ServerDriver, Where
+from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 from regrow.store import (
     ServerProcess,
     StoreClosedError,
@@ -45,10 +45,11 @@ from regrow.store import (
     make_token,
     start_server,
 )
+from regrow.utils import PortReservation
 
 TOKEN = make_token()
 KEEP_ALIVE = timedelta(seconds=100)
-"""Long: nobody beats here but where it is tested."""
+"""Long, so that nodes send no heartbeats except in tests of heartbeats."""
 
 
 def settings(min_nodes: int = 2, max_nodes: int = 2, run_id: str = "job") -> RendezvousSettings:
@@ -58,14 +59,14 @@ def settings(min_nodes: int = 2, max_nodes: int = 2, run_id: str = "job") -> Ren
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[ServerProcess]:
-    """One server for all tests that do it no harm; each takes a job of its own."""
+    """One server for all tests that leave it intact; each test uses a job of its own."""
     with start_server(token=TOKEN, services=SERVICES) as server:
         yield server
 
 
 @pytest.fixture
 def own() -> Iterator[ServerProcess]:
-    """A server for a test that harms it."""
+    """A server for a test that damages it."""
     with start_server(token=TOKEN, services=SERVICES) as server:
         yield server
 
@@ -75,7 +76,7 @@ Meet = Callable[..., ServerDriver]
 
 @pytest.fixture
 def drive(request: pytest.FixtureRequest) -> Iterator[Meet]:
-    """Make drivers of the job of this test, closed after it."""
+    """Return a factory of drivers for this test's job; they are closed after the test."""
     with ExitStack() as made:
 
         def make(endpoint: str, min_nodes: int = 2, max_nodes: int = 2) -> ServerDriver:
@@ -100,11 +101,15 @@ def seated(drive: Meet, *endpoints: str) -> tuple[ServerDriver, ServerDriver]:
     return a, b
 
 
-def join(name: str, token: int = 0) -> Join:
-    return Join(Node(name, f"{name}.host", None, 4000), token)
+def join(name: str, token: int = 0) -> JoinRound:
+    return JoinRound(Node(name, f"{name}.host", None, 4000), token)
 
 
-def heard(driver: ServerDriver, id: str, seen: View | None = None) -> View:
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
+
+
+def heard(driver: ServerDriver, id: str, seen: Snapshot | None = None) -> Snapshot:
     view = driver.follow(id, seen, PATIENCE)
     assert view is not None, "nothing was heard"
     return view
@@ -113,16 +118,16 @@ def heard(driver: ServerDriver, id: str, seen: View | None = None) -> View:
 def test_nodes_meet_and_each_hears_its_seat(shared: ServerProcess, drive: Meet) -> None:
     a, b = drive(shared.endpoint), drive(shared.endpoint)
     forming = a.submit(join("a"), PATIENCE)
-    assert forming.news == Placed("a", "forming")
+    assert forming.status == Placed("a", "forming")
     waiting = Background(a.follow, "a", forming, PATIENCE)
     last = b.submit(join("b"), PATIENCE)
     first = waiting.result()
-    assert isinstance(first.news, Seated)
-    assert isinstance(last.news, Seated)
-    assert (first.news.rank, last.news.rank) == (0, 1)
-    assert first.news.digest == last.news.digest
+    assert isinstance(first.status, Seated)
+    assert isinstance(last.status, Seated)
+    assert (first.status.rank, last.status.rank) == (0, 1)
+    assert first.status.digest == last.status.digest
     assert a.peek("a") == first
-    assert a.peek("somebody") == View(0, None, 0, None)
+    assert a.peek("somebody") == Snapshot(0, None, 0, None)
 
 
 def test_the_store_of_a_round_is_reached_without_asking_the_name_service(
@@ -166,25 +171,25 @@ def test_following_blocks_until_something_is_new(pair: tuple[ServerDriver, Serve
     assert a.follow("a", seen, 0.01) is None
     waiting = Background(a.follow, "a", seen, PATIENCE)
     assert a.beat("a", 1, PATIENCE)  # while it waits
-    b.submit(Failed("b", 1, "report"), PATIENCE)
-    assert waiting.result().news == RoundEnded(1, "b", "its workers failed", "report")
+    b.submit(WorkersFailed("b", 1, "report"), PATIENCE)
+    assert waiting.result().status == RoundEnded(1, "b", "its workers failed", "report")
 
 
-def test_a_beat_says_whether_the_seat_is_still_held(
+def test_a_heartbeat_returns_whether_the_seat_is_still_held(
     pair: tuple[ServerDriver, ServerDriver],
 ) -> None:
     a, b = pair
     assert a.beat("a", 1, PATIENCE)
-    b.submit(Leave("b", 1), PATIENCE)
+    b.submit(LeaveRound("b", 1), PATIENCE)
     assert a.beat("a", 1, PATIENCE)  # the others still wait for it
     assert not b.beat("b", 1, PATIENCE)
-    assert not b.beat("a", 1, PATIENCE)  # another node's
+    assert not b.beat("a", 1, PATIENCE)  # the seat of another node
 
 
 def test_a_stale_token_is_refused(pair: tuple[ServerDriver, ServerDriver]) -> None:
     _, b = pair
-    b.submit(Leave("b", 1), PATIENCE)
-    assert isinstance(b.submit(join("b", 1), PATIENCE).news, Refused)
+    b.submit(LeaveRound("b", 1), PATIENCE)
+    assert isinstance(b.submit(join("b", 1), PATIENCE).status, NodeRefused)
 
 
 def test_a_node_that_closes_its_driver_is_lost_at_once(
@@ -194,20 +199,19 @@ def test_a_node_that_closes_its_driver_is_lost_at_once(
     waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
     b.close(linger=False)
     b.close(linger=False)
-    assert waiting.result().news == RoundEnded(1, "b", "it closed its connection")
+    assert waiting.result().status == RoundEnded(1, "b", "it closed its connection", lost=True)
 
 
 NODE = """
 import signal, sys
 from datetime import timedelta
-from regrow.rendezvous._by_server import ServerDriver
-from regrow.rendezvous._line import Where
-from regrow.rendezvous._news import Join, Node
-from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+from regrow.rendezvous.server.server_driver import ServerDriver, Where
+from regrow.rendezvous.protocol.messages import JoinRound, Node
+from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 endpoint, token, run_id = sys.argv[1:]
 settings = RendezvousSettings(run_id, 2, 2, RendezvousTimeout(), timedelta(seconds=100), 3)
 driver = ServerDriver(Where(endpoint, token.encode()), settings, 30)
-driver.submit(Join(Node("b", "b.host")), 30)
+driver.submit(JoinRound(Node("b", "b.host")), 30)
 print("joined", flush=True)
 signal.pause()
 """
@@ -222,12 +226,12 @@ def test_a_node_whose_process_is_killed_is_lost_at_once(
     command = [sys.executable, "-c", NODE, *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as node:
         assert node.stdout is not None
-        assert node.stdout.readline() == b"joined\n"  # an answer left unread would mean a reset
-        while not isinstance(seen.news, Seated):
+        assert node.stdout.readline() == b"joined\n"  # unread answers would reset the connection
+        while not isinstance(seen.status, Seated):
             seen = heard(a, "a", seen)
         waiting = Background(a.follow, "a", seen, PATIENCE)
         node.kill()
-    assert waiting.result().news == RoundEnded(1, "b", "its connection broke")
+    assert waiting.result().status == RoundEnded(1, "b", "its connection broke", lost=True)
 
 
 def test_a_connection_that_breaks_and_comes_back_costs_nothing(
@@ -239,40 +243,45 @@ def test_a_connection_that_breaks_and_comes_back_costs_nothing(
     for _ in range(3):
         proxy.cut_now()
         assert b.beat("b", 1, PATIENCE)
-    a.submit(Failed("a", 1, "report"), PATIENCE)
-    assert waiting.result().news == RoundEnded(1, "a", "its workers failed", "report")
+    a.submit(WorkersFailed("a", 1, "report"), PATIENCE)
+    assert waiting.result().status == RoundEnded(1, "a", "its workers failed", "report")
     proxy.stop()
 
 
-def test_a_node_that_stayed_away_too_long_comes_back_as_nobody(
-    shared: ServerProcess, drive: Meet
-) -> None:
-    proxy = CuttingProxy(int(shared.endpoint.rpartition(":")[2]))
+def test_a_node_that_was_away_too_long_has_no_status(shared: ServerProcess, drive: Meet) -> None:
+    proxy = CuttingProxy(port_of(shared.endpoint))
+    port = port_of(proxy.endpoint)
     a, b = seated(drive, shared.endpoint, proxy.endpoint)
     waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
     gone = Background(b.follow, "b", heard(b, "b"), PATIENCE)
     proxy.stop()
-    assert waiting.result().news == RoundEnded(1, "b", "its connection broke")
+    assert waiting.result().status == RoundEnded(1, "b", "its connection broke", lost=True)
     with pytest.raises(RendezvousConnectionError, match="Connection refused"):
         gone.result()
-    b._line._where = Where(shared.endpoint, TOKEN)  # the way is free again
-    assert heard(b, "b").news is None
+    # The connection works again.
+    proxy = CuttingProxy(port_of(shared.endpoint), port)
+    assert heard(b, "b").status is None
     assert not b.beat("b", 1, PATIENCE)
-    assert b.submit(join("b, again"), PATIENCE).news == Placed("b, again", "forming")
+    assert b.submit(join("b, again"), PATIENCE).status == Placed("b, again", "forming")
+    proxy.stop()
 
 
-def test_who_waits_in_vain_learns_who_was_missing(shared: ServerProcess, drive: Meet) -> None:
+def test_a_node_that_timed_out_learns_which_nodes_are_missing(
+    shared: ServerProcess, drive: Meet
+) -> None:
     a = drive(shared.endpoint)
     a.submit(join("a"), PATIENCE)
     assert "1 of at least 2 nodes: a" in a.explain_timeout("a", 600)
     a.interrupt()
-    assert "node a waited 600 s in vain, and cannot learn for whom" in a.explain_timeout("a", 600)
+    assert "node a waited 600 s for other nodes, and cannot name them" in a.explain_timeout(
+        "a", 600
+    )
 
 
-# --- when the server is gone
+# --- without a server
 
 
-def test_a_server_that_is_gone_is_said_at_once(own: ServerProcess, drive: Meet) -> None:
+def test_a_server_that_is_gone_is_reported_at_once(own: ServerProcess, drive: Meet) -> None:
     a, b = seated(drive, own.endpoint)
     waiting = Background(a.follow, "a", heard(a, "a"), 10 * PATIENCE)
     own.close()
@@ -292,7 +301,7 @@ def test_a_server_that_was_started_again_does_not_know_the_job(
         for call in (
             lambda: a.beat("a", 1, PATIENCE),
             lambda: a.follow("a", None, PATIENCE),
-            lambda: a.submit(Heard("a", 1), PATIENCE),
+            lambda: a.submit(EndConfirmed("a", 1), PATIENCE),
         ):
             with pytest.raises(RendezvousConnectionError, match="does not know the job"):
                 call()
@@ -306,18 +315,18 @@ def test_a_silent_server_is_waited_for(own: ServerProcess, drive: Meet) -> None:
     slow = Background(a.beat, "a", 1, PATIENCE)
     os.kill(own.pid, signal.SIGCONT)
     assert slow.result()
-    assert isinstance(heard(a, "a").news, Seated)
+    assert isinstance(heard(a, "a").status, Seated)
 
 
-def test_a_server_that_never_comes_is_an_error_that_says_where() -> None:
+def test_a_missing_server_is_an_error_with_its_endpoint() -> None:
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        nobody.bind(("127.0.0.1", 0))  # it does not listen
         endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
         with pytest.raises(RendezvousConnectionError, match=rf"{endpoint}.*tried for 0\.05 s"):
             ServerDriver(Where(endpoint, TOKEN), settings(), 0.05)
 
 
-def test_without_the_right_token_nobody_gets_in(shared: ServerProcess) -> None:
+def test_a_node_without_the_right_token_is_refused(shared: ServerProcess) -> None:
     where = Where(shared.endpoint, make_token())
     with pytest.raises(RendezvousError, match="refused the token"):
         ServerDriver(where, settings(), PATIENCE)
@@ -334,7 +343,7 @@ def test_a_job_of_other_sizes_is_refused_with_both(
     pair: tuple[ServerDriver, ServerDriver], shared: ServerProcess, drive: Meet
 ) -> None:
     other = drive(shared.endpoint, 1, 4)
-    with pytest.raises(RendezvousError, match=r"nodes 2:2, and this node says 1:4"):
+    with pytest.raises(RendezvousError, match=r"nodes 2:2, and this node has 1:4"):
         other.submit(join("c"), PATIENCE)
 
 
@@ -342,12 +351,12 @@ def test_a_server_of_another_release_is_not_understood(
     pair: tuple[ServerDriver, ServerDriver],
 ) -> None:
     a, _ = pair
-    told = questions.Told(a._life, 1, "Promoted", b"\xc0", 0, None, False)  # type: ignore[arg-type]
-    with pytest.raises(RendezvousStateError, match="'Promoted' is no news"):
-        a._view("a", told)
+    told = messages.SnapshotReply(a.life, 1, "Promoted", b"\xc0", 0, None, False)  # type: ignore[arg-type]
+    with pytest.raises(RendezvousStateError, match="'Promoted' is not a status"):
+        a._snapshot("a", told)
 
 
-# --- being ended
+# --- close
 
 
 def test_an_interrupt_ends_blocked_calls_and_later_ones(
@@ -366,12 +375,13 @@ def test_an_interrupt_ends_a_call_that_connects(own: ServerProcess, drive: Meet)
     a, _ = seated(drive, own.endpoint)
     port = int(own.endpoint.rpartition(":")[2])
     own.close()
-    with socket.create_server(("127.0.0.1", port), reuse_port=False):  # accepts, and says nothing
+    with socket.create_server(("127.0.0.1", port)) as silent:  # accepts connections, never answers
         waiting = Background(a.follow, "a", None, 10 * PATIENCE)
-        eventually(lambda: a._line._stop >= 0)
+        connection, _ = silent.accept()
         a.interrupt()
         with pytest.raises(RendezvousGracefulExitError):
             waiting.result()
+        connection.close()
 
 
 def test_the_address_of_a_node_is_that_of_its_connection(
@@ -414,21 +424,20 @@ def test_a_new_life_of_a_job_finds_no_keys_of_the_old_one(own: ServerProcess, dr
     a, _ = seated(drive, own.endpoint)
     a.round_store(1).set("k", "old")
     with connect(own.endpoint, token=TOKEN) as client:
-        assert client.get(f"rounds/{a._life}/k") == b"old"
-    assert len(a._life) == 12
+        assert client.get(f"rounds/{a.life}/k") == b"old"
+    assert len(a.life) == 12
 
 
-def test_threads_that_connect_at_once_share_one_connection(own: ServerProcess, drive: Meet) -> None:
-    a, _ = seated(drive, own.endpoint)
-    client = a._line.client(PATIENCE)
-    a._line.drop(client)
-    start = threading.Barrier(4)
-
-    def beat() -> bool:
-        start.wait(PATIENCE)
-        return a.beat("a", 1, PATIENCE)
-
-    beats = [Background(beat) for _ in range(4)]
-    assert [beating.result() for beating in beats] == [False] * 4  # its session is another one
-    with connect(own.endpoint, token=TOKEN) as watcher:
-        assert watcher.num_keys() == 0
+def test_the_farewell_of_nodes_of_an_earlier_server_does_not_close_the_new_job(
+    drive: Meet,
+) -> None:
+    with PortReservation("127.0.0.1") as port:
+        with start_server("127.0.0.1", port.port, token=TOKEN, services=SERVICES) as server:
+            a, b = seated(drive, server.endpoint)
+        with start_server("127.0.0.1", port.port, token=TOKEN, services=SERVICES) as server:
+            for old, id in ((a, "a"), (b, "b")):  # the first runs before any node joins
+                with pytest.raises(RendezvousConnectionError, match="does not know the job"):
+                    old.submit(CloseRendezvous(id), PATIENCE)
+                new = drive(server.endpoint)
+                assert new.submit(join(f"new {id}"), PATIENCE).closed is False
+            assert isinstance(new.peek("new b").status, Seated)

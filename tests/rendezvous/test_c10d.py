@@ -1,4 +1,4 @@
-"""The rendezvous `c10d`: who serves, what is refused, what remains when the host's agent dies."""
+"""The rendezvous `c10d`: the serving node, refused nodes, and the end of the host's agent."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import Certificate
-from processes import ends
-from storing import PATIENCE, Background
 
+from helpers.processes import ends
+from helpers.rendezvous.etcd_server import Certificate
+from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -24,8 +24,8 @@ from regrow.rendezvous import (
     RendezvousParameters,
     get_rendezvous_handler,
 )
-from regrow.rendezvous._dynamic import DynamicRendezvousHandler
-from regrow.rendezvous._host import find_own, settle
+from regrow.rendezvous.node.handler import DynamicRendezvousHandler
+from regrow.rendezvous.server.hosting import find_own, settle
 from regrow.store import make_token
 from regrow.utils import PortReservation
 
@@ -36,7 +36,7 @@ ELSEWHERE = "192.0.2.1"
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port that nobody else takes."""
+    """A port that is reserved for the test."""
     with PortReservation("127.0.0.1") as reservation:
         yield reservation.port
 
@@ -51,7 +51,7 @@ Create = Callable[..., DynamicRendezvousHandler]
 
 @pytest.fixture
 def create() -> Iterator[Create]:
-    """Make handlers of one job, shut down after the test."""
+    """Return a factory of handlers of one job; they are shut down after the test."""
     with ExitStack() as made:
 
         def make(endpoint: str, nodes: int = 2, **config: Any) -> DynamicRendezvousHandler:
@@ -70,10 +70,10 @@ def meet(*handlers: DynamicRendezvousHandler) -> list[RendezvousInfo]:
 
 
 def serves(handler: DynamicRendezvousHandler) -> bool:
-    return handler._driver._server is not None  # type: ignore[attr-defined]
+    return handler.driver.server is not None
 
 
-# --- who serves
+# --- the serving node
 
 
 def test_the_first_on_the_endpoints_host_serves_and_the_others_join(
@@ -81,7 +81,7 @@ def test_the_first_on_the_endpoints_host_serves_and_the_others_join(
 ) -> None:
     first, second = create(f"127.0.0.1:{port}"), create(f"127.0.0.1:{port}")
     assert (serves(first), serves(second)) == (True, False)
-    # The agents make the secret of the workers' store of what they prove to each other.
+    # The agents derive the secret of the workers' store from these credentials.
     assert first.credentials == second.credentials == (TOKEN, None)
     infos = meet(first, second)
     assert sorted(info.rank for info in infos) == [0, 1]
@@ -104,7 +104,7 @@ def test_an_address_of_another_host_is_not_served(port: int) -> None:
     assert (place.server, place.reach, place.here) == (None, ELSEWHERE, False)
 
 
-def test_an_address_is_listened_on_alone_and_a_name_on_all(
+def test_the_server_listens_on_one_address_or_for_a_name_on_all(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for host, address in (("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1")):
@@ -118,23 +118,23 @@ def test_an_address_is_listened_on_alone_and_a_name_on_all(
     assert (own.address, own.listen) == ("127.0.1.1", "0.0.0.0")
 
 
-def test_a_host_that_knows_its_own_name_as_loopback_gives_the_others_the_name(
+def test_a_host_whose_own_name_is_loopback_gives_the_others_the_name(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     place = settle("this-host", port, TOKEN, None, None)
     assert place.server is not None
-    with place.server:
+    with closing(place.server):
         assert (place.reach, place.addr) == ("this-host", "this-host")
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("known", [False, True])
-def test_a_host_whose_name_is_not_known_yet_or_not_as_its_own_serves_when_it_is(
+def test_a_host_serves_as_soon_as_the_name_of_the_endpoint_resolves_to_it(
     create: Create, port: int, monkeypatch: pytest.MonkeyPatch, *, known: bool
 ) -> None:
-    """As that of a pod that was started a moment ago."""
+    """A pod that has just started is such a host."""
     look_up, asked = socket.getaddrinfo, []
 
     def found(host: str, *args: Any, **options: Any) -> Any:
@@ -147,19 +147,19 @@ def test_a_host_whose_name_is_not_known_yet_or_not_as_its_own_serves_when_it_is(
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
-    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.1)
+    monkeypatch.setattr("regrow.rendezvous.server.hosting.RESOLVE_PAUSES", (0.1, 15.0))
     first, second = create(f"pod-0.train:{port}"), create(f"pod-0.train:{port}")
     assert (serves(first), serves(second)) == (True, False)
 
 
-def test_who_is_told_to_serve_serves_behind_any_address(create: Create, port: int) -> None:
+def test_a_node_with_is_host_serves_behind_any_address(create: Create, port: int) -> None:
     host = create(f"{ELSEWHERE}:{port}", is_host="true", local_addr="10.9.8.7")
     other = create(f"127.0.0.1:{port}", is_host="false")
     assert (serves(host), serves(other)) == (True, False)
     meet(host, other)
 
 
-def test_who_is_told_not_to_serve_does_not(port: int) -> None:
+def test_a_node_without_is_host_does_not_serve(port: int) -> None:
     params = RendezvousParameters(
         "c10d", f"127.0.0.1:{port}", "job", 2, 2, is_host=False, read_timeout="0.05"
     )
@@ -173,17 +173,17 @@ def test_a_port_taken_on_another_address_of_the_host_is_no_obstacle(
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
     with socket.create_server(("127.0.0.2", port)):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        monkeypatch.setattr("regrow.rendezvous._host.is_loopback", lambda host: False)
+        monkeypatch.setattr("regrow.rendezvous.server.hosting.is_loopback", lambda host: False)
         place = settle("this-host", port, TOKEN, None, None)
     assert place.server is not None
     assert place.server.endpoint == f"127.0.0.1:{port}"
     place.server.close()
 
 
-# --- what is refused
+# --- refused nodes
 
 
-def test_a_port_that_the_others_cannot_know_is_refused() -> None:
+def test_port_0_is_refused() -> None:
     params = RendezvousParameters("c10d", "127.0.0.1:0", "job", 2, 2)
     with pytest.raises(ValueError, match="port 0"):
         get_rendezvous_handler(params)
@@ -225,7 +225,7 @@ def test_another_program_on_the_port_is_named(port: int) -> None:
 
         answering = Background(hang_up)
         params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2, read_timeout="0.2")
-        with pytest.raises(RendezvousConnectionError, match=r"TCPStore.*see what listens there"):
+        with pytest.raises(RendezvousConnectionError, match=r"TCPStore.*check which process"):
             get_rendezvous_handler(params)
         answering.result()
 
@@ -233,25 +233,25 @@ def test_another_program_on_the_port_is_named(port: int) -> None:
 def test_a_handler_that_cannot_be_made_leaves_no_server_behind(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.rendezvous._by_server.ServerDriver.__init__", refuse)
+    monkeypatch.setattr("regrow.rendezvous.server.server_driver.ServerDriver.__init__", refuse)
     params = RendezvousParameters("c10d", f"127.0.0.1:{port}", "job", 2, 2)
     with pytest.raises(RendezvousConnectionError, match="not today"):
         get_rendezvous_handler(params)
     with socket.create_server(("127.0.0.1", port)):
-        pass  # nobody listens there any more
+        pass  # no server listens there now
 
 
 def refuse(*args: object) -> None:
     raise RendezvousConnectionError("not today")
 
 
-# --- when the host's agent ends
+# --- the end of the host's agent
 
 AGENT = """
 import sys
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
 handler = get_rendezvous_handler(RendezvousParameters("c10d", sys.argv[1], "job", 1, 2))
-server = handler._driver._server
+server = handler.driver.server
 print(server.pid if server else 0, flush=True)
 info = handler.next_rendezvous()
 print(info.rank, info.round, flush=True)
@@ -261,7 +261,7 @@ handler.shutdown()
 
 
 def agent(port: int) -> tuple[subprocess.Popen[str], int]:
-    """Start an agent; return it and the process id of the server that it has started, or 0."""
+    """Start an agent; return it and the process id of the server it started, or 0."""
     process = subprocess.Popen(
         [sys.executable, "-c", AGENT, f"127.0.0.1:{port}"],
         stdin=subprocess.PIPE,

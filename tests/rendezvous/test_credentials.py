@@ -1,7 +1,8 @@
-"""The token and the certificates of a job: where they come from, and who need not have any."""
+"""The token and the certificates of a job: their sources, and the jobs that need none."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import stat
 import subprocess
@@ -13,14 +14,13 @@ from typing import Any
 import pytest
 
 from regrow.rendezvous import RendezvousError, RendezvousParameters
-from regrow.rendezvous._credentials import (
+from regrow.rendezvous.server.credentials import (
     INSECURE_TOKEN,
     Credentials,
     credentials,
     own_secret,
 )
-from regrow.store import Tls
-from regrow.store._own_secret import make_token_file
+from regrow.store import Tls, make_token_file
 
 TOKEN = "a secret of this test, and of nobody else"
 
@@ -49,7 +49,7 @@ def test_a_token_comes_from_a_flag_or_a_variable_and_the_flag_wins(tmp_path: Pat
 
 
 @pytest.mark.parametrize("host", ["node0", "10.0.0.1", "fe80::1", "127.example.com"])
-def test_several_hosts_without_a_token_are_told_what_to_type(host: str) -> None:
+def test_several_hosts_without_a_token_learn_what_to_type(host: str) -> None:
     with pytest.raises(RendezvousError, match=r"regrow token ~/job.token .* --rdzv-token-file "):
         found(host)
 
@@ -62,6 +62,31 @@ def test_a_token_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         found(token_file=short)
 
 
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o620, 0o610])
+def test_a_token_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    path = written(tmp_path / "job token", TOKEN, mode)
+    refusal = rf"{path}: other users may .* \(mode {mode:04o}\).* Type: chmod 600 '{path}'"
+    with pytest.raises(RendezvousError, match=refusal):
+        found(token_file=path)
+    with pytest.raises(RendezvousError, match=f"REGROW_TOKEN_FILE={refusal}"):
+        found(environ={"REGROW_TOKEN_FILE": path})
+    Path(path).chmod(0o400)
+    assert found(token_file=path).token == TOKEN.encode()
+
+
+def test_a_group_may_read_a_token_file_that_is_roots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "secret", TOKEN, 0o440)  # as Kubernetes mounts it with an fsGroup
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    of_root = os.stat_result((0o100440, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    monkeypatch.setattr("os.fstat", lambda fd: of_root)
+    assert found(token_file=str(path)).token == TOKEN.encode()
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    with pytest.raises(RendezvousError, match="chmod 600"):
+        found(token_file=str(path))
+
+
 @pytest.mark.parametrize("insecure", [True, "true", "1"])
 def test_going_without_takes_the_word_of_the_user(insecure: bool | str) -> None:
     assert found(insecure=insecure).token == INSECURE_TOKEN
@@ -72,7 +97,7 @@ def test_going_without_takes_the_word_of_the_user(insecure: bool | str) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3", "::1"])
-def test_who_meets_on_this_host_alone_shares_a_secret_that_nobody_else_can_read(
+def test_nodes_on_one_host_share_a_secret_that_no_other_user_can_read(
     host: str, tmp_path: Path
 ) -> None:
     environ = {"XDG_STATE_HOME": str(tmp_path)}
@@ -87,16 +112,17 @@ def test_who_meets_on_this_host_alone_shares_a_secret_that_nobody_else_can_read(
 
 def test_an_own_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "regrow" / "token", TOKEN, 0o640)
-    with pytest.raises(RendezvousError, match=f"{path} .* others can read .* remove it"):
+    with pytest.raises(RendezvousError, match=f"{path}, .* other users may read .* chmod 600"):
         own_secret({"XDG_STATE_HOME": str(tmp_path)})
 
 
-def test_an_own_secret_is_not_left_wherever_somebody_without_a_home_happens_to_be(
+def test_an_own_secret_needs_a_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user that nobody knows
-    with pytest.raises(RendezvousError, match=r"'~/.local/state/.*' is in none: set HOME"):
+    # For an unknown user `~` is not expanded.
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(RendezvousError, match=r"'~/.local/state/.*'\): set HOME"):
         own_secret({})
     assert list(tmp_path.iterdir()) == []
 

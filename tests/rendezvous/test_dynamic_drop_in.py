@@ -1,7 +1,7 @@
-"""Programs written for torch's dynamic rendezvous, with nothing but the import changed.
+"""Programs written for torch's dynamic rendezvous; only the import is changed.
 
-The backend below is what a user of torch would have written: two methods, a lock, a counter. Its
-nodes poll it, so these tests take the time of a few polls.
+The backend below is typical code of a torch user: two methods, a lock, a counter. Its nodes poll
+it, so each of these tests takes the time of a few polls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
-from storing import PATIENCE, Background, eventually
+from regrow.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousSettings,
+    RendezvousTimeout,
+    create_handler,
+)
 
+from helpers.processes import wait_until
+from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -24,18 +32,11 @@ from regrow.rendezvous import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from regrow.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousSettings,
-    RendezvousTimeout,
-    create_handler,
-)
 from regrow.store import MemoryStore, PrefixStore, Store, StoreClosedError, StoreTimeout
 
 
 class FakeRendezvousBackend(RendezvousBackend):
-    """As a user would write it for torch."""
+    """A backend as a user would write it for torch."""
 
     _lock = threading.Lock()
 
@@ -62,7 +63,7 @@ class FakeRendezvousBackend(RendezvousBackend):
 
 
 class C10dStore:
-    """A store that can do what a c10d store can, and no more."""
+    """A store with the methods of a c10d store only."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -74,7 +75,7 @@ class C10dStore:
 
 
 class Job:
-    """What the nodes share, and their handlers."""
+    """The shared state of the nodes, and their handlers."""
 
     def __init__(self) -> None:
         self.shared: dict[str, Any] = {}
@@ -108,7 +109,7 @@ def job() -> Iterator[Job]:
 
 
 def meet(*handlers: RendezvousHandler) -> list[Any]:
-    """Let all join; returns when all have their ranks."""
+    """Let all handlers join; return when all have their ranks."""
     return [call.result() for call in [Background(h.next_rendezvous) for h in handlers]]
 
 
@@ -148,7 +149,7 @@ def test_a_round_grows_when_its_members_make_room(job: Job) -> None:
     first, second = job.handler("node0", 2, 3), job.handler("node1", 2, 3)
     assert [info.world_size for info in meet(first, second)] == [2, 2]
     joining = Background(job.handler("node2", 2, 3).next_rendezvous)
-    eventually(lambda: first.num_nodes_waiting() == second.num_nodes_waiting() == 1)
+    wait_until(lambda: first.num_nodes_waiting() == second.num_nodes_waiting() == 1, "a node waits")
     infos = [*meet(first, second), joining.result()]
     assert [(info.rank, info.world_size) for info in infos] == [(0, 3), (1, 3), (2, 3)]
     assert first.num_nodes_waiting() == 0
@@ -160,9 +161,9 @@ def test_a_round_shrinks_when_a_member_is_silent(job: Job) -> None:
     meet(*handlers)
     told: list[object] = []
     handlers[0].subscribe(told.append)
-    handlers[1]._node.touch.stop()  # it falls silent, and says nothing
-    eventually(lambda: len(told) > 0)
-    assert "nothing was heard of it" in str(told[0])
+    handlers[1].connection.end(linger=False)  # it falls silent without a notice
+    wait_until(lambda: len(told) > 0, "a notification arrives")
+    assert "no heartbeat arrived" in str(told[0])
     infos = meet(handlers[0], handlers[2])
     assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
 
@@ -171,7 +172,7 @@ def test_nodes_beyond_the_most_stand_by_and_move_up(job: Job) -> None:
     first = job.handler("node0", 1, 1)
     meet(first)
     standby = Background(job.handler("node1", 1, 1, join=0.1).next_rendezvous)
-    eventually(lambda: job.shared["token"] >= 2)
+    wait_until(lambda: job.shared["token"] >= 2, "the document is written")
     assert first.num_nodes_waiting() == 0
     first.leave("it is not needed")
     assert standby.result().rank == 0
@@ -183,7 +184,7 @@ def test_shutdown_closes_the_job_for_all(job: Job) -> None:
     assert not first.is_closed()
     assert not third.is_closed()
     assert first.shutdown()
-    eventually(second.is_closed)
+    wait_until(second.is_closed, "the close arrives")
     assert third.is_closed()
     with pytest.raises(RendezvousClosedError):
         third.next_rendezvous()
@@ -196,14 +197,14 @@ def test_a_round_that_does_not_form_times_out(job: Job) -> None:
 
 def test_a_state_that_is_none_is_refused(job: Job) -> None:
     job.shared.update(state=b"\x80\x04\x95 a pickle", token=1)
-    with pytest.raises(RendezvousStateError, match="not written by regrow"):
+    with pytest.raises(RendezvousStateError, match="regrow did not write it"):
         job.handler("node0", 1, 1).next_rendezvous()
 
 
 def test_a_shutdown_that_fails_returns_false(job: Job) -> None:
     handler = job.handler("node0", 1, 1)
     meet(handler)
-    backend: Any = handler._driver._backend  # type: ignore[attr-defined]
+    backend: Any = handler.driver.backend  # type: ignore[attr-defined]
 
     def fail(*_: Any) -> None:
         raise RendezvousStateError("it is corrupt")

@@ -1,9 +1,11 @@
-"""One node's handler: seats, leases, news, failures and losing touch, over rounds in memory."""
+"""One node's handler over rounds in memory: seats, leases, notifications, faults, lost contact."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +13,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
-from fake_driver import FakeDriver, FakeRounds, last_call_over
-from storing import PATIENCE, Background, eventually
 
+from helpers.processes import wait_until
+from helpers.rendezvous.fake_driver import FakeDriver, FakeRounds, last_call_over
+from helpers.stores.storing import PATIENCE, Background
 from regrow import events
 from regrow.rendezvous import (
     DynamicRendezvousHandler,
@@ -21,6 +24,7 @@ from regrow.rendezvous import (
     NodesWaiting,
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousSettings,
@@ -30,31 +34,30 @@ from regrow.rendezvous import (
     RoundClosed,
     RoundEnded,
 )
-from regrow.rendezvous._driver import View
-from regrow.rendezvous._news import (
+from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.node.keep_alive import NodeConnection, SeatLease
+from regrow.rendezvous.protocol.failure_detector import Bounds
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    EndConfirmed,
     Event,
-    Failed,
-    Heard,
-    Join,
-    Leave,
-    Leaving,
-    Lost,
+    JoinRound,
+    LeaveRound,
     Node,
-    Refused,
+    NodeLeaving,
+    NodeLost,
     Seated,
+    WorkersFailed,
 )
-from regrow.rendezvous._patience import Bounds
-from regrow.rendezvous._touch import Touch
-from regrow.rendezvous._waiting import Told
 from regrow.store import Store, StoreClosedError
 
 T = TypeVar("T")
 
-BEAT = 0.05  # seconds between two beats
+BEAT = 0.05  # seconds between two heartbeats
 
 
 class Agent:
-    """A handler, its driver, and what it was told."""
+    """A handler, its driver, and its notifications."""
 
     def __init__(self, rounds: FakeRounds, addr: str, settings: RendezvousSettings) -> None:
         self.driver = FakeDriver(rounds)
@@ -66,7 +69,7 @@ class Agent:
 
     @property
     def id(self) -> str:
-        return self.handler._node.id
+        return self.handler.id
 
     def told(self, kind: type[T]) -> T:
         news = self._told.get(timeout=PATIENCE)
@@ -82,20 +85,21 @@ class Agent:
 
 
 class Job:
-    """Rounds, and agents that are shut down when the test is over."""
+    """Rounds, and agents that are shut down after the test."""
 
     def __init__(self, low: int, high: int, **more: Any) -> None:
         self.rounds = FakeRounds(low, high)
         more.setdefault("join", PATIENCE)
         reconnect = more.pop("reconnect", 0.1)
         misses = more.pop("misses", 1000)
+        beat = more.pop("beat", BEAT)
         timeout = RendezvousTimeout(**{k: timedelta(seconds=v) for k, v in more.items()})
         self.settings = RendezvousSettings(
             "job",
             low,
             high,
             timeout,
-            timedelta(seconds=BEAT),
+            timedelta(seconds=beat),
             misses,
             timedelta(seconds=reconnect),
         )
@@ -106,7 +110,7 @@ class Job:
         return self.agents[-1]
 
     def seated(self, *addrs: str) -> list[Agent]:
-        """Agents that have their seats, in the order of their ranks."""
+        """Return agents with seats, in the order of their ranks."""
         agents = [self.agent(addr) for addr in addrs]
         self.meet(*agents)
         return agents
@@ -136,7 +140,7 @@ def make_job() -> Iterator[MakeJob]:
     yield make
     for job in jobs:
         job.end()
-    eventually(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before, "the threads end")
 
 
 # --- seats
@@ -190,27 +194,30 @@ def test_a_member_that_asks_again_ends_the_round_for_all(make_job: MakeJob) -> N
     assert a.untold == 0
 
 
-def test_who_hears_of_the_end_of_its_round_says_so_at_once(make_job: MakeJob) -> None:
+def test_a_node_confirms_the_end_of_its_round_at_once(make_job: MakeJob) -> None:
     job = make_job(2, 3)
     a, b, c = job.seated("a", "b", "c")
     blocked = Background(lambda: b.driver.stores[-1].get("never"))
-    job.rounds.post(Lost(c.id, "its connection broke"))
+    job.rounds.post(NodeLost(c.id, "its connection broke"))
     assert a.told(RoundEnded).why == "its connection broke"
     with pytest.raises(StoreClosedError):
         blocked.result()
-    job.rounds.until(lambda: {Heard(a.id, 1), Heard(b.id, 1)} <= {*job.rounds.events})
+    job.rounds.until(lambda: {EndConfirmed(a.id, 1), EndConfirmed(b.id, 1)} <= {*job.rounds.events})
 
 
-def test_nobody_is_blocked_in_the_store_of_a_round_that_was_over_before_it_was_made(
+def test_no_call_blocks_in_the_store_of_a_round_that_ended_before_it_was_opened(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2, 2)
     a, b = job.agent("a"), job.agent("b")
-    make_store, touch = a.driver.round_store, a.handler._node.touch
+    make_store, connection = a.driver.round_store, a.handler.connection
 
     def too_late(round: int) -> Store:
-        job.rounds.post(Lost(b.id, "its connection broke"))
-        eventually(lambda: isinstance(touch.view and touch.view.news, RoundEnded))
+        job.rounds.post(NodeLost(b.id, "its connection broke"))
+        wait_until(
+            lambda: isinstance(connection.snapshot and connection.snapshot.status, RoundEnded),
+            "the end of the round arrives",
+        )
         return make_store(round)
 
     a.driver.round_store = too_late  # type: ignore[method-assign]
@@ -220,30 +227,32 @@ def test_nobody_is_blocked_in_the_store_of_a_round_that_was_over_before_it_was_m
         Background(lambda: store.get("never")).result()
 
 
-def test_a_node_that_lost_touch_as_it_took_its_seat_is_told_so(make_job: MakeJob) -> None:
+def test_a_node_that_loses_its_connection_as_it_takes_its_seat_is_notified(
+    make_job: MakeJob,
+) -> None:
     job = make_job(1, 1, misses=2, reconnect=PATIENCE)
     a = job.agent("a")
     make_store = a.driver.round_store
 
     def cut_off(round: int) -> Store:
         a.driver.cut("no route")
-        eventually(lambda: bool(a.handler._node.touch.lost))
+        wait_until(lambda: bool(a.handler.connection.lost), "the connection is lost")
         return make_store(round)
 
     a.driver.round_store = cut_off  # type: ignore[method-assign]
     store, _, _ = a.handler.next_rendezvous()
-    assert "lost touch" in a.told(RoundEnded).why
+    assert "lost its connection" in a.told(RoundEnded).why
     with pytest.raises(StoreClosedError):
         store.get("never")
 
 
-def test_who_could_not_say_that_it_heard_says_so_again(make_job: MakeJob) -> None:
+def test_a_failed_confirmation_is_sent_again(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     submit, failures = a.driver.submit, iter([True, True])
 
-    def lossy(event: Event, timeout: float) -> View:
-        if isinstance(event, Heard) and next(failures, False):
+    def lossy(event: Event, timeout: float) -> Snapshot:
+        if isinstance(event, EndConfirmed) and next(failures, False):
             raise RendezvousConnectionError("no answer")
         return submit(event, timeout)
 
@@ -254,28 +263,28 @@ def test_who_could_not_say_that_it_heard_says_so_again(make_job: MakeJob) -> Non
     assert next(failures, None) is None
 
 
-def test_a_node_that_was_given_up_is_told_so_and_comes_back_as_another(
+def test_an_evicted_node_is_notified_and_rejoins_under_another_id(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     old = a.id
-    job.rounds.post(Lost(old, "nothing was heard of it"))
+    job.rounds.post(NodeLost(old, "no heartbeat arrived"))
     ended = a.told(RoundEnded)
-    assert (ended.round, ended.id, ended.why) == (1, old, "the others have given it up")
+    assert (ended.round, ended.id, ended.why) == (1, old, "the other nodes evicted it")
     assert b.told(RoundEnded).id == old
     infos = job.meet(a, b)
     assert {i.round for i in infos} == {2}
     assert a.id != old
-    assert "comes back as a new one" in caplog.text
+    assert "rejoins under a new id" in caplog.text
 
 
-def test_a_node_given_up_while_it_waits_asks_again_by_itself(make_job: MakeJob) -> None:
+def test_a_node_evicted_while_it_waits_asks_again_by_itself(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a = job.agent("a")
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
-    job.rounds.post(Lost(a.id, "silence"))
+    job.rounds.post(NodeLost(a.id, "silence"))
     job.rounds.until(lambda: job.rounds.state.members)
     job.meet(job.agent("b"))
     assert waiting.result().rank == 0
@@ -288,10 +297,10 @@ def test_a_node_that_was_seated_and_sent_off_before_it_noticed_asks_again(
     a = job.agent("a")
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
-    with job.rounds.changed:  # nobody can see what is between
-        job.rounds.post(Join(Node("b", "b")))
+    with job.rounds.changed:  # hides the state in between
+        job.rounds.post(JoinRound(Node("b", "b")))
         assert job.rounds.state.complete
-        job.rounds.post(Lost("b", "silence"))
+        job.rounds.post(NodeLost("b", "silence"))
     assert waiting.result().round == 2
     assert a.untold == 0
 
@@ -308,7 +317,7 @@ def test_a_standby_node_waits_past_its_timeout_and_leaves_quietly_at_the_end(
     job.rounds.until(lambda: standby.driver.beats >= beats + 4)  # four times its timeout
     assert a.handler.num_nodes_waiting() == 0
     a.handler.shutdown()
-    with pytest.raises(RendezvousGracefulExitError, match=r"stood by until .* was closed"):
+    with pytest.raises(RendezvousGracefulExitError, match=r"was on standby until .* closed the"):
         waiting.result()
 
 
@@ -322,7 +331,7 @@ def test_a_standby_node_takes_a_seat_that_frees(make_job: MakeJob) -> None:
     assert waiting.result().round == 2
 
 
-def test_members_are_told_of_nodes_that_wait(make_job: MakeJob) -> None:
+def test_members_are_notified_of_waiting_nodes(make_job: MakeJob) -> None:
     job = make_job(1, 3)
     a = job.agent("a")
     joining = a.join()
@@ -330,26 +339,39 @@ def test_members_are_told_of_nodes_that_wait(make_job: MakeJob) -> None:
     joining.result()
     waiting = job.agent("b").join()
     assert a.told(NodesWaiting) == NodesWaiting(1, 1)
-    eventually(lambda: a.handler.num_nodes_waiting() == 1)
+    wait_until(lambda: a.handler.num_nodes_waiting() == 1, "a node waits")
     assert a.join().result().world_size == waiting.result().world_size == 2
     assert a.handler.num_nodes_waiting() == 0
 
 
-def test_who_waits_in_vain_says_so_and_gives_up_its_place(make_job: MakeJob) -> None:
+def test_a_node_whose_round_is_over_counts_the_node_that_left_it(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    a, b = job.seated("a", "b")
+    assert a.handler.num_nodes_waiting() == 0
+    again = b.join()
+    wait_until(
+        lambda: a.handler.num_nodes_waiting() == 1, "a node waits"
+    )  # as with torch's handler
+    assert a.join().result().round == again.result().round == 2
+    assert a.handler.num_nodes_waiting() == 0
+
+
+def test_a_node_that_times_out_gives_up_its_place(make_job: MakeJob) -> None:
     job = make_job(2, 2, join=0.05)
     a = job.agent("a")
     with pytest.raises(
-        RendezvousTimeoutError, match=r"waited 0\.05 s for a seat in a round of at least 2 nodes"
+        RendezvousTimeoutError,
+        match=r"waited 0\.05 s for round 1, which has 1 of at least 2 nodes: a",
     ):
         a.handler.next_rendezvous()
     assert not job.rounds.state.members
-    assert isinstance(job.rounds.events[-1], Leave)
+    assert isinstance(job.rounds.events[-1], LeaveRound)
 
 
 # --- the end
 
 
-def test_who_asks_after_the_end_or_waits_for_it_is_told_that_it_is_closed(
+def test_a_node_that_asks_or_waits_after_the_close_gets_the_closed_error(
     make_job: MakeJob,
 ) -> None:
     job = make_job(2, 2)
@@ -357,7 +379,7 @@ def test_who_asks_after_the_end_or_waits_for_it_is_told_that_it_is_closed(
     assert not a.handler.is_closed()
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
-    b.handler.set_closed()
+    a.handler.set_closed()
     with pytest.raises(RendezvousClosedError, match="it closed the rendezvous"):
         waiting.result()
     with pytest.raises(RendezvousClosedError, match="it closed the rendezvous"):
@@ -366,17 +388,55 @@ def test_who_asks_after_the_end_or_waits_for_it_is_told_that_it_is_closed(
     assert b.handler.is_closed()
 
 
+def test_a_new_node_of_an_ended_job_is_asked_for_another_id(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(2, 2)
+    first, second = job.agent("a"), job.agent("b")
+    for seat in (first.join(), second.join()):
+        seat.result()
+    first.handler.fail("what failed for good")
+    with pytest.raises(RendezvousClosedError) as caught:
+        job.agent("late").handler.next_rendezvous()
+    assert re.fullmatch(
+        r"the job 'job' has ended already \(node a/.*: its workers failed for good\): "
+        r"give a new job an id of its own, with --rdzv-id",
+        str(caught.value),
+    )
+    assert caught.value.report == "", "the failure of another job is none of this one"
+
+
+def test_a_node_without_a_seat_cannot_close_and_its_shutdown_leaves(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    (a,) = job.seated("a")
+    standby, stranger = job.agent("b"), job.agent("c")
+    waiting = standby.join()
+    job.rounds.until(lambda: job.rounds.state.queue)
+    for node in (standby, stranger):
+        with pytest.raises(RendezvousStateError, match="cannot close the rendezvous 'job'"):
+            node.handler.set_closed()
+        with pytest.raises(RendezvousStateError, match="cannot close the rendezvous 'job'"):
+            node.handler.fail("report")
+        assert node.handler.shutdown()
+        assert node.driver.closed == [False], "it does not wait for the others"
+    with pytest.raises(RendezvousError):
+        waiting.result()
+    assert not job.rounds.state.queue
+    assert job.rounds.state.closed is None
+    assert not a.handler.is_closed()
+
+
 def test_a_node_in_a_round_hears_that_the_job_is_closed_and_may_go_on(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     assert a.handler.shutdown()
-    eventually(b.handler.is_closed)
+    wait_until(b.handler.is_closed, "the close arrives")
     assert b.untold == 0
     assert b.handler.shutdown()
     assert a.driver.closed == b.driver.closed == [True]
 
 
-def test_a_handler_that_was_shut_down_says_so(make_job: MakeJob) -> None:
+def test_a_handler_that_was_shut_down_raises_an_error(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     (a,) = job.seated("a")
     assert a.handler.shutdown()
@@ -387,7 +447,7 @@ def test_a_handler_that_was_shut_down_says_so(make_job: MakeJob) -> None:
         a.handler.next_rendezvous()
 
 
-def test_a_shutdown_that_reaches_nobody_says_so_and_gives_everything_back(
+def test_a_failed_shutdown_returns_false_and_releases_everything(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(1, 1, close=0.01)
@@ -412,10 +472,75 @@ def test_who_leaves_frees_its_seat_and_the_job_goes_on(make_job: MakeJob) -> Non
     assert not b.handler.is_closed()
 
 
+def test_who_leaves_knows_how_many_are_left(make_job: MakeJob) -> None:
+    a, b, c = make_job(1, 3).seated("a", "b", "c")
+    assert a.handler.others is None
+    a.handler.leave("its host is shut down")
+    b.handler.leave("its host is shut down")
+    c.handler.leave("its host is shut down")
+    assert [agent.handler.others for agent in (a, b, c)] == [2, 1, 0]
+
+
+def test_a_node_that_cannot_report_its_leave_does_not_know_the_others(make_job: MakeJob) -> None:
+    a, _ = make_job(1, 2, close=0.05).seated("a", "b")
+    a.driver.cut("nobody listens there")
+    a.handler.leave("its host is shut down")
+    assert a.handler.others is None
+
+
+def test_who_outlasts_the_others_leaves_with_the_last_of_them(make_job: MakeJob) -> None:
+    a, b = make_job(1, 2).seated("a", "b")
+    a.handler.outlast(PATIENCE)
+    leaving = Background(lambda: a.handler.leave("its host is shut down"))
+    b.told(RoundEnded)
+    assert not a.driver.closed
+    b.handler.leave("its host is shut down")
+    leaving.result()
+    assert a.handler.others == 0
+
+
+def test_who_outlasts_the_others_goes_where_they_go_on(make_job: MakeJob) -> None:
+    a, b = make_job(1, 2).seated("a", "b")
+    a.handler.outlast(0.05)
+    a.handler.leave("its host is shut down")
+    assert a.handler.others == 1
+    b.told(RoundEnded)
+
+
+def test_a_node_that_cannot_ask_any_more_does_not_know_the_others(make_job: MakeJob) -> None:
+    job = make_job(1, 2, close=0.05)
+    a, b = job.seated("a", "b")
+    a.handler.outlast(PATIENCE)
+    leaving = Background(lambda: a.handler.leave("its host is shut down"))
+    b.told(RoundEnded)
+    a.driver.cut("nobody listens there")
+    leaving.result()
+    assert a.handler.others is None
+
+
+def test_a_node_that_gave_up_outlasts_the_others_as_well(make_job: MakeJob) -> None:
+    job = make_job(3, 3, beat=PATIENCE)  # a slow call is not cut short
+    a, b = job.agent("a"), job.agent("b")
+    calls = [a.join(), b.join()]
+    job.rounds.until(lambda: len(job.rounds.state.members) == 2)
+    a.handler.outlast(PATIENCE)
+    a.handler.interrupt()  # as a signal does: the call ends
+    with pytest.raises(RendezvousGracefulExitError):
+        calls[0].result()
+    leaving = Background(lambda: a.handler.leave("its agent got SIGTERM"))
+    job.rounds.until(lambda: len(job.rounds.state.members) == 1)
+    assert not a.driver.closed
+    b.handler.interrupt()
+    with pytest.raises(RendezvousGracefulExitError):
+        calls[1].result()
+    leaving.result()
+    assert a.handler.others == 0
+
+
 # --- failures
 
 
-def test_a_failure_is_judged_when_all_have_heard_of_it(make_job: MakeJob) -> None:
+def test_a_failure_gets_its_verdict_when_all_have_confirmed(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     judged = a.handler.report_failure("rank 0 exited with 1")
@@ -427,39 +552,41 @@ def test_a_failure_is_judged_when_all_have_heard_of_it(make_job: MakeJob) -> Non
     assert a.untold == 0
 
 
-def test_a_failure_that_a_lost_node_caused_is_charged_to_nobody(make_job: MakeJob) -> None:
+def test_a_failure_that_a_lost_node_caused_is_not_charged(make_job: MakeJob) -> None:
     job = make_job(1, 3)
     a, b, c = job.seated("a", "b", "c")
     c.driver.cut("its host is down")
     judging = Background(lambda: a.handler.report_failure("a collective failed"))
     assert b.told(RoundEnded).report == "a collective failed"
-    job.rounds.post(Lost(c.id, "nothing was heard of it"))
+    job.rounds.post(NodeLost(c.id, "no heartbeat arrived"))
     judged = judging.result()
     assert (judged.charged, judged.failures, judged.cause.id) == (False, 0, c.id)
     assert b.told(Judged) == judged
 
 
-def test_the_judgement_is_told_also_to_who_is_back_for_the_next_round(make_job: MakeJob) -> None:
+def test_a_node_back_for_the_next_round_also_gets_the_verdict(make_job: MakeJob) -> None:
     job = make_job(1, 3)
     a, b, c = job.seated("a", "b", "c")
     c.driver.cut("its host is down")
     judging = Background(lambda: a.handler.report_failure("a collective failed"))
     b.told(RoundEnded)
     back = b.join()
-    job.rounds.until(lambda: any(isinstance(e, Join) and e.token == 1 for e in job.rounds.events))
-    job.rounds.post(Lost(c.id, "nothing was heard of it"))
+    job.rounds.until(
+        lambda: any(isinstance(e, JoinRound) and e.token == 1 for e in job.rounds.events)
+    )
+    job.rounds.post(NodeLost(c.id, "no heartbeat arrived"))
     assert b.told(Judged) == judging.result()
     a.join().result()
     assert back.result().round == 2
     assert b.untold == 0
 
 
-def test_a_failure_in_a_round_that_is_over_without_this_node_charges_nobody(
+def test_a_failure_in_a_round_that_ended_without_this_node_is_not_charged(
     make_job: MakeJob,
 ) -> None:
     job = make_job(1, 2)
     a, b = job.seated("a", "b")
-    job.rounds.post(Lost(a.id, "silence"))
+    job.rounds.post(NodeLost(a.id, "silence"))
     job.meet(b)
     assert a.handler.report_failure("too late") is None
 
@@ -468,8 +595,10 @@ def test_a_failure_of_a_job_that_is_closed_is_answered_with_that(make_job: MakeJ
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     b.handler.set_closed()
-    with pytest.raises(RendezvousClosedError):
-        a.handler.report_failure("too late")
+    with pytest.raises(RendezvousClosedError) as closed:
+        a.handler.report_failure("what failed")
+    assert closed.value.report == "what failed"
+    assert b.told(RoundClosed).report == "what failed", "its workers have to stop as well"
 
 
 def test_a_job_that_fails_for_good_ends_for_all_with_the_report(make_job: MakeJob) -> None:
@@ -484,26 +613,26 @@ def test_a_job_that_fails_for_good_ends_for_all_with_the_report(make_job: MakeJo
         b.handler.next_rendezvous()
 
 
-def test_who_is_leaving_says_so_before_it_goes(make_job: MakeJob) -> None:
+def test_a_leaving_node_reports_it_before_it_leaves(make_job: MakeJob) -> None:
     job = make_job(1, 2)
     a, b = job.seated("a", "b")
     a.handler.leaving("its host is shut down")
     assert b.told(RoundEnded).why == "its host is shut down"
-    assert Leaving(a.id, 1, "its host is shut down") in job.rounds.events
+    assert NodeLeaving(a.id, 1, "its host is shut down") in job.rounds.events
     again = b.join()
     job.rounds.until(lambda: job.rounds.state.members)
     a.handler.leave("its host is shut down")
     assert again.result().world_size == 1
 
 
-def test_who_is_leaving_waits_for_no_answer_and_confirms_no_end_before_it_is_heard(
+def test_a_leaving_node_waits_for_no_answer_and_confirms_no_end_before_its_report(
     make_job: MakeJob,
 ) -> None:
-    """Or a failure that its going has caused would be charged."""
+    """Otherwise a failure that its leave has caused would be charged."""
     job = make_job(2, 2, misses=20)
     a, b = job.seated("10.0.0.1", "10.0.0.2")
-    a.driver.hold(Leaving)
-    a.handler.leaving("its host is shut down")  # blocks for ever if it waits
+    a.driver.hold(NodeLeaving)
+    a.handler.leaving("its host is shut down")  # blocks for good if it waits
     judged = Background(lambda: b.handler.report_failure("a collective failed"))
     a.told(RoundEnded)
     assert job.rounds.state.unheard == {a.id}
@@ -513,22 +642,43 @@ def test_who_is_leaving_waits_for_no_answer_and_confirms_no_end_before_it_is_hea
     assert not verdict.charged
     a.handler.leave("its host is shut down")
     said = [type(event) for event in job.rounds.events if getattr(event, "id", "") == a.id]
-    assert said == [Leaving, Leave]
+    assert said == [NodeLeaving, LeaveRound]
 
 
-def test_that_nobody_hears_of_the_leaving_is_no_error(
+def test_a_node_that_leaves_and_reaches_no_other_is_no_error_and_no_warning(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(1, 1, close=0.05)
     (a,) = job.seated("a")
     a.driver.cut("nobody listens there")
-    a.handler.leaving("its host is shut down")
-    a.handler.leave("its host is shut down")
-    assert "could not say that it is leaving: nobody listens there" in caplog.text
-    assert "could not say that it leaves: nobody listens there" in caplog.text
+    with caplog.at_level(logging.INFO):
+        for name in ("keep_alive", "handler"):
+            caplog.set_level(logging.INFO, f"regrow.rendezvous.node.{name}")
+        a.handler.leaving("its host is shut down")
+        a.handler.leave("its host is shut down")
+    logged = {record.message.partition(": ")[0]: record.levelno for record in caplog.records}
+    for what in ("is leaving", "leaves"):
+        assert logged[f"node {a.id} could not report that it {what}"] == logging.INFO
 
 
-# --- beats and leases
+@pytest.mark.parametrize("goodbye", ["leave", "shutdown"])
+def test_a_node_that_lost_its_connection_ends_without_another_call(
+    make_job: MakeJob, goodbye: str
+) -> None:
+    """Otherwise the job would end later than the printed bound."""
+    job = make_job(1, 1, misses=4)
+    (a,) = job.seated("a")
+    a.driver.hang_beats(True)
+    assert "lost its connection" in a.told(RoundEnded).why
+    a.driver.hold(LeaveRound if goodbye == "leave" else CloseRendezvous)  # such a call would hang
+    if goodbye == "leave":
+        Background(a.handler.leave, "its agent gave up").result()
+    else:
+        Background(a.handler.shutdown).result()
+    a.driver.hold(None)
+
+
+# --- heartbeats and leases
 
 
 def test_a_lease_lasts_as_long_as_the_beats_are_answered(make_job: MakeJob) -> None:
@@ -537,14 +687,14 @@ def test_a_lease_lasts_as_long_as_the_beats_are_answered(make_job: MakeJob) -> N
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
     asked = time.monotonic()
-    assert leases.pop() <= asked  # there is none yet, and no worker may run without
+    assert leases.pop() <= asked  # there is no lease yet, and no worker may run without one
     job.meet(a)
-    eventually(lambda: len(leases) > 3)
+    wait_until(lambda: len(leases) > 3, "the lease is renewed")
     answered = time.monotonic()
     lease = job.settings.bounds.lease
     assert leases == sorted(set(leases))
     assert asked + lease <= leases[0]
-    assert leases[2] <= answered + lease  # counted from when it was sent
+    assert leases[2] <= answered + lease  # counted from the time of sending
     late: list[float] = []
     stop = a.handler.keep_lease(late.append)
     assert late[0] >= leases[-1] - 1
@@ -552,16 +702,22 @@ def test_a_lease_lasts_as_long_as_the_beats_are_answered(make_job: MakeJob) -> N
 
 
 def test_a_lease_that_ran_out_while_the_process_was_stopped_is_not_renewed_in_silence() -> None:
-    """The others may have waited for its end, and be about to take the seat."""
-    touch = Touch(FakeDriver(FakeRounds(1, 1)), Bounds(), patience=5.0)
-    told: list[object] = []
-    touch.subscribe(told.append)
-    touch._id, touch._told = "a", Told(round=1)
-    touch._beaten = time.monotonic() - 60.0
-    touch._renew("a", 0, time.monotonic(), holds=True)
-    (ended,) = told
+    """The other nodes may have waited for its end, and may be about to use the seat."""
+    now = [100.0]
+    rounds, told = FakeRounds(1, 1), queue.Queue[object]()
+    driver = FakeDriver(rounds)
+    bounds = Bounds(keep_alive=0.1, misses=100)  # the next heartbeat precedes the time check
+    connection = NodeConnection(driver, bounds, 5.0, clock=lambda: now[0])
+    connection.subscribe(told.put)
+    rounds.post(JoinRound(Node("a", "host")))
+    connection.begin_life("a")
+    connection.take_seat(Seated("a", 1, 0, 1, "host", "digest", 1, 0))
+    driver.wait_for_beats(2)
+    now[0] += 60.0
+    ended = told.get(timeout=PATIENCE)
+    connection.end(linger=False)
     assert isinstance(ended, RoundEnded)
-    assert "lost touch" in ended.why
+    assert "lost its connection" in ended.why
 
 
 def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(
@@ -571,16 +727,16 @@ def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(
     (a,) = job.seated("a")
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
-    eventually(lambda: len(leases) > 0)
+    wait_until(lambda: len(leases) > 0, "the lease is renewed")
     a.driver.hang_beats(True)
     ended = a.told(RoundEnded)
     assert (ended.round, ended.id) == (1, a.id)
-    assert ended.why.startswith("it has lost touch with the others")
+    assert ended.why.startswith("it lost its connection to the other nodes")
     assert time.monotonic() >= leases[-1]
     count = len(leases)
     a.driver.hang_beats(False)
     job.meet(a)
-    eventually(lambda: len(leases) > count)
+    wait_until(lambda: len(leases) > count, "the lease is renewed")
 
 
 def test_a_blocked_call_holds_up_no_beat(make_job: MakeJob) -> None:
@@ -589,13 +745,13 @@ def test_a_blocked_call_holds_up_no_beat(make_job: MakeJob) -> None:
     blocked = Background(lambda: a.driver.stores[-1].get("never"))
     judging = Background(lambda: b.handler.report_failure("a collective failed"))
     waiting = job.agent("c").join()
-    eventually(lambda: all(agent.id for agent in job.agents))
+    wait_until(lambda: all(agent.id for agent in job.agents), "every node has an id")
     beats = {agent.id: agent.driver.beats for agent in job.agents}
     job.rounds.until(lambda: all(x.driver.beats > beats[x.id] + 3 for x in job.agents))
     with pytest.raises(StoreClosedError):
         blocked.result()
     judging.result()
-    job.rounds.post(Lost(a.id, "silence"))
+    job.rounds.post(NodeLost(a.id, "silence"))
     job.meet(b)
     waiting.result()
 
@@ -605,7 +761,7 @@ def test_no_lease_is_renewed_of_a_seat_that_is_lost(make_job: MakeJob) -> None:
     (a,) = job.seated("a")
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
-    job.rounds.post(Lost(a.id, "silence"))
+    job.rounds.post(NodeLost(a.id, "silence"))
     a.told(RoundEnded)
     beats = a.driver.beats
     job.rounds.until(lambda: a.driver.beats > beats + 1)  # one may have been under way
@@ -614,19 +770,19 @@ def test_no_lease_is_renewed_of_a_seat_that_is_lost(make_job: MakeJob) -> None:
     assert len(leases) == count
 
 
-def test_workers_of_a_seat_that_was_given_up_are_not_left_the_rest_of_their_lease(
+def test_eviction_ends_the_lease_at_once(
     make_job: MakeJob,
 ) -> None:
     job = make_job(1, 1)
     (a,) = job.seated("a")
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
-    eventually(lambda: leases[-1] > time.monotonic())
-    job.rounds.post(Lost(a.id, "silence"))
-    assert a.told(RoundEnded).why == "the others have given it up"
+    wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
+    job.rounds.post(NodeLost(a.id, "silence"))
+    assert a.told(RoundEnded).why == "the other nodes evicted it"
     assert leases[-1] <= time.monotonic()
     job.meet(a)
-    eventually(lambda: leases[-1] > time.monotonic())
+    wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
 
 
 def test_the_rest_of_a_lease_ends_also_where_another_node_had_ended_the_round(
@@ -636,60 +792,53 @@ def test_the_rest_of_a_lease_ends_also_where_another_node_had_ended_the_round(
     a, b = job.seated("a", "b")
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
-    eventually(lambda: leases[-1] > time.monotonic())
-    job.rounds.post(Leaving(b.id, 1, "its host is shut down"))
+    wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
+    job.rounds.post(NodeLeaving(b.id, 1, "its host is shut down"))
     a.told(RoundEnded)
-    assert leases[-1] > time.monotonic()  # its workers may save what they have
-    job.rounds.post(Lost(a.id, "its connection broke"))
-    eventually(lambda: leases[-1] <= time.monotonic())
+    assert leases[-1] > time.monotonic()  # its workers may save a checkpoint
+    job.rounds.post(NodeLost(a.id, "its connection broke"))
+    wait_until(lambda: leases[-1] <= time.monotonic(), "the lease is over")
 
 
-@pytest.mark.parametrize("news", [None, Refused("a", 1, "it went on without it")])
-def test_no_answer_to_an_earlier_beat_revives_a_lease(news: Refused | None) -> None:
-    touch = Touch(FakeDriver(FakeRounds(1, 1)), Bounds(), patience=5.0)
+def test_no_answer_to_an_earlier_beat_revives_a_lease() -> None:
+    lease = SeatLease(3.0, lambda: 101.0, threading)
     leases: list[float] = []
-    touch.keep_lease(leases.append)
-    touch._id, touch._beaten = "a", time.monotonic()
-    touch.seat(Seated("a", 1, 0, 1, "host", "digest", 1, 0))
-    touch._renew("a", 1, time.monotonic(), holds=True)
-    assert leases[-1] > time.monotonic()
-    touch._hear("a", View(2, news, 0, None))
-    over = leases[-1]
-    assert over <= time.monotonic()
-    touch._renew("a", 1, time.monotonic(), holds=True)
-    touch._hear("a", View(3, news, 0, None))
+    lease.keep(leases.append)
+    lease.begin(1)
+    lease.renew(1, 100.0)
+    assert leases == [101.0, 103.0]
+    lease.lapse(1)
+    lease.renew(1, 100.5)
+    lease.lapse(1)
     late: list[float] = []
-    touch.keep_lease(late.append)
-    assert (leases[-1], late) == (over, [over])
-    touch.view = None
-    touch.seat(Seated("a", 3, 0, 1, "host", "digest", 1, 0))
-    touch._renew("a", 1, time.monotonic(), holds=True)  # on its way since round 1
-    assert leases[-1] == over
-    touch._lease.lapse(1)  # begun before the node had its new seat
-    touch._renew("a", 3, time.monotonic(), holds=True)
-    assert leases[-1] > time.monotonic()
-    assert len(leases) == 4  # none, one, its end, the next
+    lease.keep(late.append)
+    assert (leases[2:], late) == ([101.0], [101.0])
+    lease.begin(3)
+    lease.renew(1, 100.5)  # sent in round 1, answered late
+    lease.lapse(1)  # begun before the node had its new seat
+    lease.renew(3, 100.5)
+    assert leases[3:] == [103.5]
 
 
-def test_what_is_answered_to_an_old_life_is_not_heard_in_the_new_one() -> None:
+def test_an_answer_to_an_old_life_is_ignored_in_the_new_one() -> None:
     class Slow(FakeDriver):
-        """The node comes back as a new one while a call of the old one is under way."""
+        """The node starts a new life while a call of its old life is under way."""
 
-        def submit(self, event: Event, timeout: float) -> View:
-            touch.live("new")
-            return View(1, None, 0, None)
+        def submit(self, event: Event, timeout: float) -> Snapshot:
+            connection.begin_life("new")
+            return Snapshot(1, None, 0, None)
 
-    touch = Touch(Slow(FakeRounds(1, 1)), Bounds(), patience=5.0)
-    touch.live("old")
-    touch.call(Leaving("old", 1, "its host is shut down"), 1.0)
-    assert touch.view is None
-    touch.stop()
-
-
-# --- losing touch
+    connection = NodeConnection(Slow(FakeRounds(1, 1)), Bounds(), beat_timeout=5.0)
+    connection.begin_life("old")
+    connection.call(NodeLeaving("old", 1, "its host is shut down"), 1.0)
+    assert connection.snapshot is None
+    connection.end(linger=False)
 
 
-def test_who_has_lost_touch_gives_up_after_the_time_to_reconnect(
+# --- lost contact
+
+
+def test_a_node_without_connection_gives_up_after_the_reconnect_timeout(
     make_job: MakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = make_job(1, 1, misses=2, reconnect=0.1)
@@ -697,15 +846,15 @@ def test_who_has_lost_touch_gives_up_after_the_time_to_reconnect(
     store = a.driver.stores[-1]
     a.driver.cut("nobody listens there")
     ended = a.told(RoundEnded)
-    assert ended.why == "it has lost touch with the others: nobody listens there"
+    assert ended.why == "it lost its connection to the other nodes: nobody listens there"
     with pytest.raises(StoreClosedError):
         store.check(["key"])
     with pytest.raises(RendezvousConnectionError, match="nobody listens there"):
         a.handler.next_rendezvous()
-    assert "has lost touch with the others: nobody listens there" in caplog.text
+    assert "lost its connection to the other nodes: nobody listens there" in caplog.text
 
 
-def test_who_finds_touch_again_in_time_goes_on(make_job: MakeJob) -> None:
+def test_who_finds_connection_again_in_time_goes_on(make_job: MakeJob) -> None:
     job = make_job(1, 1, misses=2, reconnect=PATIENCE)
     (a,) = job.seated("a")
     a.driver.cut("nobody listens there")
@@ -720,7 +869,7 @@ def test_a_seat_that_took_longer_than_a_lease_to_get_is_a_seat(make_job: MakeJob
     a = job.agent("a")
     a.driver.cut("nobody listens there")
     waiting = a.join()
-    eventually(lambda: a.handler._node.touch.lost != "")
+    wait_until(lambda: a.handler.connection.lost != "", "the connection is lost")
     a.driver.cut("")
     assert waiting.result().round == 1
     beats = a.driver.beats
@@ -734,8 +883,8 @@ def test_who_waits_for_a_seat_and_loses_touch_asks_anew(make_job: MakeJob) -> No
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
     a.driver.cut("nobody listens there")
-    eventually(lambda: a.handler._node.touch.lost != "")
-    job.rounds.post(Lost(a.id, "silence"))
+    wait_until(lambda: a.handler.connection.lost != "", "the connection is lost")
+    job.rounds.post(NodeLost(a.id, "silence"))
     a.driver.cut("")
     job.meet(job.agent("b"))
     assert waiting.result().world_size == 2
@@ -747,7 +896,7 @@ def test_a_fault_that_is_none_of_the_connection_is_raised_by_the_next_call(
     job = make_job(1, 1)
     (a,) = job.seated("a")
     a.driver.break_down(RendezvousStateError("a document of another release"))
-    why = "it cannot go on: RendezvousStateError: a document of another release"
+    why = "it cannot continue: RendezvousStateError: a document of another release"
     assert a.told(RoundEnded).why == why
     with pytest.raises(RendezvousStateError, match="a document of another release"):
         a.handler.next_rendezvous()
@@ -765,19 +914,19 @@ def test_an_interrupt_ends_a_wait_and_all_later_ones(make_job: MakeJob) -> None:
     waiting = a.join()
     job.rounds.until(lambda: job.rounds.state.members)
     a.handler.interrupt()
-    with pytest.raises(RendezvousGracefulExitError, match="was told to stop"):
+    with pytest.raises(RendezvousGracefulExitError, match="was interrupted"):
         waiting.result()
-    assert not job.rounds.state.members  # nobody counts on it
-    with pytest.raises(RendezvousGracefulExitError, match="was told to stop"):
+    assert not job.rounds.state.members  # no round includes it
+    with pytest.raises(RendezvousGracefulExitError, match="was interrupted"):
         a.handler.next_rendezvous()
 
 
-def test_an_interrupt_ends_a_call_that_nobody_answers(make_job: MakeJob) -> None:
+def test_an_interrupt_ends_an_unanswered_call(make_job: MakeJob) -> None:
     job = make_job(1, 1, reconnect=1000)
     a = job.agent("a")
     a.driver.cut("nobody listens there")
     waiting = a.join()
-    eventually(lambda: a.handler._node._calling)
+    wait_until(lambda: a.driver.blocked, "the call is blocked")
     a.handler.interrupt()
     with pytest.raises(RendezvousGracefulExitError):
         waiting.result()
@@ -786,7 +935,7 @@ def test_an_interrupt_ends_a_call_that_nobody_answers(make_job: MakeJob) -> None
 def test_an_interrupt_before_the_first_call_counts(make_job: MakeJob) -> None:
     a = make_job(1, 1).agent("a")
     a.handler.interrupt()
-    with pytest.raises(RendezvousGracefulExitError, match="was told to stop"):
+    with pytest.raises(RendezvousGracefulExitError, match="was interrupted"):
         a.handler.next_rendezvous()
 
 
@@ -798,34 +947,34 @@ def test_an_interrupted_node_can_still_say_that_it_leaves(make_job: MakeJob) -> 
     a.handler.leaving("a signal came")
     assert b.told(RoundEnded).why == "a signal came"
     a.handler.leave("a signal came")
-    assert Leave(left, 0, "a signal came") in job.rounds.events
+    assert LeaveRound(left, 0, "a signal came") in job.rounds.events
 
 
-# --- nothing is left over
+# --- no leftovers
 
 
 def test_nothing_is_left_over_after_many_rounds(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
-    threads, port = threading.active_count(), a.handler._node.port
+    threads, port = threading.active_count(), a.handler.connection.port
     for _ in range(100):
         job.meet(a, b)
-    eventually(lambda: threading.active_count() <= threads)
-    assert b.handler._node.port is None
-    assert a.handler._node.port is not None
-    assert a.handler._node.port is not port
-    assert len(a.handler._node.touch._threads) == 3
+    wait_until(lambda: threading.active_count() <= threads, "the threads end")
+    assert b.handler.connection.port is None
+    assert a.handler.connection.port is not None
+    assert a.handler.connection.port is not port
+    assert sum("rendezvous" in thread.name for thread in threading.enumerate()) == 6
 
 
 def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
     job = make_job(1, 1)
     (a,) = job.seated("a")
     for _ in range(5):
-        job.rounds.post(Lost(a.id, "silence"))
+        job.rounds.post(NodeLost(a.id, "silence"))
         a.told(RoundEnded)
         job.meet(a)
     assert a.handler.shutdown()
-    assert not a.handler._node.touch._threads
+    assert not any(a.id in thread.name for thread in threading.enumerate())
 
 
 def test_a_handler_that_is_forgotten_beats_no_more() -> None:
@@ -836,7 +985,7 @@ def test_a_handler_that_is_forgotten_beats_no_more() -> None:
     handler.next_rendezvous()
     del handler
     gc.collect()
-    eventually(lambda: threading.active_count() <= before)
+    wait_until(lambda: threading.active_count() <= before, "the threads end")
     assert driver.closed == [False]
 
 
@@ -846,15 +995,15 @@ def test_an_ended_subscription_is_silent(make_job: MakeJob) -> None:
     told: list[object] = []
     stop = a.handler.subscribe(told.append)
     stop()
-    job.rounds.post(Lost(b.id, "silence"))
+    job.rounds.post(NodeLost(b.id, "silence"))
     a.told(RoundEnded)
     assert told == []
 
 
-# --- what is recorded
+# --- recorded events
 
 
-def test_what_happens_to_a_node_is_recorded(
+def test_the_calls_of_a_node_are_recorded(
     make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
@@ -889,4 +1038,4 @@ def test_a_repeated_failure_is_reported_once(make_job: MakeJob) -> None:
     a.driver.cut("")
     judged = judging.result()
     assert (judged.charged, judged.failures) == (True, 1)
-    assert sum(isinstance(event, Failed) for event in job.rounds.events) == 1
+    assert sum(isinstance(event, WorkersFailed) for event in job.rounds.events) == 1

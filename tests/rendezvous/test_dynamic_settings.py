@@ -1,4 +1,4 @@
-"""The settings of a rendezvous: what is read, what is derived, what is refused."""
+"""The settings of a rendezvous: values that are read, derived, or refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from regrow.rendezvous import RendezvousParameters, RendezvousSettings, RendezvousTimeout
-from regrow.rendezvous._config import wanted_rank
-from regrow.rendezvous._patience import Bounds
-from regrow.rendezvous._settings import read_settings
+from regrow.rendezvous.parameters import wanted_rank
+from regrow.rendezvous.protocol.failure_detector import Bounds
+from regrow.rendezvous.settings import read_settings
 
 
 def parameters(low: int = 1, high: int = 2, **config: Any) -> RendezvousParameters:
@@ -29,12 +29,12 @@ def test_timeouts_have_torchs_defaults() -> None:
 
 @pytest.mark.parametrize("name", ["join", "last_call", "close", "heartbeat"])
 @pytest.mark.parametrize("span", [timedelta(0), timedelta(seconds=-1)])
-def test_a_timeout_that_is_none_is_refused_in_torchs_words(name: str, span: timedelta) -> None:
+def test_an_invalid_timeout_is_refused_in_torchs_words(name: str, span: timedelta) -> None:
     with pytest.raises(ValueError, match=rf"^The {name} timeout \(.*\) must be positive\.$"):
         RendezvousTimeout(**{name: span})
 
 
-def test_what_is_not_configured_has_its_default() -> None:
+def test_settings_have_defaults() -> None:
     settings = read_settings(parameters())
     assert settings.bounds == Bounds(last_call=30, keep_alive=1, misses=3)
     assert settings.bounds.lease == 3
@@ -60,27 +60,27 @@ def test_every_key_is_read() -> None:
     assert seconds(settings.reconnect_timeout) == 60
 
 
-def test_the_timeout_of_old_is_that_to_join() -> None:
+def test_the_old_key_timeout_means_join_timeout() -> None:
     assert seconds(read_settings(parameters(timeout=900)).timeout.join) == 900
     both = parameters(timeout=900, join_timeout=5)
     assert seconds(read_settings(both).timeout.join) == 5
     assert seconds(read_settings(parameters(heartbeat_timeout=9)).timeout.heartbeat) == 9
 
 
-def test_a_last_call_that_is_not_configured_is_over_before_a_node_gives_up() -> None:
+def test_the_default_last_call_ends_before_the_join_timeout() -> None:
     assert read_settings(parameters(join_timeout=10)).bounds.last_call == 5
 
 
-def test_a_last_call_that_outlasts_those_who_wait_is_refused_with_the_inequality() -> None:
+def test_a_last_call_longer_than_the_join_timeout_is_refused() -> None:
     with pytest.raises(
         ValueError, match="last_call_timeout < join_timeout must hold, and 20 s is not less than 9"
     ):
         read_settings(parameters(join_timeout=9, last_call_timeout=20))
-    # In a job whose size is fixed there is no last call.
+    # A job with a fixed size has no last call.
     assert read_settings(parameters(2, 2, join_timeout=9, last_call_timeout=20))
 
 
-def test_who_gives_up_while_the_workers_of_another_use_their_grace_is_warned(
+def test_a_grace_longer_than_the_join_timeout_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert read_settings(parameters(join_timeout=30, shutdown_timeout=29)).bounds.grace == 29
@@ -95,13 +95,13 @@ def test_who_gives_up_while_the_workers_of_another_use_their_grace_is_warned(
         ({"keep_alive_interval": "0"}, "'keep_alive_interval' must be a number of seconds"),
         ({"keep_alive_interval": "soon"}, "'keep_alive_interval' must be a number of seconds"),
         ({"keep_alive_max_attempt": "0"}, r"keep_alive_max_attempt \(0\) must be at least 1"),
-        ({"keep_alive_max_attempt": f"1{'0' * 400}"}, r"must be at most 1000000 s: so long the"),
+        ({"keep_alive_max_attempt": f"1{'0' * 400}"}, r"must be at most 1000000 s: the workers"),
         ({"keep_alive_max_attempt": "x"}, "'keep_alive_max_attempt' does not represent a valid"),
         ({"reconnect_timeout": "-1"}, "'reconnect_timeout' must be a number of seconds"),
         ({"close_timeout": "nan"}, "'close_timeout' must be a number of seconds"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_its_name(config: Any, message: str) -> None:
+def test_an_invalid_setting_is_refused_with_its_name(config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_settings(parameters(**config))
 
@@ -119,7 +119,7 @@ DURATIONS = [
 
 
 @pytest.mark.parametrize("key", DURATIONS)
-def test_what_is_no_duration_is_refused_with_its_key(key: str) -> None:
+def test_an_invalid_duration_is_refused_with_its_key(key: str) -> None:
     values: list[Any] = ["nan", "inf", "-inf", "-1", "0", "1e999", "", "soon", float("nan"), []]
     for value in values:
         with pytest.raises(ValueError, match=f"'{key}' must be a number of seconds greater than"):
@@ -127,12 +127,12 @@ def test_what_is_no_duration_is_refused_with_its_key(key: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", f"1{'0' * 40}", "nan", "inf", "1.5"])
-def test_what_is_no_rank_is_refused(value: str) -> None:
+def test_an_invalid_rank_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r"the node rank .* must be from 0|'rank' does not repre"):
         wanted_rank(parameters(rank=value))
 
 
-def test_who_wants_to_wait_for_ever_may() -> None:
+def test_an_unlimited_wait_is_possible() -> None:
     assert seconds(read_settings(parameters(join_timeout=1e300)).timeout.join) == 1e6
 
 
@@ -144,13 +144,13 @@ def test_who_wants_to_wait_for_ever_may() -> None:
         (("job", 3, 2), r"^The maximum number of nodes \(2\) must be greater than or equal to"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused_in_torchs_words(
+def test_invalid_sizes_are_refused_in_torchs_words(
     args: tuple[str, int, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         RendezvousSettings(*args, RendezvousTimeout(), timedelta(seconds=1), 3)
 
 
-def test_nodes_that_never_beat_are_refused() -> None:
+def test_a_keep_alive_interval_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keep_alive_interval .* must be greater than zero"):
         RendezvousSettings("job", 1, 2, RendezvousTimeout(), timedelta(0), 3)

@@ -1,4 +1,4 @@
-"""Which etcd is asked, and what whoever is not let in is told."""
+"""Access to etcd: endpoints, TLS and passwords, and the errors when etcd refuses access."""
 
 from __future__ import annotations
 
@@ -16,21 +16,27 @@ from typing import Any, ClassVar
 from urllib.request import urlopen
 
 import pytest
-from etcd_server import Certificate, EtcdCluster, EtcdMember, enable_passwords, etcd, require_etcd
-from processes import wait_until
-from storing import PATIENCE, Background
 
-from regrow.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousError,
-    RendezvousParameters,
-    _etcd_http,
+from helpers.rendezvous.etcd_server import (
+    Certificate,
+    EtcdCluster,
+    EtcdProcess,
+    enable_passwords,
+    etcd,
+    require_etcd,
 )
-from regrow.rendezvous._config import unknown_config_keys
-from regrow.rendezvous._etcd import EtcdRendezvousBackend, connect_job, create_backend
-from regrow.rendezvous._etcd_answers import EtcdUnreachable
-from regrow.rendezvous._etcd_config import read_access, read_prefix
-from regrow.rendezvous._etcd_http import Access, EtcdHttp
+from helpers.stores.storing import PATIENCE, Background
+from regrow.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousParameters
+from regrow.rendezvous.backends.etcd import etcd_client
+from regrow.rendezvous.backends.etcd.etcd_backend import (
+    EtcdRendezvousBackend,
+    connect_job,
+    create_backend,
+    read_access,
+    read_prefix,
+)
+from regrow.rendezvous.backends.etcd.etcd_client import Access, EtcdClient, EtcdUnreachable
+from regrow.rendezvous.parameters import unknown_config_keys
 
 SECRET = "correct horse"
 
@@ -47,7 +53,7 @@ def test_an_etcd_of_other_hosts_that_nothing_is_proved_to_is_refused(
         connect_job(params("127.0.0.1:1,192.0.2.1:1", **config))
 
 
-def test_who_proves_something_to_etcd_or_says_that_nobody_need_is_let_go_on() -> None:
+def test_a_user_a_certificate_or_insecure_permits_an_etcd_on_another_host() -> None:
     for proof in ({"user": "u", "password": SECRET}, {"insecure": "1"}):
         connect_job(params("192.0.2.1:1", **proof))
     connect_job(params("127.0.0.1:1"))
@@ -67,7 +73,7 @@ def backend(endpoint: str, **config: Any) -> Iterator[EtcdRendezvousBackend]:
         made.close()
 
 
-# --- what users write
+# --- endpoints as users write them
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_an_endpoint_names_the_members(text: str, endpoints: tuple[tuple[str, in
         ("a", {"user": "u", "password_file": "/no/such/file"}, "password.*'/no/such/file'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_was_written(
+def test_an_invalid_option_is_refused_with_its_value(
     endpoint: str, config: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why) as caught:
@@ -122,6 +128,7 @@ def test_the_prefix_is_torchs_unless_it_is_given() -> None:
 def test_a_password_comes_from_a_key_a_file_or_a_variable(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text(SECRET + "\n")
+    file.chmod(0o600)
     variables = {"REGROW_ETCD_USER": "u", "REGROW_ETCD_PASSWORD": SECRET}
     in_file = {"REGROW_ETCD_USER": "u", "REGROW_ETCD_PASSWORD_FILE": str(file)}
     for found in (
@@ -136,6 +143,15 @@ def test_a_password_comes_from_a_key_a_file_or_a_variable(tmp_path: Path) -> Non
     file.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         access(user="u", password_file=str(file))
+
+
+def test_a_password_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(SECRET)
+    file.chmod(0o644)
+    with pytest.raises(ValueError, match=r"other users may read .* Type: chmod 600") as caught:
+        access(user="u", password_file=str(file))
+    assert SECRET not in str(caught.value)
 
 
 def test_no_certificate_means_no_tls() -> None:
@@ -156,7 +172,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 @pytest.fixture(scope="module")
 def secured(certificate: Certificate) -> Iterator[EtcdCluster]:
-    """An etcd that lets in only who shows a certificate."""
+    """An etcd that requires a client certificate."""
     with etcd(1, certificate) as cluster:
         yield cluster
 
@@ -181,7 +197,7 @@ def test_certificates_are_shown_and_checked(
         assert (other.get_state() or pytest.fail("no state"))[0] == b"2"
 
 
-def test_who_shows_no_certificate_is_told_so(
+def test_a_missing_client_certificate_is_reported(
     secured: EtcdCluster, certificate: Certificate
 ) -> None:
     with (
@@ -191,7 +207,7 @@ def test_who_shows_no_certificate_is_told_so(
         pass
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(secured: EtcdCluster) -> None:
+def test_a_certificate_of_an_unknown_authority_is_refused(secured: EtcdCluster) -> None:
     with (
         pytest.raises(RendezvousConnectionError, match="certificate verify failed"),
         backend(secured.endpoint, protocol="https", read_timeout="2"),
@@ -199,7 +215,7 @@ def test_a_certificate_that_nobody_vouches_for_is_refused(secured: EtcdCluster) 
         pass
 
 
-def test_who_speaks_no_tls_to_a_server_that_does_is_told_so(secured: EtcdCluster) -> None:
+def test_a_missing_protocol_https_is_reported(secured: EtcdCluster) -> None:
     with (
         pytest.raises(RendezvousConnectionError, match=secured.endpoint),
         backend(secured.endpoint, read_timeout="1"),
@@ -216,11 +232,11 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
         member = cluster.members[0]
         job = connect_job(params(cluster.endpoint))
         enable_passwords(
-            lambda path, message: job.client.http.call(path, message, timeout=PATIENCE),
+            lambda path, message: job.client.call(path, message),
             "trainer",
             SECRET,
         )
-        job.client.http.close()
+        job.close()
         trainer = {"user": "trainer", "password": SECRET, "read_timeout": f"{PATIENCE}"}
         with (
             backend(cluster.endpoint, **trainer) as one,
@@ -230,7 +246,7 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             _, token, _ = one.set_state(b"1") or pytest.fail("no state")
             waiting = Background(other.wait_state, token, PATIENCE)
             other.beats([])
-            member.kill()  # with it go the tokens, which are in its memory
+            member.kill()  # its tokens are in memory and are lost with it
             member.start()
             member.wait_until_healthy()
             one.beat("node", 2, PATIENCE)
@@ -239,8 +255,8 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
             waiting.result()
             assert other.get_state() == (b"2", token)
         for config, why in (
-            (trainer | {"password": "wrong " + SECRET}, "not let in the user 'trainer'"),
-            ({}, "asks for a user.*password_file"),
+            (trainer | {"password": "wrong " + SECRET}, "refuses the user 'trainer'"),
+            ({}, "requires a user.*password_file"),
         ):
             with (
                 pytest.raises(RendezvousConnectionError, match=why) as caught,
@@ -251,16 +267,18 @@ def test_a_user_is_let_in_and_stays_in_when_etcd_forgets_it() -> None:
 
 
 class SlowCheck(BaseHTTPRequestHandler):
-    """An etcd that checks one password after the other, also those that nobody waits for."""
+    """An etcd that checks passwords one by one, also those of clients that have given up."""
 
     protocol_version = "HTTP/1.1"
     checking = threading.Lock()
+    asked = threading.Event()
     checked: ClassVar[list[str]] = []
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         found: dict[str, Any] = {"kvs": []}
         if self.path.endswith("authenticate"):
+            self.asked.set()
             with self.checking:
                 time.sleep(0.3)
             self.checked.append(self.path)
@@ -269,7 +287,7 @@ class SlowCheck(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        with suppress(OSError):  # nobody waits for it
+        with suppress(OSError):  # the client has given up
             self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
@@ -277,54 +295,57 @@ class SlowCheck(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_a_password_that_etcd_takes_long_to_check_is_sent_ever_less_often(
+def test_a_password_that_etcd_takes_long_to_check_is_sent_once(
     members: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_etcd_http, "_LOG_IN", 0.1)
+    monkeypatch.setattr(etcd_client, "ATTEMPT", 0.1)
     with slow_client(members, monkeypatch) as http:
-        assert http.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
-        assert len(SlowCheck.checked) <= (1 if members == 1 else members * 6)
+        assert http.call("kv/range", {}) == [{"kvs": []}]
+        assert len(SlowCheck.checked) == 1
 
 
-def test_who_could_not_log_in_in_time_is_given_as_much_of_it_once_more(
+def test_a_login_that_timed_out_succeeds_in_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_etcd_http, "_ONCE_MORE", 0.01)
     with slow_client(1, monkeypatch) as http:
-        with pytest.raises(EtcdUnreachable):
-            http.call("kv/range", {}, timeout=0.1)
-        assert http.call("kv/range", {}, timeout=PATIENCE) == [{"kvs": []}]
+        with http.within(0.1), pytest.raises(EtcdUnreachable):
+            http.call("kv/range", {})
+        assert http.call("kv/range", {}) == [{"kvs": []}]
 
 
-def test_who_waits_for_what_another_call_asks_leaves_it_alone_when_his_own_time_is_up(
+def test_a_call_that_waits_for_the_login_of_another_call_times_out_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with slow_client(1, monkeypatch) as http:
         with SlowCheck.checking:
-            asking = Background(http.call, "kv/range", {}, timeout=PATIENCE)
-            wait_until(http._logging_in.locked, "the first call logs in")
-            with pytest.raises(EtcdUnreachable, match=r"not let in the user 'u' within 0"):
-                http.call("kv/range", {}, timeout=0.1)
+            asking = Background(http.call, "kv/range", {})
+            assert SlowCheck.asked.wait(PATIENCE)
+            with (
+                http.within(0.1),
+                pytest.raises(EtcdUnreachable, match=r"login of the user .u.*within 0"),
+            ):
+                http.call("kv/range", {})
         assert asking.result() == [{"kvs": []}]
         assert len(SlowCheck.checked) == 1
 
 
 @contextmanager
-def slow_client(members: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdHttp]:
-    """A client of an etcd that takes its time to check a password."""
+def slow_client(members: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[EtcdClient]:
+    """A client of an etcd that checks passwords slowly."""
     monkeypatch.setattr(SlowCheck, "checked", [])
+    SlowCheck.asked.clear()
     with ExitStack() as etcd:
         endpoints = [etcd.enter_context(serving(SlowCheck)) for _ in range(members)]
-        http = EtcdHttp(access(",".join(endpoints), user="u", password=SECRET))
+        http = EtcdClient(access(",".join(endpoints), user="u", password=SECRET), PATIENCE)
         etcd.callback(http.close)
         yield http
 
 
-# --- what is no etcd
+# --- servers that are not etcd
 
 
 class NoEtcd(BaseHTTPRequestHandler):
-    """A web server of some kind."""
+    """A web server that is not etcd."""
 
     def do_POST(self) -> None:
         self.send_error(404, "nothing here")
@@ -336,7 +357,7 @@ class NoEtcd(BaseHTTPRequestHandler):
 
 
 class Silent(socketserver.BaseRequestHandler):
-    """Something that speaks another protocol, and first."""
+    """A server of another protocol that sends first."""
 
     def handle(self) -> None:
         self.request.sendall(b"\x00\x01\x02 what?\n")
@@ -359,7 +380,7 @@ def serving(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
         thread.join()
 
 
-def test_what_is_no_etcd_is_named_with_what_it_answered(other_server: str) -> None:
+def test_another_server_is_named_with_its_answer(other_server: str) -> None:
     with (
         pytest.raises(RendezvousConnectionError, match=rf"{other_server}.*(404|what\?)"),
         backend(other_server, read_timeout="1"),
@@ -367,9 +388,9 @@ def test_what_is_no_etcd_is_named_with_what_it_answered(other_server: str) -> No
         pass
 
 
-def test_a_proxy_behind_which_nobody_is_yet_is_asked_again() -> None:
+def test_a_proxy_without_a_server_behind_it_is_retried() -> None:
     class Proxy(NoEtcd):
-        """Passes on what it is asked, after it has refused twice."""
+        """A proxy that refuses twice, then forwards requests."""
 
         refusals = 2
 
@@ -391,9 +412,9 @@ def test_a_proxy_behind_which_nobody_is_yet_is_asked_again() -> None:
         assert not Proxy.refusals
 
 
-def test_what_was_answered_is_told_also_when_there_was_no_time_to_answer_again() -> None:
+def test_an_error_shows_the_last_answer_also_if_a_later_attempt_timed_out() -> None:
     class Proxy(NoEtcd):
-        """Answers once."""
+        """A proxy that answers once."""
 
         answered = False
 
@@ -406,20 +427,22 @@ def test_what_was_answered_is_told_also_when_there_was_no_time_to_answer_again()
 
     over = threading.Event()
     with serving(Proxy) as endpoint:
-        http = EtcdHttp(access(endpoint))
+        http = EtcdClient(access(endpoint), 0.3)
         with pytest.raises(EtcdUnreachable, match="status 503"):
-            http.call("kv/range", {}, timeout=0.3)
+            http.call("kv/range", {})
         over.set()
         http.close()
 
 
-def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:
+def test_an_etcd_without_the_v3_gateway_is_reported() -> None:
     require_etcd()
-    member = EtcdMember("old", None, "", None, "--enable-grpc-gateway=false", "--enable-v2")
+    member = EtcdProcess("old", None, "", None, "--enable-grpc-gateway=false", "--enable-v2")
     try:
         member.wait_until_healthy()
         with (
-            pytest.raises(RendezvousConnectionError, match=r"it is etcd 3\.\d+.*3\.4 or newer"),
+            pytest.raises(
+                RendezvousConnectionError, match=r"status 404 .*etcd 3\.4 or newer.*gateway"
+            ),
             backend(member.endpoint),
         ):
             pass
@@ -427,9 +450,9 @@ def test_an_etcd_without_the_v3_gateway_is_told_apart() -> None:
         member.remove()
 
 
-def test_an_etcd_without_room_says_how_to_make_some() -> None:
+def test_the_error_of_a_full_etcd_shows_how_to_make_room() -> None:
     require_etcd()
-    member = EtcdMember("full", None, "", None, "--quota-backend-bytes", "1")
+    member = EtcdProcess("full", None, "", None, "--quota-backend-bytes", "1")
     try:
         member.wait_until_healthy()
         with (
@@ -441,7 +464,7 @@ def test_an_etcd_without_room_says_how_to_make_some() -> None:
         member.remove()
 
 
-def test_when_nobody_answers_every_endpoint_is_named_with_its_trouble(unused_ports: str) -> None:
+def test_an_error_names_every_endpoint_that_does_not_answer(unused_ports: str) -> None:
     first, second = unused_ports.split(",")
     with (
         pytest.raises(
@@ -456,7 +479,7 @@ def test_when_nobody_answers_every_endpoint_is_named_with_its_trouble(unused_por
 
 @pytest.fixture
 def unused_ports() -> Iterator[str]:
-    """Two endpoints at which nobody listens, as long as the test lasts."""
+    """Two endpoints without a listener, reserved as long as the test lasts."""
     from regrow.utils import PortReservation
 
     with PortReservation() as one, PortReservation() as other:
@@ -464,7 +487,7 @@ def unused_ports() -> Iterator[str]:
 
 
 def test_the_page_on_etcd_names_the_keys_that_there_are() -> None:
-    page = Path(__file__).parents[2] / "docs" / "etcd.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "etcd.md"
     rows = [line.split("|") for line in page.read_text().splitlines() if line.startswith("| `")]
     named = {key for row in rows for key in re.findall("`([a-z_]+)`", row[1])}
     assert {"etcd_prefix", "ca_cert", "password_file", "read_timeout"} <= named

@@ -1,8 +1,9 @@
-"""The rounds' document and the nodes' lives in a real etcd."""
+"""The rounds' document and the nodes' leases in a real etcd."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from base64 import b64encode
@@ -13,19 +14,18 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from etcd_server import EtcdCluster, etcd
-from storing import PATIENCE, Background, CuttingProxy, eventually
 
+from helpers.processes import wait_until
+from helpers.rendezvous.etcd_server import EtcdCluster, etcd
+from helpers.stores.storing import PATIENCE, Background, CuttingProxy
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
     RendezvousStateError,
 )
-from regrow.rendezvous._etcd import EtcdRendezvousBackend, create_backend
-from regrow.rendezvous._etcd_client import EtcdClient, get
-from regrow.rendezvous._etcd_http import Access, EtcdHttp
-from regrow.rendezvous._etcd_job import lease_id
-from regrow.rendezvous._etcd_store import EtcdStore
+from regrow.rendezvous.backends.etcd.etcd_backend import EtcdRendezvousBackend, create_backend
+from regrow.rendezvous.backends.etcd.etcd_client import Access, EtcdClient, get
+from regrow.rendezvous.backends.etcd.etcd_job import EtcdStore, lease_id
 
 Make = Callable[..., EtcdRendezvousBackend]
 _RUNS = itertools.count()
@@ -44,15 +44,15 @@ def run_id() -> str:
 
 @pytest.fixture
 def client(server: EtcdCluster) -> Iterator[EtcdClient]:
-    """One that looks at what is there, whoever it belongs to."""
-    http = EtcdHttp(Access((("127.0.0.1", server.members[0].port),)))
-    yield EtcdClient(http)
-    http.close()
+    """A client that reads all keys, of every job."""
+    client = EtcdClient(Access((("127.0.0.1", server.members[0].port),)), PATIENCE)
+    yield client
+    client.close()
 
 
 @pytest.fixture
 def make(server: EtcdCluster, run_id: str) -> Iterator[Make]:
-    """Make backends of one job, closed after the test."""
+    """Return a factory of backends of one job; they are closed after the test."""
     made: list[EtcdRendezvousBackend] = []
 
     def start(endpoint: str = server.endpoint, **config: Any) -> EtcdRendezvousBackend:
@@ -70,16 +70,16 @@ def open_job(endpoint: str, run_id: str, **config: Any) -> tuple[EtcdRendezvousB
 
 def written(backend: EtcdRendezvousBackend, state: bytes) -> int:
     """Write a first document and return its token."""
-    said = backend.set_state(state)
-    assert said is not None
-    assert said[2]
-    return int(said[1])
+    result = backend.set_state(state)
+    assert result is not None
+    assert result[2]
+    return int(result[1])
 
 
 def keys(client: EtcdClient, run_id: str) -> list[str]:
-    """What etcd holds of a job."""
+    """Return etcd's keys of a job."""
     root = f"/torch/elastic/rendezvous/{run_id.replace('/', '%2F')}/"
-    found = client.txn([], [get(root, prefix=True, only="keys")], timeout=PATIENCE).found[0]
+    found = client.txn([], [get(root, prefix=True, keys_only=True)]).found[0]
     return [pair.key.removeprefix(root) for pair in found]
 
 
@@ -94,16 +94,16 @@ def test_the_first_document_is_set_only_where_there_is_none(make: Make) -> None:
     assert other.get_state() == (b"first", token)
 
 
-def test_a_document_is_replaced_only_by_whoever_has_seen_it(make: Make) -> None:
+def test_a_document_is_replaced_only_with_its_latest_token(make: Make) -> None:
     one, other = make(), make()
     token = written(one, b"1")
-    said = one.set_state(b"2", token)
-    assert said is not None
-    assert other.set_state(b"3", token) == (*said[:2], False)
-    assert other.get_state() == said[:2]
+    result = one.set_state(b"2", token)
+    assert result is not None
+    assert other.set_state(b"3", token) == (*result[:2], False)
+    assert other.get_state() == result[:2]
 
 
-def test_an_empty_document_is_one(make: Make) -> None:
+def test_a_document_may_be_empty(make: Make) -> None:
     backend = make()
     token = written(backend, b"")
     assert backend.get_state() == (b"", token)
@@ -118,9 +118,9 @@ def test_of_concurrent_writers_each_change_takes_effect_once(make: Make) -> None
         for _ in range(10):
             while True:
                 state, token = backend.get_state() or (b"", None)
-                said = backend.set_state(b"%d" % (int(state) + 1), token)
-                if said is not None and said[2]:
-                    won.append(int(said[0]))
+                result = backend.set_state(b"%d" % (int(state) + 1), token)
+                if result is not None and result[2]:
+                    won.append(int(result[0]))
                     break
 
     for call in [Background(count, backend) for backend in backends]:
@@ -129,15 +129,15 @@ def test_of_concurrent_writers_each_change_takes_effect_once(make: Make) -> None
     assert (backends[0].get_state() or (b"",))[0] == b"40"
 
 
-def test_what_was_read_is_as_new_as_what_was_written_before(make: Make) -> None:
+def test_a_read_returns_every_earlier_write(make: Make) -> None:
     writer, reader = make(), make()
     token = written(writer, b"0")
-    reader.wait_state(0, PATIENCE)  # from now on it follows, and need not be sent what it knows
+    reader.wait_state(0, PATIENCE)  # from now on it follows, and receives only changes
     for number in range(1, 30):
-        said = writer.set_state(b"%d" % number, token)
-        assert said is not None
-        token = said[1]
-        assert reader.get_state() == said[:2]
+        result = writer.set_state(b"%d" % number, token)
+        assert result is not None
+        token = result[1]
+        assert reader.get_state() == result[:2]
 
 
 def test_a_document_too_large_for_etcd_is_refused_with_the_limit(make: Make) -> None:
@@ -153,29 +153,29 @@ def test_a_change_whose_answer_was_lost_takes_effect_once(server: EtcdCluster, m
     token = written(backend, b"0")
     for number in range(1, 20):
         proxy.cut_after(17 * number, "down" if number % 2 else "up")
-        said = backend.set_state(b"%d" % number, token)
-        assert said is not None
-        assert said[2], "nobody else writes"
-        token = said[1]
-        assert witness.get_state() == said[:2]
+        result = backend.set_state(b"%d" % number, token)
+        assert result is not None
+        assert result[2], "no other node writes"
+        token = result[1]
+        assert witness.get_state() == result[:2]
         proxy.cut_nothing()
     assert proxy.cuts
     proxy.stop()
 
 
-# --- watching
+# --- watches
 
 
 def test_a_wait_ends_with_the_next_document(make: Make) -> None:
     one, other = make(), make()
     token = written(one, b"1")
     other.wait_state(0, PATIENCE)
-    other.beats([])  # has heard all there is
+    other.beats([])  # it has received everything
     waiting = Background(other.wait_state, token, PATIENCE)
-    said = one.set_state(b"2", token)
+    result = one.set_state(b"2", token)
     waiting.result()
-    assert said is not None
-    assert other.get_state() == said[:2]
+    assert result is not None
+    assert other.get_state() == result[:2]
 
 
 def test_a_wait_for_an_old_document_ends_at_once(make: Make) -> None:
@@ -213,11 +213,11 @@ def test_a_watch_goes_on_over_cut_connections(server: EtcdCluster, make: Make) -
         watcher.beats([])
         waiting = Background(watcher.wait_state, token, PATIENCE)
         proxy.cut_now()
-        said = writer.set_state(b"%d" % number, token)
-        assert said is not None
-        while (watcher.get_state() or (b"", 0))[1] != said[1]:
+        result = writer.set_state(b"%d" % number, token)
+        assert result is not None
+        while (watcher.get_state() or (b"", 0))[1] != result[1]:
             waiting.result()
-        token = said[1]
+        token = result[1]
     proxy.stop()
 
 
@@ -230,22 +230,25 @@ def test_a_watch_goes_on_when_the_history_was_compacted_meanwhile(
     token = written(writer, b"0")
     writer.beat("gone", 1, PATIENCE)
     writer.beat("stays", 1, PATIENCE)
-    eventually(lambda: watcher.beats(["gone", "stays"]).keys() == {"gone", "stays"})
+    wait_until(
+        lambda: watcher.beats(["gone", "stays"]).keys() == {"gone", "stays"},
+        "the leases of etcd arrive",
+    )
     waiting = Background(watcher.wait_state, token, PATIENCE)
-    proxy.stop()  # it hears nothing more
+    proxy.stop()  # it receives nothing more
     writer.forget("gone")
-    said = writer.set_state(b"1", token)
-    assert said is not None
-    client.http.call("kv/compaction", {"revision": str(said[1])}, timeout=PATIENCE)
+    result = writer.set_state(b"1", token)
+    assert result is not None
+    client.call("kv/compaction", {"revision": str(result[1])})
     revived = CuttingProxy(server.members[0].port, port)
     waiting.result()
-    eventually(lambda: "gone" in watcher.ended(["gone", "stays"]))
+    wait_until(lambda: "gone" in watcher.ended(["gone", "stays"]), "the node has ended")
     assert watcher.beats(["gone", "stays"]).keys() == {"stays"}
-    assert watcher.get_state() == said[:2]
+    assert watcher.get_state() == result[:2]
     revived.stop()
 
 
-def test_an_etcd_that_lost_its_data_is_not_taken_for_one_where_nothing_has_changed() -> None:
+def test_the_loss_of_etcds_data_is_detected() -> None:
     with etcd() as cluster:
         (old, store), (newer, _) = (open_job(cluster.endpoint, "job") for _ in range(2))
         token = written(old, b"0")
@@ -262,63 +265,59 @@ def test_an_etcd_that_lost_its_data_is_not_taken_for_one_where_nothing_has_chang
         assert begun[1] < token
         assert old.get_state() == begun[:2]
         waiting.result()
-        eventually(lambda: old.heard_state() == begun[:2])
+        wait_until(lambda: old.heard_state() == begun[:2], "the document arrives")
         store.set("key", "value")
         assert reading.result() == b"value"
         old.close()
         newer.close()
 
 
-def test_a_watch_does_not_stay_with_a_member_that_fell_silent_when_nobody_answered(
+def test_a_watch_leaves_a_silent_member_also_if_no_other_member_answers(
     server: EtcdCluster, make: Make
 ) -> None:
     writer = make()
     token = written(writer, b"0")
     one, other = (CuttingProxy(server.members[0].port) for _ in range(2))
     watcher = make(f"{one.endpoint},{other.endpoint}")
-    watcher._job.timeout = 0.35
 
-    def heard(state: bytes) -> bool:
+    def received(state: bytes) -> bool:
         with suppress(RendezvousConnectionError):
             watcher.beats([])
             watcher.get_state()
             return (watcher.heard_state() or (b"",))[0] == state
         return False
 
-    eventually(lambda: heard(b"0"))
-    http = watcher._job.client.http
-    member = http._members[http._preferred]
-    silent = one if member.name == one.endpoint else other
+    wait_until(lambda: received(b"0"), "the document arrives")
+    silent = one if one.connected else other
     silent.freeze()
-    with pytest.raises(RendezvousConnectionError, match="not answer"):
+    with watcher.within(0.3), pytest.raises(RendezvousConnectionError, match="not answer"):
         watcher.get_state()
-    http._leave(member)  # where that call did not end with the other one
     writer.set_state(b"1", token)
-    eventually(lambda: heard(b"1"))
+    wait_until(lambda: received(b"1"), "the document arrives")
     silent.thaw()
     for proxy in (one, other):
         proxy.stop()
 
 
-def test_whoever_waits_is_told_of_a_key_that_cannot_be_read(
+def test_a_wait_raises_for_a_key_that_cannot_be_read(
     make: Make, run_id: str, client: EtcdClient
 ) -> None:
     backend = make()
     token = written(backend, b"1")
     backend.beats([])
     key = f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/nodes/".encode() + b"\xff"
-    client.http.call("kv/put", {"key": b64encode(key).decode(), "value": ""}, timeout=PATIENCE)
+    client.call("kv/put", {"key": b64encode(key).decode(), "value": ""})
 
     def waited() -> bool:
         backend.wait_state(token, 0.01)
         return False
 
     with pytest.raises(UnicodeDecodeError):
-        eventually(waited)
-    client.http.call("kv/deleterange", {"key": b64encode(key).decode()}, timeout=PATIENCE)
+        wait_until(waited, "the wait raises")
+    client.call("kv/deleterange", {"key": b64encode(key).decode()})
 
 
-def test_whoever_waits_without_a_server_is_told_so(server: EtcdCluster, make: Make) -> None:
+def test_a_wait_without_a_server_raises(server: EtcdCluster, make: Make) -> None:
     proxy = CuttingProxy(server.members[0].port)
     endpoint = proxy.endpoint
     backend = make(endpoint, read_timeout="0.5")
@@ -333,20 +332,41 @@ def test_whoever_waits_without_a_server_is_told_so(server: EtcdCluster, make: Ma
         backend.beat("node", 1, 0.5)
 
 
-# --- lives
+def test_a_call_ends_within_its_limit_also_while_another_call_waits(
+    server: EtcdCluster, make: Make
+) -> None:
+    proxy = CuttingProxy(server.members[0].port)
+    backend = make(proxy.endpoint, read_timeout="30")
+    token = written(backend, b"1")
+    proxy.freeze()
+    with backend.within(0.2), pytest.raises(RendezvousConnectionError) as caught:
+        backend.get_state()
+    assert float(re.findall(r"within (\S+) s", str(caught.value))[0]) <= 0.2
+    slow = Background(backend.set_state, b"2", token)
+    wait_until(slow.running, "the call runs")
+    with backend.within(0.2), pytest.raises(RendezvousConnectionError) as caught:
+        backend.set_state(b"3", token)
+    assert float(re.findall(r"within (\S+) s", str(caught.value))[0]) <= 0.2
+    proxy.thaw()
+    with suppress(RendezvousConnectionError):
+        slow.result()
+    proxy.stop()
 
 
-def test_a_node_that_beats_is_heard_by_all(make: Make) -> None:
+# --- the nodes' leases
+
+
+def test_all_nodes_see_the_heartbeats_of_a_node(make: Make) -> None:
     one, other = make(), make()
     one.beat("10.0.0.1/17/abc1", 1, PATIENCE)
-    eventually(lambda: bool(other.beats(["10.0.0.1/17/abc1"])))
+    wait_until(lambda: bool(other.beats(["10.0.0.1/17/abc1"])), "the leases of etcd arrive")
     assert other.beats(["unknown"]) == {}
     first = other.beats(["10.0.0.1/17/abc1"])
     assert other.beats(["10.0.0.1/17/abc1"]) != first, "a lease that lives is a beat"
     assert other.ended(["10.0.0.1/17/abc1", "unknown"]) == {}
 
 
-def test_a_node_that_is_silent_has_ended_for_all_and_wakes_them(make: Make) -> None:
+def test_a_silent_node_has_ended_for_all_nodes_and_wakes_them(make: Make) -> None:
     silent, beating, other = make(), make(), make()
     stop = threading.Event()
 
@@ -358,66 +378,69 @@ def test_a_node_that_is_silent_has_ended_for_all_and_wakes_them(make: Make) -> N
 
     silent.beat("silent", 1, 1.0)
     going_on = Background(beat)
-    eventually(lambda: len(other.beats(["silent", "beating"])) == 2)
+    wait_until(lambda: len(other.beats(["silent", "beating"])) == 2, "the leases of etcd arrive")
     deadline = time.monotonic() + PATIENCE
     while not other.ended(["silent", "beating"]):
         other.wait_state(None, deadline - time.monotonic())
         assert time.monotonic() < deadline
     assert list(other.ended(["silent", "beating"])) == ["silent"]
-    assert "its lease in etcd ran out" in other.ended(["silent"])["silent"]
+    assert "its lease in etcd expired" in other.ended(["silent"])["silent"]
     assert list(other.beats(["silent", "beating"])) == ["beating"]
     stop.set()
     going_on.result()
 
 
 def test_a_node_whose_lease_was_revoked_while_it_lived_has_not_ended(
-    make: Make, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
+    make: Make, run_id: str, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leader that stood still may do that when it wakes."""
+    """A leader that was stopped may revoke leases when it continues."""
     one, other = make(), make()
     one.beat("node", 1, PATIENCE)
-    eventually(lambda: bool(other.beats(["node"])))
-    monkeypatch.setattr("regrow.rendezvous._etcd_feed._PROOF", PATIENCE)
-    client.revoke(one._leases["node"] or 0, timeout=PATIENCE)
-    eventually(lambda: not other.beats(["node"]))
+    wait_until(lambda: bool(other.beats(["node"])), "the leases of etcd arrive")
+    monkeypatch.setattr("regrow.rendezvous.backends.etcd.etcd_job.PROOF", PATIENCE)
+    (answer,) = client.call("kv/range", {"key": "AA==", "range_end": "AA=="})
+    name = f"{quote(run_id, safe='')}/nodes/node"
+    (lease,) = [kv["lease"] for kv in answer["kvs"] if client_key(kv["key"]).endswith(name)]
+    client.revoke(int(lease))
+    wait_until(lambda: not other.beats(["node"]), "the leases of etcd arrive")
     assert not other.ended(["node"])
     one.beat("node", 2, PATIENCE)
-    eventually(lambda: bool(other.beats(["node"])))
+    wait_until(lambda: bool(other.beats(["node"])), "the leases of etcd arrive")
     assert not other.ended(["node"])
 
 
 def test_a_node_that_beats_again_lives_again(make: Make) -> None:
     one, other = make(), make()
     one.beat("slow", 1, 0.1)
-    eventually(lambda: bool(other.beats(["slow"])))
-    eventually(lambda: bool(other.ended(["slow"])))
+    wait_until(lambda: bool(other.beats(["slow"])), "the leases of etcd arrive")
+    wait_until(lambda: bool(other.ended(["slow"])), "the node has ended")
     one.beat("slow", 2, PATIENCE)
-    eventually(lambda: bool(other.beats(["slow"])))
+    wait_until(lambda: bool(other.beats(["slow"])), "the leases of etcd arrive")
     assert other.ended(["slow"]) == {}
 
 
 def test_a_node_that_was_forgotten_is_not_revived_by_a_late_beat(make: Make) -> None:
     one, other = make(), make()
     one.beat("node", 1, PATIENCE)
-    eventually(lambda: bool(other.beats(["node"])))
+    wait_until(lambda: bool(other.beats(["node"])), "the leases of etcd arrive")
     one.forget("node")
     one.beat("node", 2, PATIENCE)
-    eventually(lambda: not other.beats(["node"]))
+    wait_until(lambda: not other.beats(["node"]), "the leases of etcd arrive")
 
 
 def test_beats_add_no_versions_to_the_history_of_etcd(make: Make, client: EtcdClient) -> None:
     backend = make()
     backend.beat("node", 1, PATIENCE)
-    before = client.txn([], [get("x")], timeout=PATIENCE).revision
+    before = client.txn([], [get("x")]).revision
     for count in range(2, 20):
         backend.beat("node", count, PATIENCE)
-    assert client.txn([], [get("x")], timeout=PATIENCE).revision == before
+    assert client.txn([], [get("x")]).revision == before
 
 
-# --- what is left
+# --- leftovers
 
 
-def test_the_last_node_takes_all_along_but_the_document_which_says_that_the_job_is_over(
+def test_the_last_node_deletes_all_keys_except_the_document(
     server: EtcdCluster, run_id: str, client: EtcdClient
 ) -> None:
     (one, store), (other, _) = open_job(server.endpoint, run_id), open_job(server.endpoint, run_id)
@@ -432,7 +455,7 @@ def test_the_last_node_takes_all_along_but_the_document_which_says_that_the_job_
     assert keys(client, run_id) == ["state"]
 
 
-def test_whatever_a_job_writes_stands_under_a_lease(
+def test_every_key_of_a_job_has_a_lease(
     server: EtcdCluster, run_id: str, client: EtcdClient
 ) -> None:
     backend, store = open_job(server.endpoint, run_id)
@@ -440,7 +463,7 @@ def test_whatever_a_job_writes_stands_under_a_lease(
     written(backend, b"1")
     store.set("key", "value")
     store.add("number", 1)
-    (answer,) = client.http.call("kv/range", {"key": "AA==", "range_end": "AA=="}, timeout=PATIENCE)
+    (answer,) = client.call("kv/range", {"key": "AA==", "range_end": "AA=="})
     root = run_id.replace("/", "%2F")
     mine = [kv for kv in answer["kvs"] if root in client_key(kv["key"])]
     assert len(mine) == 5
@@ -452,16 +475,16 @@ def test_a_job_that_follows_another_of_its_id_gets_a_lease_of_full_length(
     make: Make, run_id: str, client: EtcdClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = lease_id(f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/")
-    client.grant(60, lease, timeout=PATIENCE)
+    client.grant(60, lease)
     backend = make()
     renewed: list[int] = []
-    renew = backend._job.client.renew
+    renew = EtcdClient.renew
 
-    def recorded(ids: Sequence[int], *, timeout: float) -> list[bool]:
+    def recorded(self: EtcdClient, ids: Sequence[int]) -> list[bool]:
         renewed.extend(ids)
-        return renew(ids, timeout=timeout)
+        return renew(self, ids)
 
-    monkeypatch.setattr(backend._job.client, "renew", recorded)
+    monkeypatch.setattr(EtcdClient, "renew", recorded)
     written(backend, b"1")
     assert renewed == [lease]
 
@@ -472,7 +495,7 @@ def client_key(encoded: str) -> str:
     return b64decode(encoded).decode()
 
 
-def test_a_backend_that_was_closed_says_so_and_ends_its_calls(make: Make) -> None:
+def test_closing_a_backend_ends_its_calls(make: Make) -> None:
     backend = make()
     token = written(backend, b"1")
     backend.beats([])
@@ -480,10 +503,10 @@ def test_a_backend_that_was_closed_says_so_and_ends_its_calls(make: Make) -> Non
     backend.close()
     backend.close()
     waiting.result()
-    for call in (backend.get_state, partial(backend.set_state, b"2"), lambda: backend.local_addr):
+    for call in (backend.get_state, partial(backend.set_state, b"2")):
         with pytest.raises(RendezvousConnectionError, match="closed"):
             call()
 
 
-def test_the_local_address_is_that_of_the_way_to_etcd(make: Make) -> None:
+def test_the_local_address_is_on_the_route_to_etcd(make: Make) -> None:
     assert make().local_addr == "127.0.0.1"

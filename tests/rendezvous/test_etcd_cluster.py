@@ -1,4 +1,4 @@
-"""Nodes of a job over a real etcd cluster of three, any member of which may be lost."""
+"""Nodes of a job over a real etcd cluster of three; a test may stop any one member."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from etcd_server import EtcdCluster, etcd
-from storing import PATIENCE, Background
 
+from helpers.rendezvous.etcd_server import EtcdCluster, etcd
+from helpers.stores.storing import PATIENCE, Background, CuttingProxy
 from regrow.rendezvous import (
     NodesWaiting,
     RendezvousConnectionError,
     RendezvousParameters,
     RoundEnded,
+    get_rendezvous_handler,
 )
-from regrow.rendezvous._dynamic import DynamicRendezvousHandler
-from regrow.rendezvous._etcd import connect_job, create_handler
-from regrow.rendezvous._etcd_store import EtcdStore
+from regrow.rendezvous.backends.etcd.etcd_backend import connect_job
+from regrow.rendezvous.backends.etcd.etcd_job import EtcdStore
+from regrow.rendezvous.node.handler import DynamicRendezvousHandler
 
 pytestmark = pytest.mark.hosts
 
@@ -32,19 +33,23 @@ def cluster() -> Iterator[EtcdCluster]:
 
 
 class Node:
-    """A handler, the news that its agent is told, and how long its lease lasts."""
+    """A handler, the notifications to its agent, and its lease."""
 
-    def __init__(self, endpoint: str, least: int, most: int, **config: Any) -> None:
-        # The tests' machine may be slow: ten times what a beat takes to fail.
+    def __init__(
+        self, endpoint: str, least: int, most: int, addr: str = "host", **config: Any
+    ) -> None:
+        # The test machine may be slow: the lease is ten times the time in which a heartbeat fails.
         config = {
             "last_call_timeout": "0.2",
             "keep_alive_interval": "0.5",
             "keep_alive_max_attempt": "20",
             **config,
         }
-        self.handler = create_handler(
-            RendezvousParameters("etcd", endpoint, "job", least, most, "host", **config)
+        handler = get_rendezvous_handler(
+            RendezvousParameters("etcd", endpoint, "job", least, most, addr, **config)
         )
+        assert isinstance(handler, DynamicRendezvousHandler)
+        self.handler = handler
         self.news: queue.Queue[object] = queue.Queue()
         self.handler.subscribe(self.news.put)
         self._leases: queue.Queue[float] = queue.Queue()
@@ -54,20 +59,20 @@ class Node:
         return Background(self.handler.next_rendezvous)
 
     def renewed(self) -> None:
-        """Wait until the lease has been renewed for a beat that is sent from now on."""
+        """Wait until a heartbeat that is sent from now on has renewed the lease."""
         now, lease = time.monotonic(), 0.5 * 20
         while self._leases.get(timeout=PATIENCE) < now + lease:
             pass
 
     def ended(self, but: str = "") -> RoundEnded:
-        """Wait to be told that a round is over, for another reason than this one."""
+        """Wait for a notification that a round has ended, for a reason other than `but`."""
         while True:
             news = self.news.get(timeout=PATIENCE)
             if isinstance(news, RoundEnded) and news.why != but:
                 return news
 
     def ends(self) -> list[RoundEnded]:
-        """What has been told about ends of rounds since."""
+        """Return the ends of rounds that were reported since the last call."""
         found = [self.news.get() for _ in range(self.news.qsize())]
         return [news for news in found if isinstance(news, RoundEnded)]
 
@@ -88,7 +93,7 @@ def leave_all(handlers: list[DynamicRendezvousHandler]) -> None:
 
 
 @pytest.mark.parametrize("fault", ["leader killed", "follower killed", "leader frozen"])
-def test_the_loss_of_any_one_member_is_noticed_by_no_node(
+def test_no_node_notices_the_loss_of_one_member(
     cluster: EtcdCluster, nodes: list[Node], fault: str
 ) -> None:
     job = connect_job(RendezvousParameters("etcd", cluster.endpoint, "other job", 1, 1))
@@ -103,7 +108,7 @@ def test_the_loss_of_any_one_member_is_noticed_by_no_node(
         node.renewed()
     store.set("key", "v")
     assert waiting.result() == b"v"
-    # The job can be joined, left and told of as ever.
+    # Nodes can still join and leave the job and receive its notifications.
     late = Node(cluster.endpoint, 3, 4)
     joining = late.join()
     for node in nodes:
@@ -116,12 +121,12 @@ def test_the_loss_of_any_one_member_is_noticed_by_no_node(
     again = [node.join() for node in nodes]
     assert {join.result().world_size for join in again} == {3}
     assert {end.why for node in nodes for end in node.ends()} <= {"it asked for a new round"}
-    job.client.http.close()
+    job.close()
     if "frozen" in fault:
         member.signal(signal.SIGCONT)
 
 
-def test_when_no_member_is_left_each_node_is_told_so_and_gives_up_in_time(
+def test_without_any_member_each_node_gives_up_in_time(
     cluster: EtcdCluster,
 ) -> None:
     config = {
@@ -137,26 +142,31 @@ def test_when_no_member_is_left_each_node_is_told_so_and_gives_up_in_time(
     for member in cluster.members:
         member.kill()
     for node in nodes:
-        assert "lost touch" in node.ended().why
+        assert "lost its connection" in node.ended().why
     for join in [node.join() for node in nodes]:
         with pytest.raises(RendezvousConnectionError, match="refused"):
             join.result()
     leave_all([node.handler for node in nodes])
 
 
-def test_a_node_whose_host_is_lost_is_found_lost_by_the_others(
+def test_the_others_detect_the_loss_of_a_host(
     cluster: EtcdCluster,
 ) -> None:
     config = {"keep_alive_interval": "0.2", "keep_alive_max_attempt": "5"}
-    nodes = [Node(cluster.endpoint, 2, 3, **config) for _ in range(3)]
+    lines = [CuttingProxy(member.port) for member in cluster.members]
+    nodes = [
+        Node(line.endpoint, 2, 3, f"host{number}", **config) for number, line in enumerate(lines)
+    ]
     infos = [join.result() for join in [node.join() for node in nodes]]
-    lost = next(node for node, info in zip(nodes, infos, strict=True) if info.rank == 0)
-    # Its connections are dead from one moment to the next, and nobody tells the others.
-    lost.handler._driver._backend._job.client.http.close()  # type: ignore[attr-defined]
-    rest = [node for node in nodes if node is not lost]
+    lost = next(number for number, info in enumerate(infos) if info.rank == 0)
+    lines[lost].freeze()  # no connection is closed
+    rest = [node for number, node in enumerate(nodes) if number != lost]
     for node in rest:
         ended = node.ended()
-        assert ended.id == lost.handler._node.id
-        assert "its lease in etcd ran out" in ended.why
+        assert ended.id.startswith(f"host{lost}/")
+        assert "its lease in etcd expired" in ended.why
     assert {join.result().world_size for join in [node.join() for node in rest]} == {2}
+    lines[lost].thaw()
     leave_all([node.handler for node in nodes])
+    for line in lines:
+        line.stop()

@@ -1,4 +1,4 @@
-"""A shared directory as the place where the nodes meet: what is special about it."""
+"""The file backend: promises that only a shared directory needs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storing import Background
 
+from helpers.stores.storing import Background
 from regrow.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -26,16 +26,17 @@ from regrow.rendezvous import (
     RendezvousStateError,
     get_rendezvous_handler,
 )
-from regrow.rendezvous import _file as file_backend
-from regrow.rendezvous._file import FileRendezvousBackend
-from regrow.rendezvous._file_cell import Cell
-from regrow.rendezvous._file_store import file_name
-from regrow.rendezvous._file_system import FileSystem, distrust, file_system_of
+from regrow.rendezvous.backends.directory.directory_backend import (
+    FileRendezvousBackend,
+    check_file_system,
+    file_system_of,
+)
+from regrow.rendezvous.backends.directory.directory_cell import Cell, file_name
 from regrow.store import StoreProtocolError
 
 COUNT_FOR_EVER = """
 import sys
-from regrow.rendezvous._file import FileRendezvousBackend
+from regrow.rendezvous.backends.directory.directory_backend import FileRendezvousBackend
 backend = FileRendezvousBackend(sys.argv[1], "job")
 while True:
     value, token = backend.get_state() or (b"0", None)
@@ -60,12 +61,12 @@ def backend(tmp_path: Path) -> Iterator[FileRendezvousBackend]:
 
 
 def latest(directory: Path) -> Path:
-    """The file with the latest version of the document."""
+    """Return the file with the latest version of the document."""
     return max((directory / "regrow=job" / "state").iterdir(), key=lambda path: int(path.name))
 
 
 def left_over(directory: Path) -> list[Path]:
-    """What is in the job's directory and is not empty."""
+    """Return the files and folders in the job's directory that are not empty."""
     return [path for path in (directory / "regrow=job").iterdir() if list(path.iterdir())]
 
 
@@ -81,7 +82,7 @@ def test_a_writer_that_slept_through_many_versions_is_refused(cell: Cell, tmp_pa
     assert sleeper.read() == (50, b"49")
 
 
-def test_versions_that_are_over_take_no_room(cell: Cell, tmp_path: Path) -> None:
+def test_old_versions_take_no_room(cell: Cell, tmp_path: Path) -> None:
     for version in range(40):
         assert cell.replace(version, b"x" * 1000)
     sizes = [path.stat().st_size for path in (tmp_path / "value").iterdir()]
@@ -98,7 +99,7 @@ def test_a_reader_from_any_past_finds_the_latest_version(cell: Cell, tmp_path: P
         assert [reader.read() for reader in readers] == [(version + 1, b"%d" % version)] * 2
 
 
-def test_writers_that_are_stopped_or_killed_hold_nobody_up(tmp_path: Path) -> None:
+def test_a_stopped_or_killed_writer_delays_no_other_writer(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COUNT_FOR_EVER, str(tmp_path)]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     try:
@@ -120,7 +121,7 @@ def test_writers_that_are_stopped_or_killed_hold_nobody_up(tmp_path: Path) -> No
             writer.communicate()
 
 
-# --- what may be wrong with the directory
+# --- unusable directories
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_a_damaged_beat_is_named(backend: FileRendezvousBackend, tmp_path: Path)
         backend.beats(["node"])
 
 
-def test_what_the_file_system_refuses_to_write_changes_nothing_and_is_said(
+def test_a_refused_write_changes_nothing_and_is_reported(
     backend: FileRendezvousBackend, tmp_path: Path
 ) -> None:
     _, token, _ = backend.set_state(b"first") or pytest.fail("not set")
@@ -168,7 +169,7 @@ def test_what_the_file_system_refuses_to_write_changes_nothing_and_is_said(
     assert list((tmp_path / "regrow=job" / "drafts").iterdir()) == []
 
 
-def test_a_directory_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for name, why in (("absent", "does not exist on this host"), ("file", "is not a directory")):
         with pytest.raises(RendezvousError, match=f"{tmp_path / name} {why}"):
@@ -210,7 +211,7 @@ def test_a_link_in_the_place_of_a_job_is_not_followed(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["keys"]
 
 
-def test_a_job_that_was_removed_and_begun_anew_is_another_one(tmp_path: Path) -> None:
+def test_a_job_directory_that_was_removed_and_created_again_is_another_job(tmp_path: Path) -> None:
     old, token = FileRendezvousBackend(str(tmp_path), "job"), None
     for _ in range(5):
         _, token, _ = old.set_state(b"old", token) or pytest.fail("no state")
@@ -256,65 +257,44 @@ MOUNTS = r"""
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "why", "unusable"),
+    ("path", "kind", "refused", "warned"),
     [
-        ("/tmp/x", "ext4", "", False),
-        ("/home/me/jobs", "nfs4", "", False),
-        ("/homer", "ext4", "", False),
-        ("/old/jobs", "nfs", "nocto", True),
-        ("/scratch", "lustre", "", False),
-        ("/bucket/jobs", "fuse.s3fs", "no hard links", True),
-        ("/my disk/jobs", "vfat", "mounted on /my disk", True),
-        ("/odd/jobs", "fuse.odd", "does not know", False),
-        ("/under/jobs", "nfs4", "", False),
+        ("/tmp/x", "ext4", "", ""),
+        ("/home/me/jobs", "nfs4", "", ""),
+        ("/homer", "ext4", "", ""),
+        ("/old/jobs", "nfs", "nocto", ""),
+        ("/scratch", "lustre", "", ""),
+        ("/my disk/jobs", "vfat", "", "mounted on /my disk"),
+        ("/odd/jobs", "fuse.odd", "", "does not know"),
+        ("/under/jobs", "nfs4", "", ""),
     ],
 )
-def test_file_systems_are_trusted_by_what_is_known_of_them(
-    path: str, kind: str, why: str, unusable: bool
+def test_a_file_system_is_used_used_with_a_warning_or_refused(
+    path: str, kind: str, refused: str, warned: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     system = file_system_of(path, MOUNTS.strip())
     assert system.kind == kind
-    said, refused = distrust(system)
-    assert (bool(said), refused) == (bool(why), unusable)
-    assert why in said
+    if refused:
+        with pytest.raises(RendezvousError, match=f"{path} is on .*{refused}"):
+            check_file_system(path, system)
+    else:
+        check_file_system(path, system)
+    assert warned in caplog.text
+    assert bool(warned) == bool(caplog.text)
 
 
-def test_an_unfit_file_system_is_refused_with_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on = FileSystem("vfat", "/mnt", frozenset())
-    monkeypatch.setattr(file_backend, "file_system_of", lambda path: on)
-    with pytest.raises(RendezvousError, match=f"{tmp_path}: .*vfat, mounted on /mnt"):
-        FileRendezvousBackend(str(tmp_path), "job")
+# --- waits
 
 
-# --- being woken
-
-
-def test_on_a_shared_file_system_changes_are_also_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    on = FileSystem("fuse.odd", "/mnt", frozenset())
-    monkeypatch.setattr(file_backend, "file_system_of", lambda path: on)
+def test_a_change_without_a_report_of_the_kernel_is_found(tmp_path: Path) -> None:
+    """A change by another host is such a change."""
     backend = FileRendezvousBackend(str(tmp_path), "job")
-    assert f"{tmp_path}: it is on a file system of type fuse.odd" in caplog.text
     state = tmp_path / "regrow=job" / "state"
     other = FileRendezvousBackend(str(tmp_path), "job")
     other.set_state(b"first")
     aside = (state / "1").rename(tmp_path / "aside")
     waiting = Background(backend.wait_state, None, 3600.0)
-    # Another host's change makes no noise here; moving a file in makes none that is listened to.
     aside.rename(state / "1")
-    waiting.result()
-
-
-def test_waits_go_on_without_files_for_the_kernels_news(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = FileRendezvousBackend(str(tmp_path), "job")
-    monkeypatch.setattr(backend._watch._libc, "inotify_init1", lambda flags: -1)
-    waiting = Background(backend.wait_state, None, 3600.0)
-    FileRendezvousBackend(str(tmp_path), "job").set_state(b"first")
     waiting.result()
 
 
@@ -358,13 +338,13 @@ def test_nodes_meet_in_a_directory_and_a_job_that_is_over_stays_over(
     assert [path.name for path in left_over(tmp_path)] == ["state"]
     with caplog.at_level(logging.WARNING):
         late = handler(tmp_path, "c")
-    assert f"in {tmp_path}/regrow=job is over" in caplog.text
+    assert f"directory {tmp_path}/regrow=job has ended" in caplog.text
     with pytest.raises(RendezvousClosedError):
         late.next_rendezvous()
     late.shutdown()
 
 
-def test_a_job_whose_nodes_have_all_died_is_taken_up_in_the_next_round(tmp_path: Path) -> None:
+def test_a_job_whose_nodes_have_all_died_continues_in_the_next_round(tmp_path: Path) -> None:
     program = (
         "import sys; from regrow.rendezvous import *;"
         "get_rendezvous_handler(RendezvousParameters('file', sys.argv[1], 'job', 1, 1,"
@@ -403,69 +383,6 @@ def test_every_text_has_a_file_name_of_its_own(texts: list[str], long: str) -> N
 
 
 # --- the store
-
-
-def test_the_keys_of_a_directory_are_those_of_a_c10d_store(backend: FileRendezvousBackend) -> None:
-    store = backend.store
-    store.set("text", "naïve")
-    store.multi_set(["", "a/../b"], [b"\xff\x00", ""])
-    assert store.multi_get(["text", "", "a/../b"]) == ["naïve".encode(), b"\xff\x00", b""]
-    assert store.add("n", 5) == 5
-    assert store.add("n", -7) == -2
-    assert store.get("n") == b"-2"
-    store.append("text", b"!")
-    assert store.get("text") == "naïve!".encode()
-    assert store.compare_set("k", "other", "new") == b"other"
-    assert not store.check(["k"])
-    assert store.compare_set("k", "", "new") == b"new"
-    assert store.compare_set("k", "wrong", "newer") == b"new"
-    assert store.num_keys() == 5
-    assert store.delete_key("k")
-    assert not store.delete_key("k")
-    assert not store.check(["text", "k"])
-    assert store.num_keys() == 4
-    for key in ("text", "n"):
-        with pytest.raises(ValueError, match="cannot add"):
-            store.add(key, 2**64)
-    with pytest.raises(ValueError, match="str or bytes"):
-        store.set("k", 5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="2 keys and 1 values"):
-        store.multi_set(["a", "b"], ["1"])
-
-
-def test_of_those_who_add_at_once_none_is_lost(tmp_path: Path) -> None:
-    stores = [FileRendezvousBackend(str(tmp_path), "job").store for _ in range(4)]
-
-    def add_many(number: int) -> None:
-        for _ in range(25):
-            stores[number].add("n", 1)
-
-    for adding in [Background(add_many, number) for number in range(4)]:
-        adding.result()
-    assert stores[0].get("n") == b"100"
-
-
-def test_who_waits_for_keys_is_woken_when_all_are_there(backend: FileRendezvousBackend) -> None:
-    store = backend.store
-    waiting = Background(store.multi_get, ["a", "b"])
-    store.set("b", "2")
-    store.set("a", "1")
-    assert waiting.result() == [b"1", b"2"]
-    with pytest.raises(TimeoutError, match=r"0\.05 s: not set: 'absent'"):
-        store.wait(["a", "absent"], 0.05)
-
-
-def test_a_session_that_is_closed_ends_its_own_waits_only(backend: FileRendezvousBackend) -> None:
-    one, other = backend.store.session(), backend.store.session()
-    waiting, staying = Background(one.get, "late"), Background(other.get, "late")
-    one.close()
-    with pytest.raises(ConnectionError, match="was closed"):
-        waiting.result()
-    with pytest.raises(ConnectionError, match="was closed"):
-        one.check(["late"])
-    assert staying.running()
-    backend.store.set("late", "1")
-    assert staying.result() == b"1"
 
 
 def test_a_damaged_key_is_named(backend: FileRendezvousBackend, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which node gets which rank."""
+"""The order of the nodes' ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from regrow.rendezvous._news import Node
-from regrow.rendezvous._order import assign_ranks, natural_key
+from regrow.rendezvous.protocol.messages import Node
+from regrow.rendezvous.protocol.ranks import assign_ranks, natural_key
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -57,12 +57,12 @@ def test_the_given_node_ranks_are_the_ranks() -> None:
     assert assign_ranks(nodes(a=2, b=0, c=1), {}) == {"b": 0, "c": 1, "a": 2}
 
 
-def test_whoever_asked_for_rank_0_has_it_even_if_another_had_it_before() -> None:
+def test_the_node_that_asked_for_rank_0_has_it_even_if_another_had_it_before() -> None:
     ranks = assign_ranks(nodes("a", "b", z=0), {"a": 0, "b": 1})
     assert ranks == {"z": 0, "b": 1, "a": 2}
 
 
-def test_of_two_who_asked_for_rank_0_the_one_that_has_it_keeps_it() -> None:
+def test_of_two_nodes_that_asked_for_rank_0_the_holder_keeps_it() -> None:
     assert assign_ranks(nodes(a=0, b=0), {"b": 0}) == {"b": 0, "a": 1}
 
 
@@ -74,7 +74,7 @@ def test_a_rank_beyond_the_smaller_world_moves_into_the_gap_and_no_other_moves()
     }
 
 
-def test_who_was_there_before_fills_a_gap_before_who_is_new() -> None:
+def test_earlier_nodes_fill_gaps_before_new_nodes() -> None:
     assert assign_ranks(nodes("a", "b2", "d"), {"a": 0, "b": 1, "c": 2, "d": 3}) == {
         "a": 0,
         "d": 1,

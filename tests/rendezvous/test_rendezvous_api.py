@@ -1,4 +1,4 @@
-"""The public names: parameters, registry, what a round returns, what users write."""
+"""The public names: parameters, registry, the result of a round, and handlers of users."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from plain_handler import PlainHandler
 
 import regrow.rendezvous as package
+from helpers.jobs.plain_handler import PlainHandler
 from regrow.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
+    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousHandlerRegistry,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
-    _registry,
+    RendezvousTimeoutError,
     get_rendezvous_handler,
+    handler_registry,
     rendezvous_handler_registry,
 )
+from regrow.rendezvous.foreign import adapted
 from regrow.rendezvous.utils import (
     _parse_rendezvous_config,
     parse_rendezvous_endpoint,
@@ -33,6 +37,7 @@ from regrow.rendezvous.utils import (
 )
 from regrow.store import MemoryStore, StoreTimeout
 
+TORCH = "torch.distributed.elastic.rendezvous.api"
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -41,7 +46,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def plugin() -> Any:
-    """What an entry point names: returns the creator."""
+    """The function that an entry point names; it returns the creator."""
     return create_handler
 
 
@@ -56,38 +61,8 @@ def parameters(backend: str = "mine", **config: Any) -> RendezvousParameters:
 # --- names
 
 
-def test_the_public_names_are_these() -> None:
+def test_every_public_name_can_be_imported() -> None:
     assert package.__all__ == sorted(package.__all__)
-    assert set(package.__all__) == {
-        "DynamicRendezvousHandler",
-        "Judged",
-        "LivenessRendezvousBackend",
-        "LocalRendezvousHandler",
-        "LocalRounds",
-        "NodesWaiting",
-        "PushingRendezvousHandler",
-        "RendezvousBackend",
-        "RendezvousClosedError",
-        "RendezvousConnectionError",
-        "RendezvousError",
-        "RendezvousGracefulExitError",
-        "RendezvousHandler",
-        "RendezvousHandlerCreator",
-        "RendezvousHandlerRegistry",
-        "RendezvousInfo",
-        "RendezvousParameters",
-        "RendezvousSettings",
-        "RendezvousStateError",
-        "RendezvousStoreInfo",
-        "RendezvousTimeout",
-        "RendezvousTimeoutError",
-        "RoundClosed",
-        "RoundEnded",
-        "WatchedRendezvousBackend",
-        "create_handler",
-        "get_rendezvous_handler",
-        "rendezvous_handler_registry",
-    }
     for name in package.__all__:
         assert getattr(package, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -95,7 +70,7 @@ def test_the_public_names_are_these() -> None:
 
 
 @pytest.mark.parametrize("module", ["api", "registry", "static_tcp_rendezvous", "utils"])
-def test_what_torch_has_in_submodules_is_found_there(module: str) -> None:
+def test_torchs_submodules_exist(module: str) -> None:
     torch_module = pytest.importorskip(f"torch.distributed.elastic.rendezvous.{module}")
     ours = importlib.import_module(f"regrow.rendezvous.{module}")
     for name in torch_module.__all__:
@@ -147,23 +122,23 @@ def test_parameters_hold_what_they_were_given() -> None:
         (("b", "e", "r", 3, 2), r"The maximum number of rendezvous nodes \(2\) must be greater"),
     ],
 )
-def test_parameters_that_make_no_sense_are_refused(args: tuple[Any, ...], message: str) -> None:
+def test_invalid_parameters_are_refused(args: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         RendezvousParameters(*args)
 
 
 @pytest.mark.parametrize("value", ["1", "True", "tRue", "T", "t", "yEs", "Y", 1, True])
-def test_what_is_true(value: object) -> None:
+def test_values_that_mean_true(value: object) -> None:
     assert parameters(key=value).get_as_bool("key") is True
 
 
 @pytest.mark.parametrize("value", ["0", "False", "faLse", "F", "f", "nO", "N", 0, False])
-def test_what_is_false(value: object) -> None:
+def test_values_that_mean_false(value: object) -> None:
     assert parameters(key=value).get_as_bool("key") is False
 
 
 @pytest.mark.parametrize("value", ["01", "Flse", "Ture", "g", "4", "_", "", 2, -1, 1.0, b"1"])
-def test_what_is_neither_is_refused_in_torchs_words(value: object) -> None:
+def test_an_invalid_boolean_is_refused_in_torchs_words(value: object) -> None:
     with pytest.raises(
         ValueError,
         match=r"^The rendezvous configuration option 'key' does not represent a valid boolean "
@@ -180,7 +155,7 @@ def test_integers_are_read(value: object, number: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["a", "0a", "3b", "abc", "", "1.5"])
-def test_what_is_no_integer_is_refused_in_torchs_words(value: object) -> None:
+def test_an_invalid_integer_is_refused_in_torchs_words(value: object) -> None:
     with pytest.raises(
         ValueError,
         match=r"^The rendezvous configuration option 'key' does not represent a valid integer "
@@ -244,7 +219,7 @@ def entry_point(function: str, group: str = "torchrun.handlers") -> EntryPoint:
     return EntryPoint("mine", f"{__name__}:{function}", group)
 
 
-def test_a_plugin_is_loaded_when_its_name_is_asked_for() -> None:
+def test_a_plugin_is_loaded_when_its_name_is_requested() -> None:
     asked = []
 
     def plugins() -> dict[str, EntryPoint]:
@@ -279,24 +254,24 @@ def test_plugins_are_found_in_both_groups_and_regrows_comes_first(
         ],
     }
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: groups[group])
-    found = _registry.installed_plugins()
+    found = handler_registry.installed_plugins()
     assert {name: point.group for name, point in found.items()} == {
         "mine": "regrow.handlers",
         "theirs": "torchrun.handlers",
     }
 
 
-def test_the_registry_of_the_package_is_the_one_that_is_used(
+def test_get_rendezvous_handler_uses_the_registry_of_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        rendezvous_handler_registry, "_registry", dict(rendezvous_handler_registry._registry)
-    )
-    rendezvous_handler_registry.register("mine", create_handler)
+    assert rendezvous_handler_registry is handler_registry.rendezvous_handler_registry
+    own = RendezvousHandlerRegistry()
+    own.register("mine", create_handler)
+    monkeypatch.setattr(handler_registry, "rendezvous_handler_registry", own)
     assert get_rendezvous_handler(parameters()).get_backend() == "mine"
 
 
-# --- what a round returns
+# --- the result of a round
 
 
 def test_the_result_of_a_round_unpacks_as_the_triple_of_old() -> None:
@@ -323,7 +298,7 @@ def test_a_free_port_is_picked_where_none_is_given() -> None:
     assert 0 < RendezvousStoreInfo.build(0, MemoryStore(), "host").master_port < 2**16
 
 
-def test_the_hosts_full_name_is_asked_for_only_where_no_address_is_given(
+def test_the_full_host_name_is_used_only_without_an_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("socket.getfqdn", lambda: "me.example")
@@ -331,12 +306,12 @@ def test_the_hosts_full_name_is_asked_for_only_where_no_address_is_given(
     assert RendezvousStoreInfo.build(0, MemoryStore(), "other", 1).master_addr == "other"
 
 
-def test_an_address_that_nobody_publishes_is_waited_for_no_longer_than_the_store_does() -> None:
+def test_the_wait_for_an_address_ends_with_the_timeout_of_the_store() -> None:
     with pytest.raises(StoreTimeout):
         RendezvousStoreInfo.build(1, MemoryStore(timedelta(seconds=0.01)), "host")
 
 
-# --- what users write
+# --- handlers of users
 
 
 @pytest.mark.parametrize(
@@ -360,7 +335,7 @@ def test_a_configuration_without_a_key_is_refused(text: str) -> None:
         _parse_rendezvous_config(text)
 
 
-def test_a_configuration_that_makes_no_sense_is_shown_without_its_password() -> None:
+def test_an_invalid_configuration_is_shown_without_its_password() -> None:
     with pytest.raises(ValueError, match=r"Got 'user=u,password=\.\.\.,=1'"):
         _parse_rendezvous_config("user=u,password=secret,=1")
 
@@ -371,7 +346,7 @@ def test_a_configuration_without_a_value_is_refused(text: str) -> None:
         _parse_rendezvous_config(text)
 
 
-def test_the_keys_that_nobody_reads_are_listed() -> None:
+def test_unknown_keys_are_listed() -> None:
     assert unknown_config_keys("static", ["timeout", "rank", "timeuot"]) == ["timeuot"]
     assert unknown_config_keys("c10d", {"join_timeout": 1, "z": 2, "a": 3}) == ["a", "z"]
     assert unknown_config_keys("etcd", ["user", "password", "cacert", "pasword"]) == ["pasword"]
@@ -379,7 +354,7 @@ def test_the_keys_that_nobody_reads_are_listed() -> None:
     assert unknown_config_keys("a plug-in", ["anything"]) == []
 
 
-def test_who_asks_for_etcds_old_api_is_told_what_to_use() -> None:
+def test_the_error_of_etcd_v2_names_the_backend_to_use() -> None:
     with pytest.raises(RendezvousError, match="use the backend 'etcd'"):
         get_rendezvous_handler(parameters("etcd-v2"))
 
@@ -406,14 +381,14 @@ def test_endpoints_are_read(endpoint: str | None, host: str, port: int) -> None:
 @pytest.mark.parametrize(
     "endpoint", ["host:", "host:x", "host:-1", "host:65536", "[::1]:1x", "h:1 2"]
 )
-def test_a_port_that_is_none_is_refused_with_the_endpoint(endpoint: str) -> None:
+def test_an_invalid_port_is_refused_with_the_endpoint(endpoint: str) -> None:
     with pytest.raises(ValueError, match="The port number of the rendezvous endpoint") as e:
         parse_rendezvous_endpoint(endpoint, 7)
     assert endpoint in str(e.value)
 
 
 @pytest.mark.parametrize("endpoint", ["~", "ho st", ":80", "[]", "a/b:1", "host\n.de:1"])
-def test_a_host_that_is_none_is_refused_with_the_endpoint(endpoint: str) -> None:
+def test_an_invalid_host_is_refused_with_the_endpoint(endpoint: str) -> None:
     with pytest.raises(ValueError, match="The hostname of the rendezvous endpoint") as e:
         parse_rendezvous_endpoint(endpoint, 7)
     assert endpoint in str(e.value)
@@ -445,3 +420,86 @@ def test_any_configuration_is_read_as_torch_reads_it(text: str) -> None:
             return str(error).partition(" Got ")[0]
 
     assert outcome(_parse_rendezvous_config) == outcome(theirs._parse_rendezvous_config)
+
+
+# --- handlers built on torch's classes; tests/launch/test_torch_plugins.py has the real ones
+
+
+class TorchsInfo:
+    """Like torch's `RendezvousInfo`, which cannot be unpacked."""
+
+    def __init__(self, store: object, rank: int, world_size: int, place: object) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.bootstrap_store_info = place
+
+
+def test_the_results_of_torchs_handlers_become_regrows() -> None:
+    store, place = MemoryStore(), RendezvousStoreInfo("node7", 29500)
+    for answer in (TorchsInfo(store, 1, 2, place), (store, 1, 2)):
+        info = adapted(PlainHandler(round=answer)).next_rendezvous()
+        assert (info.store, info.rank, info.world_size) == (store, 1, 2)
+        assert info.bootstrap_store_info in (place, None)
+        assert (info.round, info.failures) == (None, None)
+    own = RendezvousInfo(store, 0, 1, place, 3, 1)
+    assert adapted(PlainHandler(round=own)).next_rendezvous() is own
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "becomes"),
+    [
+        (TORCH, "RendezvousClosedError", RendezvousClosedError),
+        (TORCH, "RendezvousGracefulExitError", RendezvousGracefulExitError),
+        (TORCH, "RendezvousTimeoutError", RendezvousTimeoutError),
+        (TORCH, "EtcdTrouble", None),
+        ("plugins", "RendezvousClosedError", None),
+    ],
+)
+def test_torchs_errors_become_regrows(
+    module: str, name: str, becomes: type[Exception] | None
+) -> None:
+    torchs = type(name, (Exception,), {"__module__": module})
+    derived = type("OfThePlugin", (torchs,), {"__module__": "plugins"})
+
+    class Failing(PlainHandler):
+        def next_rendezvous(self) -> Any:
+            raise derived("it is over")
+
+    with pytest.raises(Exception, match=r"^it is over$") as caught:
+        adapted(Failing()).next_rendezvous()
+    assert type(caught.value) is (becomes or derived)
+
+
+class WithLeave(PlainHandler):
+    """A plug-in of torch's kind with `leave` as its only addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[str] = []
+
+    def leave(self, why: str) -> None:
+        self.left.append(why)
+
+
+def test_a_plug_in_may_lack_all_methods_beyond_torchs() -> None:
+    plugin = WithLeave()
+    handler = adapted(plugin)
+    handler.leave("the host is drained")
+    assert plugin.left == ["the host is drained"]
+    assert not handler.pushes
+    handler.subscribe(print)()
+    handler.keep_lease(print)()
+    handler.interrupt()
+    handler.leaving("it is done", full_grace=True)
+    assert (handler.report_failure("x"), handler.others, handler.credentials) == (None, None, None)
+    assert (handler.bounds, handler.serves, handler.max_nodes) == ({}, False, None)
+    assert (handler.get_backend(), handler.get_run_id()) == ("plain", "job")
+    assert (handler.is_closed(), handler.num_nodes_waiting(), handler.shutdown()) == (
+        False,
+        0,
+        True,
+    )
+
+
+def test_a_handler_of_regrow_is_not_adapted() -> None:
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "job", 1, 1))
+    assert adapted(handler) is handler

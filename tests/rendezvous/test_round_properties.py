@@ -1,44 +1,40 @@
-"""What holds of the rounds whatever happens, in whatever order."""
+"""Properties of the rounds that every sequence of events keeps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
-from regrow.rendezvous._document import contradictions, decode, encode
-from regrow.rendezvous._news import (
-    Close,
-    Effect,
+from regrow.rendezvous.protocol.document import contradictions, decode, encode
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    EndConfirmed,
     Event,
-    Failed,
-    Heard,
-    Join,
+    JoinRound,
     Judged,
-    LastCall,
     LastCallOver,
-    Leave,
-    Leaving,
-    Lost,
+    LeaveRound,
     Node,
-    NodesWaiting,
-    Placed,
-    Refused,
+    NodeLeaving,
+    NodeLost,
+    NodeRefused,
     RoundClosed,
     RoundEnded,
     Seated,
+    WorkersFailed,
 )
-from regrow.rendezvous._round import (
+from regrow.rendezvous.protocol.rules import Refusal, step
+from regrow.rendezvous.protocol.state import (
     Round,
     holds,
     judged,
     seated,
     standing,
     stands_by,
-    step,
     watched,
 )
 
@@ -46,38 +42,39 @@ LIVES = [f"n{i}" for i in range(6)]
 
 
 class Rounds(RuleBasedStateMachine):
-    """Six lives that join, fail, leave, get lost and repeat themselves, truthfully or not."""
+    """Six node lives that join, fail, leave, are lost and repeat events, truthfully or not."""
 
     @initialize(low=st.integers(1, 3), more=st.integers(0, 2))
     def begin(self, low: int, more: int) -> None:
         self.state = Round(low, low + more)
         self.seats: dict[int, dict[str, Seated]] = defaultdict(dict)
-        self.told: dict[str, Effect] = {}  # the latest news of each node
         self.tokens: dict[str, int] = {}
         self.events: list[Event] = []
         self.begun = self.state
         self.verdicts: dict[int, Judged] = {}
-        self.excused: set[int] = set()  # rounds of which a member went before they were judged
+        self.excused: set[int] = set()  # rounds that a member left before they were judged
 
-    def post(self, event: Event) -> tuple[Effect, ...]:
+    def post(self, event: Event) -> Refusal | None:
         before = self.state
-        after, effects = step(before, event)
-        assert step(before, event) == (after, effects), "not deterministic"
+        after, refusal = step(before, event)
+        assert step(before, event) == (after, refusal), "not deterministic"
         self.events.append(event)
         self.state = after
-        self.check_transition(before, after, effects)
-        self.check_effects(before, after, effects)
-        return effects
+        self.check_transition(before, after)
+        self.check_statuses(before, after)
+        assert refusal is None or isinstance(refusal, RoundClosed) or after is before
+        assert not isinstance(refusal, RoundClosed) or after.closed == refusal
+        return refusal
 
-    def check_transition(self, before: Round, after: Round, effects: tuple[Effect, ...]) -> None:
+    def check_transition(self, before: Round, after: Round) -> None:
         assert after.number >= before.number
         assert after.number - before.number <= 1
-        if after is before:
-            assert not any(isinstance(e, NodesWaiting | LastCall) for e in effects)
-        else:
+        if after is not before:
             assert after.version > before.version, "a change that nobody can see"
         if before.closed:
-            assert after.closed == before.closed, "closing is final"
+            assert after.closed
+            failed_since = not before.closed.report and after.closed.report
+            assert after.closed == before.closed or failed_since, "closing is final"
             assert not (after.complete and not before.complete), "completed after closing"
         assert (after.failures, after.charged) == (before.failures, before.charged) or (
             after.failures == before.failures + after.charged
@@ -86,91 +83,64 @@ class Rounds(RuleBasedStateMachine):
             self.excused.add(before.number - 1)
         if after.complete and not before.complete:
             taken = before.awaited - after.members.keys()
-            gone = {e.id for e in self.events[-1:] if isinstance(e, Leave | Lost)}
+            gone = {e.id for e in self.events[-1:] if isinstance(e, LeaveRound | NodeLost)}
             assert before.evicting or taken <= gone, "a seat was taken whose lease may be renewed"
         if before.complete and after.number == before.number:
             assert after.ranks == before.ranks, "a complete round never changes its members"
 
-    def check_effects(self, before: Round, after: Round, effects: tuple[Effect, ...]) -> None:
-        for effect in effects:
-            match effect:
-                case Seated(id, round, rank, size):
-                    old = self.seats[round].setdefault(id, effect)
-                    assert old == effect, "one round number, two seats"
-                    assert after.ranks[id] == rank
-                    assert after.min_nodes <= size <= after.max_nodes
-                    self.tokens[id] = round
-                    self.told[id] = effect
-                case Placed(id):
-                    assert standing(after, id) == effect
-                    self.told[id] = effect
-                case RoundEnded() if after is before:
-                    assert effect == before.ended
-                case RoundEnded(round, by):
-                    assert (round, round + 1) == (before.number, after.number)
-                    assert by in before.members or after.closed
-                    for id in before.members:
-                        self.told[id] = effect
-                case Judged(round, charged, failures, cause):
-                    assert effect == judged(after, round)
-                    assert self.verdicts.setdefault(round, effect) == effect, "judged twice"
-                    assert failures == sum(v.charged for v in self.verdicts.values())
-                    assert not (charged and round in self.excused)
-                    assert cause.round == round
-                case NodesWaiting(round, count):
-                    assert round == after.number
-                    assert count == after.waiting != before.waiting
-                case LastCall(call):
-                    assert call == after.last_call
-                case RoundClosed():
-                    assert after.closed == effect
-                case Refused():
-                    assert after is before
-        if after.complete and (not before.complete or after.number > before.number):
-            woken = {e.id for e in effects if isinstance(e, Seated)}
-            assert woken == after.ranks.keys(), "a member was not told of its seat"
+    def check_statuses(self, before: Round, after: Round) -> None:
+        if after.number > before.number:
+            assert after.ended is not None
+            assert after.ended.round == before.number
+            assert after.ended.id in before.members or after.closed
+        for id in after.ranks.keys() - after.gone:
+            seat = standing(after, id)
+            assert isinstance(seat, Seated)
+            assert self.seats[after.number].setdefault(id, seat) == seat, "two seats in one round"
+            assert after.min_nodes <= seat.world_size <= after.max_nodes
+            self.tokens[id] = after.number
+        verdict = judged(after, after.number - 1)
+        if verdict is not None:
+            first = self.verdicts.setdefault(verdict.round, verdict)
+            assert first == verdict, "judged twice"
+            assert verdict.failures == sum(v.charged for v in self.verdicts.values())
+            assert not (verdict.charged and verdict.round in self.excused)
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def join(self, id: str, honest: bool, lie: int) -> None:
         token = self.tokens.get(id, 0) if honest else lie
-        effects = self.post(Join(Node(id, id), token))
-        own = [
-            e
-            for e in effects
-            if isinstance(e, RoundClosed | RoundEnded) or getattr(e, "id", "") == id
-        ]
-        assert own, "a join that was not answered"
+        refusal = self.post(JoinRound(Node(id, id), token))
+        assert refusal or standing(self.state, id), "a join that was not answered"
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def leave(self, id: str, honest: bool, lie: int) -> None:
         token = self.tokens.get(id, 0) if honest else lie
-        effects = self.post(Leave(id, token))
-        if not any(isinstance(e, Refused) for e in effects):
+        if not isinstance(self.post(LeaveRound(id, token)), NodeRefused):
             assert id not in watched(self.state)
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def fail(self, id: str, honest: bool, lie: int) -> None:
         token = self.tokens.get(id, 0) if honest else lie
         before = self.state
-        self.post(Failed(id, token, f"report of {id}"))
+        self.post(WorkersFailed(id, token, f"report of {id}"))
         if before.complete and token == before.number and seated(before, id, token):
             assert self.state.number == before.number + 1
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def hear(self, id: str, honest: bool, lie: int) -> None:
         before = self.state
-        self.post(Heard(id, self.tokens.get(id, 0) if honest else lie))
+        self.post(EndConfirmed(id, self.tokens.get(id, 0) if honest else lie))
         assert id not in self.state.unheard or self.state is before
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def be_leaving(self, id: str, honest: bool, lie: int) -> None:
         before = self.state
-        self.post(Leaving(id, self.tokens.get(id, 0) if honest else lie, "SIGTERM"))
+        self.post(NodeLeaving(id, self.tokens.get(id, 0) if honest else lie, "SIGTERM"))
         assert watched(self.state) == watched(before), "it is there until it has left"
 
     @rule(id=st.sampled_from(LIVES))
     def lose(self, id: str) -> None:
-        self.post(Lost(id, "silence"))
+        self.post(NodeLost(id, "silence"))
         assert id not in watched(self.state)
 
     @rule()
@@ -194,23 +164,24 @@ class Rounds(RuleBasedStateMachine):
     @rule(id=st.sampled_from(LIVES), report=st.sampled_from(["", "boom"]))
     def close(self, id: str, report: str) -> None:
         before = self.state
-        self.post(Close(id, "over", report))
-        assert self.state.closed
-        assert not (self.state.complete and report) or before.closed
+        self.post(CloseRendezvous(id, "over", report))
+        member = id in watched(before) and id not in before.queue
+        assert bool(self.state.closed) == bool(before.closed or member)
+        assert not (self.state.closed and self.state.complete and report) or before.closed
 
     @precondition(lambda self: self.events)
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
-        """Whatever was just done and is done again, changes nothing, save a node's own decision.
+        """Repeat the last event. It must change nothing, except for a node's own decision.
 
-        To leave and to join are two decisions; between them, a repetition is not one.
+        A leave and a join are two decisions. A repetition between them is not a decision.
         """
         event = data.draw(st.sampled_from(self.events[-1:]))
         before = self.state
-        if isinstance(event, Join) and event.token == before.number and before.complete:
-            return  # its round completed by this very join: the token is new again
+        if isinstance(event, JoinRound) and event.token == before.number and before.complete:
+            return  # this join completed its round: its token is new again
         if isinstance(event, LastCallOver) and event.call == before.last_call:
-            return  # drawn anew, after another began
+            return  # the number was drawn again, after another last call began
         self.post(event)
         assert self.state is before
 
@@ -233,15 +204,6 @@ class Rounds(RuleBasedStateMachine):
             assert list(self.state.ranks.values()) == list(range(len(self.state.members)))
 
     @invariant()
-    def whoever_reads_the_state_knows_what_it_was_told(self) -> None:
-        for id in watched(self.state):
-            news = standing(self.state, id)
-            assert news is not None
-            if isinstance(self.told[id], Seated | RoundEnded):
-                # The cause of a failure may turn out to be another than was told at first.
-                assert news in (self.told[id], self.state.closed, self.state.ended)
-
-    @invariant()
     def nobody_holds_a_seat_of_two_rounds_and_none_of_an_older_one(self) -> None:
         state = self.state
         holders = {token: [i for i in LIVES if holds(state, i, token)] for token in range(10)}
@@ -262,7 +224,7 @@ class Rounds(RuleBasedStateMachine):
             assert len({s.rank for s in seats.values()}) == len(seats)
 
     def teardown(self) -> None:
-        """Everyone who waits is woken in the end."""
+        """Check that every waiting node is notified in the end."""
         if not hasattr(self, "state"):
             return
         replayed = self.begun
@@ -274,11 +236,11 @@ class Rounds(RuleBasedStateMachine):
             for id in waits:
                 assert isinstance(standing(self.state, id), Seated | RoundClosed | RoundEnded)
             return
-        # Enough new nodes come, members return, the last call passes: nobody who has a seat waits.
+        # Enough new nodes join, members rejoin, the last call expires: no node with a seat waits.
         for id in sorted(self.state.awaited):
-            self.post(Join(Node(id, id), self.state.number - 1))
+            self.post(JoinRound(Node(id, id), self.state.number - 1))
         for i in range(self.state.min_nodes):
-            self.post(Join(Node(f"late{i}", f"late{i}")))
+            self.post(JoinRound(Node(f"late{i}", f"late{i}")))
         while self.state.last_call:
             self.post(LastCallOver(self.state.last_call))
         assert self.state.complete
@@ -301,8 +263,8 @@ TestRounds = Rounds.TestCase
 
 
 def test_a_planted_mistake_is_found() -> None:
-    """The invariants are not empty: a state with two members of one seat is refused."""
+    """Check that the invariants refuse a state with two members in one seat."""
     state = Round(1, 1)
-    state, _ = step(state, Join(Node("a", "a")))
+    state, _ = step(state, JoinRound(Node("a", "a")))
     broken = replace(state, members={**state.members, "b": Node("b", "b")})
     assert list(contradictions(broken))

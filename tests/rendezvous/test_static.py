@@ -1,15 +1,16 @@
-"""Nodes whose number and ranks the user has fixed; several meet at a real store server."""
+"""Jobs with a fixed number of nodes and fixed ranks; several nodes use a real store server."""
 
 from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from helpers.processes import wait_until
 from regrow.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -17,12 +18,11 @@ from regrow.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStoreInfo,
     RendezvousTimeoutError,
     get_rendezvous_handler,
 )
-from regrow.rendezvous._news import RoundEnded
-from regrow.rendezvous._static import StaticTCPRendezvous
+from regrow.rendezvous.backends.static import StaticTCPRendezvous
+from regrow.rendezvous.protocol.messages import RoundEnded
 from regrow.store import StoreTimeout
 from regrow.utils import PortReservation
 
@@ -30,61 +30,7 @@ LONG = 30.0
 TOKEN = b"0123456789abcdef-shared"
 
 
-def alone(endpoint: str = "", **config: Any) -> StaticTCPRendezvous:
-    params = RendezvousParameters("static", endpoint, "job", 1, 1, **{"rank": 0, **config})
-    handler = get_rendezvous_handler(params)
-    assert isinstance(handler, StaticTCPRendezvous)
-    return handler
-
-
-# --- one node
-
-
-def test_one_node_needs_no_network_and_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_socket(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a socket was made")
-
-    monkeypatch.setattr(socket, "socket", no_socket)
-    monkeypatch.setattr(socket, "getaddrinfo", no_socket)
-    handler = alone()
-    store, rank, world_size = handler.next_rendezvous()
-    assert (rank, world_size) == (0, 1)
-    store.set("key", b"value")
-    assert handler.shutdown()
-
-
-def test_one_nodes_port_is_the_given_one_or_left_to_the_agent() -> None:
-    given = alone("10.0.0.1:29500").next_rendezvous()
-    assert given.bootstrap_store_info == RendezvousStoreInfo("10.0.0.1", 29500)
-    assert alone().next_rendezvous().bootstrap_store_info is None
-    assert alone("127.0.0.1:0").next_rendezvous().bootstrap_store_info is None
-
-
-def test_no_key_of_an_older_attempt_is_seen() -> None:
-    handler = alone()
-    handler.next_rendezvous().store.set("old", b"1")
-    assert not handler.next_rendezvous().store.check(["old"])
-
-
-def test_it_is_never_closed_and_nobody_waits() -> None:
-    handler = alone()
-    handler.set_closed()
-    assert not handler.is_closed()
-    assert handler.num_nodes_waiting() == 0
-    assert not handler.use_agent_store
-    assert (handler.get_backend(), handler.get_run_id()) == ("static", "job")
-    handler.subscribe(lambda news: None)()
-    handler.next_rendezvous()
-
-
-def test_an_interrupted_node_starts_no_other_attempt() -> None:
-    handler = alone()
-    handler.interrupt()
-    with pytest.raises(RendezvousGracefulExitError, match="node rank 0 was told to stop"):
-        handler.next_rendezvous()
-
-
-# --- what is asked for
+# --- parameters
 
 
 def create(nodes: int = 2, endpoint: str = "host:1", **config: Any) -> StaticTCPRendezvous:
@@ -113,7 +59,7 @@ def test_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rank": 0, "timeout": "0"}, "host:1", "'timeout' must be a number of seconds"),
     ],
 )
-def test_what_is_missing_or_makes_no_sense_is_said(
+def test_a_missing_or_invalid_option_is_named(
     config: dict[str, Any], endpoint: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REGROW_TOKEN", TOKEN.decode())
@@ -121,7 +67,7 @@ def test_what_is_missing_or_makes_no_sense_is_said(
         create(2, endpoint, **config)
 
 
-def test_several_nodes_without_a_token_are_told_what_to_type(
+def test_the_error_of_a_missing_token_shows_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("REGROW_TOKEN", raising=False)
@@ -132,12 +78,11 @@ def test_several_nodes_without_a_token_are_told_what_to_type(
         StaticTCPRendezvous("127.0.0.1", 1, 0, 2, "job", 1).next_rendezvous()
 
 
-def test_what_nodes_prove_to_each_other_is_for_their_agents_to_use(
+def test_agents_can_use_the_token(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("REGROW_TOKEN", "a secret of this test, and of nobody else")
-    assert create(rank=1).credentials == (b"a secret of this test, and of nobody else", None)
-    assert alone().credentials is None
+    monkeypatch.setenv("REGROW_TOKEN", "a secret of this test")
+    assert create(rank=1).credentials == (b"a secret of this test", None)
 
 
 def test_a_token_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +95,7 @@ def test_a_token_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 class Nodes:
-    """Nodes of one job on a port of this host, each joining in a thread of its own."""
+    """Nodes of one job on a port of this host; each joins in a thread of its own."""
 
     def __init__(self) -> None:
         self.reserved = PortReservation("127.0.0.1")
@@ -208,7 +153,7 @@ def test_nodes_meet_share_a_store_and_agree_on_the_address_in_every_attempt(node
     assert all(ending.result(LONG) for ending in endings)
 
 
-def test_the_workers_are_given_the_masters_address_as_the_user_wrote_it(nodes: Nodes) -> None:
+def test_workers_get_the_address_of_rank_0_as_the_user_wrote_it(nodes: Nodes) -> None:
     handlers = [nodes.node(0, addr="localhost"), nodes.node(1)]
     infos = nodes.join(*handlers)
     assert {info.bootstrap_store_info.master_addr for info in infos} == {"localhost"}  # type: ignore[union-attr]
@@ -220,46 +165,46 @@ def test_nodes_may_be_started_before_node_rank_0(nodes: Nodes) -> None:
     assert (info.rank, early.result(LONG).rank) == (0, 1)
 
 
-# --- what concerns one concerns all
+# --- events that affect all nodes
 
 
-def heard(handler: StaticTCPRendezvous) -> tuple[list[object], threading.Semaphore]:
-    """What a node is told from now on, and a semaphore that counts it."""
+def notifications_of(handler: StaticTCPRendezvous) -> tuple[list[object], threading.Semaphore]:
+    """Return a list of the node's future notifications, and a semaphore that counts them."""
     news: list[object] = []
-    told = threading.Semaphore(0)
+    arrived = threading.Semaphore(0)
 
     def listen(what: object) -> None:
         news.append(what)
-        told.release()
+        arrived.release()
 
     handler.subscribe(listen)
-    return news, told
+    return news, arrived
 
 
 def test_a_node_that_is_lost_ends_the_round_and_the_job_for_all(nodes: Nodes) -> None:
     handlers = [nodes.node(rank, size=3) for rank in range(3)]
     nodes.join(*handlers)
-    listeners = [heard(handler) for handler in handlers[:2]]
-    handlers[2]._driver.close(linger=False)  # as its process would by ending
-    for (news, told), handler in zip(listeners, handlers, strict=False):
-        assert told.acquire(timeout=LONG)
+    listeners = [notifications_of(handler) for handler in handlers[:2]]
+    handlers[2].driver.close(linger=False)  # as the end of its process would
+    for (news, arrived), handler in zip(listeners, handlers, strict=False):
+        assert arrived.acquire(timeout=LONG)
         assert isinstance(news[0], RoundEnded)
         with pytest.raises(
-            RendezvousConnectionError, match=r"cannot go on without node .*; its nodes are fixed"
+            RendezvousConnectionError, match=r"cannot continue without node .*; its nodes are fixed"
         ) as refused:
             nodes.join(handler)
         assert news[0].id in str(refused.value)
     late = nodes.node(2, size=3)
-    with pytest.raises(RendezvousConnectionError, match="cannot go on without node"):
+    with pytest.raises(RendezvousConnectionError, match="cannot continue without node"):
         nodes.join(late)
 
 
-def test_a_node_that_leaves_ends_the_job_for_those_who_wait_for_it(nodes: Nodes) -> None:
+def test_a_node_that_leaves_ends_the_job_for_the_waiting_nodes(nodes: Nodes) -> None:
     first, second = nodes.node(0), nodes.node(1)
     nodes.join(first, second)
-    _, told = heard(first)
+    _, arrived = notifications_of(first)
     second.leaving("its agent got SIGTERM")
-    assert told.acquire(timeout=LONG)
+    assert arrived.acquire(timeout=LONG)
     waiting = nodes.pool.submit(first.next_rendezvous)
     second.leave("its agent got SIGTERM")
     with pytest.raises(RendezvousConnectionError, match="its agent got SIGTERM; its nodes are"):
@@ -271,11 +216,11 @@ def test_a_failure_ends_the_round_for_all_is_charged_once_and_healed_by_the_next
 ) -> None:
     first, second = nodes.node(0), nodes.node(1)
     nodes.join(first, second)
-    news, told = heard(first)
+    news, arrived = notifications_of(first)
     judged = second.report_failure("boom")
     assert judged is not None
     assert (judged.charged, judged.failures) == (True, 1)
-    assert told.acquire(timeout=LONG)
+    assert arrived.acquire(timeout=LONG)
     assert isinstance(news[0], RoundEnded)
     assert news[0].report == "boom"
     infos = nodes.join(second, first)
@@ -285,9 +230,9 @@ def test_a_failure_ends_the_round_for_all_is_charged_once_and_healed_by_the_next
 def test_a_job_that_has_failed_for_good_is_over_for_all_with_one_report(nodes: Nodes) -> None:
     first, second = nodes.node(0), nodes.node(1)
     nodes.join(first, second)
-    _, told = heard(first)
+    _, arrived = notifications_of(first)
     second.fail("boom")
-    assert told.acquire(timeout=LONG)
+    assert arrived.acquire(timeout=LONG)
     assert second.is_closed()
     with pytest.raises(RendezvousClosedError) as closed:
         nodes.join(first)
@@ -298,23 +243,35 @@ def test_a_second_node_of_a_rank_is_refused_with_both(nodes: Nodes) -> None:
     first, second = nodes.node(0, size=3), nodes.node(1, size=3)
     waiting = nodes.pool.submit(second.next_rendezvous)
     nodes.pool.submit(first.next_rendezvous)
-    until(lambda: second._all is not None and second._all._node.touch.view is not None)
-    with pytest.raises(RendezvousError, match=r"two nodes were given node rank 1: .*--node-rank"):
+    wait_until(lambda: second.connection.snapshot is not None, "a snapshot arrives")
+    with pytest.raises(RendezvousError, match=r"node rank 1 is used twice.*--node-rank"):
         nodes.join(nodes.node(1, size=3))
     assert not waiting.done()
+
+
+def test_the_end_of_a_second_node_of_a_rank_is_not_the_end_of_the_job(nodes: Nodes) -> None:
+    first, second = nodes.node(0), nodes.node(1)
+    nodes.join(first, second)
+    third = nodes.node(1)
+    with pytest.raises(RendezvousError, match="node rank 1 is used twice"):
+        nodes.join(third)
+    assert third.shutdown()
+    assert not first.is_closed()
+    assert second.report_failure("boom") is not None
+    assert [info.round for info in nodes.join(second, first)] == [2, 2]
 
 
 def test_a_node_that_went_while_all_were_awaited_may_come_again(nodes: Nodes) -> None:
     first, second = nodes.node(0, size=3), nodes.node(1, size=3)
     for handler in (first, second):
         nodes.pool.submit(handler.next_rendezvous)
-    until(lambda: second._all is not None and second._all._node.touch.view is not None)
-    second._driver.close(linger=False)
+    wait_until(lambda: second.connection.snapshot is not None, "a snapshot arrives")
+    second.driver.close(linger=False)
     again, third = nodes.node(1, size=3), nodes.node(2, size=3)
     assert [info.rank for info in nodes.join(again, third)] == [1, 2]
 
 
-# --- what keeps nodes from meeting
+# --- obstacles to a round
 
 
 def test_a_missing_node_is_named_when_the_time_is_up(nodes: Nodes) -> None:
@@ -325,7 +282,7 @@ def test_a_missing_node_is_named_when_the_time_is_up(nodes: Nodes) -> None:
         handler.next_rendezvous()
 
 
-def test_a_node_that_cannot_reach_node_rank_0_says_where_it_looked_and_how_long(
+def test_the_error_of_an_unreachable_rank_0_has_address_and_time(
     nodes: Nodes,
 ) -> None:
     port = nodes.reserved.port
@@ -341,11 +298,11 @@ def test_a_node_with_another_token_is_refused_at_once(nodes: Nodes) -> None:
     stranger = nodes.node(1, token=b"another token of enough bytes")
     with pytest.raises(RendezvousError, match="token") as refused:
         stranger.next_rendezvous()
-    assert type(refused.value) is RendezvousError  # no loss of infrastructure, to be tried again
+    assert type(refused.value) is RendezvousError  # a loss of infrastructure would be retried
     assert not first.done()
 
 
-def test_a_port_that_is_taken_is_said_with_what_to_do(nodes: Nodes) -> None:
+def test_the_error_of_a_taken_port_names_the_flag(nodes: Nodes) -> None:
     nodes.reserved.close()
     with (
         socket.create_server(("127.0.0.1", nodes.reserved.port)),
@@ -357,20 +314,10 @@ def test_a_port_that_is_taken_is_said_with_what_to_do(nodes: Nodes) -> None:
         nodes.node(0)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until a node is where the test wants it."""
-    pause = threading.Event()
-    for _ in range(int(LONG / 0.01)):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never got there")
-
-
 def test_an_interrupt_ends_the_wait_for_the_others(nodes: Nodes) -> None:
     handler = nodes.node(0)
     waiting = nodes.pool.submit(handler.next_rendezvous)
-    until(lambda: handler._all is not None and handler._all._node.touch.view is not None)
+    wait_until(lambda: handler.connection.snapshot is not None, "a snapshot arrives")
     handler.interrupt()
     with pytest.raises(RendezvousGracefulExitError):
         waiting.result(LONG)
@@ -379,13 +326,13 @@ def test_an_interrupt_ends_the_wait_for_the_others(nodes: Nodes) -> None:
 def test_an_interrupt_ends_the_tries_to_connect(nodes: Nodes) -> None:
     handler = nodes.node(1)
     waiting = nodes.pool.submit(handler.next_rendezvous)
-    until(waiting.running)
+    wait_until(waiting.running, "the call runs")
     handler.interrupt()
     with pytest.raises(RendezvousGracefulExitError):
         waiting.result(LONG)
 
 
-def test_a_call_in_the_shared_store_that_nobody_answers_ends_by_its_own_timeout(
+def test_a_call_in_the_shared_store_ends_by_its_own_timeout(
     nodes: Nodes,
 ) -> None:
     infos = nodes.join(nodes.node(0), nodes.node(1))

@@ -1,7 +1,7 @@
-"""Nodes that come to a running job within a moment cost its workers one restart.
+"""Nodes that join a running job at almost the same time cost its workers one restart.
 
-The rules of the rounds, what a handler makes of them, and the decisions of the agents are the real
-ones; time is a number.
+The rules of the rounds, the handler's decisions, and the agents' decisions are the real ones. Time
+is a number.
 """
 
 from __future__ import annotations
@@ -9,37 +9,36 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.agent import _words as words
-from regrow.agent._decide import decide
-from regrow.agent._state import Phase, State
-from regrow.rendezvous._driver import view
-from regrow.rendezvous._news import (
+from regrow.agent.decisions import events as words
+from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
+from regrow.rendezvous.node.driver import snapshot
+from regrow.rendezvous.node.node_rules import Notified, notifications
+from regrow.rendezvous.protocol.messages import (
     Event,
-    Join,
+    JoinRound,
     LastCallOver,
-    Leaving,
     Node,
+    NodeLeaving,
     NodesWaiting,
     RoundEnded,
     Seated,
 )
-from regrow.rendezvous._round import Round, step
-from regrow.rendezvous._state import standing
-from regrow.rendezvous._waiting import Told, tidings
+from regrow.rendezvous.protocol.rules import step
+from regrow.rendezvous.protocol.state import Round, standing
 
 ARRIVALS = 10
 SEATS = 20
 
 
 class Job:
-    """The rounds, and the agents of two nodes that have workers in the first of them."""
+    """The rounds, and the agents of two nodes with workers in the first round."""
 
     def __init__(self) -> None:
         self.now = 200.0
         self.rounds = Round(2, SEATS)
         self.agents: list[Agent] = []
         for id in ("a", "b"):
-            self.apply(Join(Node(id, id)))
+            self.apply(JoinRound(Node(id, id)))
         self.apply(LastCallOver(self.rounds.last_call))
         self.agents = [Agent(self, id) for id in ("a", "b")]
 
@@ -59,29 +58,29 @@ class Job:
 
 
 class Agent:
-    """What a node's agent is told of the rounds, and what it decides to do."""
+    """A node's agent: its notifications from the rounds, and its decisions."""
 
     def __init__(self, job: Job, id: str) -> None:
         self.job, self.id = job, id
-        self.state = State(3, Phase.FORMING)
+        self.state = AgentState(3, AgentPhase.FORMING)
         self.restarts: list[str] = []
         self.seat()
 
     def seat(self) -> None:
-        """Have workers in the round that is complete."""
+        """Start workers in the complete round."""
         seat = standing(self.job.rounds, self.id)
         assert isinstance(seat, Seated)
-        self.round, self.told = seat.round, Told(seat.round)
+        self.round, self.told = seat.round, Notified(seat.round)
         self.decide(words.Formed(self.job.now, seat.round, shared=True, leads=seat.rank == 0))
         self.hear()
 
     def hear(self) -> None:
-        self.told, news = tidings(self.told, view(self.job.rounds, self.id), self.id)
+        self.told, news = notifications(self.told, snapshot(self.job.rounds, self.id), self.id)
         for told in news:
             match told:
                 case NodesWaiting(round, waiting):
                     full = len(self.job.rounds.members) + waiting == SEATS
-                    self.decide(words.Waiting(round, waiting, full, self.job.now))
+                    self.decide(words.JoinRequested(round, waiting, full, self.job.now))
                 case RoundEnded(round, _, why):
                     self.decide(words.RoundOver(round, why, self.job.now))
 
@@ -91,18 +90,18 @@ class Agent:
             if isinstance(action, words.Restart):
                 self.restarts.append(action.reason)
                 if action.announce:
-                    self.job.apply(Leaving(self.id, self.round, action.reason))
+                    self.job.apply(NodeLeaving(self.id, self.round, action.reason))
 
 
 @given(st.lists(st.floats(0.0, 0.45), min_size=ARRIVALS - 1, max_size=ARRIVALS - 1))
 def test_ten_arrivals_within_a_moment_cost_one_restart(gaps: list[float]) -> None:
     job = Job()
     for number, gap in enumerate([*gaps, 1.0]):
-        job.apply(Join(Node(f"new{number}", "there")))
+        job.apply(JoinRound(Node(f"new{number}", "there")))
         job.wait(gap)
     assert [agent.restarts for agent in job.agents] == [["10 nodes wait to join"]] * 2
     for agent in job.agents:
-        job.apply(Join(Node(agent.id, agent.id), agent.round))
+        job.apply(JoinRound(Node(agent.id, agent.id), agent.round))
     assert (job.rounds.number, len(job.rounds.ranks)) == (2, 2 + ARRIVALS)
     for agent in job.agents:
         agent.seat()

@@ -1,4 +1,4 @@
-"""Stores of torch's as the place where the nodes meet: what is special about them."""
+"""torch's stores as a backend: promises that only they need."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storing import PATIENCE, Background, eventually
+from regrow.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
 
+from helpers.processes import wait_until
+from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -22,8 +24,7 @@ from regrow.rendezvous import (
     RendezvousStateError,
     get_rendezvous_handler,
 )
-from regrow.rendezvous._host import Own, find_own
-from regrow.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from regrow.rendezvous.server.hosting import OwnAddress, find_own
 from regrow.store import MemoryStore
 from regrow.utils import PortReservation
 
@@ -74,7 +75,7 @@ def test_the_node_that_serves_the_store_leaves_last(port: int) -> None:
         node = handler(endpoint, "b", store_type="tcp", is_host=False)
         Background(node.next_rendezvous).result()
         assert serving.stdout.readline() == b"closed\n"
-        eventually(node.is_closed)
+        wait_until(node.is_closed, "the close arrives")
         assert serving.poll() is None
         assert node.shutdown()
         assert serving.wait(PATIENCE) == 0
@@ -89,15 +90,17 @@ def test_nodes_meet_in_a_file_store(tmp_path: Path) -> None:
         assert node.shutdown()
 
 
-def test_who_is_not_to_serve_says_whom_it_could_not_reach(port: int) -> None:
-    with pytest.raises(RendezvousConnectionError, match=f"could not reach .* 127.0.0.1:{port}"):
+def test_a_node_that_does_not_serve_names_the_unreachable_address(port: int) -> None:
+    # torch is not called before this check, because its thread could abort the process later.
+    words = f"could not reach .* 127.0.0.1:{port}: no server accepts connections there: .*refused"
+    with pytest.raises(RendezvousConnectionError, match=words):
         handler(f"127.0.0.1:{port}", "a", store_type="tcp", is_host="false", read_timeout="1")
 
 
-def test_what_takes_connections_and_is_mute_is_no_store(
+def test_a_server_that_accepts_and_does_not_answer_is_no_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("regrow.rendezvous._torch_store._ANSWER", 0.0)
+    monkeypatch.setattr("regrow.rendezvous.backends.c10d.torch_c10d.ANSWER", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(RendezvousConnectionError, match=f"{port}: .*not answer") as caught:
@@ -107,29 +110,29 @@ def test_what_takes_connections_and_is_mute_is_no_store(
 
 
 def test_a_host_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.1)
+    monkeypatch.setattr("regrow.rendezvous.server.hosting.RESOLVE_PAUSES", (0.1, 15.0))
     with pytest.raises(
         RendezvousConnectionError, match=r"no-such-host\.invalid:1: .*, the last of 1 s$"
     ):
         handler("no-such-host.invalid:1", "a", store_type="tcp", read_timeout="1", insecure="1")
 
 
-def test_a_store_without_a_password_is_not_for_several_hosts_unless_that_is_said() -> None:
-    with pytest.raises(RendezvousError, match=r"--rdzv-token-file ~/job.token .* --insecure does"):
+def test_a_store_without_a_password_needs_insecure_for_several_hosts() -> None:
+    with pytest.raises(RendezvousError, match=r"--rdzv-token-file ~/job.token .* use --insecure"):
         handler("192.0.2.1:1", "a", store_type="tcp")
 
 
-def test_a_host_whose_name_is_not_known_yet_as_its_own_serves_when_it_is(
+def test_a_host_serves_as_soon_as_its_name_resolves_to_it(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of a pod that was started a moment ago."""
+    """A pod that has just started is such a host."""
     unknown = [host := "localhost"] * 2
 
-    def found(host: str, port: int) -> Own | None:
+    def found(host: str, port: int) -> OwnAddress | None:
         return None if unknown and unknown.pop() else find_own(host, port)
 
-    monkeypatch.setattr("regrow.rendezvous._host.LOOK_AGAIN", 0.05)
-    monkeypatch.setattr("regrow.rendezvous._host.find_own", found)
+    monkeypatch.setattr("regrow.rendezvous.server.hosting.RESOLVE_PAUSES", (0.05, 15.0))
+    monkeypatch.setattr("regrow.rendezvous.server.hosting.find_own", found)
     params = RendezvousParameters("c10d", f"{host}:{port}", "job", 2, 2, store_type="tcp")
     _, store = create_backend(params)
     _, other = create_backend(params)
@@ -147,7 +150,7 @@ def test_a_host_whose_name_is_not_known_yet_as_its_own_serves_when_it_is(
         ({"store_type": "tcp", "is_host": "maybe"}, "is_host"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(config: dict[str, str], why: str) -> None:
+def test_invalid_options_are_refused(config: dict[str, str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         handler("127.0.0.1:1", "a", **config)
 
@@ -182,7 +185,7 @@ def test_a_document_that_is_not_base64_is_named() -> None:
         backend.get_state()
 
 
-def test_a_store_that_was_emptied_holds_up_nobody() -> None:
+def test_a_store_that_was_emptied_blocks_no_call() -> None:
     store = MemoryStore()
     backend = C10dRendezvousBackend(store, "job")
     _, token, _ = backend.set_state(b"first") or pytest.fail("not set")
@@ -192,7 +195,7 @@ def test_a_store_that_was_emptied_holds_up_nobody() -> None:
 
 
 class Frail:
-    """A store without watches, whose writer is killed between the document and the version."""
+    """A store without watches; its writer is killed between the document and the version."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -215,7 +218,7 @@ def test_a_change_is_seen_though_its_writer_was_killed_before_it_told() -> None:
     waiting.result()
 
 
-def test_a_program_that_is_blocked_in_its_store_holds_up_no_beat() -> None:
+def test_a_program_that_is_blocked_in_its_store_delays_no_heartbeat() -> None:
     from torch.distributed import TCPStore
 
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=SPAN)

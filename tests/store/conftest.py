@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from storing import PATIENCE, ServerThread
 
+from helpers.stores.storing import PATIENCE, ServerThread
 from regrow.store import Limits, ServerProcess, StoreClient, connect, make_token, start_server
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ServerThread]]:
-    """Start servers in threads: `serve(limits=...)`."""
+    """Return a function that starts servers in threads: `serve(limits=...)`."""
     started: list[ServerThread] = []
 
     def start(**options: Any) -> ServerThread:
@@ -32,7 +32,7 @@ def token() -> bytes:
 
 @pytest.fixture(scope="session")
 def server(token: bytes) -> Iterator[ServerProcess]:
-    """A server process for all tests of the run; use keys of your own."""
+    """One server process for all tests of the run; each test uses keys of its own."""
     with start_server(token=token) as process:
         yield process
         assert process.alive(), "a test killed the server"
@@ -40,7 +40,7 @@ def server(token: bytes) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def join(server: ServerProcess, token: bytes) -> Iterator[Callable[..., StoreClient]]:
-    """Make clients of the common server, closed after the test."""
+    """Return a factory of clients of the common server; they are closed after the test."""
     made: list[StoreClient] = []
 
     def make(**options: Any) -> StoreClient:
@@ -54,7 +54,7 @@ def join(server: ServerProcess, token: bytes) -> Iterator[Callable[..., StoreCli
 
 @pytest.fixture
 def small() -> Limits:
-    """Limits that a test can reach."""
+    """Limits that are small enough for a test to reach."""
     return Limits(
         key_bytes=64,
         value_bytes=1024,

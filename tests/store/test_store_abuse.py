@@ -1,4 +1,4 @@
-"""What a hostile, broken or lost client sends harms nobody but itself."""
+"""A hostile, broken or lost client harms only itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from storing import PATIENCE, Background, ServerThread, eventually
 
+from helpers.processes import wait_until
+from helpers.stores.storing import PATIENCE, Background, ServerThread
 from regrow.store import (
     Limits,
     StoreClient,
@@ -22,21 +23,21 @@ from regrow.store import (
     StoreProtocolError,
     connect,
 )
-from regrow.store import _handshake as handshake
-from regrow.store import _wire as wire
+from regrow.store.keyspace import Query
+from regrow.store.protocol import wire
 
 Serve = Callable[..., ServerThread]
 
 
 class Bystander:
-    """A client that must notice nothing of what the others do."""
+    """A client that the other clients must not disturb."""
 
     def __init__(self, server: ServerThread) -> None:
         self._client = server.connect(session_grace=0)
         self._client.set("bystander", "here", ephemeral=True)
         self._waiting = Background(self._client.wait, ["bystander done"], 120)
 
-    def noticed_nothing(self) -> None:
+    def check_undisturbed(self) -> None:
         # With a grace of zero the key would be gone had the connection broken once.
         assert self._client.check(["bystander"])
         assert self._waiting.running()
@@ -58,7 +59,7 @@ def target() -> Iterator[ServerThread]:
 def bystander(target: ServerThread) -> Iterator[Bystander]:
     client = Bystander(target)
     yield client
-    client.noticed_nothing()
+    client.check_undisturbed()
     client.close()
 
 
@@ -80,12 +81,12 @@ def exactly(sock: socket.socket, count: int) -> bytes:
 def shaken(server: ServerThread) -> socket.socket:
     """Return a raw connection that is through the handshake, its Welcome read."""
     sock = dial(server)
-    nonce = os.urandom(handshake.NONCE)
-    sock.sendall(handshake.PREAMBLE + nonce)
-    theirs = exactly(sock, handshake.OPENING)[len(handshake.PREAMBLE) :]
-    sock.sendall(handshake.prove(server.token, "client", nonce, theirs))
+    nonce = os.urandom(wire.NONCE)
+    sock.sendall(wire.PREAMBLE + nonce)
+    theirs = exactly(sock, wire.OPENING)[len(wire.PREAMBLE) :]
+    sock.sendall(wire.prove(server.token, "client", nonce, theirs))
     sock.sendall(wire.frame(wire.Hello(b"", 0.0, "a raw client")))
-    exactly(sock, 1 + handshake.PROOF)
+    exactly(sock, 1 + wire.PROOF)
     exactly(sock, int.from_bytes(exactly(sock, wire.HEADER), "big"))
     return sock
 
@@ -111,21 +112,21 @@ def test_garbage_instead_of_a_handshake_gets_no_answer(
         sock.sendall(garbage)
         sock.shutdown(socket.SHUT_WR)
         answer = drained(sock)
-    assert answer == b"" or (garbage.startswith(handshake.PREAMBLE) and len(garbage) >= 40)
-    bystander.noticed_nothing()
+    assert answer == b"" or (garbage.startswith(wire.PREAMBLE) and len(garbage) >= 40)
+    bystander.check_undisturbed()
 
 
 @FUZZ
 @given(st.binary(min_size=32, max_size=200))
-def test_without_the_token_nothing_is_answered_but_a_refusal(
+def test_a_client_without_the_token_gets_only_a_refusal(
     target: ServerThread, bystander: Bystander, garbage: bytes
 ) -> None:
     with dial(target) as sock:
-        sock.sendall(handshake.PREAMBLE + bytes(handshake.NONCE))
-        exactly(sock, handshake.OPENING)
+        sock.sendall(wire.PREAMBLE + bytes(wire.NONCE))
+        exactly(sock, wire.OPENING)
         sock.sendall(garbage)
-        assert drained(sock) in (handshake.REFUSED + bytes(handshake.PROOF), b"")
-    bystander.noticed_nothing()
+        assert drained(sock) in (wire.REFUSED + bytes(wire.PROOF), b"")
+    bystander.check_undisturbed()
 
 
 TREES = st.recursive(
@@ -148,8 +149,8 @@ GOOD = [
     wire.Add(1, 1, "n", 1),
     wire.CompareSet(1, 1, "k", b"v", b"w"),
     wire.MultiSet(1, 1, ["a", "b"], [b"1", b"2"]),
-    wire.Watch(1, ["k"], 0, True),
-    wire.MultiGet(1, ["a", "b"]),
+    wire.Read(1, Query("watch", ("k",), 0, True)),
+    wire.Read(1, Query("multi_get", ("a", "b"))),
     wire.Cancel(1),
 ]
 
@@ -170,7 +171,7 @@ def test_garbage_after_the_handshake_ends_that_connection_alone(
         sock.sendall((len(garbage).to_bytes(4, "big") if framed else b"") + garbage)
         sock.shutdown(socket.SHUT_WR)
         drained(sock)
-    bystander.noticed_nothing()
+    bystander.check_undisturbed()
 
 
 @FUZZ
@@ -191,7 +192,7 @@ def test_messages_with_changed_bytes_end_that_connection_alone(
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
         drained(sock)
-    bystander.noticed_nothing()
+    bystander.check_undisturbed()
 
 
 def test_the_length_of_a_gigabyte_is_refused_before_it_is_stored(serve: Serve) -> None:
@@ -203,11 +204,11 @@ def test_the_length_of_a_gigabyte_is_refused_before_it_is_stored(serve: Serve) -
     assert isinstance(answer, wire.Failed)
     assert "1073741824 bytes" in answer.message
     assert "(a raw client): it announced a message of 1073741824" in server.logged("1073741824")
-    bystander.noticed_nothing()
+    bystander.check_undisturbed()
     bystander.close()
 
 
-def test_half_a_message_holds_nobody_up(serve: Serve) -> None:
+def test_half_a_message_delays_no_other_client(serve: Serve) -> None:
     server = serve()
     with shaken(server) as sock:
         sock.sendall(wire.frame(wire.Set(1, 1, "k", bytes(1000)))[:500])
@@ -220,9 +221,11 @@ def test_half_a_message_holds_nobody_up(serve: Serve) -> None:
 def test_a_message_that_comes_byte_by_byte_is_understood(serve: Serve) -> None:
     server = serve()
     with shaken(server) as sock:
-        for byte in wire.frame(wire.Set(1, 1, "k", b"v")) + wire.frame(wire.Get(2, "k")):
+        for byte in wire.frame(wire.Set(1, 1, "k", b"v")) + wire.frame(
+            wire.Read(2, Query("multi_get", ("k",)))
+        ):
             sock.sendall(bytes([byte]))
-        want = wire.frame(wire.Done(1)) + wire.frame(wire.Done(2, b"v"))
+        want = wire.frame(wire.Done(1)) + wire.frame(wire.Done(2, [b"v"]))
         assert exactly(sock, len(want)) == want
 
 
@@ -237,12 +240,12 @@ def test_many_requests_in_one_packet_are_answered_in_order(serve: Serve) -> None
 def test_a_client_that_never_proves_the_token_is_closed(serve: Serve, small: Limits) -> None:
     server = serve(limits=small)
     with dial(server) as silent, dial(server) as slow:
-        slow.sendall(handshake.PREAMBLE[:3])
+        slow.sendall(wire.PREAMBLE[:3])
         assert drained(silent) == drained(slow) == b""
     server.logged("did not prove the token within 1 s")
 
 
-def test_a_flood_of_connections_without_token_gives_way_to_those_with_it(serve: Serve) -> None:
+def test_many_connections_without_the_token_do_not_keep_out_one_with_it(serve: Serve) -> None:
     server = serve(limits=Limits(handshakes=4))
     with contextlib.ExitStack() as stack:
         for _ in range(20):
@@ -261,11 +264,13 @@ def test_a_client_that_does_not_read_is_stopped_from_sending(serve: Serve) -> No
     with shaken(server) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         sock.setblocking(False)
-        requests = b"".join(wire.frame(wire.Get(i, "large")) for i in range(1, 10_000))
+        requests = b"".join(
+            wire.frame(wire.Read(i, Query("multi_get", ("large",)))) for i in range(1, 10_000)
+        )
         sent, deadline = 0, time.monotonic() + PATIENCE
         idle = time.monotonic()
         while time.monotonic() - idle < 0.3:  # until the server has stopped reading
-            assert time.monotonic() < deadline, "the server goes on reading"
+            assert time.monotonic() < deadline, "the server continues to read"
             with contextlib.suppress(BlockingIOError):
                 sent += sock.send(requests[sent % len(requests) :])
                 idle = time.monotonic()
@@ -273,31 +278,33 @@ def test_a_client_that_does_not_read_is_stopped_from_sending(serve: Serve) -> No
             owner.set("other", "v")
         [connection] = [
             c
-            for c in server.server._connections
+            for c in server.server.connections
             if c.session is not None and c.session.client == "a raw client"
         ]
-        assert connection._transport.get_write_buffer_size() < 4 << 20
+        assert connection.transport.get_write_buffer_size() < 4 << 20
         assert owner.get("other") == b"v"
     owner.close()
 
 
-def test_a_client_for_whom_too_much_piles_up_is_cut_off(serve: Serve) -> None:
+def test_a_client_with_too_many_unread_answers_is_disconnected(serve: Serve) -> None:
     """Answers to blocked calls come whether or not the client reads: they are bounded."""
     limits = Limits(value_bytes=1 << 20, frame_bytes=2 << 20, outgoing_bytes=4 << 20)
     server = serve(limits=limits)
     owner = server.connect()
     with shaken(server) as sock:
-        sock.sendall(b"".join(wire.frame(wire.Get(i, "large")) for i in range(1, 65)))
+        sock.sendall(
+            b"".join(wire.frame(wire.Read(i, Query("multi_get", ("large",)))) for i in range(1, 65))
+        )
         sock.sendall(wire.frame(wire.Add(65, 65, "ready", 1)))
         owner.wait(["ready"])
         owner.set("large", bytes(1 << 20))
-        assert "it does not read its answers" in server.logged("cut off")
+        assert "it did not read" in server.logged("disconnected")
         assert owner.get("ready") == b"1"
         assert len(drained(sock)) < 64 << 20
     owner.close()
 
 
-def test_a_client_that_floods_does_not_keep_others_waiting(serve: Serve) -> None:
+def test_a_flood_of_one_client_does_not_block_the_others(serve: Serve) -> None:
     server = serve()
     client = server.connect()
     between: set[int] = set()
@@ -329,8 +336,8 @@ def test_counts_over_the_limits_are_refused_without_effect(serve: Serve, small: 
         (lambda: client.set("k" * 65, ""), "key_bytes"),
         (lambda: client.set("k", bytes(1025)), "value_bytes"),
         (lambda: client.append("k", bytes(1025)), "value_bytes"),
-        (lambda: client.multi_set([str(i) for i in range(9)], [""] * 9), "at most 8 keys"),
-        (lambda: client.check([str(i) for i in range(9)]), "at most 8 keys"),
+        (lambda: client.multi_set([str(i) for i in range(9)], [""] * 9), "at most 8 "),
+        (lambda: client.check([str(i) for i in range(9)]), "at most 8 "),
         (lambda: client.multi_set(["a", "b", "c", "d"], [bytes(1024)] * 4), "frame_bytes"),
     ]
     for case, message in cases:
@@ -345,7 +352,7 @@ def test_counts_over_the_limits_are_refused_without_effect(serve: Serve, small: 
     client.set("15", "may still change")
     blocked = [Background(client.get, f"never {i}") for i in range(4)]
     server_side = next(iter(server.server.machine.sessions.values()))
-    eventually(lambda: len(server_side.parked) == 4)
+    wait_until(lambda: len(server_side.parked) == 4, "four calls are parked")
     with pytest.raises(StoreLimitError, match=r"Limits\.parked"):
         client.get("never")
     client.close()
@@ -366,7 +373,9 @@ def test_sessions_over_the_limit_are_refused(serve: Serve, small: Limits) -> Non
         client.close()
 
 
-def test_a_client_that_breaks_the_protocol_loses_its_session_and_is_told(serve: Serve) -> None:
+def test_a_client_that_breaks_the_protocol_gets_an_error_and_loses_its_session(
+    serve: Serve,
+) -> None:
     server = serve()
     with shaken(server) as sock:
         sock.sendall(wire.frame(wire.Set(1, 1, "mine", b"v", True)))
@@ -379,7 +388,7 @@ def test_a_client_that_breaks_the_protocol_loses_its_session_and_is_told(serve: 
     client.close()
 
 
-def test_what_a_client_sends_after_its_goodbye_is_not_done(serve: Serve) -> None:
+def test_requests_after_bye_have_no_effect(serve: Serve) -> None:
     server = serve()
     with shaken(server) as sock:
         late = wire.Set(2, 2, "late", b"v", True)
@@ -391,16 +400,16 @@ def test_what_a_client_sends_after_its_goodbye_is_not_done(serve: Serve) -> None
         client.close()
 
 
-def test_what_a_server_sends_that_makes_no_sense_is_an_error(serve: Serve) -> None:
+def test_a_refusal_of_the_connection_ends_blocked_calls(serve: Serve) -> None:
     server = serve()
     client = server.connect()
-    [connection] = server.server._connections
+    [connection] = server.server.connections
 
     def babble() -> None:
-        connection._transport.write(wire.frame(wire.Failed(0, "protocol", "for the test")))
+        connection.transport.write(wire.frame(wire.Failed(0, "protocol", "for the test")))
 
     blocked = Background(client.get, "never")
-    server._loop.call_soon_threadsafe(babble)
+    server.loop.call_soon_threadsafe(babble)
     with pytest.raises(StoreProtocolError, match="for the test"):
         blocked.result()
     client.close()

@@ -7,22 +7,27 @@ from typing import Any
 import pytest
 
 from regrow.store import StoreClosedError, StoreLimitError, StoreSessionLost
-from regrow.store import _wire as wire
-from regrow.store._calls import Call, Calls
+from regrow.store.client.session import Calls, PendingCall
+from regrow.store.keyspace import Query
+from regrow.store.protocol import wire
 
 
-def begun(calls: Calls, request: Any, *args: Any, changes: bool, at_once: bool = False) -> Call:
-    call = calls.make(request, args, changes=changes, at_once=at_once, frame_bytes=1000)
-    calls.enter(call)
+def begun(calls: Calls, request: Any, *args: Any) -> PendingCall:
+    call = calls.make(request, args, frame_bytes=1000)
+    calls.pending[call.id] = call
     return call
 
 
-def change(calls: Calls, key: str) -> Call:
-    return begun(calls, wire.Set, key, b"v", changes=True)
+def change(calls: Calls, key: str) -> PendingCall:
+    return begun(calls, wire.Set, key, b"v")
+
+
+def read(calls: Calls, key: str) -> PendingCall:
+    return begun(calls, wire.Read, Query("multi_get", (key,)))
 
 
 def sent(data: bytes) -> list[wire.Request]:
-    """The requests in what goes over the connection."""
+    """Decode the requests in the bytes that go over the connection."""
     requests = []
     while data:
         end = wire.HEADER + int.from_bytes(data[: wire.HEADER], "big")
@@ -31,9 +36,9 @@ def sent(data: bytes) -> list[wire.Request]:
     return requests
 
 
-def test_a_change_names_the_oldest_one_that_has_no_answer() -> None:
+def test_a_change_names_the_oldest_change_without_an_answer() -> None:
     calls = Calls()
-    begun(calls, wire.Get, "k", changes=False)
+    read(calls, "k")
     first, second = change(calls, "a"), change(calls, "b")
     calls.answer([wire.Done(first.id, None)])
     third = change(calls, "c")
@@ -41,35 +46,38 @@ def test_a_change_names_the_oldest_one_that_has_no_answer() -> None:
     assert acks == [first.id, first.id, second.id]
 
 
-def test_what_has_no_answer_is_sent_again_in_order_and_what_was_given_up_is_not() -> None:
+def test_unanswered_calls_are_sent_again_in_order_unless_the_caller_gave_them_up() -> None:
     calls = Calls()
     answered, given_up, first, last = [change(calls, key) for key in "abcd"]
     calls.answer([wire.Done(answered.id, None)])
-    assert calls.remove(given_up)
+    del calls.pending[given_up.id]
     assert [request.id for request in sent(calls.again())] == [first.id, last.id]
     assert not answered.sent
     assert first.sent
 
 
-def test_an_answer_that_comes_twice_is_heard_once() -> None:
+def test_of_two_answers_to_one_call_only_the_first_counts() -> None:
     calls = Calls()
     call = change(calls, "a")
     for result in (1, 2):
         calls.answer([wire.Done(call.id, result)])
     assert call.reply == wire.Done(call.id, 1)
-    assert not calls.waiting
+    assert not calls.pending
 
 
 def test_when_a_session_is_lost_only_a_change_that_was_sent_may_have_taken_effect() -> None:
     calls = Calls()
-    unsent, was_sent = change(calls, "a"), change(calls, "b")
-    read = begun(calls, wire.Get, "k", changes=False)
-    was_sent.sent = read.sent = True
+    unsent, was_sent, reading = change(calls, "a"), change(calls, "b"), read(calls, "k")
+    was_sent.sent = reading.sent = True
     calls.failure = StoreSessionLost("it is over")
     calls.fail()
-    errors = [call.error for call in (unsent, was_sent, read)]
-    assert [error.applied for error in errors if error] == ["no", "unknown", "no"]
-    with pytest.raises(StoreSessionLost, match="it is over"):
+    waiting = (unsent, was_sent, reading)
+    calls.failure = StoreClosedError("closed afterwards")
+    assert [call.applied for call in waiting] == ["no", "unknown", "no"]
+    assert {str(call.failure) for call in waiting} == {"it is over"}
+    assert all(call.gate.acquire(blocking=False) for call in waiting)
+    assert not calls.pending
+    with pytest.raises(StoreClosedError, match="closed afterwards"):
         change(calls, "c")
 
 
@@ -77,22 +85,17 @@ def test_a_refusal_of_the_whole_session_is_no_answer_to_a_call() -> None:
     calls = Calls()
     call = change(calls, "a")
     assert calls.answer([wire.Failed(0, "protocol", "no more")]) == "no more"
-    assert not call.over
+    assert call.reply is None
 
 
 def test_a_call_that_is_too_long_takes_no_id() -> None:
     calls = Calls()
     with pytest.raises(StoreLimitError, match="1000 at once"):
-        begun(calls, wire.Set, "k", bytes(1001), changes=True)
+        begun(calls, wire.Set, "k", bytes(1001))
     assert change(calls, "k").id == 1
 
 
-def test_a_call_that_asks_about_now_cancels_itself() -> None:
-    call = begun(Calls(), wire.Get, "k", changes=False, at_once=True)
-    assert sent(call.data) == [wire.Get(1, "k"), wire.Cancel(1)]
-
-
-def test_the_failure_is_another_object_for_every_caller() -> None:
+def test_every_caller_gets_an_error_of_its_own() -> None:
     """A traceback grows with each raise, and belongs to one thread."""
     calls = Calls()
     calls.failure = StoreClosedError("closed")

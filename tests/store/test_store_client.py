@@ -1,4 +1,4 @@
-"""A client and a server: who waits for what, and what a lost connection means."""
+"""A client and a server: blocked calls, lost connections and lost sessions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
 
+from helpers.processes import wait_until
+from helpers.stores.storing import PATIENCE, Background, CuttingProxy, ServerThread
 from regrow.store import (
     ConnectionState,
     MemoryStore,
@@ -34,6 +35,7 @@ from regrow.store import (
     make_token,
     start_server,
 )
+from regrow.store.protocol import wire
 from regrow.utils import PortReservation
 
 Join = Callable[..., StoreClient]
@@ -115,14 +117,14 @@ def test_a_wrong_token_is_a_clear_error_on_both_sides(serve: Serve) -> None:
     assert "does not hold this job's token" in server.logged("refused 127.0.0.1:")
 
 
-def test_a_server_that_does_not_know_the_token_is_not_believed() -> None:
+def test_a_server_without_the_token_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def pretend() -> None:
             conn, _ = listener.accept()
             with conn:
                 conn.recv(4096)
-                conn.sendall(b"REGROW\x00\x01" + bytes(32))
+                conn.sendall(wire.PREAMBLE + bytes(32))
                 conn.recv(4096)
                 conn.sendall(bytes(33))
                 conn.recv(4096)
@@ -157,7 +159,7 @@ def test_another_service_at_the_address_is_a_clear_error(answer: bytes, message:
 
 @pytest.fixture
 def proxy_alone() -> Iterator[tuple[CuttingProxy, int]]:
-    """A proxy that accepts and hangs up, and the port of the server that it would pass us on to."""
+    """A proxy that accepts and hangs up, and the port of the missing server behind it."""
     with PortReservation("127.0.0.1") as reservation:
         proxy = CuttingProxy(reservation.port)
         yield proxy, reservation.port
@@ -165,7 +167,7 @@ def proxy_alone() -> Iterator[tuple[CuttingProxy, int]]:
 
 
 @pytest.mark.parametrize(("final", "timeout"), [(True, PATIENCE * 100), (False, 0.2)])
-def test_a_service_that_hangs_up_is_given_up(
+def test_a_program_that_hangs_up_is_a_clear_error(
     proxy_alone: tuple[CuttingProxy, int], *, final: bool, timeout: float
 ) -> None:
     endpoint, token = proxy_alone[0].endpoint, make_token()
@@ -174,19 +176,19 @@ def test_a_service_that_hangs_up_is_given_up(
         calling.result()
 
 
-def test_a_server_that_is_not_there_yet_behind_a_proxy_that_is_is_waited_for(
+def test_a_client_waits_for_a_server_behind_a_proxy_that_hangs_up(
     proxy_alone: tuple[CuttingProxy, int],
 ) -> None:
     proxy, port = proxy_alone
     token = make_token()
     connecting = Background(connect, proxy.endpoint, token=token, timeout=PATIENCE)
-    eventually(lambda: proxy.refused > 1)
+    wait_until(lambda: proxy.refused > 1, "the proxy hangs up")
     with start_server(port=port, token=token), connecting.result() as client:
         client.set("k", "v")
         assert client.get("k") == b"v"
 
 
-def test_a_service_that_says_nothing_is_given_up() -> None:
+def test_a_silent_program_is_a_clear_error_after_the_timeout() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(StoreTimeout, match="not a regrow store"),
@@ -212,11 +214,40 @@ def test_connect_waits_for_a_server_that_starts_later(token: bytes) -> None:
 
 
 def test_a_refusal_can_be_final(token: bytes) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # and does not listen
-        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # it does not listen
+        endpoint = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(StoreConnectionError, match="Connection refused"):
             connect(endpoint, token=token, timeout=1e6, refusal_is_final=True)
+
+
+@pytest.mark.parametrize("may_start", [True, False])
+def test_a_program_that_is_silent_on_the_port_is_reported_once_with_the_address(
+    token: bytes,
+    may_start: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("regrow.store.client.connecting.WARN_AFTER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(StoreTimeout):
+            connect(endpoint, token=token, timeout=1, server_may_start=may_start)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith(f"the store at {endpoint}: it did not answer the handshake in time")
+    assert "no other program has that port" in warning
+
+
+def test_a_worker_warns_once_that_its_server_does_not_listen(
+    token: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("regrow.store.client.connecting.WARN_AFTER_S", 0.1)
+    with PortReservation() as held:
+        endpoint = f"127.0.0.1:{held.port}"
+        for may_start, lines in ((False, 0), (True, 1)):
+            with pytest.raises(StoreConnectionError, match="refused"):
+                connect(endpoint, token=token, timeout=1, server_may_start=may_start)
+            assert len(caplog.records) == lines
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -224,7 +255,7 @@ def test_connecting_can_be_stopped(token: bytes, listens: bool) -> None:
     stop = os.eventfd(0)
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
-        if listens:  # and never says a word
+        if listens:  # without an answer to any message
             mute.listen()
         endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
         connecting = Background(connect, endpoint, token=token, timeout=1e6, stop=stop)
@@ -234,9 +265,7 @@ def test_connecting_can_be_stopped(token: bytes, listens: bool) -> None:
     os.close(stop)
 
 
-def test_connecting_to_a_path_where_nobody_is_yet_can_be_stopped(
-    token: bytes, tmp_path: Path
-) -> None:
+def test_connecting_to_a_path_without_a_server_can_be_stopped(token: bytes, tmp_path: Path) -> None:
     stop = os.eventfd(0)
     connecting = Background(connect, f"unix:{tmp_path}/s", token=token, timeout=1e6, stop=stop)
     os.eventfd_write(stop, 1)
@@ -245,7 +274,7 @@ def test_connecting_to_a_path_where_nobody_is_yet_can_be_stopped(
     os.close(stop)
 
 
-def test_a_session_has_more_grace_the_slower_its_link_is(serve: Serve) -> None:
+def test_a_slower_link_gives_a_session_more_grace(serve: Serve) -> None:
     server = serve()
     with server.connect(session_grace=0.5), server.connect(session_grace=0.5, spare_round_trips=9):
         plain, spare = [session.grace for session in server.server.machine.sessions.values()]
@@ -253,7 +282,7 @@ def test_a_session_has_more_grace_the_slower_its_link_is(serve: Serve) -> None:
     assert spare > plain
 
 
-def test_a_client_knows_its_own_address_on_the_way_to_the_server(
+def test_a_client_reports_its_own_address_on_the_route_to_the_server(
     join: Join, tmp_path: Path
 ) -> None:
     assert join().local_host == "127.0.0.1"
@@ -267,7 +296,7 @@ def test_a_client_knows_its_own_address_on_the_way_to_the_server(
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "host:", "host:0", "host:70000", ":x"])
 def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match="is no store endpoint"):
+    with pytest.raises(ValueError, match="is not a store endpoint"):
         connect(endpoint, token=make_token())
 
 
@@ -301,7 +330,7 @@ def test_the_keys_of_a_killed_process_go_after_its_grace(
     assert client.watch(["killed"], seen.revision).changes[0].value is None
 
 
-def test_a_session_is_taken_up_again_without_asking_the_name_service(
+def test_a_session_is_resumed_without_a_name_lookup(
     proxied: tuple[ServerThread, CuttingProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, proxy = proxied
@@ -331,9 +360,9 @@ def test_an_address_that_never_answers_does_not_keep_a_client_from_the_next_one(
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (f"127.0.0.{n}", port)) for n in (2, 1)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
-    monkeypatch.setattr("regrow.store._dial._TRY_SECONDS", 0.05)
+    monkeypatch.setattr("regrow.store.client.connecting.TRY_S", 0.05)
     with socket.create_server(("127.0.0.2", server.port), backlog=0) as deaf:
-        fill = [socket.socket() for _ in range(3)]  # whoever comes then is not answered at all
+        fill = [socket.socket() for _ in range(3)]  # later connections get no answer
         for sock in fill:
             sock.setblocking(False)
             sock.connect_ex(deaf.getsockname())
@@ -370,7 +399,7 @@ def test_a_session_outlives_a_lost_connection(proxied: tuple[ServerThread, Cutti
     other.close()
 
 
-def test_a_watch_over_a_lost_connection_tells_what_changed_meanwhile(
+def test_a_watch_after_a_lost_connection_returns_the_changes_in_between(
     proxied: tuple[ServerThread, CuttingProxy],
 ) -> None:
     server, proxy = proxied
@@ -418,7 +447,7 @@ def test_another_server_at_the_same_port_does_not_know_the_session() -> None:
     client.close()
 
 
-def test_a_call_given_up_says_whether_it_may_have_been_applied() -> None:
+def test_the_error_of_a_timed_out_call_has_its_possible_effect() -> None:
     token = make_token()
     with start_server(token=token) as server:
         client = connect(server.endpoint, token=token, session_grace=PATIENCE)
@@ -440,14 +469,14 @@ def test_a_call_given_up_says_whether_it_may_have_been_applied() -> None:
     with start_server(token=token) as server:
         client = connect(server.endpoint, token=token, session_grace=PATIENCE, call_timeout=0.3)
         os.kill(server.pid, signal.SIGKILL)
-        eventually(lambda: client.state is ConnectionState.SUSPENDED)
+        wait_until(lambda: client.state is ConnectionState.SUSPENDED, "suspended")
         with pytest.raises(StoreTimeout, match="suspended") as unsent:
             client.add("n", 1)
         assert unsent.value.applied == "no"
         client.close()
 
 
-def test_a_forked_child_cannot_use_the_parents_client_and_does_it_no_harm(join: Join) -> None:
+def test_a_forked_child_cannot_use_or_harm_the_parents_client(join: Join) -> None:
     client = join()
     blocked = Background(client.get, "set by the parent")
     read, write = os.pipe()
@@ -468,7 +497,7 @@ def test_a_forked_child_cannot_use_the_parents_client_and_does_it_no_harm(join: 
         outcome = pipe.read().decode()
     assert os.waitpid(pid, 0)[1] == 0
     assert outcome.startswith("no ")
-    assert "connect anew in the child" in outcome
+    assert "connect again in the child" in outcome
     client.set("set by the parent", "v")
     assert blocked.result() == b"v"
     assert not client.check(["set by the child"])
@@ -525,6 +554,32 @@ def test_calls_interrupted_by_signals_leave_the_client_whole(join: Join) -> None
     assert client.state is ConnectionState.CONNECTED
 
 
+def test_a_call_that_is_interrupted_while_it_waits_for_its_answer_costs_no_connection(
+    token: bytes,
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    states = States()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token, on_state=states)
+        os.kill(server.pid, signal.SIGSTOP)
+        old = signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        try:
+            with pytest.raises(Interrupted):
+                client.add("n", 1)
+        finally:
+            signal.signal(signal.SIGALRM, old)
+            os.kill(server.pid, signal.SIGCONT)
+        assert client.add("n", 1) == 2
+        assert states.seen == []
+        client.close()
+
+
 def test_odd_arguments_are_refused_or_taken_and_do_not_end_the_session(join: Join) -> None:
     client = join()
     client.set("odd", "v", ephemeral=1)  # type: ignore[arg-type]
@@ -575,14 +630,14 @@ def test_a_call_over_the_servers_limit_is_refused_before_it_is_sent(serve: Serve
 
 
 def test_a_closed_memory_handle_wakes_its_blocked_calls_alone() -> None:
-    store = MemoryStore()
-    other = store.session()
-    mine, theirs = Background(other.get, "k"), Background(store.get, "k")
-    eventually(lambda: len(store._shared.blocked) == 2)
-    other.close()
-    with pytest.raises(StoreClosedError):
-        mine.result()
-    store.set("k", "v")
-    assert theirs.result() == b"v"
-    with pytest.raises(StoreClosedError):
-        other.set("k", "w")
+    for _ in range(50):  # in most rounds both calls are blocked before the handle is closed
+        store = MemoryStore()
+        other = store.session()
+        mine, theirs = Background(other.get, "k"), Background(store.get, "k")
+        other.close()
+        with pytest.raises(StoreClosedError):
+            mine.result()
+        store.set("k", "v")
+        assert theirs.result() == b"v"
+        with pytest.raises(StoreClosedError):
+            other.set("k", "w")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from storing import PATIENCE, CuttingProxy, ServerThread
 
+from helpers.stores.storing import PATIENCE, CuttingProxy, ServerThread
 from regrow.store import StoreClient, StoreValueError, connect
 
 

@@ -1,4 +1,4 @@
-"""Concurrent clients: whatever they saw has an order in which it makes sense.
+"""Concurrent clients: the results of their calls fit a sequential order.
 
 Each run has several clients, each in a thread, make random calls on a few keys at the
 same time, and notes when every call began and ended and what it returned. The history is
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from storing import Background
 
+from helpers.stores.storing import Background
 from regrow.store import MemoryStore, StoreClient, WatchStore
 
 
@@ -52,7 +52,7 @@ def model(value: bytes | None, event: Event) -> tuple[bytes | None, Any]:
 
 
 def explainable(events: list[Event], value: bytes | None) -> bool:
-    """Say whether the calls have an order in which the model returns the same."""
+    """Return whether the calls have an order in which the model returns the same."""
     seen: set[tuple[frozenset[int], bytes | None]] = set()
 
     def search(left: frozenset[int], value: bytes | None) -> bool:
@@ -72,7 +72,7 @@ def explainable(events: list[Event], value: bytes | None) -> bool:
     return search(frozenset(range(len(events))), value)
 
 
-def test_the_checker_itself_tells_right_from_wrong() -> None:
+def test_the_checker_accepts_right_and_refuses_wrong_histories() -> None:
     write, stale = Event(0, 1, "set", (b"1",), None), Event(2, 3, "check", (), False)
     assert not explainable([write, stale], None)
     assert explainable([write, stale._replace(began=0.5)], None)

@@ -1,4 +1,4 @@
-"""A server that outlives its starter, for as long as somebody needs it and no longer."""
+"""A server that outlives its starter as long as clients need it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from processes import ends
-from storing import PATIENCE, Background, eventually
 
+from helpers.processes import ends, wait_until
+from helpers.stores.storing import PATIENCE, Background
 from regrow.store import (
     ServerProcess,
     StoreAuthError,
@@ -51,7 +51,7 @@ class Started:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=PATIENCE)  # nobody holds its output open
+        self.process.communicate(timeout=PATIENCE)  # no process holds its output open
 
     def server_runs(self) -> bool:
         return not ends(self.server, 0)
@@ -79,20 +79,20 @@ def test_a_killed_starter_costs_the_others_nothing(started: Started) -> None:
         one.set("k", "v")
         waiting.result()
         assert one.get("from") == b"starter"
-        with started.connect() as new:  # who comes later is served as well
+        with started.connect() as new:  # new clients are served as well
             assert new.get("k") == b"v"
         assert started.server_runs()
     assert ends(started.server)
 
 
-def test_a_killed_starter_that_nobody_came_to_leaves_no_server_behind(started: Started) -> None:
+def test_the_server_of_a_killed_starter_without_clients_ends(started: Started) -> None:
     started.kill()
-    with started.connect() as late:  # nobody was there yet, and somebody could still come
+    with started.connect() as late:  # the first client comes late
         assert late.get("from") == b"starter"
     assert ends(started.server)
 
 
-def test_a_starter_that_ends_without_a_word_is_as_good_as_killed() -> None:
+def test_a_starter_that_ends_without_a_goodbye_leaves_the_server_to_the_clients() -> None:
     started = Started(then="input()")
     with started.connect() as client:
         started.process.communicate("\n", timeout=PATIENCE)
@@ -111,7 +111,7 @@ def server() -> Iterator[ServerProcess]:
     os.close(pidfd)
 
 
-def test_a_starter_that_says_goodbye_waits_for_the_others(server: ServerProcess) -> None:
+def test_a_starter_that_sends_a_goodbye_waits_for_the_other_clients(server: ServerProcess) -> None:
     with connect(server.endpoint, token=TOKEN) as client:
         closing = Background(server.close, wait=PATIENCE)
         client.set("k", "v")
@@ -121,14 +121,16 @@ def test_a_starter_that_says_goodbye_waits_for_the_others(server: ServerProcess)
     assert not server.alive()
 
 
-def test_a_starter_need_not_wait_for_a_server_that_nobody_uses(server: ServerProcess) -> None:
+def test_a_server_without_clients_ends_with_the_goodbye_of_its_starter(
+    server: ServerProcess,
+) -> None:
     pidfd = os.pidfd_open(server.pid)
     server.close(wait=PATIENCE)
-    assert ends(pidfd, 0)  # it ended, instead of giving others a chance to come
+    assert ends(pidfd, 0)  # it ended at once, and waited for no new clients
     os.close(pidfd)
 
 
-def test_a_starter_that_does_not_wait_leaves_the_server_to_the_others(
+def test_a_starter_that_does_not_wait_leaves_the_server_to_the_other_clients(
     server: ServerProcess,
 ) -> None:
     pidfd = os.pidfd_open(server.pid)
@@ -141,7 +143,7 @@ def test_a_starter_that_does_not_wait_leaves_the_server_to_the_others(
     os.waitpid(server.pid, 0)
 
 
-def test_a_starter_that_does_not_wait_leaves_the_others_the_time_to_come_back(
+def test_a_starter_that_does_not_wait_leaves_the_other_clients_time_to_reconnect(
     server: ServerProcess,
 ) -> None:
     pidfd = os.pidfd_open(server.pid)
@@ -160,19 +162,19 @@ def test_a_starter_that_does_not_wait_leaves_the_others_the_time_to_come_back(
     os.waitpid(server.pid, 0)
 
 
-def test_a_server_that_is_told_to_stop_stops(server: ServerProcess) -> None:
+def test_a_closed_server_ends_despite_its_clients(server: ServerProcess) -> None:
     pidfd = os.pidfd_open(server.pid)
     with connect(server.endpoint, token=TOKEN) as client:
         server.close()
         assert ends(pidfd, 0)
-        eventually(lambda: client.state.value != "connected")
+        wait_until(lambda: client.state.value != "connected", "the client notices")
     os.close(pidfd)
 
 
 def test_a_server_without_its_starter_still_refuses_strangers(started: Started) -> None:
     with started.connect() as client:
         started.kill()
-        # It logs whom it refuses, and nobody reads its log any more.
+        # It logs each refusal, and its log has no reader any more.
         for _ in range(2):
             with pytest.raises(StoreAuthError):
                 connect(started.endpoint, token=make_token(), timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""What a server writes to stderr never holds it up."""
+"""Writes to stderr never delay a server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
-from storing import PATIENCE, Background
 
+from helpers.stores.storing import PATIENCE, Background
 from regrow.store import StoreAuthError, connect, make_token
-from regrow.store._log import Log
+from regrow.store.server.log import BackgroundWriter, write_log
 
 STARTER = """
 import sys
@@ -24,7 +25,7 @@ with start_server(token=sys.argv[1].encode()) as server:
 
 
 class FullPipe:
-    """A pipe that nobody reads yet, and that takes no byte more."""
+    """A full pipe that is not read yet."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()
@@ -51,7 +52,7 @@ def pipe() -> Iterator[FullPipe]:
     os.close(pipe.write)
 
 
-def test_a_server_whose_stderr_nobody_reads_goes_on_serving(pipe: FullPipe) -> None:
+def test_a_server_with_a_full_stderr_continues(pipe: FullPipe) -> None:
     token = make_token()
     with subprocess.Popen(
         [sys.executable, "-c", STARTER, token.decode()],
@@ -69,34 +70,57 @@ def test_a_server_whose_stderr_nobody_reads_goes_on_serving(pipe: FullPipe) -> N
             client.set("k", "v")
             assert client.get("k") == b"v"
         refusal = "does not hold this job's token\n"
-        Background(pipe.read_until, lambda text: text.count(refusal) == 3).result()
+        Background(pipe.read_until, lambda text: refusal in text).result()
         starter.communicate("\n", timeout=PATIENCE)
         assert starter.returncode == 0
 
 
-def test_lines_that_nobody_reads_are_bounded_and_counted(pipe: FullPipe) -> None:
+def test_a_process_that_tries_a_wrong_token_again_and_again_costs_two_lines() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER, make_token().decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as starter:
+        assert starter.stdout is not None
+        endpoint = starter.stdout.readline().strip()
+        for _ in range(100):
+            with pytest.raises(StoreAuthError):
+                connect(endpoint, token=make_token(), timeout=PATIENCE)
+        _, written = starter.communicate("\n", timeout=PATIENCE)
+    first, counted = written.splitlines()
+    assert re.fullmatch(r"regrow.store: refused 127.0.0.1:\d+: it does not hold .*", first)
+    assert "99 more connections from 127.0.0.1 within a minute; the latest: refused" in counted
+
+
+def log_to(fd: int) -> BackgroundWriter[str]:
+    return BackgroundWriter(partial(write_log, fd=fd), "regrow-log")
+
+
+def test_unread_lines_are_bounded_and_counted(pipe: FullPipe) -> None:
     def kept(text: str) -> list[int]:
         return [int(number) for number in re.findall(r"^regrow.store: line (\d+)\n", text, re.M)]
 
     def lost(text: str) -> int:
         return sum(map(int, re.findall(r"^regrow.store: (\d+) lines are missing", text, re.M)))
 
-    log = Log(pipe.write)
+    log = log_to(pipe.write)
     for number in range(2000):
-        log(f"line {number}")
+        log.add(f"line {number}")
     reading = Background(pipe.read_until, lambda text: len(kept(text)) + lost(text) == 2000)
     text = reading.result()
     assert kept(text) == sorted(kept(text))
     assert lost(text) > 1000
-    log("and on")
+    log.add("and on")
     Background(pipe.read_until, lambda text: text.endswith("and on\n")).result()
-    log.close()
+    log.close(PATIENCE)
 
 
-def test_a_log_that_nobody_can_read_any_more_is_no_reason_to_fail() -> None:
+def test_a_log_whose_reader_is_gone_does_not_fail() -> None:
     read, write = os.pipe()
     os.close(read)
-    log = Log(write)
-    log("refused a stranger")
-    log.close()
+    log = log_to(write)
+    log.add("refused a stranger")
+    log.close(PATIENCE)
     os.close(write)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.store import Limits, StoreLimitError, StoreProtocolError
-from regrow.store import _wire as wire
-from regrow.store._machine import Machine, Session
+from regrow.store import Change, Changes, Limits, StoreLimitError, StoreProtocolError
+from regrow.store.keyspace import Query
+from regrow.store.protocol import wire
+from regrow.store.server.machine import Machine, ServerSession
 
 
 def machine(limits: Limits | None = None) -> Machine:
@@ -18,7 +19,7 @@ def machine(limits: Limits | None = None) -> Machine:
     return Machine(lambda: b"session %d" % next(numbers), limits or Limits())
 
 
-def open_session(m: Machine, resume: bytes = b"") -> Session:
+def open_session(m: Machine, resume: bytes = b"") -> ServerSession:
     return m.open(wire.Hello(resume, 5.0, "test"))[0]
 
 
@@ -31,7 +32,9 @@ def test_a_change_sent_again_is_answered_again_and_done_once() -> None:
     again = open_session(m, session.id)
     assert again is session
     assert m.handle(again, add) == first == [(session, wire.Done(1, 5))]
-    assert m.handle(session, wire.Get(2, "n")) == [(session, wire.Done(2, b"5"))]
+    assert m.handle(session, wire.Read(2, Query("multi_get", ("n",)))) == [
+        (session, wire.Done(2, [b"5"]))
+    ]
 
 
 def test_a_refusal_sent_again_is_the_same_refusal() -> None:
@@ -81,48 +84,48 @@ def test_one_client_cannot_wait_for_any_number_of_keys() -> None:
     m = machine(Limits(keys_per_call=8, parked=4))
     session = open_session(m)
     keys = [str(number) for number in range(8)]
-    assert m.handle(session, wire.Watch(1, keys, 0, False)) == []
-    [(_, answer)] = m.handle(session, wire.Watch(2, keys, 0, False))
+    assert m.handle(session, wire.Read(1, Query("watch", tuple(keys), 0, False))) == []
+    [(_, answer)] = m.handle(session, wire.Read(2, Query("watch", tuple(keys), 0, False)))
     assert isinstance(answer, wire.Failed)
     assert "waits for 8 keys already" in answer.message
 
 
-def test_a_blocked_read_is_answered_by_whoever_sets_the_key() -> None:
+def test_setting_a_key_answers_a_blocked_read() -> None:
     m = machine()
     reader, writer = open_session(m), open_session(m)
-    assert m.handle(reader, wire.Get(1, "k")) == []
+    assert m.handle(reader, wire.Read(1, Query("multi_get", ("k",)))) == []
     assert m.handle(writer, wire.Set(1, 1, "k", b"v")) == [
         (writer, wire.Done(1)),
-        (reader, wire.Done(1, b"v")),
+        (reader, wire.Done(1, [b"v"])),
     ]
 
 
 def test_a_cancelled_read_is_answered_once() -> None:
     m = machine()
     session = open_session(m)
-    m.handle(session, wire.Wait(1, ["k"]))
+    m.handle(session, wire.Read(1, Query("wait", ("k",))))
     assert m.handle(session, wire.Cancel(1)) == [(session, wire.Failed(1, "cancelled", ""))]
     assert m.handle(session, wire.Cancel(1)) == []
     assert m.handle(session, wire.Set(2, 2, "k", b"v")) == [(session, wire.Done(2))]
 
 
-def test_a_lost_connection_forgets_what_was_waited_for() -> None:
+def test_a_lost_connection_removes_its_blocked_reads() -> None:
     m = machine()
     reader, writer = open_session(m), open_session(m)
-    m.handle(reader, wire.Watch(1, ["k"], 0, False))
+    m.handle(reader, wire.Read(1, Query("watch", ("k",), 0, False)))
     m.suspend(reader)
     assert m.handle(writer, wire.Set(1, 1, "k", b"v")) == [(writer, wire.Done(1))]
-    [(_, seen)] = m.handle(reader, wire.Watch(1, ["k"], 0, False))
-    assert seen == wire.Seen(1, 1, [("k", 1, b"v")], False)
+    [(_, seen)] = m.handle(reader, wire.Read(1, Query("watch", ("k",), 0, False)))
+    assert seen == wire.Seen(1, Changes(1, (Change("k", 1, b"v"),), False))
 
 
-def test_the_end_of_a_session_deletes_its_keys_and_tells_watchers() -> None:
+def test_the_end_of_a_session_deletes_its_keys_and_answers_watchers() -> None:
     m = machine()
     owner, watcher = open_session(m), open_session(m)
     m.handle(owner, wire.Set(1, 1, "mine", b"v", True))
-    m.handle(watcher, wire.Watch(1, ["mine"], 1, False))
+    m.handle(watcher, wire.Read(1, Query("watch", ("mine",), 1, False)))
     [(to, seen)] = m.end(owner)
-    assert (to, seen) == (watcher, wire.Seen(1, 2, [("mine", 2, None)], False))
+    assert (to, seen) == (watcher, wire.Seen(1, Changes(2, (Change("mine", 2, None),), False)))
     assert m.end(owner) == []
 
 
@@ -136,7 +139,7 @@ def test_a_session_that_is_over_is_not_resumed() -> None:
     assert other is not session
 
 
-def test_goodbye_ends_the_session() -> None:
+def test_bye_ends_the_session() -> None:
     m = machine()
     session = open_session(m)
     assert m.handle(session, wire.Bye(1)) == [(session, wire.Done(1))]
@@ -149,8 +152,8 @@ def test_sessions_and_blocked_calls_are_limited() -> None:
     session = open_session(m)
     with pytest.raises(StoreLimitError, match="1 sessions"):
         open_session(m)
-    m.handle(session, wire.Get(1, "k"))
-    [(_, answer)] = m.handle(session, wire.Get(2, "k"))
+    m.handle(session, wire.Read(1, Query("multi_get", ("k",))))
+    [(_, answer)] = m.handle(session, wire.Read(2, Query("multi_get", ("k",))))
     assert isinstance(answer, wire.Failed)
     assert answer.kind == "limit"
 
@@ -160,7 +163,10 @@ def test_an_answer_too_large_for_a_message_is_refused() -> None:
     session = open_session(m)
     for id, key in enumerate(("a", "b", "c"), start=1):
         m.handle(session, wire.Set(id, id, key, bytes(1000)))
-    for request in (wire.MultiGet(9, ["a", "b", "c"]), wire.Watch(9, [""], 0, True)):
+    for request in (
+        wire.Read(9, Query("multi_get", ("a", "b", "c"))),
+        wire.Read(9, Query("watch", ("",), 0, True)),
+    ):
         [(_, answer)] = m.handle(session, request)
         assert isinstance(answer, wire.Failed)
         assert answer.kind == "limit"
@@ -172,7 +178,7 @@ def test_a_grace_longer_than_allowed_is_cut() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=40))
-def test_however_often_changes_are_repeated_each_counts_once(
+def test_each_change_counts_once_despite_repetitions(
     steps: list[tuple[int, bool]],
 ) -> None:
     """A client sends batches and loses connections; what it repeats adds nothing."""

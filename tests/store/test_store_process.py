@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from processes import ends
-from storing import PATIENCE
 
+from helpers.processes import GROUP_SIGNALS, ends
+from helpers.stores.storing import PATIENCE, Background
 from regrow.store import ServerProcess, StoreConnectionError, connect, make_token, start_server
 
 STARTER = """
@@ -55,6 +55,26 @@ def test_the_server_ends_with_its_parent_though_a_child_of_the_parent_lives_on()
         parent.stdout.close()
 
 
+def test_a_server_that_sigkill_does_not_end_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = start_server(token=make_token())
+    pidfd = os.pidfd_open(server.pid)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        # As for a process in state D, which ends when the kernel resumes it, or never.
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)
+        monkeypatch.setattr("regrow.utils.process.KILL_S", 0.05)
+        closing = Background(server.close, 0.05)
+        closing.result()
+        assert f"the store server (pid {server.pid}) has not ended" in caplog.text
+    finally:
+        os.kill(server.pid, signal.SIGKILL)
+        assert ends(pidfd)
+        os.waitpid(server.pid, 0)
+        os.close(pidfd)
+
+
 def test_the_server_survives_the_thread_that_started_it() -> None:
     token, started = make_token(), []
     thread = threading.Thread(target=lambda: started.append(start_server(token=token)))
@@ -65,10 +85,15 @@ def test_the_server_survives_the_thread_that_started_it() -> None:
         assert client.get("k") == b"v"
 
 
-def test_ctrl_c_on_the_terminal_does_not_reach_the_server() -> None:
-    with start_server(token=make_token()) as server:
-        assert os.getpgid(server.pid) == server.pid
+def test_the_server_ignores_what_is_sent_to_all_processes_of_a_job() -> None:
+    token = make_token()
+    with start_server(token=token) as server:
         assert os.getsid(server.pid) == server.pid
+        for signum in GROUP_SIGNALS:
+            os.kill(server.pid, signum)
+        with connect(server.endpoint, token=token) as client:
+            client.set("k", "v")
+            assert client.get("k") == b"v"
 
 
 def test_a_closed_server_is_gone_and_may_be_closed_again() -> None:
@@ -82,7 +107,7 @@ def test_a_closed_server_is_gone_and_may_be_closed_again() -> None:
     os.close(pidfd)
 
 
-def test_a_server_that_was_killed_is_seen_through_its_file_descriptor() -> None:
+def test_the_descriptor_of_a_killed_server_becomes_readable() -> None:
     with start_server(token=make_token()) as server:
         os.kill(server.pid, signal.SIGKILL)
         assert ends(server.fileno())

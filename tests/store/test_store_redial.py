@@ -1,4 +1,4 @@
-"""How long a client goes on trying to reach its server, without a server and without waiting."""
+"""The tries of a client to reach its server, without a server and without waiting."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from regrow.store import (
     StoreSessionLost,
     StoreTimeout,
 )
-from regrow.store import _wire as wire
-from regrow.store._dial import Dialer, Greeted
-from regrow.store._errors import StoreHungUp
-from regrow.store._redial import dial_again, dial_first
+from regrow.store.client.connecting import Dialer, Greeted, dial_again, dial_first
+from regrow.store.errors import StoreHungUp
+from regrow.store.protocol import wire
 
 
 class FakeDialer:
-    """Fails as it is told to, then greets; notes its pauses instead of making them."""
+    """Fails with the given errors, then greets; records its pauses instead of sleeping."""
 
     endpoint = "host:1"
 
@@ -36,8 +35,8 @@ class FakeDialer:
     def dial(self, session: bytes, grace: float, deadline: float) -> Greeted:
         if self.failures:
             raise self.failures.pop(0)
-        welcome = wire.Welcome(self.session, grace, 1, 1, 1, 1)
-        return Greeted(cast("Any", self), welcome, b"")
+        welcome = wire.Welcome(self.session, grace, 1)
+        return Greeted(cast("Any", self), welcome)
 
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -56,46 +55,46 @@ def again(dialer: FakeDialer, grace: float = 1e6) -> Greeted:
     return dial_again(cast("Dialer", dialer), b"mine", grace, time.monotonic())
 
 
-def nobody() -> StoreConnectionError:
-    refused = StoreConnectionError("Connection refused")
-    refused.__cause__ = ConnectionRefusedError()
-    return refused
+def refused() -> StoreConnectionError:
+    error = StoreConnectionError("Connection refused")
+    error.__cause__ = ConnectionRefusedError()
+    return error
 
 
 def test_the_pauses_double_up_to_half_a_second() -> None:
     for dial in (first, again):
-        dialer = FakeDialer(*[nobody() for _ in range(8)])
+        dialer = FakeDialer(*[refused() for _ in range(8)])
         assert dial(dialer).welcome.session == b"mine"
         assert dialer.pauses == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("refusal", [nobody(), StoreHungUp("it closed the connection")])
-def test_a_refusal_is_final_where_it_is_to_be(refusal: StoreError) -> None:
+@pytest.mark.parametrize("refusal", [refused(), StoreHungUp("it closed the connection")])
+def test_a_final_refusal_is_raised_at_once(refusal: StoreError) -> None:
     dialer = FakeDialer(refusal)
     with pytest.raises(type(refusal)):
         first(dialer, refusal_is_final=True)
     assert dialer.pauses == []
 
 
-def test_who_does_not_hold_the_token_is_not_asked_twice() -> None:
+def test_a_wrong_token_is_not_tried_again() -> None:
     dialer = FakeDialer(StoreAuthError("wrong token"))
     with pytest.raises(StoreAuthError):
         first(dialer)
     assert dialer.pauses == []
 
 
-def test_a_session_is_resumed_whatever_went_wrong_meanwhile() -> None:
-    assert again(FakeDialer(StoreAuthError("half a proof"), StoreTimeout("slow"), nobody()))
+def test_a_session_is_resumed_after_any_failure() -> None:
+    assert again(FakeDialer(StoreAuthError("half a proof"), StoreTimeout("slow"), refused()))
 
 
-def test_the_first_failure_is_told_with_the_time_that_was_tried() -> None:
+def test_the_error_has_the_first_failure_and_the_time_of_all_tries() -> None:
     with pytest.raises(StoreConnectionError, match=r"Connection refused \(tried for 0 s\)"):
-        first(FakeDialer(nobody()), seconds=0)
+        first(FakeDialer(refused()), seconds=0)
 
 
 def test_closing_the_client_ends_the_tries() -> None:
     for dial in (first, again):
-        dialer = FakeDialer(*[nobody() for _ in range(8)], woken=3)
+        dialer = FakeDialer(*[refused() for _ in range(8)], woken=3)
         with pytest.raises(StoreClosedError):
             dial(dialer)
         assert len(dialer.pauses) == 3

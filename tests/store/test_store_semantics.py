@@ -6,8 +6,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
-from storing import Background
 
+from helpers.stores.storing import Background
 from regrow.store import (
     MemoryStore,
     PrefixStore,
@@ -32,7 +32,7 @@ def store(request: pytest.FixtureRequest, join: Callable[..., StoreClient]) -> W
     return PrefixStore(request.node.name, below) if "prefix" in request.param else below
 
 
-def test_a_value_is_bytes_whatever_was_given(store: WatchStore) -> None:
+def test_a_text_is_stored_as_bytes(store: WatchStore) -> None:
     store.set("text", "naïve")
     store.set("bytes", b"\xff\x00")
     store.set("empty", "")
@@ -73,7 +73,7 @@ def test_compare_set_returns_the_value_after_the_call(store: WatchStore) -> None
     assert store.compare_set("k", "new", "newer") == b"newer"
 
 
-def test_append_begins_a_key_and_goes_on_with_it(store: WatchStore) -> None:
+def test_append_creates_or_extends_a_key(store: WatchStore) -> None:
     store.append("k", "x")
     store.append("k", b"y")
     assert store.get("k") == b"xy"
@@ -95,7 +95,7 @@ def test_several_keys_are_read_and_written_in_one_call(store: WatchStore) -> Non
         store.multi_set(["a", "b"], ["1"])
 
 
-def test_no_keys_are_always_there(store: WatchStore) -> None:
+def test_an_empty_list_of_keys_always_exists(store: WatchStore) -> None:
     assert store.check([])
     assert store.multi_get([]) == []
     store.wait([], timedelta(0))
@@ -137,7 +137,7 @@ def test_the_timeout_of_a_handle_bounds_its_calls(store: WatchStore) -> None:
         store.watch(["absent"])
 
 
-def test_watch_tells_what_is_there_and_then_what_changes(store: WatchStore) -> None:
+def test_watch_returns_the_existing_keys_and_then_the_changes(store: WatchStore) -> None:
     store.set("k", "1")
     seen = store.watch(["k"])
     assert [(c.key, c.value) for c in seen.changes] == [("k", b"1")]
@@ -148,7 +148,7 @@ def test_watch_tells_what_is_there_and_then_what_changes(store: WatchStore) -> N
     assert change.revision > seen.revision
 
 
-def test_watch_misses_nothing_and_tells_each_key_once(store: WatchStore) -> None:
+def test_watch_misses_no_change_and_returns_each_key_once(store: WatchStore) -> None:
     start = store.watch(["mark"], timeout=5).revision if store.add("mark", 1) else 0
     for number in range(5):
         store.set("a", str(number))
@@ -160,7 +160,7 @@ def test_watch_misses_nothing_and_tells_each_key_once(store: WatchStore) -> None
         store.watch(["a", "b", "c"], seen.revision, timeout=0)
 
 
-def test_watch_of_a_prefix_tells_new_and_deleted_keys(store: WatchStore) -> None:
+def test_watch_of_a_prefix_returns_new_and_deleted_keys(store: WatchStore) -> None:
     store.set("node/1", "x")
     seen = store.watch(["node/"], prefix=True)
     waiting = Background(store.watch, ["node/"], seen.revision, prefix=True)
@@ -172,12 +172,12 @@ def test_watch_of_a_prefix_tells_new_and_deleted_keys(store: WatchStore) -> None
     assert [(c.key, c.value) for c in changes] == [("node/2", b"y"), ("node/1", None)]
 
 
-def test_watch_of_an_absent_key_with_no_time_says_so(store: WatchStore) -> None:
+def test_watch_of_an_absent_key_without_time_times_out(store: WatchStore) -> None:
     with pytest.raises(StoreTimeout, match="nothing changed"):
         store.watch(["absent"], timeout=0)
 
 
-def test_what_is_no_value_or_key_is_refused(store: WatchStore) -> None:
+def test_a_value_of_another_type_is_refused(store: WatchStore) -> None:
     with pytest.raises(StoreValueError, match="str or bytes"):
         store.set("k", 5)  # type: ignore[arg-type]
     assert not store.check(["k"])
@@ -203,8 +203,6 @@ def test_require_names_what_a_store_lacks() -> None:
     require(MemoryStore(), "the test", "watch", "sessions")
     with pytest.raises(StoreTooWeakError, match=r"the test needs .* lacks shared"):
         require(MemoryStore(), "the test", "watch", "shared")
-    with pytest.raises(ValueError, match="no such characteristic"):
-        require(MemoryStore(), "the test", "speed")
 
 
 def test_a_prefix_declares_what_the_store_below_does(join: Callable[..., StoreClient]) -> None:

@@ -1,4 +1,4 @@
-"""Services: what clients can ask of a server besides keys."""
+"""Services: protocols that a server runs besides keys."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from services import Notebook
-from storing import PATIENCE, Background, CuttingProxy, ServerThread, eventually
 
+from helpers.processes import wait_until
+from helpers.stores.services import Notebook
+from helpers.stores.storing import PATIENCE, Background, CuttingProxy, ServerThread
 from regrow.store import (
     Limits,
     StoreClient,
@@ -29,10 +30,10 @@ from regrow.store import (
     make_token,
     start_server,
 )
-from regrow.store import _handshake as handshake
-from regrow.store import _wire as wire
-from regrow.store._machine import Machine, Session
-from regrow.store._service import Switchboard
+from regrow.store.keyspace import Query
+from regrow.store.protocol import wire
+from regrow.store.server.machine import Machine, ServerSession
+from regrow.store.server.services import Switchboard
 
 Serve = Callable[..., ServerThread]
 
@@ -52,10 +53,10 @@ class Desk:
         numbers = count(1)
         self.machine = Machine(lambda: b"session %d" % next(numbers), limits, self.board)
 
-    def join(self, resume: bytes = b"") -> Session:
+    def join(self, resume: bytes = b"") -> ServerSession:
         return self.machine.open(wire.Hello(resume, 5.0, "test"))[0]
 
-    def ask(self, session: Session, id: int, text: str) -> list[tuple[Session, object]]:
+    def ask(self, session: ServerSession, id: int, text: str) -> list[tuple[ServerSession, object]]:
         return list(self.machine.handle(session, wire.Ask(id, "book", text.encode())))
 
 
@@ -90,21 +91,21 @@ def test_a_question_is_asked_again_after_the_connection_was_lost() -> None:
     desk.machine.resume(desk.join(session.id))
     assert desk.ask(session, 1, "park:a") == []
     assert desk.ask(other, 2, "answer:a")[1] == (session, wire.Done(1, b"woken:a"))
-    assert desk.book.told[1:3] == ["suspended", "answer:a"]
-    assert "resumed" in desk.book.told
+    assert desk.book.calls[1:3] == ["suspended", "answer:a"]
+    assert "resumed" in desk.book.calls
 
 
-def test_a_service_hears_nothing_of_sessions_that_never_asked_it() -> None:
+def test_a_service_receives_no_events_of_sessions_that_never_asked_it() -> None:
     desk = Desk()
     session = desk.join()
     desk.machine.suspend(session)
     desk.machine.resume(session)
     desk.machine.end(session)
-    assert desk.book.told == []
+    assert desk.book.calls == []
 
 
 @pytest.mark.parametrize("bye", [True, False])
-def test_a_service_learns_why_a_session_ended(bye: bool) -> None:
+def test_a_service_receives_the_reason_of_the_end_of_a_session(bye: bool) -> None:
     desk = Desk()
     session = desk.join()
     desk.ask(session, 1, "park:a")
@@ -113,17 +114,17 @@ def test_a_service_learns_why_a_session_ended(bye: bool) -> None:
     else:
         desk.machine.end(session)
     why = "it closed its connection" if bye else "its connection broke"
-    assert desk.book.told == ["park:a", f"ended: {why}"]
+    assert desk.book.calls == ["park:a", f"ended: {why}"]
 
 
-def test_a_service_that_is_not_there_is_named_beside_those_that_are() -> None:
+def test_a_question_to_a_missing_service_is_refused_with_the_existing_ones() -> None:
     desk = Desk()
     session = desk.join()
     [(_, answer)] = desk.machine.handle(session, wire.Ask(1, "other", b""))
     assert answer == wire.Failed(1, "service", "this store has no service 'other'; it has: book")
 
 
-def test_a_mistake_in_a_service_harms_only_who_asked() -> None:
+def test_an_exception_in_a_service_fails_only_the_question() -> None:
     desk = Desk()
     one, other = desk.join(), desk.join()
     desk.ask(other, 1, "park:a")
@@ -135,7 +136,7 @@ def test_a_mistake_in_a_service_harms_only_who_asked() -> None:
     assert desk.ask(one, 2, "answer:a")[1] == (other, wire.Done(1, b"woken:a"))
 
 
-def test_a_service_that_fails_when_it_is_due_is_left_alone_for_a_while() -> None:
+def test_a_service_that_fails_at_its_deadline_is_not_called_for_a_second() -> None:
     desk = Desk()
     desk.ask(desk.join(), 1, "alarm:1")
     desk.book.raise_when_due = True
@@ -144,7 +145,7 @@ def test_a_service_that_fails_when_it_is_due_is_left_alone_for_a_while() -> None
     assert desk.board.due(1.5) == []
     desk.book.raise_when_due = False
     assert desk.board.due(2.0) == []
-    assert desk.book.told == ["alarm:1", "due", "due"]
+    assert desk.book.calls == ["alarm:1", "due", "due"]
 
 
 def test_questions_and_answers_are_limited() -> None:
@@ -157,8 +158,11 @@ def test_questions_and_answers_are_limited() -> None:
     assert isinstance(refused, wire.Failed)
     assert "the answer of the service 'book' has 3000 bytes" in refused.message
     desk.ask(session, 3, "park:a")
-    desk.machine.handle(session, wire.Wait(4, ["k"]))
-    for full in (desk.ask(session, 5, "park:b"), desk.machine.handle(session, wire.Get(6, "k"))):
+    desk.machine.handle(session, wire.Read(4, Query("wait", ("k",))))
+    for full in (
+        desk.ask(session, 5, "park:b"),
+        desk.machine.handle(session, wire.Read(6, Query("multi_get", ("k",)))),
+    ):
         [(_, answer)] = full
         assert isinstance(answer, wire.Failed)
         assert "2 calls of this client are blocked already" in answer.message
@@ -169,7 +173,7 @@ def test_an_id_in_use_breaks_the_protocol() -> None:
     session = desk.join()
     desk.ask(session, 1, "park:a")
     with pytest.raises(StoreProtocolError, match="request id 1 is already in use"):
-        desk.machine.handle(session, wire.Get(1, "k"))
+        desk.machine.handle(session, wire.Read(1, Query("multi_get", ("k",))))
 
 
 TALK = ["park:a", "park:b", "answer:a", "answer:b", "echo:", "raise", "refuse"]
@@ -178,7 +182,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(WORDS)), max_size=
 
 
 @given(STEPS)
-def test_every_question_has_one_answer_and_nothing_is_left_behind(
+def test_every_question_gets_one_answer_and_no_question_stays_parked(
     steps: list[tuple[int, str]],
 ) -> None:
     desk = Desk()
@@ -187,10 +191,10 @@ def test_every_question_has_one_answer_and_nothing_is_left_behind(
     here = [True] * 3
     ids = count(1)
 
-    def settle(sent: list[tuple[Session, object]]) -> None:
+    def settle(sent: list[tuple[ServerSession, object]]) -> None:
         for session, answer in sent:
             assert isinstance(answer, wire.Done | wire.Failed)
-            del asked[clients.index(session)][answer.id]  # one answer, and to whoever asked
+            del asked[clients.index(session)][answer.id]  # one answer, to the client that asked
 
     for number, word in steps:
         session = clients[number]
@@ -229,7 +233,7 @@ def test_every_question_has_one_answer_and_nothing_is_left_behind(
 def shaken(
     server: ServerThread, grace: float = 0.0, resume: bytes = b"", source: str = "127.0.0.1"
 ) -> tuple[socket.socket, wire.Welcome]:
-    """A raw connection that is through the handshake, and how it was welcomed."""
+    """Return a raw connection after the handshake, and its Welcome."""
     path = server.endpoint.removeprefix("unix:")
     if path != server.endpoint:
         sock = socket.socket(socket.AF_UNIX)
@@ -238,12 +242,12 @@ def shaken(
     else:
         sock = socket.create_connection(("127.0.0.1", server.port), PATIENCE, (source, 0))
     stream = sock.makefile("rb")
-    nonce = bytes(handshake.NONCE)
-    sock.sendall(handshake.PREAMBLE + nonce)
-    theirs = stream.read(handshake.OPENING)[len(handshake.PREAMBLE) :]
-    sock.sendall(handshake.prove(server.token, "client", nonce, theirs))
+    nonce = bytes(wire.NONCE)
+    sock.sendall(wire.PREAMBLE + nonce)
+    theirs = stream.read(wire.OPENING)[len(wire.PREAMBLE) :]
+    sock.sendall(wire.prove(server.token, "client", nonce, theirs))
     sock.sendall(wire.frame(wire.Hello(resume, grace, "a raw client")))
-    stream.read(1 + handshake.PROOF)
+    stream.read(1 + wire.PROOF)
     welcome = wire.decode_welcome(stream.read(int.from_bytes(stream.read(wire.HEADER), "big")))
     assert isinstance(welcome, wire.Welcome)
     return sock, welcome
@@ -269,7 +273,7 @@ def test_a_parked_question_delays_no_other_call(
     server: ServerThread, client: StoreClient, book: Notebook
 ) -> None:
     waiting = Background(client.ask, "book", b"park:a", PATIENCE)
-    eventually(lambda: bool(book.parked))
+    wait_until(lambda: bool(book.parked), "the service parks the question")
     client.set("k", "v")
     assert client.ask("book", b"echo:x", PATIENCE) == b"echo:x"
     assert waiting.running()
@@ -277,11 +281,11 @@ def test_a_parked_question_delays_no_other_call(
     assert waiting.result() == b"woken:a"
 
 
-def test_who_gives_up_a_question_gives_up_its_place(client: StoreClient, book: Notebook) -> None:
+def test_a_timed_out_question_is_cancelled(client: StoreClient, book: Notebook) -> None:
     with pytest.raises(StoreTimeout) as caught:
         client.ask("book", b"park:a", 0.01)
     assert caught.value.applied == "unknown"
-    eventually(lambda: "cancelled" in book.told)
+    wait_until(lambda: "cancelled" in book.calls, "the service is called")
     assert not book.parked
 
 
@@ -289,9 +293,11 @@ def test_a_question_survives_a_broken_connection(server: ServerThread, book: Not
     proxy = CuttingProxy(server.port)
     with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as client:
         waiting = Background(client.ask, "book", b"park:a", PATIENCE)
-        eventually(lambda: bool(book.parked))
+        wait_until(lambda: bool(book.parked), "the service parks the question")
         proxy.cut_now()
-        eventually(lambda: "resumed" in book.told and bool(book.parked))
+        wait_until(
+            lambda: "resumed" in book.calls and bool(book.parked), "the question is repeated"
+        )
         assert client.ask("book", b"answer:a", PATIENCE) == b"1"
         assert waiting.result() == b"woken:a"
     proxy.stop()
@@ -299,19 +305,19 @@ def test_a_question_survives_a_broken_connection(server: ServerThread, book: Not
 
 @pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"])
-def test_a_service_learns_whether_a_connection_was_closed_or_reset_by_who_knows_whom(
+def test_a_service_learns_whether_the_client_closed_its_connection(
     server: ServerThread, book: Notebook, reset: bool, source: str
 ) -> None:
     sock, _ = shaken(server, source=source)
     sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
-    eventually(lambda: bool(book.parked))
+    wait_until(lambda: bool(book.parked), "the service parks the question")
     if reset:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
-    # The server's address is 127.0.0.1: from another one, anybody on the way may have reset it.
+    # The server has 127.0.0.1. A device on the route from another address may reset connections.
     closed = not reset or source == "127.0.0.1"
     ended = "ended" if closed else "ended, not closed"
-    eventually(lambda: book.told[-1] == f"{ended}: its connection broke")
+    wait_until(lambda: book.calls[-1] == f"{ended}: its connection broke", "the service is called")
 
 
 @pytest.mark.parametrize("unix", [False, True])
@@ -323,58 +329,58 @@ def test_a_process_of_this_host_that_dies_with_answers_unread_has_closed_its_con
     sock, _ = shaken(server)
     for id, text in enumerate((b"echo:x", b"park:a"), 1):
         sock.sendall(wire.frame(wire.Ask(id, "book", text)))
-    eventually(lambda: bool(book.parked))
+    wait_until(lambda: bool(book.parked), "the service parks the question")
     assert sock.recv(1, socket.MSG_PEEK)  # the answer is there, so the kernel resets
     sock.close()
-    eventually(lambda: book.told[-1] == "ended: its connection broke")
+    wait_until(lambda: book.calls[-1] == "ended: its connection broke", "the service is called")
 
 
 @pytest.mark.parametrize("unix", [False, True])
-def test_an_answer_to_a_process_of_this_host_that_has_died_shows_its_end(
+def test_an_answer_to_a_dead_process_of_this_host_reveals_its_end(
     serve: Serve, book: Notebook, tmp_path: Path, unix: bool
 ) -> None:
     path = {"path": str(tmp_path / "store")} if unix else {}
     server = serve(services={"book": book}, **path)
     sock, _ = shaken(server)
     sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
-    eventually(lambda: bool(book.parked))
-    book._actions["close"] = sock.close  # in the server's thread, just before it answers
+    wait_until(lambda: bool(book.parked), "the service parks the question")
+    book.actions["close"] = sock.close  # in the server's thread, just before it answers
     other, _ = shaken(server)
-    # At once: between the two the server would hear of the end by itself.
+    # In one write: between two writes, the server would notice the end by itself.
     both = (wire.Ask(id, "book", text) for id, text in enumerate((b"do:close", b"answer:a"), 1))
     other.sendall(b"".join(map(wire.frame, both)))
-    eventually(lambda: book.told[-1] == "ended: its connection broke")
+    wait_until(lambda: book.calls[-1] == "ended: its connection broke", "the service is called")
     other.close()
 
 
-def test_that_a_client_is_cut_off_is_no_word_of_its_end(
+def test_disconnecting_a_client_does_not_count_as_its_end(
     server: ServerThread, book: Notebook
 ) -> None:
     sock, _ = shaken(server)
     sock.sendall(wire.frame(wire.Ask(1, "book", b"park:a")))
     sock.sendall((1 << 31).to_bytes(wire.HEADER, "big"))
     over = "ended, not closed: it broke the protocol of the store"
-    eventually(lambda: book.told[-1:] == [over])
+    wait_until(lambda: book.calls[-1:] == [over], "the session ends")
     sock.close()
 
 
-def test_a_question_in_a_hurry_is_followed_by_more_until_it_is_answered(
+def test_a_question_with_nudge_is_followed_by_small_messages_until_its_answer(
     server: ServerThread, client: StoreClient
 ) -> None:
     proxy = CuttingProxy(server.port)
     with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as hurried:
         waiting = Background(hurried.ask, "book", b"park:a", PATIENCE, nudge=0.001)
         proxy.cut_after(500, "down")  # far more than the answer has
-        eventually(lambda: proxy.cuts >= 1)
+        wait_until(lambda: proxy.cuts >= 1, "the proxy cuts the connection")
         proxy.cut_nothing()
         assert waiting.running()
 
         def answered() -> bool:
-            # The first answer may go to a line that was cut, of which the server has not heard.
+            # The first answer may go to a cut connection that the server still considers open.
             client.ask("book", b"answer:a", PATIENCE)
             return not waiting.running()
 
-        eventually(answered)
+        wait_until(answered, "the question is answered")
         assert waiting.result() == b"woken:a"
     proxy.stop()
 
@@ -391,35 +397,35 @@ def test_refusals_reach_the_caller(client: StoreClient) -> None:
     assert client.ask("book", b"echo:", PATIENCE) == b"echo:"
 
 
-def test_who_closes_a_client_ends_its_questions(client: StoreClient, book: Notebook) -> None:
+def test_closing_a_client_ends_its_questions(client: StoreClient, book: Notebook) -> None:
     waiting = Background(client.ask, "book", b"park:a", PATIENCE)
-    eventually(lambda: bool(book.parked))
+    wait_until(lambda: bool(book.parked), "the service parks the question")
     client.close()
     with pytest.raises(StoreClosedError):
         waiting.result()
-    eventually(lambda: book.told[-1] == "ended: it closed its connection")
+    wait_until(lambda: book.calls[-1] == "ended: it closed its connection", "the service is called")
 
 
 def test_a_service_is_called_when_it_is_due(client: StoreClient, book: Notebook) -> None:
     client.ask("book", b"alarm:0.01", PATIENCE)
-    eventually(lambda: book.told[-1] == "due")
+    wait_until(lambda: book.calls[-1] == "due", "the service is called")
     client.ask("book", b"alarm:100", PATIENCE)
     client.ask("book", b"alarm:0.01", PATIENCE)  # an earlier one is noticed
-    eventually(lambda: book.told[-1] == "due")
+    wait_until(lambda: book.calls[-1] == "due", "the service is called")
 
 
-def test_what_arrived_while_the_server_was_stopped_comes_before_what_is_due(
+def test_data_that_arrived_while_the_server_was_stopped_comes_before_the_deadline(
     server: ServerThread, client: StoreClient, book: Notebook
 ) -> None:
-    # Stopped at the worst place: after it has looked at its sockets, before it looks at the clock.
+    # It stops at the worst place: after it polled its sockets, before it reads the clock.
     stopped, go_on = threading.Event(), threading.Event()
-    selector = server._loop._selector  # type: ignore[attr-defined]
+    selector = server.loop._selector  # type: ignore[attr-defined]
     select = selector.select
 
     def look(timeout: float | None = None) -> object:
         found = select(timeout)
         due = book.deadline is not None and time.monotonic() >= book.deadline
-        if due and not found and server.server._alarm is not None:  # which has not rung yet
+        if due and not found and server.server.alarm is not None:  # which has not rung yet
             stopped.set()
             assert go_on.wait(PATIENCE)
         return found
@@ -432,20 +438,19 @@ def test_what_arrived_while_the_server_was_stopped_comes_before_what_is_due(
             break
     sock.sendall(wire.frame(wire.Ask(1, "book", b"echo:late")))
     go_on.set()
-    eventually(lambda: "echo:late" in book.told and book.told[-1] == "due")
-    assert book.told[-2:] == ["echo:late", "due"]
+    wait_until(lambda: book.calls[-2:] == ["echo:late", "due"], "both are handled")
     sock.close()
 
 
-def test_a_client_that_comes_back_after_a_pause_of_the_server_keeps_its_session(
+def test_a_client_that_reconnects_after_a_pause_of_the_server_keeps_its_session(
     server: ServerThread, book: Notebook
 ) -> None:
-    loop = server._loop
+    loop = server.loop
     sock, welcome = shaken(server, grace=10.0)
     sock.sendall(wire.frame(wire.Ask(1, "book", b"echo:")))
-    eventually(lambda: book.told == ["echo:"])
+    wait_until(lambda: book.calls == ["echo:"], "the service is called")
     sock.close()
-    eventually(lambda: "suspended" in book.told)
+    wait_until(lambda: "suspended" in book.calls, "the service is called")
     # To a server that was stopped, it is suddenly much later.
     true_time, jumped = loop.time, threading.Event()
     loop.call_soon_threadsafe(setattr, loop, "time", lambda: true_time() + 100.0)
@@ -454,7 +459,7 @@ def test_a_client_that_comes_back_after_a_pause_of_the_server_keeps_its_session(
     sock, again = shaken(server, resume=welcome.session)
     sock.close()
     assert again.session == welcome.session
-    assert not [told for told in book.told if told.startswith("ended")]
+    assert not [call for call in book.calls if call.startswith("ended")]
 
 
 def test_a_server_process_that_cannot_load_a_service_says_so() -> None:
@@ -468,7 +473,7 @@ def test_a_server_process_that_cannot_load_a_service_says_so() -> None:
 
 
 @pytest.mark.parametrize("body", [b"\x92\x12\x01", b"\x94\x12\x01\xa1a\xa1b", b"\x94\x12\x00\xa1a"])
-def test_a_question_that_is_none_ends_only_its_own_connection(
+def test_a_malformed_question_ends_only_its_own_connection(
     server: ServerThread, client: StoreClient, body: bytes
 ) -> None:
     sock, _ = shaken(server)

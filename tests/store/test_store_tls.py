@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from storing import PATIENCE, Background
 
+from helpers.certificates import self_signed
+from helpers.stores.storing import PATIENCE, Background
 from regrow.store import (
     StoreAuthError,
     StoreConnectionError,
@@ -26,16 +27,8 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """A self-signed certificate for 127.0.0.1, as a server and its clients name it."""
-    folder: Path = tmp_path_factory.mktemp("tls")
-    key, cert = str(folder / "key.pem"), str(folder / "cert.pem")
-    subprocess.run(
-        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {key} "
-        f"-out {cert} -days 2 -subj /CN=store "
-        "-addext subjectAltName=IP:127.0.0.1,DNS:store.example".split(),
-        check=True,
-        capture_output=True,
-    )
-    return Tls(certfile=cert, keyfile=key)
+    made = self_signed(tmp_path_factory.mktemp("tls"), "IP:127.0.0.1,DNS:store.example")
+    return dataclasses.replace(made, cafile=None)
 
 
 def test_calls_go_through_tls_also_large_and_concurrent_ones(certificate: Tls) -> None:
@@ -61,7 +54,7 @@ def test_calls_go_through_tls_also_large_and_concurrent_ones(certificate: Tls) -
         assert blocked.result() == b"v"
 
 
-def test_a_certificate_nobody_vouches_for_is_refused(certificate: Tls) -> None:
+def test_a_certificate_of_an_unknown_authority_is_refused(certificate: Tls) -> None:
     token = make_token()
     with (
         start_server(token=token, tls=certificate) as server,
@@ -78,6 +71,21 @@ def test_a_certificate_for_another_name_is_refused_unless_named(certificate: Tls
             connect(server.endpoint, token=token, tls=wrong, timeout=PATIENCE)
         right = Tls(cafile=certificate.certfile, server_hostname="store.example")
         connect(server.endpoint, token=token, tls=right, timeout=PATIENCE).close()
+
+
+def test_a_server_is_known_by_the_digest_of_its_certificate(
+    certificate: Tls, tmp_path: Path
+) -> None:
+    token = make_token()
+    right = Tls(server_hostname="other.example", digest=certificate.certificate_digest())
+    with start_server(token=token, tls=certificate) as server:
+        connect(server.endpoint, token=token, tls=right, timeout=PATIENCE).close()
+    impostor = dataclasses.replace(self_signed(tmp_path, "IP:127.0.0.1"), cafile=None)
+    with (
+        start_server(token=token, tls=impostor) as server,
+        pytest.raises(StoreAuthError, match=r"its digest is [0-9a-f]{64}, expected [0-9a-f]{64}"),
+    ):
+        connect(server.endpoint, token=token, tls=right, timeout=PATIENCE)
 
 
 def test_a_server_may_ask_clients_for_a_certificate(certificate: Tls) -> None:
@@ -103,6 +111,6 @@ def test_one_side_with_tls_and_one_without_is_a_clear_error(certificate: Tls) ->
         connect(secure.endpoint, token=token, timeout=0.3)
 
 
-def test_a_server_without_a_certificate_says_so() -> None:
+def test_a_server_with_tls_needs_a_certificate() -> None:
     with pytest.raises(StoreConnectionError, match="needs a certificate"):
         start_server(token=make_token(), tls=Tls())

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "helpers" / "torch_ranks.py"
+SCRIPT = Path(__file__).parent.parent / "helpers" / "stores" / "torch_ranks.py"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_the_store_answers_as_a_tcpstore_does(outcome: dict[str, Any], prefix: s
     assert ours[-1].startswith("num_keys: ")
 
 
-def test_a_torchrun_at_our_port_is_closed_and_the_log_says_what_it_was(
+def test_the_log_names_a_torchrun_that_connects_to_the_server(
     outcome: dict[str, Any],
 ) -> None:
     assert outcome["TCPStore at our port"]
@@ -67,6 +67,6 @@ def test_a_tcpstore_at_our_address_is_a_clear_error(outcome: dict[str, Any], kin
     assert "a PyTorch TCPStore behaves like this" in outcome[f"we at TCPStore, {kind}"]
 
 
-def test_a_prefix_store_may_stand_on_a_c10d_store(outcome: dict[str, Any]) -> None:
+def test_a_prefix_store_may_use_a_c10d_store(outcome: dict[str, Any]) -> None:
     assert outcome["prefix over TCPStore"] == [5, "5"]
     assert "watch() needs a store with watch, and TCPStore lacks" in outcome["watch over TCPStore"]

@@ -1,4 +1,4 @@
-"""The store that a job's workers share, where no agent has prepared it; and what it is made of."""
+"""The store that a job's workers share without an agent, and its parts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from services import Notebook
-from storing import PATIENCE, Background, ServerThread, eventually
 
+from helpers.processes import wait_until
+from helpers.stores.services import Notebook
+from helpers.stores.storing import PATIENCE, Background, ServerThread
 from regrow.store import (
     STORE_ENV,
     STORE_PORT_ENV,
@@ -29,30 +30,28 @@ from regrow.store import (
     start_server,
     worker_store,
 )
-from regrow.store import _sockets as sockets
-from regrow.store import _wire as wire
-from regrow.store._machine import Machine
-from regrow.store._on_demand import OnDemand
-from regrow.store._service import Switchboard
-from regrow.store._worker import STORE_TLS_ENV, Place, find, worker_tls
+from regrow.store.protocol import sockets, wire
+from regrow.store.server.machine import Machine
+from regrow.store.server.services import Switchboard
+from regrow.store.workers import STORE_TLS_ENV, StoreAddress, find, worker_tls
 from regrow.utils import PortReservation
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "REGROW_TOKEN")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
-# --- where it is
+# --- its address
 
 
 def test_the_workers_meet_beside_the_master_port_of_rank_0() -> None:
-    assert find(TORCHRUN) == Place("node0", 29501, False, "it is MASTER_PORT + 1")
+    assert find(TORCHRUN) == StoreAddress("node0", 29501, False, "it is MASTER_PORT + 1")
     assert find(TORCHRUN | {"RANK": "0"}).serves
     assert find(TORCHRUN | {STORE_PORT_ENV: "1234"}).port == 1234
     assert find(TORCHRUN, rank=0, host="::1", port=7)[:3] == ("::1", 7, True)
     assert find({}, rank=2, host="node9", port=7)[:3] == ("node9", 7, False)
 
 
-def test_workers_that_are_all_on_one_host_meet_there_whatever_it_is_called() -> None:
+def test_workers_on_one_host_meet_on_its_loopback_address() -> None:
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).host == "127.0.0.1"
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).host == "node0"
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, host="node1").host == "node1"
@@ -62,18 +61,16 @@ def test_workers_that_are_all_on_one_host_meet_there_whatever_it_is_called() -> 
     ("environ", "message"),
     [
         ({"RANK": ""}, f"neither {STORE_ENV} nor RANK is set; .* torchrun.*, or give rank="),
-        ({"RANK": "-1"}, "RANK='-1' is no number from 0"),
-        ({"RANK": "4"}, "rank 4 in a world of 4 is no worker's"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is no number from 1"),
+        ({"RANK": "-1"}, "RANK='-1' is not a number from 0"),
+        ({"RANK": "4"}, "no worker has rank 4 in a world of 4"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is set; .* give host="),
         ({"MASTER_PORT": ""}, "MASTER_PORT is set; .* give port="),
         ({"MASTER_PORT": "65535"}, r"port 65536 \(it is MASTER_PORT \+ 1\): set REGROW_STORE_PORT"),
-        ({STORE_PORT_ENV: "x"}, f"{STORE_PORT_ENV}='x' is no number from 1"),
+        ({STORE_PORT_ENV: "x"}, f"{STORE_PORT_ENV}='x' is not a number from 1"),
     ],
 )
-def test_what_the_environment_lacks_is_said_by_its_name(
-    environ: dict[str, str], message: str
-) -> None:
+def test_the_error_names_the_missing_variable(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find(TORCHRUN | environ)
 
@@ -85,11 +82,13 @@ def test_certificates_are_named_by_an_object_of_json() -> None:
     assert tls is not None
     assert (tls.cafile, tls.server_hostname, tls.certfile) == ("ca.pem", "node0", None)
     for wrong in ("ca.pem", '{"ca": "ca.pem"}', "[]"):
-        with pytest.raises(ValueError, match=f"{STORE_TLS_ENV}=.* is no JSON object of certfile"):
+        with pytest.raises(
+            ValueError, match=f"{STORE_TLS_ENV}=.* is not a JSON object of certfile"
+        ):
             worker_tls({STORE_TLS_ENV: wrong})
 
 
-# --- workers of one host under a launcher that knows nothing of regrow
+# --- workers of one host under another launcher
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def port() -> Iterator[int]:
 def worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int
 ) -> Iterator[Callable[..., StoreClient]]:
-    """Be a worker: `worker(rank)`; all of them share what a launcher like torchrun sets."""
+    """Return a function that connects as a worker, `worker(rank)`, in torchrun's environment."""
     for name in (*VARIABLES, STORE_ENV, STORE_TOKEN_ENV, STORE_TLS_ENV):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -132,10 +131,10 @@ signal.pause()
 """
 
 
-def test_rank_0_serves_and_may_die_of_what_the_others_then_hear_of(
+def test_rank_0_serves_and_the_others_learn_of_its_death(
     worker: Callable[..., StoreClient],
 ) -> None:
-    early = Background(worker, 1)  # who comes first waits for rank 0
+    early = Background(worker, 1)  # it waits for rank 0
     with subprocess.Popen([sys.executable, "-c", FIRST], stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == b"serving\n"
@@ -154,7 +153,7 @@ def test_rank_0_serves_and_may_die_of_what_the_others_then_hear_of(
 
 
 def stranger(port: int, hangs_up: bool) -> socket.socket:
-    """A program that is no store: it says nothing, or hangs up at the first word."""
+    """Start a program that is no store: it stays silent, or hangs up at the first message."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
@@ -176,7 +175,7 @@ def stranger(port: int, hangs_up: bool) -> socket.socket:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("hangs_up", [True, False])
-def test_another_program_on_the_port_is_told_apart_and_the_way_out_is_named(
+def test_another_program_on_the_port_is_an_error_with_advice(
     worker: Callable[..., StoreClient], port: int, rank: int, hangs_up: bool
 ) -> None:
     listener = stranger(port, hangs_up)
@@ -209,14 +208,14 @@ def test_rank_0_waits_for_a_port_that_is_about_to_be_free(
     coming.result().set("k", "v")
 
 
-def test_a_port_that_is_held_and_not_listened_at_is_told_so(
+def test_a_port_that_is_held_without_a_listener_is_a_clear_error(
     worker: Callable[..., StoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as far, socket.socket() as near:
         near.connect(far.getsockname())
         port = near.getsockname()[1]
         monkeypatch.setenv(STORE_PORT_ENV, str(port))
-        why = rf"cannot listen on port {port} for 127\.0\.0\.1: it is in use, and nobody listens"
+        why = rf"cannot listen on port {port} for 127\.0\.0\.1: it is in use, and no program"
         with pytest.raises(StoreError, match=f"{why}.*set {STORE_PORT_ENV} to a free"):
             worker(0, timeout=0.2)
 
@@ -229,7 +228,7 @@ def test_a_token_is_needed_where_others_can_reach_the_port(
         worker(1)
 
 
-def test_the_environment_of_an_agent_says_it_all_unless_a_place_is_given(
+def test_the_agents_store_is_used_unless_host_or_port_is_given(
     worker: Callable[..., StoreClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = make_token()
@@ -244,11 +243,11 @@ def test_the_environment_of_an_agent_says_it_all_unless_a_place_is_given(
     server.stop()
 
 
-# --- what it is made of
+# --- its parts
 
 
 @pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
-def test_a_server_that_is_slow_to_start_lengthens_no_workers_grace(
+def test_the_start_time_of_a_server_does_not_lengthen_a_workers_grace(
     family: socket.AddressFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = make_token()
@@ -262,11 +261,13 @@ def test_a_server_that_is_slow_to_start_lengthens_no_workers_grace(
         with start_server(listener=listener, token=token):
             client = waiting.result()
             # The server alone takes longer to start than six round trips of this host.
-            assert 0.05 <= client._connection._welcome.grace < 0.1
+            assert 0.05 <= client.session_grace < 0.1
             client.close()
 
 
-def test_a_server_that_a_worker_starts_is_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_a_worker_starts_gets_no_variables_of_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("REGROW_HEARTBEAT", "1")
     monkeypatch.setenv("NOTED", "yes")
     with start_server(token=make_token()) as server:
@@ -286,7 +287,7 @@ def test_a_server_takes_over_a_socket_and_all_who_have_connected_to_it(tmp_path:
             assert server.endpoint == f"unix:{path}"
             with waiting.result() as client, pytest.raises(StoreServiceError, match="No module"):
                 client.ask("book", b"", PATIENCE)
-    assert os.path.exists(path)  # it is not the server's to remove
+    assert os.path.exists(path)  # only its owner removes it
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_a_server_takes_over_a_socket_and_all_who_have_connected_to_it(tmp_path:
         ("127.0.0.1", {"127.0.0.1"}),
         ("node0", {"::", "0.0.0.0"}),
         ("", {"::", "0.0.0.0"}),
-        ("203.0.113.7", {"::", "0.0.0.0"}),  # an address for documents: nobody's
+        ("203.0.113.7", {"::", "0.0.0.0"}),  # an address for documentation, of no host
     ],
 )
 def test_it_listens_as_narrowly_as_the_address_allows(host: str, bound: set[str]) -> None:
@@ -307,14 +308,15 @@ def test_it_listens_as_narrowly_as_the_address_allows(host: str, bound: set[str]
         socket.create_connection(("127.0.0.1", listener.getsockname()[1]), PATIENCE).close()
 
 
-def test_a_host_that_vanishes_is_noticed_by_the_servers_kernel(
+def test_the_servers_kernel_probes_the_hosts_of_its_clients(
     serve: Callable[..., ServerThread],
 ) -> None:
     server = serve()
     with server.connect():
-        eventually(lambda: server.sessions() == 1)
+        wait_until(lambda: server.sessions() == 1, "one session")
         (session,) = server.server.machine.sessions.values()
-        sock = session.link._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+        assert session.link is not None
+        sock = session.link.transport.get_extra_info("socket")
         of_tcp = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in of_tcp] == [5, 2, 3]
@@ -326,8 +328,7 @@ class Lazy:
 
     def __init__(self, **services: str) -> None:
         self.log: list[str] = []
-        self.services = {name: OnDemand(where) for name, where in services.items()}
-        self.board = Switchboard(self.services, Limits(), lambda: 0.0, self.log.append)
+        self.board = Switchboard({}, Limits(), lambda: 0.0, self.log.append, services)
         self.machine = Machine(lambda: os.urandom(16), Limits(), self.board)
         self.session, _ = self.machine.open(wire.Hello(b"", 5.0, "test"))
 
@@ -339,8 +340,8 @@ class Lazy:
         return [message for _, message in answers]
 
 
-def test_a_service_on_demand_is_loaded_by_its_first_question_and_then_told_everything() -> None:
-    lazy = Lazy(book="services:Notebook", other="services:Notebook")
+def test_the_first_question_loads_a_service_on_demand_and_it_receives_all_events() -> None:
+    lazy = Lazy(book="helpers.stores.services:Notebook", other="helpers.stores.services:Notebook")
     assert lazy.deadline() is None
     assert lazy.ask("book", 1, "echo:x") == [wire.Done(1, b"echo:x")]
     lazy.ask("book", 2, "park:a")
@@ -351,15 +352,15 @@ def test_a_service_on_demand_is_loaded_by_its_first_question_and_then_told_every
     lazy.machine.suspend(lazy.session)
     lazy.machine.resume(lazy.session)
     lazy.machine.end(lazy.session, "it ended")
-    book = lazy.services["book"]._service
+    [(name, book)] = lazy.board.services.items()
+    assert name == "book"
     assert isinstance(book, Notebook)
-    told = ["echo:x", "park:a", "cancelled", "alarm:5", "due", "suspended", "resumed"]
-    assert book.told == [*told, "ended: it ended"]
-    assert lazy.services["other"]._service is None
+    calls = ["echo:x", "park:a", "cancelled", "alarm:5", "due", "suspended", "resumed"]
+    assert book.calls == [*calls, "ended: it ended"]
 
 
 @pytest.mark.parametrize("module", ["is_missing", "is_broken"])
-def test_a_service_that_cannot_be_loaded_refuses_its_questions_and_harms_nobody(
+def test_a_service_that_cannot_be_loaded_refuses_only_its_own_questions(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = tmp_path / "count"
@@ -367,7 +368,7 @@ def test_a_service_that_cannot_be_loaded_refuses_its_questions_and_harms_nobody(
         f"with open({str(count)!r}, 'a') as count:\n    count.write('x')\n1 / 0"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    lazy = Lazy(bad=f"{module}:create", book="services:Notebook")
+    lazy = Lazy(bad=f"{module}:create", book="helpers.stores.services:Notebook")
     for id in (1, 2):
         (refused,) = lazy.ask("bad", id, "anything")
         assert isinstance(refused, wire.Failed)

@@ -1,4 +1,4 @@
-"""What a timer server is still to be told: the newest state, and no more than that."""
+"""The unsent requests of a client: the newest state and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.timer._backlog import Backlog, Message
+from regrow.timer.fifo.client import Backlog, Message
 
 UNHURRIED = settings(deadline=None)
 SCOPES = st.sampled_from("abc")
@@ -45,7 +45,7 @@ def send(backlog: Backlog, server: Server, most: int) -> None:
 
 @UNHURRIED
 @given(STEPS)
-def test_whatever_happens_the_server_gets_to_know_the_newest_state(
+def test_the_server_receives_the_newest_state(
     steps: list[tuple[str, object]],
 ) -> None:
     backlog, server, armed = Backlog(), Server(), dict[str, bytes]()
@@ -70,14 +70,14 @@ def test_whatever_happens_the_server_gets_to_know_the_newest_state(
     assert server.armed == armed
 
 
-def test_a_timer_that_was_released_before_the_server_heard_of_it_is_not_mentioned() -> None:
+def test_a_timer_released_before_it_was_sent_is_not_sent() -> None:
     backlog = Backlog()
     backlog.add(Message("a", b"1", True))
     backlog.add(Message("a", b"2", False))
     assert len(backlog) == 0
 
 
-def test_a_request_that_came_while_an_older_one_was_on_its_way_is_the_one_that_counts() -> None:
+def test_a_newer_request_stays_unsent_when_an_older_one_was_sent() -> None:
     backlog = Backlog()
     on_its_way, new = Message("a", b"old", True), Message("a", b"new", True)
     backlog.add(on_its_way)
@@ -89,7 +89,7 @@ def test_a_request_that_came_while_an_older_one_was_on_its_way_is_the_one_that_c
     assert backlog.next() is None
 
 
-def test_a_timer_that_the_server_may_have_heard_of_is_released() -> None:
+def test_a_timer_that_may_have_arrived_is_released() -> None:
     backlog, release = Backlog(), Message("a", b"2", False)
     backlog.add(Message("a", b"1", True))
     backlog.next()  # it is written, and then an exception is raised
@@ -97,7 +97,7 @@ def test_a_timer_that_the_server_may_have_heard_of_is_released() -> None:
     assert backlog.next() is release
 
 
-def test_a_handler_may_add_a_request_while_the_next_is_looked_for() -> None:
+def test_a_signal_handler_may_add_a_request() -> None:
     class Crowded(dict[str, Message]):
         """Gets another request while it is looked through."""
 
@@ -106,7 +106,6 @@ def test_a_handler_may_add_a_request_while_the_next_is_looked_for() -> None:
             self["handler"] = Message("handler", b"", True)
             return values
 
-    backlog = Backlog()
-    backlog._unsent = Crowded()
+    backlog = Backlog(Crowded())
     backlog.add(Message("step", b"", True))
     assert backlog.next() == Message("step", b"", True)

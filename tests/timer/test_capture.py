@@ -1,4 +1,4 @@
-"""Processes that hang, each in its way, are asked where they stand."""
+"""Capture of the stacks of processes that hang in different ways."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hanging import (
+
+from helpers.processes import wait_until
+from helpers.timers.hanging import (
     Hanging,
     armed_child,
     ask,
     asking_itself,
+    blocking,
     child,
-    deaf,
     executing,
     exiting,
     hanging,
@@ -31,15 +33,18 @@ from hanging import (
     otherwise,
     sleeping,
     spawning,
-    stone_deaf,
     woken,
 )
-from processes import wait_until
-
-from regrow.timer import _capture
-from regrow.timer._capture import Target, capture
-from regrow.timer._frames import Dump, where
-from regrow.timer._stacks import CANDIDATES, Marker, Signals
+from regrow.timer.stacks.answering import CANDIDATES, Marker, Signals
+from regrow.timer.stacks.capture import (
+    KEEP_BYTES,
+    Target,
+    capture,
+    link_target,
+    signal_main_thread,
+    state_of,
+)
+from regrow.timer.stacks.report import Dump, where
 
 QUICK = 0.02
 NEVER_ARMED = "it has neither imported regrow nor set a timer"
@@ -50,7 +55,7 @@ def status(pid: int) -> bytes:
 
 
 def state(pid: int) -> str:
-    return _capture._state(status(pid))
+    return state_of(status(pid))
 
 
 def left_pending(hung: Hanging) -> bool:
@@ -67,20 +72,20 @@ def left_pending(hung: Hanging) -> bool:
         (matching, "in match (re/__init__.py:"),
     ],
 )
-def test_whatever_hangs_says_where_it_stands(way: Callable[[], None], place: str) -> None:
+def test_a_hanging_process_reports_its_place(way: Callable[[], None], place: str) -> None:
     with hanging(way) as hung:
-        wait_until(lambda: where(ask(hung.target)).startswith(place), "it stands there")
+        wait_until(lambda: where(ask(hung.target)).startswith(place), "it has reached that place")
         assert where(ask(hung.target._replace(doomed=True))).startswith(place)
 
 
-def test_of_a_process_that_is_to_live_only_the_main_thread_is_dumped() -> None:
+def test_only_a_doomed_process_dumps_all_threads() -> None:
     with hanging(sleeping, threads=3) as hung:
         assert [thread.main for thread in ask(hung.target).threads] == [True]
         threads = ask(hung.target._replace(doomed=True)).threads
         assert sorted(thread.main for thread in threads) == [False, False, False, True]
 
 
-def test_a_process_that_is_to_be_killed_leaves_no_core_if_that_crashes_it() -> None:
+def test_a_doomed_process_leaves_no_core() -> None:
     with hanging(sleeping) as hung:
         pid = hung.target.pid
         before, most = resource.prlimit(pid, resource.RLIMIT_CORE)
@@ -90,7 +95,7 @@ def test_a_process_that_is_to_be_killed_leaves_no_core_if_that_crashes_it() -> N
         assert resource.prlimit(pid, resource.RLIMIT_CORE) == (1 if most else 0, most)
 
 
-def test_a_process_of_more_threads_than_are_listed_still_shows_its_main_one() -> None:
+def test_a_process_with_many_threads_shows_its_main_thread() -> None:
     with hanging(sleeping, threads=110) as hung:
         wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it sleeps")
         dump = ask(hung.target._replace(doomed=True))
@@ -99,14 +104,14 @@ def test_a_process_of_more_threads_than_are_listed_still_shows_its_main_one() ->
         assert where(dump).startswith("in sleeping ")
 
 
-def test_where_a_process_stood_is_where_it_was_when_it_was_first_asked() -> None:
+def test_the_first_stack_of_the_main_thread_counts() -> None:
     with hanging(woken) as hung:
         wait_until(lambda: state(hung.target.pid) == "S", "it pauses")
         assert where(ask(hung.target._replace(doomed=True))).startswith("in woken ")
         wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it goes on")
 
 
-def test_before_linux_6_9_there_is_another_way_to_signal_a_thread(
+def test_a_thread_can_be_signalled_before_linux_6_9(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     send = signal.pidfd_send_signal
@@ -122,27 +127,18 @@ def test_before_linux_6_9_there_is_another_way_to_signal_a_thread(
         hung.process.kill()
         hung.process.wait()
         with pytest.raises(ProcessLookupError):
-            _capture._signal_main_thread(hung.target.pid, hung.target.pidfd, CANDIDATES[0])
+            signal_main_thread(hung.target.pid, hung.target.pidfd, CANDIDATES[0])
 
 
-def test_a_main_thread_that_takes_no_signal_is_shown_by_another_thread() -> None:
-    with hanging(deaf) as hung:
-        dump = ask(hung.target._replace(doomed=True))
-        assert [(thread.main, thread.current) for thread in dump.threads] == [(True, False)]
-        assert (where(dump)[:3], dump.note) == ("in ", "")
-        # Which takes a dump of all threads.
-        why = "no answer within 20 ms: its main thread blocks signal 45"
-        assert ask(hung.target, QUICK) == Dump(hung.target.pid, "silent", why)
-
-
-def test_a_process_that_takes_no_signal_is_left_without_one() -> None:
-    with hanging(stone_deaf) as hung:
+def test_a_process_that_blocks_the_signal_is_sent_none() -> None:
+    with hanging(blocking) as hung:
         silent = ask(hung.target._replace(doomed=True), QUICK)
-        assert (silent.outcome, silent.threads) == ("silent", ())
+        why = "no answer within 20 ms: its main thread blocks signal 45"
+        assert silent == Dump(hung.target.pid, "silent", why)
         assert not left_pending(hung)
 
 
-def test_a_stopped_process_is_said_to_be_and_is_left_without_a_signal() -> None:
+def test_a_stopped_process_is_reported_and_sent_no_signal() -> None:
     with hanging(sleeping) as hung:
         os.kill(hung.target.pid, signal.SIGSTOP)
         wait_until(lambda: state(hung.target.pid) == "T", "it stops")
@@ -151,7 +147,7 @@ def test_a_stopped_process_is_said_to_be_and_is_left_without_a_signal() -> None:
         assert not left_pending(hung)
 
 
-def test_an_uninterruptible_process_is_asked_when_it_no_longer_is(tmp_path: Path) -> None:
+def test_an_uninterruptible_process_is_asked_later(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with hanging(spawning, str(fifo), threads=1) as hung:
@@ -173,7 +169,7 @@ def test_another_program_under_the_same_pid_is_not_signalled() -> None:
         assert hung.process.poll() is None
 
 
-# Each says that it lives by ending when it is told to.
+# Each ends when it reads a line, which shows that it lives.
 STRANGERS = {
     NEVER_ARMED: "signal.signal(44, lambda *_: os._exit(1))",
     "it does not catch signal 45 any more": (
@@ -200,7 +196,9 @@ def test_a_stranger_is_not_signalled(why: str) -> None:
 
 
 @pytest.mark.parametrize(("pipe", "outcome"), [("/a/pipe", "dumped"), ("", "no handler")])
-def test_who_imports_regrow_can_be_asked_where_timers_are_served(pipe: str, outcome: str) -> None:
+def test_a_process_that_imports_regrow_reports_stacks_if_timers_are_served(
+    pipe: str, outcome: str
+) -> None:
     script = "import regrow, time; print('up', flush=True); time.sleep(1000)"
     env = {**os.environ, "TORCHELASTIC_TIMER_FILE": pipe}
     with subprocess.Popen(
@@ -214,7 +212,7 @@ def test_who_imports_regrow_can_be_asked_where_timers_are_served(pipe: str, outc
         process.kill()
 
 
-def test_a_child_that_did_not_arm_itself_is_not_taken_for_its_parent() -> None:
+def test_an_unarmed_child_is_not_confused_with_its_parent() -> None:
     with hanging(child) as hung:
         pid = int(hung.said)
         pidfd = os.pidfd_open(pid)
@@ -227,7 +225,7 @@ def test_a_child_that_did_not_arm_itself_is_not_taken_for_its_parent() -> None:
             os.close(pidfd)
 
 
-def test_a_child_that_armed_itself_and_its_parent_answer_for_themselves() -> None:
+def test_an_armed_child_and_its_parent_report_their_own_stacks() -> None:
     with hanging(armed_child) as hung:
         pid = int(hung.said)
         pidfd = os.pidfd_open(pid)
@@ -242,14 +240,14 @@ def test_a_child_that_armed_itself_and_its_parent_answer_for_themselves() -> Non
             os.close(pidfd)
 
 
-def test_a_process_that_has_ended_is_gone() -> None:
+def test_an_ended_process_is_gone() -> None:
     with hanging(exiting) as hung:
         wait_until(lambda: state(hung.target.pid) == "Z", "it ends")
         assert ask(hung.target) == Dump(hung.target.pid, "gone")
     assert ask(hung.target._replace(pidfd=-1)) == Dump(hung.target.pid, "gone")
 
 
-def test_what_a_process_left_in_its_memory_is_not_read_and_not_kept() -> None:
+def test_other_content_of_the_memory_is_not_read_and_not_kept() -> None:
     with hanging(littering) as hung:
         wait_until(lambda: where(ask(hung.target)).startswith("in sleeping "), "it sleeps")
         assert len(ask(hung.target).text) < 2000
@@ -258,13 +256,13 @@ def test_what_a_process_left_in_its_memory_is_not_read_and_not_kept() -> None:
             for fd in Path(f"/proc/{hung.target.pid}/fd").iterdir()
             if "stacks" in str(fd.readlink())
         ]
-        assert [fd.stat().st_size < _capture.KEEP_BYTES for fd in memory] == [True]
+        assert [fd.stat().st_size < KEEP_BYTES for fd in memory] == [True]
 
 
-def test_a_file_that_took_the_number_of_the_memory_meanwhile_is_left_alone(
+def test_a_file_with_the_reused_number_of_the_memory_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pid, target, size = os.getpid(), _capture._target, 2 * _capture.KEEP_BYTES
+    pid, target, size = os.getpid(), link_target, 2 * KEEP_BYTES
     marker = Marker(pid, CANDIDATES[0], CANDIDATES[1], 1)
     with open(tmp_path / "checkpoint", "wb") as file:
         file.truncate(size)
@@ -276,7 +274,7 @@ def test_a_file_that_took_the_number_of_the_memory_meanwhile_is_left_alone(
                 return before
             return "" if Marker.of(now := target(link)) else now  # another test has armed us
 
-        monkeypatch.setattr(_capture, "_target", as_it_was)
+        monkeypatch.setattr("regrow.timer.stacks.capture.link_target", as_it_was)
         pidfd = os.pidfd_open(pid)
         dump = capture([Target(pid, pidfd)], QUICK)[pid]
         os.close(pidfd)
@@ -284,13 +282,13 @@ def test_a_file_that_took_the_number_of_the_memory_meanwhile_is_left_alone(
     assert (tmp_path / "checkpoint").stat().st_size == size
 
 
-def test_what_a_terminal_would_obey_in_an_answer_is_escaped() -> None:
+def test_control_characters_in_a_dump_are_escaped() -> None:
     with hanging(lying) as hung:
         wait_until(lambda: "31m" in ask(hung.target).text, "it answers in its own way")
         assert r'File "a\x1b[31mb\x9bc", line 1 in f\x07' in ask(hung.target).text
 
 
-def test_a_process_that_has_its_own_use_for_the_signal_is_silent() -> None:
+def test_a_process_with_its_own_handler_is_silent() -> None:
     with hanging(otherwise, "sleeping") as hung:
         silent = ask(hung.target, QUICK)
         assert (silent.outcome, silent.text, silent.note[:9]) == ("silent", "", "no answer")
@@ -298,15 +296,15 @@ def test_a_process_that_has_its_own_use_for_the_signal_is_silent() -> None:
 
 
 @pytest.mark.parametrize("why", ["doomed", "awaited"])
-def test_a_process_that_waits_for_a_processor_has_more_time_if_it_is_worth_it(why: str) -> None:
+def test_a_doomed_or_awaited_process_may_wait_for_a_processor(why: str) -> None:
     with hanging(otherwise, "looping") as hung:
         wait_until(lambda: state(hung.target.pid) == "R", "it loops")
         silent = ask(Target(hung.target.pid, hung.target.pidfd, **{why: True}), QUICK)
         assert (silent.outcome, silent.note) == ("silent", "no answer within 200 ms (state R)")
-        silent = ask(hung.target, QUICK)  # which another one's end would wait for
+        silent = ask(hung.target, QUICK)  # the end of another process would wait for it
         assert (silent.outcome, silent.note) == ("silent", "no answer within 20 ms (state R)")
 
 
-def test_whoever_asks_itself_is_not_endangered() -> None:
+def test_a_process_that_asks_itself_dumps_one_thread() -> None:
     with hanging(asking_itself, threads=2) as hung:
         assert hung.said == "dumped, 1 thread"

@@ -1,4 +1,4 @@
-"""An answer goes to a file, or it is said why not."""
+"""The files of dumps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from regrow.timer._dump_file import dump_path, save
-from regrow.timer._frames import Dump
+from regrow.timer.stacks.report import Dump, dump_path, save
 
 
-def test_an_answer_is_appended_to_a_file_for_its_owner_only(tmp_path: Path) -> None:
+def test_a_dump_is_appended_to_a_private_file(tmp_path: Path) -> None:
     path = dump_path(str(tmp_path / "stacks"), 7)
     dump = Dump(7, "dumped", "not all", "Thread ...\n", native="main.c")
     assert save(dump, path).path == path == str(tmp_path / "stacks.7.txt")
@@ -22,7 +21,7 @@ def test_an_answer_is_appended_to_a_file_for_its_owner_only(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_an_answer_that_cannot_be_written_is_still_there(
+def test_a_dump_that_cannot_be_written_is_returned(
     full: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     link = tmp_path / "link"
@@ -31,7 +30,7 @@ def test_an_answer_that_cannot_be_written_is_still_there(
     dump = Dump(7, "dumped", text="Thread ...\n")
     assert save(dump, path) == dump
     why = "No space left on device" if full else "Too many levels of symbolic links"
-    assert caplog.messages == [f"the stacks of process 7 are not in {path}: {why}"]
+    assert caplog.messages == [f"timers: cannot write stacks of 7 to {path}: {why}"]
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -1,4 +1,4 @@
-"""`expires`: what a worker asks for, in which scope, and what it asks nobody."""
+"""`expires`: the requests of a block, its scope, and its client."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_blocks_on_different_lines_do_not_release_each_other(client: Recorder) -
         assert len(client.armed) == 1
 
 
-def test_recursion_arms_its_scope_anew_and_the_inner_end_releases_it(client: Recorder) -> None:
+def test_recursion_arms_its_scope_again_and_the_inner_end_releases_it(client: Recorder) -> None:
     def descend(depth: int) -> None:
         with expires(60):
             if depth:
@@ -107,13 +107,13 @@ def test_an_exception_goes_through_and_the_timer_is_released(client: Recorder) -
     assert (len(client.asked), client.armed) == (2, set())
 
 
-def test_the_end_is_told_to_who_was_told_of_the_begin(client: Recorder) -> None:
+def test_the_client_of_the_start_receives_the_end(client: Recorder) -> None:
     with expires(60):
         configure(None)
     assert client.armed == set()
 
 
-def test_a_limit_can_be_used_again_with_whichever_client_there_is_then(client: Recorder) -> None:
+def test_a_limit_can_be_used_again_with_another_client(client: Recorder) -> None:
     limit, second = expires(60, scope="step"), Recorder()
     with limit:
         pass
@@ -136,7 +136,7 @@ def test_a_decorated_function_is_limited_in_each_call(client: Recorder) -> None:
     assert (double.__name__, double.__doc__) == ("double", "Twice the number.")
 
 
-def test_nothing_is_asked_when_a_function_is_decorated() -> None:
+def test_decorating_needs_no_client() -> None:
     configure(None)
 
     @expires(60)
@@ -210,7 +210,7 @@ def test_a_cancelled_task_releases_its_timer_and_an_explicit_scope_is_kept(
     assert client.asked == [("arm", "step"), ("release", "step")]
 
 
-def test_without_a_client_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_client_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(None)
     monkeypatch.delenv("TORCHELASTIC_TIMER_FILE", raising=False)
     with (
@@ -249,7 +249,7 @@ def test_an_exception_of_a_signal_handler_leaves_no_timer_armed() -> None:
         assert client.armed == set()
 
 
-def test_a_time_that_is_none_is_refused_before_anything_is_armed(client: Recorder) -> None:
+def test_an_invalid_time_is_refused_before_a_timer_is_armed(client: Recorder) -> None:
     with pytest.raises(ValueError, match=r"expires\(after=nan\)"):
         expires(after=math.nan)
     for wrong in ("60", None, timedelta(seconds=60), len):

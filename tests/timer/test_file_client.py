@@ -18,24 +18,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from file_timers import TORCHS_TIMER, Rig, WatchedServer
-from processes import PATIENCE, wait_until
 
-from regrow.timer import _file_client
-from regrow.timer._file_client import FileTimerClient
-from regrow.timer._file_request import MAX_LINE, FileTimerRequest
-from regrow.timer._lines import Lines
-from regrow.timer._pipe import Pipe
+from helpers.processes import PATIENCE, wait_until
+from helpers.timers.file_timers import TORCHS_TIMER, Rig, WatchedServer
+from regrow.timer.fifo.client import FileTimerClient, wait_for_room, write_line
+from regrow.timer.fifo.pipe import Pipe
+from regrow.timer.fifo.request import MAX_LINE, FileTimerRequest, RequestLines
 
-LOGGER = "regrow.timer._file_client"
+LOGGER = "regrow.timer.fifo.client"
 
 
 class Reader:
-    """The other end: reads when it is told to."""
+    """The reading end of the pipe; it reads only when a test calls it."""
 
     def __init__(self, path: Path) -> None:
         self.pipe = Pipe(str(path))
-        self.lines = Lines()
+        self.lines = RequestLines()
         self.requests: list[FileTimerRequest] = []
         self.armed: dict[tuple[int, str], float] = {}
 
@@ -82,8 +80,8 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client waits for anything for long."""
-    monkeypatch.setattr(_file_client, "PATIENCE", 0.01)
-    monkeypatch.setattr(_file_client, "PAUSE", 0.0)
+    monkeypatch.setattr("regrow.timer.fifo.client.PATIENCE", 0.01)
+    monkeypatch.setattr("regrow.timer.fifo.client.PAUSE", 0.0)
 
 
 def fill(reader: Reader) -> None:
@@ -96,11 +94,11 @@ def fill(reader: Reader) -> None:
     os.close(fd)
 
 
-def test_what_is_asked_for_is_what_arrives(
+def test_requests_arrive_as_sent(
     path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 5.0)
-    monkeypatch.setattr(_file_client, "time", clocks)
+    monkeypatch.setattr("regrow.timer.fifo.client.time", clocks)
     client = FileTimerClient(str(path), signal.SIGTERM)
     client.acquire("a/ä\udcff\n#1", 1060.0)
     client.release("a/ä\udcff\n#1")
@@ -165,7 +163,7 @@ def test_no_line_is_longer_than_a_pipe_takes_in_one_piece(
     path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = SimpleNamespace(time=lambda: 1.23456789e-300, monotonic=lambda: 1.23456789e-300)
-    monkeypatch.setattr(_file_client, "time", clocks)
+    monkeypatch.setattr("regrow.timer.fifo.client.time", clocks)
     client = FileTimerClient(str(path))
     for length in (1790, 1791, 1792, 3580, 3582, 3584, 9999):
         for letter in "aä\U0001f600":
@@ -176,7 +174,7 @@ def test_no_line_is_longer_than_a_pipe_takes_in_one_piece(
 class Trusting(WatchedServer):
     """Keeps the timers of the process that it is in, too."""
 
-    def _refusal(self, pid: int) -> str | None:
+    def refusal(self, pid: int) -> str | None:
         return None
 
 
@@ -217,19 +215,19 @@ def test_threads_do_not_garble_each_others_requests(path: Path, reader: Reader) 
 def test_a_signal_handler_may_arm_a_timer_while_one_is_armed(
     path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, write, handled = FileTimerClient(str(path)), _file_client._write, list[int]()
+    client, handled = FileTimerClient(str(path)), list[int]()
 
     def interrupted(fd: int, line: bytes) -> None:
         if not handled:
             signal.raise_signal(signal.SIGUSR1)
-        write(fd, line)
+        write_line(fd, line)
 
     def handler(number: int, frame: object) -> None:
         handled.append(number)
         client.acquire("of the handler", 2e9)
 
     client.acquire("before", 2e9)
-    monkeypatch.setattr(_file_client, "_write", interrupted)
+    monkeypatch.setattr("regrow.timer.fifo.client.write_line", interrupted)
     was = signal.signal(signal.SIGUSR1, handler)
     try:
         client.acquire("interrupted", 2e9)
@@ -242,12 +240,12 @@ def test_a_signal_handler_may_arm_a_timer_while_one_is_armed(
 def test_a_signal_handler_that_finds_a_full_pipe_starts_the_only_thread(
     path: Path, reader: Reader, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, room, handled = FileTimerClient(str(path)), _file_client._room, list[int]()
+    client, handled = FileTimerClient(str(path)), list[int]()
 
     def interrupted(fd: int, patience: float) -> bool:
         if threading.current_thread() is threading.main_thread() and not handled:
             signal.raise_signal(signal.SIGUSR1)
-        return room(fd, patience)
+        return wait_for_room(fd, patience)
 
     def handler(number: int, frame: object) -> None:
         handled.append(number)
@@ -258,7 +256,7 @@ def test_a_signal_handler_that_finds_a_full_pipe_starts_the_only_thread(
 
     client.acquire("before", 2e9)
     fill(reader)
-    monkeypatch.setattr(_file_client, "_room", interrupted)
+    monkeypatch.setattr("regrow.timer.fifo.client.wait_for_room", interrupted)
     was = signal.signal(signal.SIGUSR1, handler)
     try:
         client.acquire("interrupted", 2e9)
@@ -274,7 +272,7 @@ def test_a_signal_handler_that_finds_a_full_pipe_starts_the_only_thread(
     wait_until(lambda: "regrow-FileTimerClient" not in names(), "the thread has ended")
 
 
-def test_a_client_may_be_there_before_the_server(
+def test_a_client_may_start_before_the_server(
     path: Path, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = FileTimerClient(str(path))
@@ -283,8 +281,9 @@ def test_a_client_may_be_there_before_the_server(
         client.acquire("b", 2e9)
         client.release("a")
     assert [record.getMessage() for record in caplog.records] == [
-        f"the timers of process {os.getpid()} are not watched: there is no timer server at {path}"
-        " (No such file or directory). The training goes on, and the server is looked for again"
+        f"timers: those of process {os.getpid()} are not kept, because no timer server reads {path}"
+        " (No such file or directory). The training continues, and the client looks for the server"
+        " again"
     ]
     late = Reader(path)
     client.acquire("c", 2e9)
@@ -293,7 +292,7 @@ def test_a_client_may_be_there_before_the_server(
     late.close()
 
 
-def test_a_server_that_comes_back_is_told_what_is_armed(
+def test_a_restarted_server_receives_the_armed_timers(
     path: Path, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     client, first = FileTimerClient(str(path)), Reader(path)
@@ -311,12 +310,12 @@ def test_a_server_that_comes_back_is_told_what_is_armed(
     second.close()
 
 
-def test_a_server_that_is_gone_is_looked_for_once_a_second_at_most(
+def test_the_client_looks_for_a_server_once_a_second_at_most(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     clocks = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: now[0])
-    monkeypatch.setattr(_file_client, "time", clocks)
+    monkeypatch.setattr("regrow.timer.fifo.client.time", clocks)
     client = FileTimerClient(str(path))
     client.acquire("a", 2e9)
     late = Reader(path)
@@ -329,7 +328,7 @@ def test_a_server_that_is_gone_is_looked_for_once_a_second_at_most(
     late.close()
 
 
-def test_a_full_pipe_holds_the_training_up_once_and_the_newest_state_arrives(
+def test_a_full_pipe_delays_the_training_once(
     path: Path, reader: Reader, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = FileTimerClient(str(path))
@@ -341,20 +340,19 @@ def test_a_full_pipe_holds_the_training_up_once_and_the_newest_state_arrives(
         caplog.at_level(logging.WARNING, LOGGER),
         pytest.MonkeyPatch.context() as patch,
     ):
-        room = _file_client._room
 
         def counted(fd: int, patience: float) -> bool:
             waits.append(threading.current_thread())
-            return room(fd, patience)
+            return wait_for_room(fd, patience)
 
-        patch.setattr(_file_client, "_room", counted)
+        patch.setattr("regrow.timer.fifo.client.wait_for_room", counted)
         for number in range(1000):
             client.acquire(f"step {number}", 2e9)
             client.release(f"step {number}")
         client.release("before")
         client.acquire("last", 2e9)
     assert waits.count(threading.current_thread()) == 1
-    assert ["has not read for" in record.getMessage() for record in caplog.records] == [True]
+    assert ["has not read its pipe" in record.message for record in caplog.records] == [True]
 
     def state() -> set[str]:
         reader.read()
@@ -372,7 +370,7 @@ def test_a_full_pipe_holds_the_training_up_once_and_the_newest_state_arrives(
     assert reader.armed == {}
 
 
-def test_a_server_that_dies_with_a_full_pipe_is_gone(
+def test_the_client_detects_the_end_of_a_server_with_a_full_pipe(
     path: Path, impatient: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, client = Reader(path), FileTimerClient(str(path))
@@ -388,17 +386,17 @@ def test_a_server_that_dies_with_a_full_pipe_is_gone(
     second.close()
 
 
-def test_nothing_is_written_into_a_file_that_is_no_pipe(
+def test_a_file_that_is_not_a_pipe_is_not_written_to(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path.write_text("precious")
     with caplog.at_level(logging.WARNING, LOGGER):
         FileTimerClient(str(path)).acquire("a", 2e9)
     assert path.read_text() == "precious"
-    assert "(it is no pipe)" in caplog.text
+    assert "(it is not a pipe)" in caplog.text
 
 
-def test_the_pipe_of_a_server_like_torchs_is_not_kept_open(path: Path) -> None:
+def test_the_pipe_of_torchs_server_is_not_kept_open(path: Path) -> None:
     # torch's waits for as long as anybody has it open, blind to all deadlines.
     os.mkfifo(path)
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -406,13 +404,13 @@ def test_the_pipe_of_a_server_like_torchs_is_not_kept_open(path: Path) -> None:
     for number in range(3):
         client.acquire("a", 2e9)
         assert os.read(end, 1 << 16).count(b"\n") == 2, number
-        assert os.read(end, 1) == b""  # and not "try again": nobody has it open
+        assert os.read(end, 1) == b""  # not EAGAIN: no process has it open
     os.close(end)
 
 
 SIGPIPE = """
 import signal, sys
-from regrow.timer._file_client import FileTimerClient
+from regrow.timer.fifo.client import FileTimerClient
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 client = FileTimerClient(sys.argv[1])
 client.acquire("a", 2e9)
@@ -424,7 +422,7 @@ print("alive", signal.getsignal(signal.SIGPIPE), signal.sigpending(),
 """
 
 
-def test_a_pipe_that_breaks_does_not_kill_who_has_not_ignored_sigpipe(rig: Rig) -> None:
+def test_a_broken_pipe_does_not_kill_a_process_with_default_sigpipe(rig: Rig) -> None:
     reader = Reader(rig.path)
     worker = rig.run(sys.executable, "-c", SIGPIPE, str(rig.path))
     assert worker.stdin is not None
@@ -439,7 +437,7 @@ def test_a_pipe_that_breaks_does_not_kill_who_has_not_ignored_sigpipe(rig: Rig) 
 
 FORKS = """
 import os, sys, threading
-from regrow.timer._file_client import FileTimerClient
+from regrow.timer.fifo.client import FileTimerClient
 client = FileTimerClient(sys.argv[1])
 client.acquire("armed by the parent", 2e9)
 go_on = True
@@ -507,7 +505,7 @@ with expires(after=0.1):
 """
 
 
-def test_torchs_server_serves_our_client(rig: Rig) -> None:
+def test_torchs_server_serves_regrows_client(rig: Rig) -> None:
     server = rig.run(sys.executable, "-c", TORCHS_SERVER, str(rig.path))
     assert server.stdout is not None
     assert server.stdout.readline() == b"serves\n"
@@ -515,7 +513,7 @@ def test_torchs_server_serves_our_client(rig: Rig) -> None:
     assert worker.wait(PATIENCE) == -signal.SIGKILL
 
 
-def test_our_server_shows_where_our_clients_process_stood(
+def test_the_server_logs_the_stacks_of_a_clients_process(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     from regrow.timer import FileTimerServer
@@ -523,12 +521,12 @@ def test_our_server_shows_where_our_clients_process_stood(
     server = FileTimerServer(str(rig.path), "run")
     rig.servers.append(server)
     server.start()
-    with caplog.at_level(logging.WARNING, "regrow.timer._reaping_report"):
+    with caplog.at_level(logging.WARNING, "regrow.timer"):
         worker = rig.run(sys.executable, "-c", HANGS, str(rig.path))
         assert worker.wait(PATIENCE) == -signal.SIGKILL
     (record,) = caplog.records
-    said, _, stacks = record.getMessage().partition("\n")
-    assert said.startswith(f"timers of worker {worker.pid} have expired, ['<string>#8'], the first")
-    assert said.endswith("; it is in <module> (<string>:9), and gets signal 9")
+    line, _, stacks = record.getMessage().partition("\n")
+    assert line.startswith(f"timers: ['<string>#8'] of worker {worker.pid} expired, the first ")
+    assert line.endswith("; it is sent signal 9; place: in <module> (<string>:9)")
     assert 'File "<string>", line 9 in <module>' in stacks
     assert time.time() - server.get_last_progress_time() < PATIENCE

@@ -1,5 +1,8 @@
-"""The pipe of a file timer is hostile ground: whatever is written into it, healthy workers are
-served, the thread goes on, and what is wrong is reported once with its source."""
+"""Hostile input in the pipe of a file timer.
+
+The server serves healthy workers, its thread continues, and it reports each fault once with its
+source.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from file_timers import Rig, WatchedServer, line
-from processes import PATIENCE, wait_until
 
-from regrow.timer import _intake
-from regrow.timer._file_request import MAX_LINE, FileTimerRequest
+from helpers.processes import PATIENCE, wait_until
+from helpers.timers.file_timers import Rig, WatchedServer, line
+from regrow.timer.fifo.request import MAX_LINE, FileTimerRequest
 
 
 @pytest.fixture
@@ -111,7 +113,7 @@ def refused(rig: Rig, server: WatchedServer, pid: int) -> str:
     return refusal.why
 
 
-def test_pids_that_are_nobodys_or_somebody_elses(rig: Rig) -> None:
+def test_pids_of_other_processes_are_refused(rig: Rig) -> None:
     server, gone = rig.serve(), rig.worker()
     gone.kill()
     gone.wait()
@@ -131,21 +133,21 @@ def test_a_process_of_another_user(rig: Rig) -> None:
     assert rig.processes[0].poll() is None
 
 
-def test_a_subclass_may_say_whose_timers_it_keeps(rig: Rig) -> None:
+def test_a_subclass_may_refuse_processes(rig: Rig) -> None:
     class Choosy(WatchedServer):
-        def _refusal(self, pid: int) -> str | None:
-            return "is of nobody we know" if pid == stranger.pid else super()._refusal(pid)
+        def refusal(self, pid: int) -> str | None:
+            return "is not known" if pid == stranger.pid else super().refusal(pid)
 
     stranger = rig.worker()
     server = rig.serve(Choosy)
-    assert refused(rig, server, stranger.pid) == "is of nobody we know"
+    assert refused(rig, server, stranger.pid) == "is not known"
     serves(rig, server)
     assert stranger.poll() is None
 
 
-def test_a_process_that_cannot_be_looked_at_costs_the_others_nothing(rig: Rig) -> None:
+def test_a_failing_check_of_one_process_does_not_affect_others(rig: Rig) -> None:
     class Failing(WatchedServer):
-        def _refusal(self, pid: int) -> str | None:
+        def refusal(self, pid: int) -> str | None:
             return str(1 // 0) if pid == odd.pid else None
 
     odd, worker = rig.worker(), rig.worker()
@@ -153,7 +155,7 @@ def test_a_process_that_cannot_be_looked_at_costs_the_others_nothing(rig: Rig) -
     requests = [FileTimerRequest(pid, "scope", time.time(), 9) for pid in (odd.pid, worker.pid)]
     rig.write(b"".join(map(line, requests)))
     assert server.reaping().pid == worker.pid
-    assert "cannot be looked at" in server.refusals.get(timeout=PATIENCE).why
+    assert "cannot be checked" in server.refusals.get(timeout=PATIENCE).why
 
 
 def test_a_thread_is_no_process(rig: Rig) -> None:
@@ -168,7 +170,7 @@ def test_a_thread_is_no_process(rig: Rig) -> None:
         thread.join()
 
 
-def test_a_release_of_a_timer_that_never_was_is_nothing_to_talk_about(rig: Rig) -> None:
+def test_the_release_of_an_unknown_timer_is_ignored(rig: Rig) -> None:
     server, worker = rig.serve(), rig.worker()
     for pid in (worker.pid, os.getpid(), 2**22):
         rig.release(pid)
@@ -176,14 +178,14 @@ def test_a_release_of_a_timer_that_never_was_is_nothing_to_talk_about(rig: Rig) 
     assert server.refusals.empty()
 
 
-def test_a_deadline_on_a_clock_that_is_not_ours_is_not_believed(rig: Rig) -> None:
+def test_a_deadline_on_another_monotonic_clock_is_ignored(rig: Rig) -> None:
     server, worker = rig.serve(), rig.worker()
     ahead = time.monotonic() + 10**6  # a clock of another time namespace
     rig.arm(worker.pid, 0, monotonic=ahead, armed=ahead)
     assert server.reaping().pid == worker.pid
 
 
-def test_a_deadline_beyond_all_times_is_kept(rig: Rig) -> None:
+def test_a_very_late_deadline_is_kept(rig: Rig) -> None:
     server, worker = rig.serve(), rig.worker()
     rig.write(line(FileTimerRequest(worker.pid, "far", 1e308, 9)))
     assert server.next_seen().scope_id == "far"
@@ -191,8 +193,8 @@ def test_a_deadline_beyond_all_times_is_kept(rig: Rig) -> None:
     server.wait_armed([(worker.pid, "far")])
 
 
-def test_one_worker_has_only_so_many_timers(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_intake, "MANY", 10)
+def test_the_timers_of_one_worker_are_limited(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.timer.fifo.server.MANY", 10)
     server, greedy = rig.serve(), rig.worker()
     for number in range(10):
         rig.arm(greedy.pid, 600, str(number))
@@ -205,32 +207,32 @@ def test_one_worker_has_only_so_many_timers(rig: Rig, monkeypatch: pytest.Monkey
     assert server.reaping().pid == greedy.pid
 
 
-def test_reports_have_an_end(
+def test_the_number_of_reports_is_limited(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_intake, "REPORTS", 3)
+    monkeypatch.setattr("regrow.timer.fifo.server.REPORTS", 3)
     server = rig.serve()
     for pid in range(2**22 - 9, 2**22):
         rig.arm(pid, 600, signal=65)
     serves(rig, server)
     assert server.refusals.qsize() == 3
     assert [record.getMessage() for record in caplog.records][-1] == (
-        f"bad requests in {rig.path} are not reported any more"
+        f"timers: no more bad requests in {rig.path} are reported"
     )
 
 
-def test_a_bad_request_is_reported_in_words(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_request_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     server = rig.serve()
     bad = '{"version": 1, "pid": 4711, "scope_id": "a", "expiration_time": "x", "signal": 9}'
     rig.write(bad.encode() + b"\n")
     assert server.refusals.get(timeout=PATIENCE).pid == 4711
     assert [record.getMessage() for record in caplog.records] == [
-        f"what process 4711 wrote into {rig.path} has an expiration_time that is no finite number;"
-        f" it does not count, and the next of this kind will not be reported: {bad!r}"
+        "timers: ignored input of process 4711, which has an expiration_time that is not a finite"
+        f" number ({rig.path}); more of this kind is not reported: {bad!r}"
     ]
 
 
-def test_without_descriptors_to_spare_workers_are_served_all_the_same(
+def test_workers_are_served_without_free_descriptors(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(pid: int) -> int:
@@ -244,10 +246,11 @@ def test_without_descriptors_to_spare_workers_are_served_all_the_same(
     wait_until(lambda: (gone.pid, "scope") in server.armed(), "armed")
     gone.kill()
     gone.wait()
-    assert server._reap_worker(gone.pid, signal.SIGKILL)
+    rig.arm(gone.pid, 0)
+    assert server.reaping().pid == gone.pid  # which signals no process
 
 
-def test_a_pipe_that_is_taken_away_serves_those_who_have_it(rig: Rig) -> None:
+def test_a_removed_pipe_still_serves_its_clients(rig: Rig) -> None:
     server, worker = rig.serve(), rig.worker()
     with open(rig.path, "wb", buffering=0) as pipe:
         rig.path.unlink()

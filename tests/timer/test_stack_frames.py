@@ -1,12 +1,12 @@
-"""What is read off a dump, and how it is told."""
+"""The parser of dumps, and the line about a place."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.timer import _stacks
-from regrow.timer._frames import Dump, Frame, Thread, parse, top, where
+from regrow.timer.stacks import answering
+from regrow.timer.stacks.report import Dump, Frame, Thread, parse, top, where
 
 PYTHON = "/opt/conda/lib/python3.11"
 SITE = f"{PYTHON}/site-packages"
@@ -32,7 +32,7 @@ Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
 
 
 def dump(*frames: Frame, main: bool = True) -> Dump:
-    return Dump(7, "dumped", threads=(Thread(1, "", True, main, frames),))
+    return Dump(7, "dumped", threads=(Thread(1, True, main, frames),))
 
 
 TRAIN = Frame("/home/me/train.py", 42, "step")
@@ -40,9 +40,9 @@ REDUCE = Frame(f"{SITE}/torch/distributed/distributed_c10d.py", 2810, "all_reduc
 WAIT = Frame(f"{PYTHON}/threading.py", 327, "wait")
 
 
-def test_a_listing_is_read_with_all_that_it_may_hold() -> None:
+def test_a_dump_is_parsed_with_all_kinds_of_lines() -> None:
     pinning, native, main = parse(LISTED, 0x7F0209092B80)
-    assert (pinning.name, pinning.current, pinning.main) == ("pin memory", False, False)
+    assert (pinning.current, pinning.main) == (False, False)
     assert pinning.frames == (WAIT, Frame(f"{PYTHON}/threading.py", 1002, "_bootstrap"))
     assert native.frames == ()
     assert (main.ident, main.current, main.main) == (0x7F0209092B80, True, True)
@@ -53,11 +53,11 @@ def test_a_listing_is_read_with_all_that_it_may_hold() -> None:
     )
 
 
-def test_of_an_unknown_main_thread_the_oldest_is_taken() -> None:
+def test_the_oldest_thread_is_the_main_one_if_that_is_unknown() -> None:
     assert [thread.main for thread in parse(LISTED)] == [False, False, True]
 
 
-def test_a_main_thread_that_is_not_listed_is_not_made_up() -> None:
+def test_an_unlisted_main_thread_is_reported() -> None:
     listed = LISTED.replace("Current thread", "Thread")
     assert not any(thread.main for thread in parse(listed, 1))
     assert where(Dump(7, "dumped", threads=parse(listed, 1))) == (
@@ -80,7 +80,7 @@ def test_the_first_of_two_stacks_of_the_main_thread_counts() -> None:
     ),
     st.integers(0, 2**64),
 )
-def test_any_text_is_survived_and_told_in_one_printable_line(text: str, main: int) -> None:
+def test_any_text_gives_one_printable_line(text: str, main: int) -> None:
     line = where(Dump(1, "dumped", text=text, threads=parse(text, main)))
     assert line.isprintable()
 
@@ -91,12 +91,12 @@ def test_the_innermost_call_is_shown_with_the_users_own() -> None:
     )
 
 
-def test_where_the_users_own_code_hangs_it_is_shown_once() -> None:
+def test_a_hang_in_the_users_code_is_shown_once() -> None:
     assert where(dump(TRAIN)) == "in step (train.py:42)"
 
 
-def test_what_everything_passes_through_is_left_out() -> None:
-    ours = Frame(_stacks.__file__, 1, "arm")
+def test_frames_that_all_calls_pass_through_are_left_out() -> None:
+    ours = Frame(answering.__file__, 1, "arm")
     frozen = Frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed")
     queue = Frame(f"{PYTHON}/queue.py", 171, "get")
     assert where(dump(WAIT, queue, ours, frozen, TRAIN)) == (
@@ -104,11 +104,11 @@ def test_what_everything_passes_through_is_left_out() -> None:
     )
 
 
-def test_a_file_of_the_users_that_is_called_as_one_of_the_library_is_shown() -> None:
+def test_a_users_file_with_a_library_name_is_shown() -> None:
     assert where(dump(Frame("/home/me/threading.py", 3, "spin"))) == "in spin (threading.py:3)"
 
 
-def test_a_thread_in_nothing_but_the_library_is_shown_by_its_innermost_call() -> None:
+def test_a_thread_in_library_code_only_shows_its_innermost_call() -> None:
     assert where(dump(WAIT)) == "in wait (threading.py:327)"
 
 
@@ -119,13 +119,13 @@ def test_a_training_that_is_installed_itself_is_shown_as_the_caller() -> None:
     assert where(dump(REDUCE, inner, step)).endswith("called by step (mytraining/__init__.py:5)")
 
 
-def test_code_that_is_in_no_file_is_the_users() -> None:
+def test_code_without_a_file_is_the_users() -> None:
     assert where(dump(REDUCE, Frame("<ipython-input-2>", 2, "<module>"))).endswith(
         "called by <module> (<ipython-input-2>:2)"
     )
 
 
-def test_names_are_printable_and_of_bearable_length() -> None:
+def test_names_are_printable_and_short() -> None:
     line = where(dump(Frame("/tmp/a\x1b[31m\n" + "x" * 500, 0, "f\u202e")))
     assert line == "in f\\u202e (a\\x1b[31m\\n" + "x" * 19 + "…" + "x" * 29 + ")"
 
@@ -134,13 +134,13 @@ def test_a_thread_without_python_code_is_in_native_code() -> None:
     assert where(dump()) == "in native code that no Python code called"
 
 
-def test_a_thread_that_is_not_the_main_one_is_said_not_to_be() -> None:
+def test_another_thread_than_the_main_one_is_named_as_such() -> None:
     assert where(dump(TRAIN, main=False)) == (
         "in step (train.py:42), in another thread than the main one"
     )
 
 
-def test_a_process_without_stacks_is_told_by_why() -> None:
+def test_a_process_without_stacks_is_described_by_the_reason() -> None:
     assert where(Dump(1, "stopped")) == "stopped by a signal (SIGSTOP or a debugger)"
     assert where(Dump(1, "gone")) == "unknown: gone"
     assert where(Dump(1, "silent", "no\nanswer")) == "unknown: no\\nanswer"

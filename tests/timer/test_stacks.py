@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.timer import _stacks
-from regrow.timer._stacks import CANDIDATES, Marker, Signals, arm
+from regrow.timer.stacks.answering import CANDIDATES, Armed, Marker, Signals, arm
 
 numbers = st.sampled_from(list(CANDIDATES))
 
@@ -20,12 +19,12 @@ numbers = st.sampled_from(list(CANDIDATES))
 @pytest.fixture
 def unarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was never armed, as far as `arm` knows."""
-    monkeypatch.setattr(_stacks, "_armed", _stacks._Armed())
+    monkeypatch.setattr("regrow.timer.stacks.answering.armed", Armed())
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.builds(Marker, st.integers(1, 2**22), numbers, numbers, st.integers(0, 2**64 - 1)))
-def test_the_name_of_the_memory_tells_who_asks_what_the_process_knows(marker: Marker) -> None:
+def test_the_name_of_the_memory_holds_the_marker(marker: Marker) -> None:
     assert Marker.of(f"/memfd:{marker.name} (deleted)") == marker
 
 
@@ -58,7 +57,7 @@ def test_the_masks_of_a_process_are_read_off_its_status() -> None:
 def run(program: str) -> list[str]:
     """The lines that a program prints, in a process that is not armed yet."""
     start = (
-        "import faulthandler, os, signal\nfrom regrow.timer._stacks import Marker, _armed, arm\n"
+        "import faulthandler, os, signal\nfrom regrow.timer.stacks.answering import Marker, arm\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", start + program],
@@ -73,43 +72,22 @@ def run(program: str) -> list[str]:
 
 def test_a_process_is_armed_once() -> None:
     program = """
-arm()
-marker = _armed.marker
-arm()
-print(marker == _armed.marker, marker.all_threads, marker.one_thread)
+marker = arm()
+print(marker == arm(), marker.all_threads, marker.one_thread)
 print(sum("regrow-stacks" in os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 20)
           if os.path.islink(f"/proc/self/fd/{fd}")))
 """
     assert run(program) == ["True 44 45", "1"]
 
 
-def test_a_child_does_not_close_what_took_the_place_of_its_parents_memory() -> None:
-    program = """
-arm()
-held = _armed.marker.name
-(fd,) = [fd for fd in range(3, 20) if os.path.islink(f"/proc/self/fd/{fd}")
-         and held in os.readlink(f"/proc/self/fd/{fd}")]
-if child := os.fork():
-    os.waitpid(child, 0)
-else:
-    os.closerange(3, 20)  # as whoever daemonizes does
-    while os.open("/dev/null", os.O_RDONLY) != fd:
-        pass
-    arm()
-    print(_armed.marker.pid == os.getpid(), os.readlink(f"/proc/self/fd/{fd}"), flush=True)
-    os._exit(0)
-"""
-    assert run(program) == ["True /dev/null"]
-
-
-def test_signals_that_the_process_uses_itself_are_left_to_it() -> None:
+def test_signals_in_use_are_not_taken() -> None:
     program = """
 import sys
 faulthandler.register(44, sys.stdout, all_threads=False)
 signal.signal(45, lambda *_: print("mine", flush=True))
 signal.signal(46, signal.SIG_IGN)
-arm()
-print(_armed.marker.all_threads, _armed.marker.one_thread, flush=True)
+marker = arm()
+print(marker.all_threads, marker.one_thread, flush=True)
 os.kill(os.getpid(), 45)
 os.kill(os.getpid(), 46)
 os.kill(os.getpid(), 44)
@@ -119,21 +97,23 @@ os.kill(os.getpid(), 44)
 
 
 @pytest.mark.usefixtures("unarmed")
-def test_a_process_that_uses_all_signals_is_warned_once_and_goes_on(
+def test_a_process_that_uses_all_signals_logs_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_stacks, "CANDIDATES", range(signal.SIGPIPE, signal.SIGPIPE + 1))
+    monkeypatch.setattr(
+        "regrow.timer.stacks.answering.CANDIDATES", range(signal.SIGPIPE, signal.SIGPIPE + 1)
+    )
     arm()
     arm()
     (warning,) = caplog.messages
     assert warning == (
-        f"if a timer expires in process {os.getpid()}, its stacks will not be known: it catches or"
-        " ignores the signals 13 to 13; two of them are needed"
+        f"timers: the stacks of process {os.getpid()} will not be known: it must leave two of the"
+        " signals 13 to 13 unused"
     )
 
 
 @pytest.mark.usefixtures("unarmed")
-def test_a_system_without_such_memory_costs_a_warning(
+def test_a_system_without_memfd_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(name: str, flags: int) -> int:

@@ -7,22 +7,21 @@ import sys
 
 FORKS = """
 import os, signal
-from regrow.timer import _stacks
+from regrow.timer.stacks import answering
 
-_stacks.arm()
-for number in _stacks.CANDIDATES:
+answering.arm()
+for number in answering.CANDIDATES:
     signal.signal(number, signal.SIG_DFL)
 if not (pid := os.fork()):
-    _stacks.arm()
-    marker = _stacks._armed.marker
+    marker = answering.arm()
     with open("/proc/self/status", "rb") as status:
-        caught = _stacks.Signals.of(status.read()).caught
+        caught = answering.Signals.of(status.read()).caught
     os._exit(0 if caught >> marker.one_thread - 1 & caught >> marker.all_threads - 1 & 1 else 7)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
-def test_a_child_catches_the_signals_though_its_parent_lost_the_handlers() -> None:
+def test_a_child_arms_itself_after_its_parent_lost_the_handlers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=40, check=False
     )

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import worker_functions as work
-from processes import PATIENCE, alive, children_of, wait_until
 
+from helpers.processes import GROUP_SIGNALS, PATIENCE, alive, children_of, wait_until
+from helpers.workers import functions as work
 from regrow.workers import Guardian, MultiprocessContext, RunProcsResult, Std, start_processes
 
 METHODS = ("spawn", "fork", "forkserver")
@@ -139,7 +139,7 @@ def test_an_exception_comes_with_its_traceback_and_ends_the_others(
 
 @pytest.mark.thorough
 @every_method
-def test_exit_codes_and_signals_are_told(calls: Calls, method: str) -> None:
+def test_exit_codes_and_signals_are_reported(calls: Calls, method: str) -> None:
     assert calls.run(method, work.leave, (3,)).failures[0].exitcode == 3
     assert calls.run(method, work.vanish, (4,)).failures[0].exitcode == 4
     killed = calls.run(method, work.kill_self, ()).failures[0]
@@ -149,7 +149,7 @@ def test_exit_codes_and_signals_are_told(calls: Calls, method: str) -> None:
 
 @pytest.mark.thorough
 @every_method
-def test_ending_with_0_before_returning_is_a_failure_that_says_so(
+def test_an_exit_with_0_before_the_return_is_a_failure_with_this_reason(
     calls: Calls, method: str
 ) -> None:
     failure = calls.run(method, work.vanish, (0,)).failures[0]
@@ -161,12 +161,14 @@ def test_ending_with_0_before_returning_is_a_failure_that_says_so(
 
 def test_a_return_value_that_cannot_be_pickled_is_a_failure_of_its_worker(calls: Calls) -> None:
     failure = calls.run("spawn", work.unpicklable, ()).failures[0]
-    assert "return value, of type function, cannot be pickled" in failure.summary
+    assert "cannot pickle the worker's return value, of type function" in failure.summary
 
 
-def test_a_return_value_that_cannot_be_unpickled_is_a_failure_that_says_so(calls: Calls) -> None:
+def test_a_return_value_that_cannot_be_unpickled_is_a_failure_with_this_reason(
+    calls: Calls,
+) -> None:
     failure = calls.run("spawn", work.poison, ("here",)).failures[0]
-    assert "cannot be unpickled here: LookupError: poisoned" in failure.summary
+    assert "cannot unpickle the return value: LookupError: poisoned" in failure.summary
     assert failure.exitcode == 0
 
 
@@ -192,7 +194,9 @@ def test_arguments_that_cannot_be_pickled_are_an_error_at_once_and_leave_nothing
 
 
 def test_an_unknown_start_method_is_refused(calls: Calls) -> None:
-    with pytest.raises(ValueError, match="no start method 'thread': use spawn, fork, forkserver"):
+    with pytest.raises(
+        ValueError, match="unknown start method 'thread': use spawn, fork, forkserver"
+    ):
         calls.start("thread", work.sleep, ())
 
 
@@ -215,7 +219,7 @@ def test_closing_ends_functions_and_all_they_started(
 @pytest.mark.thorough
 @every_method
 @pytest.mark.parametrize("then", ["return", "killed"])
-def test_what_a_function_leaves_behind_is_gone_when_the_result_is_there(
+def test_no_process_of_a_function_is_left_when_the_result_is_known(
     calls: Calls, method: str, then: str, tmp_path: Path
 ) -> None:
     pids = tmp_path / "pids"
@@ -238,7 +242,7 @@ def test_a_function_that_ignores_sigterm_is_killed_after_the_grace(
 
 @pytest.mark.thorough
 @every_method
-def test_a_killed_guardian_takes_functions_along(tmp_path: Path, method: str) -> None:
+def test_function_workers_end_with_a_killed_guardian(tmp_path: Path, method: str) -> None:
     guardian = Guardian()
     calls = Calls(guardian, tmp_path)
     pids = tmp_path / "pids"
@@ -256,7 +260,7 @@ def test_a_killed_guardian_takes_functions_along(tmp_path: Path, method: str) ->
 
 AGENT = """
 import sys, time
-import worker_functions as work
+from helpers.workers import functions as work
 from regrow.workers import Std, start_processes
 if __name__ == "__main__":
     method, directory = sys.argv[1:]
@@ -287,6 +291,45 @@ def test_no_function_outlives_a_killed_agent(tmp_path: Path, method: str) -> Non
     wait_until(lambda: not any(alive(pid) for pid in family), "the family dead with its agent")
 
 
+NOTIFIED = """
+import sys
+from helpers.workers import functions as work
+from regrow.workers import start_processes
+if __name__ == "__main__":
+    method, directory = sys.argv[1:]
+    args = {0: (f"{directory}/go",)}
+    context = start_processes("t", work.wait_for_file, args, {0: {}}, directory,
+                              start_method=method)
+    print(context.pids()[0], flush=True)
+    print(context.wait().return_values, flush=True)
+"""
+
+
+@every_method
+def test_a_signal_to_all_processes_of_a_job_ends_no_helper_of_its_functions(
+    tmp_path: Path, method: str
+) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(NOTIFIED)
+    path = f"{os.path.dirname(work.__file__)}:{os.environ.get('PYTHONPATH', '')}"
+    agent = subprocess.Popen(
+        [sys.executable, str(program), method, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert agent.stdout is not None
+    worker = int(agent.stdout.readline())
+    helpers = [pid for pid in children_of(agent.pid) if pid != worker]
+    for signum in GROUP_SIGNALS:
+        for pid in helpers:
+            os.kill(pid, signum)
+    (tmp_path / "go").touch()
+    said, complaints = agent.communicate(timeout=PATIENCE)
+    assert (said, complaints) == (b"{0: 'went'}\n", b"")
+    assert len(helpers) == {"spawn": 2, "fork": 1, "forkserver": 3}[method]
+
+
 @pytest.mark.thorough
 @every_method
 def test_attempts_leak_no_descriptor(calls: Calls, method: str) -> None:
@@ -298,7 +341,7 @@ def test_attempts_leak_no_descriptor(calls: Calls, method: str) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_fork_from_a_thread_survives_that_thread(calls: Calls) -> None:
+def test_a_worker_outlives_the_thread_that_forked_it(calls: Calls) -> None:
     results: list[MultiprocessContext] = []
     thread = threading.Thread(target=lambda: results.append(calls.start("fork", _slow, ())))
     thread.start()

@@ -1,4 +1,4 @@
-"""Which of several failures is the root cause, where some say that another worker is to blame."""
+"""The root cause of several failures, of which some blame another worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from regrow.workers import ChildFailedError, ProcessFailure
-from regrow.workers.errors._failure import first_of
+from regrow.workers.errors.failures import first_of
 
 Fail = Callable[..., ProcessFailure]
 
@@ -21,20 +21,20 @@ def fail(tmp_path: Path) -> Fail:
 
     def make(rank: int, at: float, blames: object = None) -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
-        told: dict[str, Any] = {"monotonic": at, "timestamp": "1"}
+        extra: dict[str, Any] = {"monotonic": at, "timestamp": "1"}
         if blames is not None:
-            told["heartbeat"] = {"kind": "missing", "ranks": blames}
-        path.write_text(json.dumps({"message": {"message": "m", "extraInfo": told}}))
+            extra["heartbeat"] = {"kind": "missing", "ranks": blames}
+        path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
         return ProcessFailure(rank, 100 + rank, -6, str(path), exited_monotonic=at)
 
     return make
 
 
-def test_the_earliest_is_first_where_nobody_blames_anybody(fail: Fail) -> None:
+def test_without_blame_the_earliest_failure_is_the_root_cause(fail: Fail) -> None:
     assert first_of({0: fail(0, 3.0), 1: fail(1, 1.0), 2: fail(2, 2.0)}) == 1
 
 
-def test_who_is_blamed_by_the_earliest_is_first_though_it_failed_later(fail: Fail) -> None:
+def test_a_worker_that_the_earliest_failure_blames_is_the_root_cause(fail: Fail) -> None:
     failures = {0: fail(0, 1.0, [2]), 1: fail(1, 1.1, [2]), 2: fail(2, 3.0)}
     assert first_of(failures) == 2
     assert ChildFailedError("train.py", failures).get_first_failure()[0] == 2
@@ -44,7 +44,7 @@ def test_blame_of_a_worker_that_has_not_failed_here_changes_nothing(fail: Fail) 
     assert first_of({0: fail(0, 1.0, [7]), 1: fail(1, 2.0)}) == 0
 
 
-def test_who_only_died_of_the_blamers_end_is_not_first(fail: Fail) -> None:
+def test_a_later_failure_without_blame_is_not_the_root_cause(fail: Fail) -> None:
     assert first_of({0: fail(0, 1.0, [7]), 1: fail(1, 1.001), 2: fail(2, 1.002, [7])}) == 0
 
 
@@ -53,11 +53,11 @@ def test_workers_that_blame_each_other_have_one_root_cause(fail: Fail) -> None:
     assert first_of({0: fail(0, 1.0, [0]), 1: fail(1, 1.1, [0])}) == 0
 
 
-def test_blame_is_passed_on_to_the_earliest_of_those_blamed(fail: Fail) -> None:
+def test_blame_continues_with_the_earliest_of_the_blamed_workers(fail: Fail) -> None:
     failures = {0: fail(0, 1.0, [1, 2]), 1: fail(1, 3.0), 2: fail(2, 2.0, [3]), 3: fail(3, 9.0)}
     assert first_of(failures) == 3
 
 
 @pytest.mark.parametrize("ranks", [5, "01", None, [True, "0", 1.0, None], {"0": 0}])
-def test_an_error_file_with_nonsense_for_ranks_blames_nobody(fail: Fail, ranks: object) -> None:
+def test_an_error_file_with_invalid_ranks_blames_no_worker(fail: Fail, ranks: object) -> None:
     assert fail(0, 1.0, ranks).blames == frozenset()

@@ -1,4 +1,4 @@
-"""`ProcessFailure` and `ChildFailedError`: what failed first, and what is said of it."""
+"""`ProcessFailure` and `ChildFailedError`: the root cause, and the report."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_process_killed_by_a_signal_is_reported_with_its_name(number: int, nam
     assert failure.summary == failure.message
 
 
-def test_failures_do_not_share_what_they_say() -> None:
+def test_failures_do_not_share_their_error_file_data() -> None:
     ProcessFailure(0, 12, 3, "")
     assert ProcessFailure(1, 13, -9, "").error_file_data == {"message": "<NONE>"}
 
@@ -113,7 +113,7 @@ def test_failures_do_not_share_what_they_say() -> None:
         ('{"message": 5}', "has no message"),
     ],
 )
-def test_an_error_file_of_no_use_is_the_message_and_loses_no_job(
+def test_an_unusable_error_file_is_reported_in_the_message(
     tmp_path: Path, content: str | bytes, why: str
 ) -> None:
     path = error_file(tmp_path, content)
@@ -130,12 +130,12 @@ def test_an_error_file_of_no_use_is_the_message_and_loses_no_job(
 
 def test_an_error_file_that_cannot_be_read_is_the_message(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    path.symlink_to("/proc/self/mem")  # nobody, root included, can read its first byte
+    path.symlink_to("/proc/self/mem")  # even root cannot read its first byte
     failure = ProcessFailure(0, 12, 1, str(path))
     assert failure.summary == f"error file {path} cannot be read: Input/output error"
 
 
-def test_a_directory_in_the_place_of_the_error_file_is_none(tmp_path: Path) -> None:
+def test_a_directory_is_no_error_file(tmp_path: Path) -> None:
     assert ProcessFailure(0, 12, 3, str(tmp_path)).summary == "exit code 3"
 
 
@@ -160,7 +160,7 @@ def test_missing_and_senseless_stamps_fall_back_to_the_files_time(
     failure.timestamp_isoformat()
 
 
-def test_an_extra_info_that_is_none_is_survived(tmp_path: Path) -> None:
+def test_an_extra_info_of_none_is_accepted(tmp_path: Path) -> None:
     data = {"message": {"message": "x", "extraInfo": None}}
     failure = ProcessFailure(0, 12, 1, error_file(tmp_path, data))
     assert failure.summary == "x"
@@ -261,7 +261,7 @@ Root Cause \(first observed failure\):
     ), text
 
 
-def test_the_report_of_one_failure_says_that_there_is_no_other() -> None:
+def test_the_report_of_one_failure_names_no_other_failures() -> None:
     error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 2, "")})
     assert "Failures:\n  <NO_OTHER_FAILURES>\n" in str(error)
     assert "**" in error.format_msg("*", "~")
@@ -272,7 +272,7 @@ def test_an_error_of_no_failures_is_refused() -> None:
         ChildFailedError("train.py", {})
 
 
-def test_the_error_survives_being_pickled() -> None:
+def test_the_error_can_be_pickled() -> None:
     error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 2, "")})
     again = pickle.loads(pickle.dumps(error))
     assert (again.name, again.failures, str(again)) == (error.name, error.failures, str(error))

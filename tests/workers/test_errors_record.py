@@ -1,4 +1,4 @@
-"""`record` and `ErrorHandler`: what a worker leaves of its errors, and that it does no harm."""
+"""`record` and `ErrorHandler`: error files, and exceptions that continue unchanged."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from helpers.unspeakable import UNSPEAKABLE
 from regrow.workers.errors import ChildFailedError, ErrorHandler, ProcessFailure, record
 
 
@@ -54,7 +55,7 @@ def test_an_uncaught_exception_is_raised_on_and_left_in_the_error_file(error_fil
     assert os.listdir(error_file.parent) == ["error.json"]
 
 
-def test_what_a_function_returns_and_is_called_stays(error_file: Path) -> None:
+def test_return_value_name_and_docstring_of_a_recorded_function_are_kept(error_file: Path) -> None:
     @record
     def add(a: int, *, b: int) -> int:
         """Adds."""
@@ -111,7 +112,7 @@ def test_a_handler_of_the_users_records_in_both_forms() -> None:
 
 
 @pytest.mark.parametrize("value", [None, ""])
-def test_without_an_error_file_the_exception_is_raised_all_the_same(
+def test_the_exception_is_raised_without_an_error_file_too(
     monkeypatch: pytest.MonkeyPatch, value: str | None
 ) -> None:
     if value is None:
@@ -131,7 +132,7 @@ def test_an_error_file_that_cannot_be_written_never_masks_the_exception(
         fails()
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"the error file {path} cannot be written: [Errno 2]" in said
+    assert f"cannot write the error file {path}: [Errno 2]" in said
 
 
 def test_a_full_disk_leaves_neither_half_a_file_nor_another_exception(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_an_exception_that_cannot_be_shown_is_recorded(error_file: Path) -> None
 
     with pytest.raises(Mute):
         main()
-    assert left(error_file)["message"] == "Mute: <exception str() failed>"
+    assert left(error_file)["message"] == "Mute: <Mute: str() raises RuntimeError>"
 
 
 def test_a_fatal_signal_shows_the_stacks() -> None:
@@ -205,7 +206,7 @@ def test_a_childs_error_becomes_the_parents_with_its_exit_code(
     assert json.loads(error_file.read_text()) == data
 
 
-def test_a_childs_error_of_the_flat_format_is_passed_on_as_it_is(
+def test_a_childs_error_of_the_flat_format_is_passed_on_unchanged(
     tmp_path: Path, error_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     child = tmp_path / "child.json"
@@ -240,7 +241,7 @@ def test_a_childs_error_that_cannot_be_passed_on_masks_nothing(
     with pytest.raises(ChildFailedError):
         parent()
     assert not error_file.exists()
-    assert f"{child} is not passed on" in capsys.readouterr().err
+    assert f"cannot pass on the child's error file {child}: it" in capsys.readouterr().err
 
 
 def test_a_child_without_an_error_file_leaves_the_parent_without(error_file: Path) -> None:
@@ -256,9 +257,72 @@ def test_a_child_without_an_error_file_leaves_the_parent_without(error_file: Pat
 def test_torchs_module_paths_lead_to_the_same_names() -> None:
     import regrow.multiprocessing.errors.error_handler as theirs
     from regrow.multiprocessing import errors
+
     from regrow.workers.errors import error_handler, get_error_handler, handlers
 
     assert errors.record is record
     assert theirs.ErrorHandler is error_handler.ErrorHandler is ErrorHandler
     assert handlers.get_error_handler is get_error_handler
     assert type(get_error_handler()) is ErrorHandler
+
+
+@pytest.mark.parametrize("kind", UNSPEAKABLE)
+def test_the_type_of_an_exception_without_text_is_recorded(
+    error_file: Path, kind: type[Exception]
+) -> None:
+    @record
+    def main() -> None:
+        raise kind
+
+    with pytest.raises(kind):
+        main()
+    assert left(error_file)["message"].startswith(f"{kind.__name__}: ")
+    assert "raise kind" in left(error_file)["extraInfo"]["py_callstack"]
+
+
+def test_an_error_handler_that_raises_hides_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    class Broken(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            raise OSError("no room")
+
+    @record(error_handler=Broken())
+    def main() -> None:
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        main()
+    assert "no room" in capsys.readouterr().err
+
+
+def test_a_program_runs_where_no_fault_handler_can_be_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**where: Any) -> None:
+        raise RuntimeError("no fault handler here")
+
+    monkeypatch.setattr("faulthandler.enable", refuse)
+    assert record(lambda: "done")() == "done"
+    assert "a fatal signal will print no stacks: RuntimeError: no fault handler" in (
+        capsys.readouterr().err
+    )
+
+
+def test_other_base_exceptions_are_recorded_and_ctrl_c_is_not(
+    error_file: Path,
+) -> None:
+    class Abort(BaseException):
+        pass
+
+    def raises(error: BaseException) -> None:
+        @record
+        def main() -> None:
+            raise error from ValueError("the cause")
+
+        with pytest.raises(type(error)):
+            main()
+
+    raises(KeyboardInterrupt())
+    assert not error_file.exists()
+    raises(Abort("no further restart"))
+    assert left(error_file)["message"] == "Abort: no further restart"
+    assert "ValueError: the cause" in left(error_file)["extraInfo"]["py_callstack"]

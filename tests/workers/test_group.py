@@ -1,103 +1,80 @@
-"""The life of a group of workers, as a pure function."""
+"""Rules for the life of a group of workers."""
 
 from __future__ import annotations
 
-import signal
+from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended
 
-from regrow.workers._group import Close, Ended, Gone, Group, Member, Stop, step
-
-
-def _group(size: int = 3) -> Group:
-    return Group((Member(),) * size, grace=30.0)
+STOPPED = 2.0
 
 
-def _ended(rank: int, code: int, *, told_to: bool = False, at: float = 1.0) -> Ended:
-    return Ended(rank, code, code == 0, told_to, at)
+def end(
+    group: GroupState, rank: int, outcome: EndKind = "failed", *, replaceable: bool = False
+) -> GroupState:
+    code = {"completed": 0, "stopped": -15}.get(outcome, 1)
+    return ended(group, rank, WorkerEnd(code, 1.0, outcome), replaceable)
 
 
-def test_one_failure_stops_all_with_the_configured_grace() -> None:
-    group, stop = step(_group(), _ended(1, -9), now=2.0)
-    assert stop == Stop((0, 1, 2), signal.SIGTERM, 30.0)
+def outcomes(group: GroupState) -> dict[int, EndKind]:
+    return {rank: end.outcome for rank, end in group.ends.items()}
+
+
+def test_a_failed_worker_has_failed_and_a_stopped_one_has_not() -> None:
+    group = end(GroupState(3), 1)
+    group = end(group._replace(stopped_at=STOPPED), 0, "stopped")
     assert group.failed == (1,)
-    assert group.stopped_at == 2.0
 
 
-def test_a_success_stops_nobody() -> None:
-    group, stop = step(_group(), _ended(0, 0), now=2.0)
-    assert stop is None
-    assert group.failed == ()
-
-
-def test_an_exit_with_0_that_did_not_do_its_work_is_a_failure() -> None:
-    group, stop = step(_group(), Ended(0, 0, False, False, 1.0), now=2.0)
-    assert group.failed == (0,)
-    assert stop is not None
-
-
-def test_a_second_failure_before_the_stop_reached_it_is_a_failure_but_stops_nobody_again() -> None:
-    group, _ = step(_group(), _ended(1, 1), now=2.0)
-    group, stop = step(group, _ended(2, 1), now=2.1)
+def test_a_second_failure_before_the_stop_reaches_the_worker_is_a_failure() -> None:
+    group = end(end(GroupState(3), 2)._replace(stopped_at=STOPPED), 1)
     assert group.failed == (1, 2)
-    assert stop is None
-    assert group.stopped_at == 2.0
 
 
-def test_who_ends_because_it_was_told_to_has_not_failed() -> None:
-    group, _ = step(_group(), _ended(1, 1), now=2.0)
-    group, _ = step(group, _ended(0, -15, told_to=True), now=2.1)
-    assert group.failed == (1,)
-
-
-def test_a_group_is_over_when_all_are_gone_not_when_all_have_ended() -> None:
-    group = _group(2)
+def test_a_group_is_over_when_all_workers_are_gone_not_when_all_have_ended() -> None:
+    group = GroupState(2)
     for rank in (0, 1):
-        group, _ = step(group, _ended(rank, 0), now=1.0)
+        group = end(group, rank, "completed")
     assert not group.over
-    for rank in (0, 1):
-        group, _ = step(group, Gone(rank), now=1.0)
-    assert group.over
+    assert group._replace(gone=frozenset((0, 1))).over
 
 
-def test_closing_stops_those_that_are_left_and_a_second_time_with_another_grace() -> None:
-    group, _ = step(_group(), Gone(0), now=1.0)
-    group, stop = step(group, Close(signal.SIGINT, 5.0), now=2.0)
-    assert stop == Stop((1, 2), signal.SIGINT, 5.0)
-    group, stop = step(group, Close(signal.SIGKILL, 0.0), now=3.0)
-    assert stop == Stop((1, 2), signal.SIGKILL, 0.0)
-    assert group.stopped_at == 2.0
-
-
-def test_closing_what_is_over_does_nothing() -> None:
-    group, _ = step(_group(1), Gone(0), now=1.0)
-    assert step(group, Close(signal.SIGTERM, 1.0), now=2.0) == (group, None)
-
-
-def _lost(rank: int, at: float = 1.0) -> Ended:
-    return Ended(rank, -9, False, False, at, replaceable=True)
-
-
-def test_the_others_go_on_without_a_worker_that_they_can_do_without() -> None:
-    group, stop = step(_group(), _lost(1), now=2.0)
-    assert stop is None
-    assert (group.failed, group.members[1].lost) == ((), True)
-    group, stop = step(group, _ended(0, 0), now=3.0)
-    group, stop = step(group, _lost(2), now=4.0)
-    assert stop is None
+def test_the_others_continue_without_a_replaceable_worker() -> None:
+    group = end(GroupState(3), 1, replaceable=True)
+    assert (group.failed, outcomes(group)) == ((), {1: "lost"})
+    group = end(group, 0, "completed")
+    group = end(group, 2, replaceable=True)
     assert group.failed == ()
 
 
-def test_when_nobody_is_left_to_go_on_all_losses_were_failures() -> None:
-    group = _group()
+def test_losses_are_failures_when_no_worker_is_left_to_continue() -> None:
+    group = GroupState(3)
     for rank in (1, 0, 2):
-        group, stop = step(group, _lost(rank), now=2.0)
+        group = end(group, rank, replaceable=True)
     assert group.failed == (0, 1, 2)
-    assert stop is not None
 
 
-def test_after_a_loss_a_failure_is_one_as_ever_and_a_loss_while_stopping_is_none() -> None:
-    group, _ = step(_group(4), _lost(1), now=2.0)
-    group, stop = step(group, _ended(0, 1), now=3.0)
-    assert stop is not None
-    assert group.failed == (0,)
-    group, _ = step(group, _lost(3), now=3.1)  # it did not wait for the signal
-    assert (group.failed, group.members[3].lost) == ((0, 3), False)
+def test_a_worker_that_ends_during_a_stop_is_not_lost() -> None:
+    group = end(end(GroupState(4), 1, replaceable=True), 0)
+    group = end(group._replace(stopped_at=STOPPED), 3, replaceable=True)
+    assert outcomes(group) == {0: "failed", 1: "lost", 3: "failed"}
+
+
+def test_a_worker_that_left_the_others_and_completed_its_task_compensates_no_loss() -> None:
+    left, lost = ("completed", 0), ("failed", 1)
+    for ends in ([left, lost, ("failed", 2)], [lost, ("failed", 2), left]):
+        group = GroupState(3)
+        for outcome, rank in ends:
+            assert group.failed == ()
+            group = end(group, rank, outcome, replaceable=True)  # type: ignore[arg-type]
+        assert group.failed == (1, 2)
+
+
+def test_workers_that_all_left_and_completed_their_tasks_have_not_failed() -> None:
+    group = GroupState(3)
+    for rank in range(3):
+        group = end(group, rank, "completed", replaceable=True)
+    assert outcomes(group) == {0: "left", 1: "left", 2: "left"}
+
+
+def test_a_loss_remains_a_loss_when_the_last_of_the_others_fails() -> None:
+    group = end(end(GroupState(2), 1, replaceable=True), 0)
+    assert outcomes(group) == {0: "failed", 1: "lost"}

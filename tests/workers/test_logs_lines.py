@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.workers._lines import MAX_LINE, Lines
+from regrow.workers.logs.lines import MAX_LINE, Lines
 
 TEXT = st.lists(
     st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"loss", b"\xff\x00", b""]), max_size=30
@@ -51,7 +51,7 @@ def test_a_progress_bar_shows_each_of_its_states() -> None:
     assert lines.feed(b"\n") == b"[0]: 20%\n"
 
 
-def test_a_line_without_end_comes_out_in_pieces_and_none_is_kept() -> None:
+def test_a_line_without_end_is_split_into_pieces() -> None:
     lines = Lines("[0]:")
     out = b"".join(lines.feed(b"x" * 1000) for _ in range(1000))
     pieces = out.splitlines()
@@ -61,6 +61,6 @@ def test_a_line_without_end_comes_out_in_pieces_and_none_is_kept() -> None:
     assert lines.rest() == b""
 
 
-def test_what_is_not_text_passes_unchanged() -> None:
+def test_bytes_that_are_not_text_pass_unchanged() -> None:
     every = bytes(value for value in range(256) if value not in b"\r\n")
     assert Lines("ü:").feed(every + b"\n") == "ü:".encode() + every + b"\n"

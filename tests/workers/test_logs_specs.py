@@ -68,7 +68,7 @@ def test_a_value_or_a_map_of_local_ranks_of_any_number_of_digits_is_read(
 @pytest.mark.parametrize(
     "text", ["", "4", "-1", "ALL", "0:4", "0:", ":1", "0:1,", "0-1", "²:1", "1 "]
 )
-def test_what_is_neither_is_refused_by_name(text: str) -> None:
+def test_any_other_text_is_refused_with_the_text(text: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(text)} does not match: <"):
         Std.from_str(text)
 
@@ -78,7 +78,7 @@ def test_every_map_is_read_back(ranks: dict[int, Std]) -> None:
     assert Std.from_str(",".join(f"{rank}:{int(std)}" for rank, std in ranks.items())) == ranks
 
 
-def test_a_value_goes_for_all_ranks_and_a_map_for_those_it_names() -> None:
+def test_a_value_applies_to_all_ranks_and_a_map_to_its_ranks() -> None:
     assert to_map(Std.OUT, 2) == {0: Std.OUT, 1: Std.OUT}
     assert to_map({1: Std.ERR, 7: Std.ALL}, 2) == {0: Std.NONE, 1: Std.ERR}
 
@@ -150,7 +150,7 @@ def test_any_run_id_makes_a_directory(tmp_path: Path, run_id: str) -> None:
     assert (run / "attempt_0" / "1").is_dir()
 
 
-def test_without_a_directory_one_is_made_among_the_temporary_files(temporary: Path) -> None:
+def test_the_default_is_a_new_directory_among_the_temporary_files(temporary: Path) -> None:
     specs = DefaultLogsSpecs()
     (root,) = temporary.iterdir()
     assert re.fullmatch("torchelastic_[0-9a-f]{8}", root.name)
@@ -190,7 +190,7 @@ def test_specs_compare_and_show_as_torchs_do(tmp_path: Path) -> None:
     )
 
 
-def test_a_layout_of_the_users_own_can_be_given() -> None:
+def test_a_subclass_can_define_another_layout() -> None:
     class Flat(LogsSpecs):
         def reify(self, envs: Envs) -> LogsDest:
             return LogsDest(stdouts={rank: f"{self._root_log_dir}/{rank}" for rank in envs})
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_at_a_restart_costs_the_job_nothing(
     assert str(temporary) in warning
 
 
-def test_with_no_disk_at_all_at_a_restart_output_goes_to_the_console(
+def test_without_any_disk_at_a_restart_output_goes_to_the_console(
     disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(disk))

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import wait_until
 
+from helpers.processes import wait_until
 from regrow.workers.redirects import redirect, redirect_stdout
 from regrow.workers.tail_log import TailLog
 
@@ -49,19 +49,19 @@ def test_prefix_and_filter_are_the_users(tmp_path: Path) -> None:
     assert out.getvalue() == "> loss 1\n> loss 2\n"
 
 
-def test_what_is_written_before_the_stop_is_copied_and_a_missing_file_is_not_waited_for(
+def test_stop_copies_the_existing_lines_and_does_not_wait_for_missing_files(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
     out = io.StringIO()
-    tail = TailLog("t", {0: str(log), 1: str(tmp_path / "never")}, out).start()
+    tail = TailLog("t", {0: str(log), 1: str(tmp_path / "never")}, out, interval_sec=1000).start()
     lines = "".join(f"line {i}\n" for i in range(10_000))
     log.write_text(lines)
     tail.stop()
     assert out.getvalue().replace("[t0]:", "") == lines
 
 
-def test_without_files_there_is_nothing_to_do() -> None:
+def test_a_tail_without_files_stops() -> None:
     tail = TailLog("t", {}, io.StringIO()).start()
     tail.stop()
     assert tail.stopped()
@@ -80,7 +80,9 @@ def test_a_stream_that_is_closed_ends_the_tail_with_a_message(
     assert "TailLog t ends: I/O operation on closed file" in caplog.text
 
 
-def test_what_python_c_and_children_print_goes_to_the_file_and_back_after(tmp_path: Path) -> None:
+def test_output_of_python_c_and_children_is_redirected_until_the_end_of_the_block(
+    tmp_path: Path,
+) -> None:
     script = """
 import ctypes, os, sys
 from regrow.workers.redirects import redirect_stderr, redirect_stdout

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import worker_functions as work
 
-from regrow.workers import AffinityMode, NumaOptions, Std, _numa, start_processes
-from regrow.workers._numa import Host, choose_cpus
+from helpers.workers import functions as work
+from regrow.workers import AffinityMode, NumaOptions, Std, numa, start_processes
+from regrow.workers.numa import Host, choose_cpus
 
 NODE, SOCKET, EXCLUSIVE, COMPLEX = (
     AffinityMode.NODE,
@@ -69,13 +69,13 @@ def test_too_few_cores_to_share_are_refused() -> None:
         choose_cpus(_host(gpus=(0,) * 5), 0, EXCLUSIVE)
 
 
-def test_core_complexes_are_given_out_again_when_there_are_too_few() -> None:
+def test_core_complexes_are_shared_when_there_are_too_few() -> None:
     host = _host(gpus=(0, 0, 0))
     assert choose_cpus(host, 2, COMPLEX) == choose_cpus(host, 0, COMPLEX)
 
 
 def test_a_rank_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"local rank 4 has no GPU.*this host has 4"):
+    with pytest.raises(ValueError, match=r"cannot bind local rank 4 to .*this host has 4 GPUs"):
         choose_cpus(_host(), 4, NODE)
 
 
@@ -83,13 +83,13 @@ def test_without_gpus_ranks_are_dealt_to_the_nodes_in_turn() -> None:
     host = _host(gpus=())
     assert [choose_cpus(host, rank, NODE)[0] for rank in range(5)] == [0, 4, 8, 12, 0]
     assert choose_cpus(host, 0, COMPLEX) != choose_cpus(host, 4, COMPLEX)
-    with pytest.raises(ValueError, match="has none: use node or socket"):
+    with pytest.raises(ValueError, match="has no GPU: use --numa-binding node or socket"):
         choose_cpus(host, 0, EXCLUSIVE)
 
 
 def test_a_node_of_which_no_cpu_may_be_used_is_refused() -> None:
     host = replace(_host(), nodes={**_host().nodes, 1: []})
-    with pytest.raises(ValueError, match="NUMA node 1 has no CPU"):
+    with pytest.raises(ValueError, match="cannot be bound to NUMA node 1"):
         choose_cpus(host, 2, NODE)
 
 
@@ -97,7 +97,7 @@ def test_a_node_of_which_no_cpu_may_be_used_is_refused() -> None:
     ("text", "cpus"), [("", ()), ("3", (3,)), ("0-2,8,10-11\n", (0, 1, 2, 8, 10, 11))]
 )
 def test_lists_of_cpus_are_read_as_the_kernel_writes_them(text: str, cpus: tuple[int, ...]) -> None:
-    assert _numa.parse_cpus(text) == cpus
+    assert numa.parse_cpus(text) == cpus
 
 
 def _write(root: Path, files: Mapping[str, object]) -> None:
@@ -139,7 +139,7 @@ def test_a_host_is_read_from_sysfs(tmp_path: Path) -> None:
                 f"{pci}{address}/numa_node": node,
             },
         )
-    host = _numa.read_host(str(tmp_path), allowed={0, 2, 3})
+    host = numa.read_host(str(tmp_path), allowed={0, 2, 3})
     assert host == Host(
         nodes={0: [0], 1: [2, 3]},
         sockets={0: 0, 2: 1, 3: 1},
@@ -149,14 +149,14 @@ def test_a_host_is_read_from_sysfs(tmp_path: Path) -> None:
     )
 
 
-def test_a_kernel_that_tells_of_no_nodes_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not tell of NUMA nodes"):
-        _numa.read_host(str(tmp_path))
+def test_a_kernel_without_numa_nodes_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not show NUMA nodes"):
+        numa.read_host(str(tmp_path))
 
 
 def test_a_command_is_run_through_numactl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_numa, "read_host", _host)
-    assert _numa.bound_command(["train", "-x"], 1, NumaOptions(EXCLUSIVE)) == [
+    monkeypatch.setattr(numa, "read_host", _host)
+    assert numa.bound_command(["train", "-x"], 1, NumaOptions(EXCLUSIVE)) == [
         "numactl",
         "--physcpubind=2,3,18,19",
         "train",
@@ -164,14 +164,14 @@ def test_a_command_is_run_through_numactl(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_what_cannot_be_bound_is_an_error_or_runs_unbound_as_the_options_say(
+def test_a_worker_that_cannot_be_bound_fails_or_runs_unbound_by_the_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_numa, "read_host", _host)
-    with pytest.raises(ValueError, match="no GPU of its own"):
-        _numa.bound_command(["train"], 9, NumaOptions(NODE))
+    monkeypatch.setattr(numa, "read_host", _host)
+    with pytest.raises(ValueError, match="cannot bind local rank 9"):
+        numa.bound_command(["train"], 9, NumaOptions(NODE))
     lenient = NumaOptions(NODE, should_fall_back_if_binding_fails=True)
-    assert _numa.bound_command(["train"], 9, lenient) == ["train"]
+    assert numa.bound_command(["train"], 9, lenient) == ["train"]
 
 
 def test_a_function_runs_on_the_cpus_chosen(
@@ -179,7 +179,7 @@ def test_a_function_runs_on_the_cpus_chosen(
 ) -> None:
     cpu = min(os.sched_getaffinity(0))
     monkeypatch.setattr(
-        _numa, "read_host", lambda: Host({0: [cpu]}, {cpu: 0}, {cpu: (cpu,)}, {cpu: (cpu,)}, ())
+        numa, "read_host", lambda: Host({0: [cpu]}, {cpu: 0}, {cpu: (cpu,)}, {cpu: (cpu,)}, ())
     )
     context = start_processes(
         "test",

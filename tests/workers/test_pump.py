@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_until
-from pumping import NAMES, Rig, destinations
 
-from regrow.workers._console import Follower
-from regrow.workers._logs import LogsDest
-from regrow.workers._pump import LogPump
-from regrow.workers._sink import Sink
+from helpers.processes import wait_until
+from helpers.workers.pumping import NAMES, Rig, destinations, follower
+from regrow.workers.logs.console import Follower
+from regrow.workers.logs.lines import Lines, Sink
+from regrow.workers.logs.pump import LogPump
+from regrow.workers.logs.specs import LogsDest
+from regrow.workers.logs.stream import Stream
 
 Make = Callable[..., Rig]
 
@@ -38,7 +39,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         rig.clear()
 
 
-def test_what_workers_print_is_stored_byte_for_byte(make: Make) -> None:
+def test_output_is_stored_byte_for_byte(make: Make) -> None:
     rig = make()
     data = {(rank, name): os.urandom(1_500_000) for rank in (0, 1) for name in NAMES}
     threads = [
@@ -58,8 +59,8 @@ def test_a_process_that_prints_and_dies_has_all_of_it_stored(make: Make) -> None
     script = "import os; print('last words', flush=True); os.write(2, b'x' * 200_000); os.abort()"
     subprocess.run(
         [sys.executable, "-c", script],
-        stdout=rig._writers[0, "stdout"],
-        stderr=rig._writers[0, "stderr"],
+        stdout=rig.writers[0, "stdout"],
+        stderr=rig.writers[0, "stderr"],
         check=False,
     )
     rig.stop()
@@ -67,7 +68,7 @@ def test_a_process_that_prints_and_dies_has_all_of_it_stored(make: Make) -> None
     assert rig.stored(0, "stderr").count(b"x") == 200_000
 
 
-def test_what_is_printed_is_stored_at_once_also_without_newline(make: Make) -> None:
+def test_output_is_stored_at_once_also_without_newline(make: Make) -> None:
     rig = make()
     rig.write(0, b"loading ...")
     wait_until(lambda: rig.stored(0) == b"loading ...", "stored while the worker runs")
@@ -159,30 +160,26 @@ def test_streams_that_are_not_redirected_are_inherited_or_dropped_and_no_thread_
     pump = LogPump("worker", dest)
     pump.start()
     assert set(threading.enumerate()) <= before  # one of another test's may just be ending
-    assert pump.writer_fd(0, "stdout") is None
-    assert pump.writer_fd(1, "stderr") is None
-    dropped = pump.writer_fd(1, "stdout")
-    assert dropped is not None
+    assert pump.writer_fds(0) == {}
+    (number, dropped), *others = pump.writer_fds(1).items()
+    assert (number, others) == (1, [])
     assert os.path.samestat(os.fstat(dropped), Path(os.devnull).stat())
-    assert pump.drain_fds() == []
+    assert pump.drain_fds(0) == pump.drain_fds(1) == []
     pump.stop()
 
 
 def test_a_tee_from_a_file_that_the_stream_does_not_go_to_is_refused(tmp_path: Path) -> None:
     dest = LogsDest({0: ""}, {0: ""}, tee_stdouts={0: str(tmp_path / "elsewhere")})
-    with pytest.raises(
-        ValueError, match=r"stdout of local rank 0 cannot be shown from .*elsewhere"
-    ):
+    with pytest.raises(ValueError, match=r"cannot show stdout of local rank 0 from .*elsewhere"):
         LogPump("worker", dest)
 
 
-def test_what_is_left_in_a_pipe_can_be_drained_by_another_who_has_its_end(tmp_path: Path) -> None:
+def test_another_process_with_its_end_can_drain_a_pipe(tmp_path: Path) -> None:
     dest = destinations(tmp_path / "logs", ranks=1)
     pump = LogPump("worker", dest)  # and never started: its process was killed
-    writer = pump.writer_fd(0, "stdout")
-    assert writer is not None
+    writer = pump.writer_fds(0)[1]
     os.write(writer, b"last words")
-    drains = {path: fd for fd, path in pump.drain_fds()}  # the last of each: the worker's pipe
+    drains = {path: fd for fd, path in pump.drain_fds(0)}  # the last of each: the worker's pipe
     assert set(drains) == {dest.stdouts[0], dest.stderrs[0]}
     fd = drains[dest.stdouts[0]]
     assert os.read(fd, 100) == b"last words"
@@ -193,19 +190,18 @@ def test_what_is_left_in_a_pipe_can_be_drained_by_another_who_has_its_end(tmp_pa
     pump.stop()
 
 
-def test_a_piece_on_its_way_is_drained_before_what_came_after_it(tmp_path: Path) -> None:
-    dest = destinations(tmp_path / "logs", ranks=1)
-    pump = LogPump("worker", dest)
-    stream = next(stream for stream in pump._streams.values() if stream.path == dest.stdouts[0])
+def test_a_moved_piece_is_drained_before_later_output(tmp_path: Path) -> None:
+    console = Follower(Sink(2))
+    stream = Stream(str(tmp_path / "log"), False, console.add(Sink(2), Lines(""), 0), [])
     os.write(stream.writer, b"first ")
     assert stream.take() == 6  # and was killed before it stored it
     os.write(stream.writer, b"last")
-    drains = [fd for fd, path in pump.drain_fds() if path == dest.stdouts[0]]
-    assert [os.read(fd, 100) for fd in drains] == [b"first ", b"last"]
-    pump.stop()
+    assert [os.read(fd, 100) for fd in stream.fds[:2]] == [b"first ", b"last"]
+    os.close(stream.writer)
+    stream.end()
 
 
-def test_a_file_that_takes_nothing_from_a_pipe_is_written_all_the_same(
+def test_a_file_that_does_not_accept_splice_is_written(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splice, refused = os.splice, []
@@ -225,7 +221,7 @@ def test_a_file_that_takes_nothing_from_a_pipe_is_written_all_the_same(
     assert refused
 
 
-def test_a_pump_gives_back_its_descriptors_and_threads(make: Make) -> None:
+def test_a_pump_releases_its_descriptors_and_threads(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
@@ -243,12 +239,12 @@ def test_the_lines_of_attempts_that_share_a_console_come_in_the_order_of_attempt
     tmp_path: Path,
 ) -> None:
     read, write = os.pipe()
-    follower = Follower(Sink(write))
+    shared = follower(write, write)
     rigs = []
     for attempt in range(2):
         folder = tmp_path / str(attempt)
         folder.mkdir()
-        rigs.append(Rig(folder, stdout_fd=write, follower=follower))
+        rigs.append(Rig(folder, follower=shared))
         rigs[-1].write(0, b"%d %s\n" % (attempt, b"." * 1000) * 500)  # more than a pipe holds
         rigs[-1].close()
         rigs[-1].pump.stop(30, flush=False)
@@ -267,7 +263,7 @@ def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: 
     rig = make()
     script = "echo from the worker; sleep 1000 & echo $!"
     # The shell's own child holds the pipe for as long as it lives.
-    subprocess.run(["sh", "-c", script], stdout=rig._writers[0, "stdout"], check=True)
+    subprocess.run(["sh", "-c", script], stdout=rig.writers[0, "stdout"], check=True)
     rig.stop(0.3)
     said, child = rig.stored(0).splitlines()
     os.kill(int(child), 9)
@@ -275,11 +271,10 @@ def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: 
     assert rig.shown().startswith(b"[worker0]:from the worker\n")
 
 
-def test_what_a_pipe_holds_at_the_end_is_stored_though_it_is_held_open(tmp_path: Path) -> None:
+def test_the_content_of_a_pipe_that_is_held_open_is_stored_at_the_end(tmp_path: Path) -> None:
     dest = destinations(tmp_path / "logs", ranks=1, tee=False)
     pump = LogPump("worker", dest)
-    writer = pump.writer_fd(0, "stdout")
-    assert writer is not None
+    writer = pump.writer_fds(0)[1]
     held = os.dup(writer)
     os.set_blocking(held, False)
     size = os.write(held, b"x" * 2_000_000)  # as much as the pipe takes

@@ -1,4 +1,4 @@
-"""Full disks, slow and closed consoles, endless lines: nobody stalls, nothing is lost silently."""
+"""Full disks, slow and closed consoles, endless lines: no worker waits, no loss is silent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import wait_until
-from pumping import Rig, destinations
 
-from regrow.workers._console import MAX_SPILLED, Follower, Source
-from regrow.workers._lines import Lines
-from regrow.workers._logs import LogsDest
-from regrow.workers._sink import Sink
+from helpers.processes import wait_until
+from helpers.workers.pumping import Rig, destinations
+from regrow.workers.logs.console import MAX_SPILLED, Follower
+from regrow.workers.logs.lines import Lines, Sink
+from regrow.workers.logs.specs import LogsDest
 
 Make = Callable[..., Rig]
 LINE = b"line %06d of a worker that prints and prints\n"
@@ -63,7 +62,7 @@ class Pipe:
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """A console of small capacity that nobody reads unless the test does."""
+    """A console of small capacity that only the test reads."""
     pipe = Pipe()
     yield pipe
     pipe.shut()  # which ends a write that is blocked, after which its number may be used again
@@ -77,20 +76,19 @@ def _name(thread: threading.Thread) -> str:
 
 def run(script: str, *args: str) -> str:
     """What a Python program with the tests' helpers prints."""
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     program = [sys.executable, "-c", script, *args]
-    return subprocess.run(program, env=env, stdout=subprocess.PIPE, check=True, text=True).stdout
+    return subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True).stdout
 
 
 # --- the console
 
 
-def test_a_console_that_takes_nothing_stalls_no_worker_and_is_given_up(
+def test_a_blocked_console_delays_no_worker_and_the_pump_gives_up_on_it(
     make: Make, pipe: Pipe
 ) -> None:
     rig = make(stdout_fd=pipe.write)
     data = b"".join(LINE % i for i in range(100_000))
-    rig.write(0, data)  # returns, though nobody reads the console
+    rig.write(0, data)  # returns, although the console is not read
     rig.stop(0.3)
     assert rig.stored(0) == data
     assert b"bytes of output are not shown here" in rig.shown("stderr")
@@ -138,19 +136,21 @@ def test_a_console_that_is_closed_ends_showing_and_nothing_else(make: Make, pipe
     assert rig.shown("stderr") == b"[worker1]:and this\n"
 
 
-def test_a_console_that_was_never_open_is_not_mistaken_for_a_file_of_ours(tmp_path: Path) -> None:
+def test_a_console_that_was_never_open_is_not_confused_with_a_pipe_of_a_worker(
+    tmp_path: Path,
+) -> None:
     script = """
 import os, sys
 from pathlib import Path
-from processes import wait_until
-from pumping import destinations
-from regrow.workers._pump import LogPump
+from helpers.processes import wait_until
+from helpers.workers.pumping import destinations, follower
+from regrow.workers.logs.pump import LogPump
 dest = destinations(Path(sys.argv[1]) / "logs", ranks=1)
 _, closed = ends = os.pipe()
 for fd in ends:  # their numbers are the next that are given out, to the pipe of a worker
     os.close(fd)
-pump = LogPump("worker", dest, stdout_fd=closed)
-assert pump.writer_fd(0, "stdout") == closed
+pump = LogPump("worker", dest, follower=follower(closed, 2))
+assert pump.writer_fds(0)[1] == closed
 os.write(closed, b"hello\\n")
 pump.start()
 wait_until(lambda: Path(dest.stdouts[0]).read_bytes() != b"", "stored")
@@ -162,11 +162,11 @@ print(Path(dest.stdouts[0]).read_text())
 
 
 @pytest.mark.thorough
-def test_a_gigantic_line_takes_no_memory(tmp_path: Path) -> None:
+def test_a_gigantic_line_needs_no_memory(tmp_path: Path) -> None:
     script = """
 import os, resource, sys, threading
 from pathlib import Path
-from pumping import Rig
+from helpers.workers.pumping import Rig
 rig = Rig(Path(sys.argv[1]), stdout_fd=os.open("/dev/null", os.O_WRONLY), stdout_filters=["y"])
 rig.write(0, b"x")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -181,7 +181,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert kib < 20_000, "more than before, of a line of 192,000 KiB"
 
 
-def test_a_log_that_somebody_empties_is_shown_on(make: Make) -> None:
+def test_a_truncated_log_is_still_shown(make: Make) -> None:
     rig = make()
     rig.write(0, b"before, a long line\n")
     wait_until(lambda: rig.shown() == b"[worker0]:before, a long line\n", "the first is shown")
@@ -257,19 +257,20 @@ def test_with_disk_and_console_stuck_memory_is_bounded_and_the_lost_bytes_are_co
 
 def test_pieces_of_one_byte_do_not_get_round_the_bound_on_memory(pipe: Pipe) -> None:
     follower = Follower(Sink(pipe.write))
-    source = Source(Sink(pipe.write), Lines(""), 0)
-    follower.add(source)
+    source = follower.add(Sink(pipe.write), Lines(""), 0)
     while follower.spill(source, b"x" * 200_000 + b"\n"):  # until the console, unread, is full
         pass
     follower.flush([source], 0, 0)
-    follower.add(source := Source(Sink(pipe.write), Lines(""), 1))
+    source = follower.add(Sink(pipe.write), Lines(""), 1)
     taken = sum(follower.spill(source, b"x") for _ in range(50_000))
     assert 1000 < taken < MAX_SPILLED / 100
     follower.end(source)
     follower.flush([source], 0, 0)
 
 
-def test_filtered_lines_that_cannot_be_stored_harm_nobody(make: Make, tmp_path: Path) -> None:
+def test_filtered_lines_that_cannot_be_stored_do_not_affect_the_logs(
+    make: Make, tmp_path: Path
+) -> None:
     dest = destinations(tmp_path / "logs", ranks=1)
     dest.filtered_stdout = "/dev/full"
     dest.filtered_stderr = str(tmp_path / "missing" / "filtered")
@@ -279,10 +280,10 @@ def test_filtered_lines_that_cannot_be_stored_harm_nobody(make: Make, tmp_path: 
     rig.stop()
     assert rig.stored(0) == LINE % 1
     assert rig.shown() == b"[worker0]:" + LINE % 1
-    assert f"{dest.filtered_stderr} cannot be made: [Errno 2]" in rig.shown("stderr").decode()
+    assert f"cannot create {dest.filtered_stderr}: [Errno 2]" in rig.shown("stderr").decode()
 
 
-def test_lines_that_no_file_takes_are_filtered_all_the_same(make: Make, tmp_path: Path) -> None:
+def test_lines_that_no_file_stores_are_filtered(make: Make, tmp_path: Path) -> None:
     dest = destinations(tmp_path / "logs", ranks=1)
     dest.stdouts[0] = dest.tee_stdouts[0] = "/dev/full"
     rig = make(dest, stdout_filters=["line"])
@@ -291,7 +292,7 @@ def test_lines_that_no_file_takes_are_filtered_all_the_same(make: Make, tmp_path
     assert Path(dest.filtered_stdout).read_bytes() == b"[worker0]:" + LINE % 1
 
 
-def test_half_a_line_that_no_file_took_is_shown_when_the_file_has_the_other_half(
+def test_half_a_line_that_no_file_stores_is_shown_when_the_other_half_is_stored(
     make: Make, tmp_path: Path
 ) -> None:
     dest = destinations(tmp_path / "logs", ranks=1, tee=False)

@@ -1,4 +1,4 @@
-"""Who of a group has failed, as a function of how its workers ended."""
+"""Result of a group, as a function of the ends of its workers."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
-from regrow.workers._group import Group, Member
-from regrow.workers._result import work_up
 from regrow.workers.errors import ProcessFailure
+from regrow.workers.group import GroupState, WorkerEnd
+from regrow.workers.worker_set import collect_results
 
-WELL = Member(code=0, exited=5.0, well=True, gone=True)
-FAILED = Member(code=1, exited=5.0, failed=True, gone=True)
-STOPPED = Member(code=-15, exited=9.0, gone=True)
-NEVER_RAN = Member(gone=True)
+WELL = WorkerEnd(0, 5.0, "completed")
+FAILED = WorkerEnd(1, 5.0, "failed")
+STOPPED = WorkerEnd(-15, 9.0, "stopped")
+NEVER_RAN = None
 
 
-def ended(
-    *members: Member, files: dict[int, Path] | None = None, returned: dict[int, Any] | None = None
+def result(
+    *ends: WorkerEnd | None,
+    files: dict[int, Path] | None = None,
+    returned: dict[int, Any] | None = None,
 ) -> tuple[dict[int, Any], set[int]]:
-    """What was returned, and who failed, in a group that was stopped at 6.0 if one failed."""
+    """Return the values and the failed ranks of a group, which was stopped at 6.0 if one failed."""
+    known = {rank: end for rank, end in enumerate(ends) if end is not None}
 
-    def failure(rank: int, member: Member) -> ProcessFailure:
-        assert member.code is not None
-        path = str((files or {}).get(rank, ""))
-        return ProcessFailure(rank, 1, member.code, path, exited_monotonic=member.exited)
+    def failure(rank: int) -> ProcessFailure:
+        end, path = known[rank], str((files or {}).get(rank, ""))
+        return ProcessFailure(rank, 1, end.code, path, exited_monotonic=end.at)
 
-    group = Group(members, 30.0, 6.0 if FAILED in members else None)
-    values, failures = work_up(
+    group = GroupState(len(ends), known, stopped_at=6.0 if FAILED in ends else None)
+    values, failures = collect_results(
         group, failure, lambda ranks: dict.fromkeys(ranks) if returned is None else returned
     )
     return values, set(failures)
@@ -40,29 +42,29 @@ def error_file(folder: Path, at: float) -> Path:
     return path
 
 
-def test_where_all_ended_well_there_is_what_they_returned() -> None:
-    assert ended(WELL, WELL, returned={0: "a", 1: "b"}) == ({0: "a", 1: "b"}, set())
+def test_workers_that_all_complete_return_their_values() -> None:
+    assert result(WELL, WELL, returned={0: "a", 1: "b"}) == ({0: "a", 1: "b"}, set())
 
 
-def test_where_one_failed_nothing_was_returned_and_who_was_stopped_for_it_did_not_fail() -> None:
-    assert ended(WELL, FAILED, STOPPED, returned={0: "a"}) == ({}, {1})
+def test_a_group_with_a_failure_returns_nothing_and_stopped_workers_have_not_failed() -> None:
+    assert result(WELL, FAILED, STOPPED, returned={0: "a"}) == ({}, {1})
 
 
-def test_who_had_an_exception_before_it_was_told_to_stop_only_lingered(tmp_path: Path) -> None:
-    assert ended(FAILED, STOPPED, files={1: error_file(tmp_path, 4.0)}) == ({}, {0, 1})
+def test_a_worker_with_an_exception_before_the_stop_has_failed(tmp_path: Path) -> None:
+    assert result(FAILED, STOPPED, files={1: error_file(tmp_path, 4.0)}) == ({}, {0, 1})
 
 
-def test_an_exception_after_the_stop_is_because_of_it(tmp_path: Path) -> None:
-    assert ended(FAILED, STOPPED, files={1: error_file(tmp_path, 7.0)}) == ({}, {0})
+def test_a_worker_with_an_exception_after_the_stop_has_not_failed(tmp_path: Path) -> None:
+    assert result(FAILED, STOPPED, files={1: error_file(tmp_path, 7.0)}) == ({}, {0})
 
 
-def test_an_error_file_of_one_that_ended_well_is_no_failure(tmp_path: Path) -> None:
-    assert ended(FAILED, WELL, files={1: error_file(tmp_path, 4.0)}) == ({}, {0})
+def test_an_error_file_of_a_completed_worker_is_no_failure(tmp_path: Path) -> None:
+    assert result(FAILED, WELL, files={1: error_file(tmp_path, 4.0)}) == ({}, {0})
 
 
-def test_a_value_that_cannot_be_had_is_a_failure() -> None:
-    assert ended(WELL, WELL, returned={0: "a"}) == ({}, {1})
+def test_a_worker_whose_value_cannot_be_read_has_failed() -> None:
+    assert result(WELL, WELL, returned={0: "a"}) == ({}, {1})
 
 
 def test_a_program_that_never_ran_has_neither_failed_nor_returned() -> None:
-    assert ended(NEVER_RAN, WELL) == ({1: None}, set())
+    assert result(NEVER_RAN, WELL) == ({1: None}, set())

@@ -8,9 +8,9 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from processes import ends, wait_until
-
 from regrow.multiprocessing.api import SubprocessHandler, get_subprocess_handler
+
+from helpers.processes import ends, wait_until
 
 
 def test_a_program_runs_in_a_session_of_its_own_with_its_output_in_files(tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
-"""The agent: one per node, runs the node's workers and starts them again.
+"""The agent: one per node; it starts the node's workers, watches them and restarts them.
 
 The public names are those of `torch.distributed.elastic.agent.server`.
 """
 
-from regrow.agent._environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
-from regrow.agent._local import LocalElasticAgent
-from regrow.agent._simple import SimpleElasticAgent
-from regrow.agent._types import (
+from regrow.agent.agent import LocalElasticAgent, SimpleElasticAgent
+from regrow.agent.api import (
     DEFAULT_ROLE,
     ElasticAgent,
     RunResult,
@@ -15,6 +13,7 @@ from regrow.agent._types import (
     WorkerSpec,
     WorkerState,
 )
+from regrow.agent.attempt.environment import TORCHELASTIC_ENABLE_FILE_TIMER, TORCHELASTIC_TIMER_FILE
 
 __all__ = [
     "DEFAULT_ROLE",

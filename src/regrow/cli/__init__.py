@@ -1,26 +1,52 @@
 """The `regrow` command.
 
     regrow run ...              start a training, as torchrun does
-    regrow events LOGDIR        tell the story of a job again, from its log directory
-    regrow token FILE           make the secret that the hosts of a job share
+    regrow events LOGDIR        print the story of a job from its log directory
+    regrow token FILE           create the secret that the hosts of a job share
 
-This file is all that is loaded before a Ctrl-C is caught, so it imports nothing heavy; its exit
-codes are in `_exit`.
+Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
+codes are in `regrow.cli.exit_codes`.
+
+`regrow run` watches and signals workers by pidfds. A pidfd refers to one process only, so no signal
+reaches another process that has received the same process id later. Only Linux 5.3 and newer have
+pidfds. The command checks this before it imports any module that needs them.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from regrow.utils import lazily
+
+if TYPE_CHECKING:
+    from regrow.cli.args.devices import Devices
+    from regrow.cli.args.parser import build_parser, origin
+    from regrow.cli.args.placement import fill_in
+    from regrow.cli.screen.console import ABOUT_THE_JOB, VERBOSE, Console, Speaker, say
 
 __all__ = ["main"]
+
+__getattr__, __dir__ = lazily(
+    globals(),
+    {
+        "screen.console": "ABOUT_THE_JOB Console Speaker VERBOSE say",
+        "args.devices": "Devices",
+        "args.parser": "build_parser origin",
+        "args.placement": "fill_in",
+    },
+)
+
+_NEEDED = "Linux 5.3 or newer is needed, for pidfds (pidfd_open)"
 
 _HELP = """\
 usage: regrow COMMAND ...
 
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
-  regrow events LOGDIR [--json]    tell the story of a job again, from its log directory
-  regrow token FILE                make the secret that the hosts of a job share
+  regrow events LOGDIR [--json]    print the story of a job, from its log directory
+  regrow token FILE                create the secret that the hosts of a job share
   regrow --version                 print the version
 
 `regrow run --help` lists the flags.
@@ -31,17 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: arguments after the program's name; None takes the process's own.
+        argv: arguments after the program's name; None means the arguments of this process.
 
     Returns:
-        the exit code; see `regrow.cli._exit`.
+        The exit code; see `regrow.cli.exit_codes`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _dispatch(arguments))
 
 
 def guarded(call: Callable[[], object]) -> int:
-    """Run `call`; whatever exception ends it becomes an exit code and, on stderr, its text."""
+    """Run `call`; convert an exception to an exit code, and print its text to stderr."""
     try:
         _fill_standard_descriptors()
         call()
@@ -50,10 +76,10 @@ def guarded(call: Callable[[], object]) -> int:
         import signal
 
         if isinstance(error, KeyboardInterrupt):
-            # A second Ctrl-C ends the process at once, instead of what is printed here.
+            # A second Ctrl-C ends the process at once, without the text that is printed below.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        from regrow.cli._console import say
-        from regrow.cli._exit import outcome
+        from regrow.cli.exit_codes import outcome
+        from regrow.cli.screen.console import say
 
         code, text = outcome(error)
         if text:
@@ -62,24 +88,54 @@ def guarded(call: Callable[[], object]) -> int:
 
 
 def refuse_platform(prog: str) -> None:
-    """End with a line signed by `prog`, and exit code 2, where no worker could be watched."""
-    from regrow.cli._platform import platform_fault
+    """Exit with code 2 and one line on stderr if this platform has no pidfds.
 
+    Args:
+        prog: name of the command, with which the line starts.
+    """
     fault = platform_fault()
     if fault is not None:
-        from regrow.cli._console import say
+        from regrow.cli.screen.console import say
 
         say(sys.stderr, f"{prog}: {fault}")
         sys.exit(2)
 
 
-def _fill_standard_descriptors() -> None:
-    """Open /dev/null in the place of each standard stream that is closed.
+def platform_fault(
+    platform: str = sys.platform, pidfd_open: Callable[[int], int] | None = None
+) -> str | None:
+    """Return what this platform lacks and what to do, in one line; None if it is complete.
 
-    Else the next file to be opened would be one, and the workers would write into it.
+    Args:
+        platform: a value like `sys.platform`.
+        pidfd_open: the system call; None means `os.pidfd_open` of this interpreter.
     """
-    import os
+    if platform != "linux":
+        return f"{_NEEDED}, but this is {platform!r}: run regrow on a Linux host"
+    import errno
 
+    call = pidfd_open or getattr(os, "pidfd_open", None)
+    if call is None:
+        return f"{_NEEDED}, but this Python was built without them: use another build"
+    try:
+        os.close(call(os.getpid()))
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            release = os.uname().release
+            return (
+                f"{_NEEDED}, and this host refuses them ({error.strerror}; kernel "
+                f"{release}): use a newer kernel, or allow them in the container's seccomp filter"
+            )
+        raise
+    return None
+
+
+def _fill_standard_descriptors() -> None:
+    """Open /dev/null in place of each standard stream that is closed.
+
+    Otherwise the next opened file would become a standard stream, and the workers would write into
+    that file.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -94,11 +150,11 @@ def _dispatch(arguments: list[str]) -> None:
 
             run(arguments[1:])
         case "events":
-            from regrow.cli._events import main as events
+            from regrow.cli.commands.events import main as events
 
             events(arguments[1:])
         case "token":
-            from regrow.cli._token import main as token
+            from regrow.cli.commands.token import main as token
 
             token(arguments[1:])
         case "--version" | "-V":
@@ -111,7 +167,7 @@ def _dispatch(arguments: list[str]) -> None:
             print(_HELP, end="", file=sys.stderr)
             sys.exit(2)
         case _:
-            from regrow.cli._console import say
+            from regrow.cli.screen.console import say
 
             say(sys.stderr, f"regrow: unknown command {command!r}{_suggestion(arguments)}")
             sys.exit(2)

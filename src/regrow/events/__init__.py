@@ -1,17 +1,14 @@
-"""What happened in a job.
+"""Events of a job: recording, the event log, and the story derived from it.
 
-`Event` and `record` are torch's; `EventLog` keeps a job's events as JSON lines,
-`read_events` gives them back, and `story` tells them: what failed first, and
-what it cost.
+`Event` and `record` are torch's names. `EventLog` writes a job's events as JSON lines and
+`read_events` reads them. `story` derives what failed first, and what the failure cost.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
-
-from ._log import (
+from regrow.events.log import (
     EVENTS_FILE,
     EventFile,
     EventLog,
@@ -19,24 +16,36 @@ from ._log import (
     find_event_file,
     read_events,
 )
-from ._record import construct_and_record_rdzv_event, record, record_rdzv_event
-from ._types import Event, EventMetadataValue, EventSource, NodeState, RdzvEvent
+from regrow.events.recording import (
+    Event,
+    EventMetadataValue,
+    EventSource,
+    NodeState,
+    RdzvEvent,
+    construct_and_record_rdzv_event,
+    record,
+    record_rdzv_event,
+)
+from regrow.utils import lazily
+
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from ._story import (
+    from regrow.events.evidence import short_scope
+    from regrow.events.story_types import (
         Expiry,
         Failure,
-        InPlace,
-        Move,
+        InProcessRestart,
+        LostNode,
         OtherFailure,
-        Stall,
-        Step,
+        PlannedRestart,
+        StalledProgress,
+        StepMark,
         Story,
         Suspension,
+        print_story,
         story,
     )
-    from ._tell import print_story
 
 __all__ = [
     "EVENTS_FILE",
@@ -47,13 +56,14 @@ __all__ = [
     "EventSource",
     "Expiry",
     "Failure",
-    "InPlace",
-    "Move",
+    "InProcessRestart",
+    "LostNode",
     "NodeState",
     "OtherFailure",
+    "PlannedRestart",
     "RdzvEvent",
-    "Stall",
-    "Step",
+    "StalledProgress",
+    "StepMark",
     "Story",
     "Suspension",
     "as_record",
@@ -68,20 +78,14 @@ __all__ = [
     "story",
 ]
 
-# The story is told when a job is over; a launcher that starts one does not wait for it.
-__getattr__ = lazily(
+# The story is built when a job is over. A launcher loads it lazily, so the start stays fast.
+__getattr__, __dir__ = lazily(
     globals(),
     {
-        "Expiry": "_story",
-        "Failure": "_story",
-        "Move": "_story",
-        "OtherFailure": "_story",
-        "InPlace": "_story",
-        "Stall": "_story",
-        "Step": "_story",
-        "Story": "_story",
-        "Suspension": "_story",
-        "print_story": "_tell",
-        "story": "_story",
+        "evidence": "short_scope",
+        "story_types": (
+            "Expiry Failure InProcessRestart LostNode OtherFailure PlannedRestart"
+            " StalledProgress StepMark Story Suspension print_story story"
+        ),
     },
 )

@@ -1,7 +1,7 @@
-"""Where recorded events go: logging handlers by name.
+"""Destinations of recorded events: logging handlers by name.
 
-To add a destination, put its handler into `_log_handlers` (the field's way) or
-call `register_logging_handler`.
+To add a destination, put its handler into `_log_handlers`, as other projects do, or call
+`register_logging_handler`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from regrow.utils import JsonLinesFile
 __all__ = ["EVENT_FILE_ENV", "get_logging_handler", "register_logging_handler"]
 
 EVENT_FILE_ENV = "REGROW_EVENT_FILE"
-"""Names the file that the handler `file` appends to."""
+"""Environment variable with the path of the file that the handler `file` appends to."""
 
 
 class EventFileHandler(logging.Handler):
-    """Appends each event to the file that REGROW_EVENT_FILE names, one JSON object a line.
+    """Appends each event to the file in REGROW_EVENT_FILE, one JSON object a line.
 
-    It never raises: without the variable, or without room on the disk, it says so once and
-    the events are lost.
+    The handler never raises. If the variable is not set, or the disk is full, it warns once and
+    drops the events.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class EventFileHandler(logging.Handler):
                     EVENT_FILE_ENV,
                 )
             return
-        # A forked child inherits the file with its lock, which another thread may have held.
+        # A forked child inherits the file and its lock, which another thread may hold at the fork.
         if self._file is None or self._file.path != path or self._owner != os.getpid():
             self._file = JsonLinesFile(path, "events")
             self._owner = os.getpid()
-        from regrow.events._log import as_record
+        from regrow.events.log import as_record
 
         self._file.append(as_record(event) if event is not None else {"event": record.getMessage()})
 
@@ -60,12 +60,16 @@ _log_handlers: dict[str, logging.Handler] = {
 
 
 def register_logging_handler(destination: str, handler: logging.Handler) -> None:
-    """Make `handler` known as `destination`, in place of whatever had that name."""
+    """Register `handler` under the name `destination`; replaces an earlier handler of that name."""
     _log_handlers[destination] = handler
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """The handler known as `destination`; ValueError names the known ones where there is none."""
+    """Return the handler of `destination`.
+
+    Raises:
+        ValueError: there is no such handler; the text lists the known names.
+    """
     try:
         return _log_handlers[destination]
     except KeyError:

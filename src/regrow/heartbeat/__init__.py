@@ -1,4 +1,4 @@
-"""Collective heartbeats: every worker knows within a period that all others are there and in step.
+"""Collective heartbeats: each worker checks every period that all others are present and in step.
 
     from regrow import heartbeat
 
@@ -7,24 +7,25 @@
         train_step(batch)
         heartbeat.step(n)
 
-All workers agree on a token at the start and show it to each other every period. One that is
-missing, was started again, or is of another run is noticed by all of them, and ends all of them
-with a message that says which it was.
+All workers agree on a token at the start and exchange it every period. A worker may be missing,
+restarted, or part of another run. All workers detect this, and all end with a message that names
+the worker and the fault.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.heartbeat._api import progress, start, step
-    from regrow.heartbeat._exchange import Exchange, Progress
-    from regrow.heartbeat._failure import HeartbeatFailure
-    from regrow.heartbeat._jax_exchange import JaxExchange
-    from regrow.heartbeat._store_exchange import StoreExchange
-    from regrow.heartbeat._torch_exchange import TorchExchange
+    from regrow.heartbeat.api import progress, start, step
+    from regrow.heartbeat.failure import HeartbeatFailure
+    from regrow.heartbeat.jax_exchange import JaxExchange
+    from regrow.heartbeat.merge import AllReduceExchange as Exchange
+    from regrow.heartbeat.merge import WorkerProgress as Progress
+    from regrow.heartbeat.store_exchange import StoreExchange
+    from regrow.heartbeat.torch_exchange import TorchExchange
 
 __all__ = [
     "Exchange",
@@ -38,17 +39,14 @@ __all__ = [
     "step",
 ]
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     globals(),
     {
-        "Exchange": "_exchange",
-        "HeartbeatFailure": "_failure",
-        "JaxExchange": "_jax_exchange",
-        "Progress": "_exchange",
-        "StoreExchange": "_store_exchange",
-        "TorchExchange": "_torch_exchange",
-        "progress": "_api",
-        "start": "_api",
-        "step": "_api",
+        "api": "progress start step",
+        "failure": "HeartbeatFailure",
+        "jax_exchange": "JaxExchange",
+        "merge": "Exchange Progress",
+        "store_exchange": "StoreExchange",
+        "torch_exchange": "TorchExchange",
     },
 )

@@ -1,35 +1,40 @@
-"""In-process restart: a fault ends the present call of a function on all ranks, and no process.
+"""In-process restart: a fault ends the current call of a function on all ranks, and no process.
 
     @Wrapper(initialize=RetryController(max_iterations=10))
     def train(call: CallWrapper): ...
 
-`Wrapper` decorates the function, and takes plug-ins. Their families, each a module with a base
-class and its built-ins:
+`Wrapper` decorates the function and takes plug-ins. Each family of plug-ins has a module with a
+base class and the built-in plug-ins:
 
-| module | called |
+| module | when the wrapper calls the plug-in |
 |---|---|
 | `initialize` | before each call of the function |
-| `abort` | once a fault is known, in another thread, to wake the main thread |
-| `finalize` | when the function was left |
+| `abort` | after a fault is detected, in another thread, to wake the main thread |
+| `finalize` | after the function has ended |
 | `health_check` | before each call of the function, and after `finalize` |
-| `rank_assignment` | when the living ranks have met, to number them and choose the active ones |
-| `rank_filter` | after it; the first generation's choice of active ranks |
-| `completion`, `terminate` | at the end, on each rank: of what is done, or of the rank |
+| `rank_assignment` | after the living ranks have met: numbers them, chooses the active ones |
+| `rank_filter` | after `rank_assignment`; chooses active ranks, as in the first generation |
+| `completion` | on each rank, after the function has completed on all ranks |
+| `terminate` | on a rank that leaves without completing |
 
-`Compose` chains plug-ins. Names and meanings are those of `nvidia_resiliency_ext.inprocess`, of its
-first generation and of today's; plug-ins of both work side by side.
+`Compose` chains plug-ins. Names and meanings are those of `nvidia_resiliency_ext.inprocess`, in
+its first and its current generation. Plug-ins of both generations work side by side.
 
-Everything is loaded when it is first used: the store server, too, has a module of this package.
+Every name is loaded on first use, because the store server also uses a module of this package.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from regrow.inprocess.call.call import CallWrapper
+    from regrow.inprocess.call.wrapper import Wrapper
+
     from . import (
         abort,
         attribution,
@@ -38,19 +43,18 @@ if TYPE_CHECKING:
         finalize,
         health_check,
         initialize,
-        monitor_thread,
         nested_restarter,
         rank_assignment,
         rank_filter,
         state,
         store,
         terminate,
-        wrap,
     )
-    from ._call import CallWrapper
-    from ._wrapper import Wrapper
     from .compose import Compose
     from .state import FrozenState, Mode, State, Status
+
+    monitor_thread: ModuleType
+    wrap: ModuleType
 
 __all__ = [
     "CallWrapper",
@@ -77,19 +81,13 @@ __all__ = [
     "wrap",
 ]
 
-_NAMES = {
-    "CallWrapper": "_call",
-    "Compose": "compose",
-    "FrozenState": "state",
-    "Mode": "state",
-    "State": "state",
-    "Status": "state",
-    "Wrapper": "_wrapper",
-}
-_named = lazily(globals(), _NAMES)
-
-
-def __getattr__(name: str) -> object:
-    if name in __all__ and name not in _NAMES:
-        return import_module(f"{__name__}.{name}")
-    return _named(name)
+__getattr__, __dir__ = lazily(
+    globals(),
+    {
+        "call.call": "CallWrapper",
+        "call.wrapper": "Wrapper",
+        "compose": "Compose",
+        "state": "FrozenState Mode State Status",
+    },
+    submodules={name for name in __all__ if name.islower()},
+)

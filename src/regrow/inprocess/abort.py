@@ -1,6 +1,6 @@
-"""What frees a rank that waits for others which will never answer.
+"""Abort plug-ins: unblock a rank that waits for ranks which will never answer.
 
-An abort runs in a thread of the wrapper's while the main thread may be blocked in a collective.
+An abort runs in a thread of the wrapper. The main thread may be blocked in a collective meanwhile.
 """
 
 from __future__ import annotations
@@ -21,73 +21,75 @@ __all__ = [
 
 
 class Abort(abc.ABC):
-    """Base of the wrapper's `abort`: called on each rank once a fault is known, in another thread.
+    """Base class of `abort` plug-ins, called on each rank after a fault is detected.
 
-    It makes the main thread's blocking calls return, in error or not. Several are chained by
-    `Compose`.
+    The wrapper calls it in another thread. It makes the blocking calls of the main thread return,
+    with or without an error. `Compose` chains several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Break off what may block the main thread, and return `state`."""
+        """Interrupt the calls that may block the main thread, and return `state`."""
 
 
 class AbortTorchDistributed(Abort):
-    """Aborts the collectives of all process groups of torch.distributed, and destroys the groups.
+    """Abort the collectives of all torch.distributed process groups, and destroy the groups.
 
-    A process that has not loaded torch has none.
+    It does nothing in a process that has not loaded torch.
 
     Args:
-        torch_fr_trace_path: a folder to which the collectives under way are written first, as
-            torch's flight recorder has them (TORCH_FR_BUFFER_SIZE has to be set); default
-            NVRX_FR_TRACE_PATH, else they are not written.
+        torch_fr_trace_path: folder for a trace of the running collectives, from torch's flight
+            recorder. The trace is written before the abort and needs TORCH_FR_BUFFER_SIZE. The
+            default is NVRX_FR_TRACE_PATH. Without either, no trace is written.
     """
 
-    torch_fr_trace_path: str | None = None
-
     def __init__(self, torch_fr_trace_path: str | None = None) -> None:
-        self.torch_fr_trace_path = torch_fr_trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
+        self._trace_path = torch_fr_trace_path
+
+    @property
+    def torch_fr_trace_path(self) -> str | None:
+        """Folder for the trace of torch's flight recorder; None if no trace is written."""
+        return self._trace_path or os.environ.get("NVRX_FR_TRACE_PATH")
 
     def __call__(self, state: FrozenState) -> FrozenState:
         """Abort and destroy every process group, and return `state`."""
         if "torch" in sys.modules:
-            from . import _torch_abort
+            from regrow.inprocess.torch import torch_abort
 
             if self.torch_fr_trace_path:
-                from . import _torch_trace
-
-                _torch_trace.write_trace(self.torch_fr_trace_path, state.iteration)
-            _torch_abort.abort_process_groups()
+                torch_abort.write_trace(self.torch_fr_trace_path, state.iteration)
+            torch_abort.abort_process_groups()
         return state
 
     @staticmethod
     def groups() -> list[object]:
-        """Return the process groups that there are, for the wrapper to hold over the abort."""
+        """Return the existing process groups, for the wrapper to hold during the abort."""
         if "torch" not in sys.modules:
             return []
-        from . import _torch_abort
+        from regrow.inprocess.torch import torch_abort
 
-        return _torch_abort.process_groups()
+        return torch_abort.process_groups()
 
-    def waking(self, state: FrozenState) -> Callable[[], None]:
-        """Return what wakes the calling thread where it waits in torch, but not in a collective.
+    @staticmethod
+    def waking() -> Callable[[], None]:
+        """Return a function that wakes a main thread which waits in torch outside a collective.
 
-        It is asked for when the function is about to be called, and called, by another thread,
-        again and again until the function was left.
+        The wrapper calls `waking` just before it calls the function. After an interrupt, another
+        thread calls the result repeatedly until the function has ended.
         """
-        from . import _torch_waits
+        from regrow.inprocess.torch import torch_abort
 
-        return _torch_waits.waking(state.initial_world_size or state.world_size)
+        return torch_abort.store_waking()
 
 
 class AbortTransformerEngine(Abort):
-    """Has Transformer Engine, where it is in use, let go of user buffers and process groups.
+    """Make Transformer Engine release its user buffers and process groups, if it is in use.
 
-    It comes after `AbortTorchDistributed`, so before it in a `Compose`.
+    It must run after `AbortTorchDistributed`, so it stands before it in a `Compose`.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Destroy the buffers, reset the state of FP8 that has a group, and return `state`."""
+        """Destroy the buffers, reset the FP8 state that refers to a group, and return `state`."""
         engine = sys.modules.get("transformer_engine.pytorch")
         if engine is not None:
             engine.module.base.destroy_ub()
@@ -98,10 +100,10 @@ class AbortTransformerEngine(Abort):
 
 
 class AbortPersistentCheckpointProcesses(Abort):
-    """Ends the processes of nvidia-resiliency-ext's asynchronous checkpoints, if any."""
+    """End the asynchronous checkpoint processes of nvidia-resiliency-ext, if there are any."""
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """End them, and return `state`."""
+        """End the checkpoint processes, and return `state`."""
         core = sys.modules.get("nvidia_resiliency_ext.checkpointing.async_ckpt.core")
         if core is not None:
             core.abort_nvrx_checkpoint()

@@ -1,4 +1,4 @@
-"""Who interrupted an iteration, and how: the records by which ranks tell each other."""
+"""Records of interruptions: which rank interrupted an iteration, and how. Ranks exchange them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 __all__ = ["Interruption", "InterruptionRecord", "format_interruption_records"]
 
-_SHOWN = 8  # ranks named for each kind; a job of thousands must not fill a screen
+_SHOWN = 8  # ranks in a list, so that a job with thousands of ranks does not fill the screen
 
 
 class Interruption(enum.Enum):
-    """Why an iteration ended early.
+    """Reason why an iteration ended early.
 
     Attributes:
         EXCEPTION: the function, or a plug-in before it, raised an `Exception`.
-        BASE_EXCEPTION: it raised another `BaseException`; the rank is terminated.
+        BASE_EXCEPTION: the function, or a plug-in before it, raised another `BaseException`; the
+            rank is terminated.
         SOFT_TIMEOUT: no progress for `soft_timeout`.
         HARD_TIMEOUT: no progress for `hard_timeout`; the process is killed.
         TERMINATED: the process ended.
-        UNRESPONSIVE: nothing was heard of the rank for `heartbeat_timeout`.
-        MONITOR_PROCESS_EXCEPTION: what watches the rank from outside failed. It is never recorded:
-            a monitor that has ended is started again, and nothing restarts.
+        UNRESPONSIVE: the rank sent nothing for too long; its connection was dropped.
+        MONITOR_PROCESS_EXCEPTION: the process that monitors the rank failed. This is never
+            recorded: a monitor that ends is started again, and no rank restarts.
     """
 
     EXCEPTION = enum.auto()
@@ -37,11 +38,11 @@ class Interruption(enum.Enum):
 
 @dataclass(frozen=True)
 class InterruptionRecord:
-    """One rank's interruption.
+    """Interruption of one rank.
 
     Attributes:
         rank: the rank at fault, as numbered in the iteration that ended.
-        interruption: what happened there.
+        interruption: what happened on that rank.
     """
 
     rank: int
@@ -49,30 +50,36 @@ class InterruptionRecord:
 
     @classmethod
     def from_str(cls, string: str) -> InterruptionRecord:
-        """The record that `str` or `repr` wrote.
+        """Parse a record from the text that `str` or `repr` wrote.
+
+        Args:
+            string: the text.
 
         Raises:
-            ValueError: it is no such text, or names an interruption that does not exist.
+            ValueError: the text has another form, or names an interruption that does not exist.
         """
         found = re.search(r"rank=(\d+).*Interruption\.(\w+)", string)
         if found is None or found[2] not in Interruption.__members__:
             raise ValueError(
-                f"{string!r} is no record of an interruption; one looks like "
+                f"{string!r} is not a record of an interruption; a record looks like "
                 f"{cls(0, Interruption.EXCEPTION)}"
             )
         return cls(int(found[1]), Interruption[found[2]])
 
 
 def format_interruption_records(records: Iterable[InterruptionRecord]) -> str:
-    """Say it in one line: each kind in the order it came first, with the ranks it happened on."""
+    """Format records as one line: kinds in the order of their first record, each with its ranks."""
     ranks_of: dict[Interruption, set[int]] = {}
     for record in records:
         ranks_of.setdefault(record.interruption, set()).add(record.rank)
-    return ", ".join(f"{kind} on {_ranks(ranks)}" for kind, ranks in ranks_of.items())
+    return ", ".join(
+        f"{kind} on {'rank' if len(ranks) == 1 else 'ranks'} {list_ranks(ranks)}"
+        for kind, ranks in ranks_of.items()
+    )
 
 
-def _ranks(ranks: set[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:_SHOWN]))
-    more = len(ranks) - _SHOWN
-    named = f"{shown} and {more} more" if more > 0 else shown
-    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+def list_ranks(ranks: Iterable[int]) -> str:
+    """Return a list of ranks, ascending; the first few, and the number of the others."""
+    shown = sorted(ranks)
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(map(str, shown[:_SHOWN])) + more

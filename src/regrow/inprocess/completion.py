@@ -1,4 +1,4 @@
-"""What a rank does when the wrapped function has completed on all ranks."""
+"""Completion plug-ins: run on a rank after the wrapped function has completed on all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Completion"]
 
 
 class Completion(abc.ABC):
-    """Base of the wrapper's `completion`: called once on every rank that took part to the end.
+    """Base class of `completion` plug-ins, called once on every rank that stayed until the end.
 
-    It is called after the completion barrier. What it raises is logged and changes nothing: the
-    work is done. Several are chained by `Compose`.
+    The wrapper calls it after the completion barrier. An exception is logged and has no other
+    effect, because the work is done. `Compose` chains several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Act on the completion, and return `state`."""
+        """React to the completion, and return `state`."""

@@ -1,4 +1,4 @@
-"""Plug-ins chained into one."""
+"""`Compose`: chain several plug-ins into one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import new_class
 from typing import Any
 
-from ._generations import apply
+from regrow.inprocess.ranks.assignment import apply
 
 __all__ = ["Compose"]
 
@@ -14,23 +14,23 @@ _BY_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
 
 class Compose:
-    """The composition of callables: `Compose(a, b, c)(x)` is `a(b(c(x)))`.
+    """Chain of callables: `Compose(a, b, c)(x)` is `a(b(c(x)))`, so the last one runs first.
 
-    So the last one runs first. A `Compose` of plug-ins is an instance of their nearest common base
-    class, and goes wherever one of them may; its parts may be of either generation.
+    A `Compose` of plug-ins is an instance of their nearest common base class. It is accepted
+    wherever a plug-in of that class is. Its parts may be of either generation.
 
     Args:
         instances: the callables, at least one.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no callable was given.
     """
 
     instances: tuple[Callable[..., Any], ...]
 
     def __new__(cls, *instances: Callable[..., Any]) -> Compose:
-        """Make an instance of a class below both `Compose` and the common base of the parts."""
-        if not instances:  # so does copy.copy; it fills in the attributes itself
+        """Create an instance of a class derived from `Compose` and the common base of the parts."""
+        if not instances:  # copy.copy also passes none, and sets the attributes itself
             return super().__new__(cls)
         base = _common_base(instances)
         if base is object:
@@ -44,11 +44,11 @@ class Compose:
 
     def __init__(self, *instances: Callable[..., Any]) -> None:
         if not instances:
-            raise ValueError("Compose() has nothing to compose: give it one callable or more")
+            raise ValueError("Compose() has nothing to compose: pass at least one callable")
         self.instances = instances
 
     def __call__(self, *args: Any) -> Any:
-        """Call the last with `args`, each before it with what came out, and return the result."""
+        """Call the parts from last to first, each with the result so far; return the result."""
         for instance in reversed(self.instances):
             args = apply(instance, args)
         return args if len(args) > 1 else next(iter(args), None)
@@ -64,6 +64,9 @@ def _common_base(instances: tuple[Callable[..., Any], ...]) -> type:
 
 
 def _derivable(base: Any) -> bool:
-    """Whether a class can be derived whose instances `object` makes: not of functions or chains."""
+    """Return whether `object.__new__` can create instances of a class derived from `base`.
+
+    This is false for the classes of functions and of chains.
+    """
     plain = base.__new__ is object.__new__ and base.__flags__ & _BY_CLASS_STATEMENT
     return base is object or bool(plain)

@@ -1,15 +1,16 @@
-"""What the wrapper and its plug-ins raise.
+"""Exceptions of the wrapper and its plug-ins.
 
     Exception
-      RestartError             anything below; a rank leaves with it
-        HealthCheckError       this rank is not fit to go on
-        InternalError          a promise of the wrapper's own was broken: a bug
-        TimeoutError           a plug-in or the wrapper took longer than it may
+      RestartError             base class of the following; it ends the rank that raises it
+        HealthCheckError       this rank is not healthy enough to continue
+        InternalError          an invariant of the wrapper was violated: a bug
+        RankFault              a fault of another rank, as seen by this rank
+        TimeoutError           a plug-in or the wrapper exceeded its time limit
     BaseException
-      RestartAbort             no more restarts: the wrapper ends
+      RestartAbort             no further restarts: the wrapper ends
 
 `rank_assignment.RankDiscarded`, `health_check.FaultCounterExceeded` and the store's `BarrierError`
-are `RestartError`s too, and stand beside what raises them.
+are also `RestartError`s. The modules that raise the first two define them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from __future__ import annotations
 __all__ = [
     "HealthCheckError",
     "InternalError",
+    "RankFault",
+    "RankShouldRestart",
     "RestartAbort",
     "RestartError",
     "TimeoutError",
@@ -24,20 +27,84 @@ __all__ = [
 
 
 class RestartError(Exception):
-    """Base of the exceptions of this package."""
+    """Base class of this package's `Exception`s."""
 
 
 class RestartAbort(BaseException):
-    """Ends the wrapper at once: nothing is restarted on this rank any more."""
+    """End the wrapper at once; nothing is restarted on this rank afterwards.
+
+    If `initialize` raises it after a fault, its `__cause__` is that fault. On the rank that failed,
+    this is the exception of the function. On the other ranks it is a `RankFault`.
+    """
 
 
 class HealthCheckError(RestartError):
-    """A health check failed: this rank leaves, and the others restart without it."""
+    """A health check failed: this rank leaves, and the other ranks restart without it."""
 
 
 class InternalError(RestartError):
-    """The wrapper found itself in a state that should not exist; please report it."""
+    """The wrapper reached a state that should not exist; please report it as a bug."""
+
+
+class RankFault(RestartError):
+    """A fault of another rank that ended an iteration; `RestartAbort` has it as its cause."""
 
 
 class TimeoutError(RestartError):
-    """Something that may take so long and no longer did."""
+    """A step exceeded its time limit."""
+
+
+class LinkError(RestartError):
+    """A rank cannot continue with its group.
+
+    LinkError
+     ├─ CountedOutError     the other ranks continue without this rank
+     ├─ LinkLostError       the store is unreachable, or does not know the group
+     ├─ LinkClosedError     this link was closed, or belongs to the parent of a forked process
+     ├─ CallOverError       the call is over: no rank continues in place of this rank
+     └─ BarrierError        the ranks did not meet
+         ├─ BarrierTimeout  a rank was missing for too long; also the package's TimeoutError
+         └─ BarrierOverflow more ranks arrived than were expected, or other ranks
+    """
+
+
+class CountedOutError(LinkError):
+    """This rank was evicted, by its monitor or because its connection was lost.
+
+    The other ranks continue without it.
+    """
+
+
+class LinkLostError(LinkError):
+    """The store is unreachable, or was restarted and does not know the group."""
+
+
+class LinkClosedError(LinkError):
+    """This link was closed, or was inherited through a fork."""
+
+
+class CallOverError(LinkError):
+    """All ranks have confirmed the end of the call, so no rank continues in place of this rank."""
+
+
+class BarrierError(LinkError):
+    """The ranks did not meet; none can continue."""
+
+
+class BarrierTimeout(BarrierError, TimeoutError):
+    """A rank did not arrive at a barrier before the time-out."""
+
+
+class BarrierOverflow(BarrierError):
+    """More ranks arrived at a barrier than were expected, or they disagree about the world."""
+
+
+class RankShouldRestart(BaseException):
+    """Raised in the wrapped function to end it, so that the wrapper can call it again.
+
+    Code that catches it should clean up and raise it again. If the code suppresses it, the wrapper
+    raises it again.
+    """
+
+    def __init__(self, message: str = "another rank or this one has failed") -> None:
+        super().__init__(message)

@@ -1,4 +1,4 @@
-"""What a rank tidies up between the end of one iteration and the begin of the next."""
+"""Finalize plug-ins: clean up between the end of one iteration and the start of the next."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from ._generations import both_generations
-from ._timed import run_timed
+from regrow.inprocess.ranks.assignment import both_generations, duration, function, run_timed
+
 from .state import FrozenState
 
 __all__ = ["Finalize", "ThreadedFinalize"]
 
 
 class Finalize(abc.ABC):
-    """Base of the wrapper's `finalize`: called in the main thread once the function was left.
+    """Base class of `finalize` plug-ins, called in the main thread after the function has ended.
 
-    It brings the process into a state from which the function can be called again: global
-    variables, asynchronous writers. It comes after the abort and before the health check. What it
-    raises ends this rank, and the others go on. Several are chained by `Compose`.
+    It returns the process to a state from which the function can be called again: for example, it
+    resets global variables and ends asynchronous writers. It runs after the abort and before the
+    health check. If it raises, this rank leaves, and the other ranks continue. `Compose` chains
+    several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Tidy up, and return `state`."""
+        """Clean up, and return `state`."""
 
 
 class ThreadedFinalize(Finalize):
-    """Calls a function in a thread, and gives it up when it takes too long.
+    """Call a function in a thread, and stop waiting when it exceeds a time limit.
 
-    Where CUDA is in use, the thread works on the caller's device.
+    If CUDA is in use, the thread works on the caller's device.
 
     Args:
         timeout: how long the function may take.
         fn: the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
+
+    Raises:
+        TypeError: `timeout` is not a timedelta, or `fn` is not callable.
+        ValueError: `timeout` is negative.
     """
 
     def __init__(
@@ -47,18 +52,18 @@ class ThreadedFinalize(Finalize):
         args: tuple[Any, ...] | None = (),
         kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.timeout = timeout
-        self.fn = fn
+        self.timeout = duration("timeout", timeout)
+        self.fn = function("fn", fn)
         self.args = args or ()
         self.kwargs = kwargs or {}
 
     @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Call the function, and return `state` when it is through.
+        """Call the function, and return `state` when it has finished.
 
         Raises:
-            TimeoutError: the package's: it was not through after `timeout`.
-            BaseException: what the function raised.
+            TimeoutError: the function did not finish within `timeout` (the package's exception).
+            BaseException: the exception of the function.
         """
         select = _device_of_caller()
 
@@ -71,8 +76,8 @@ class ThreadedFinalize(Finalize):
 
 
 def _device_of_caller() -> Callable[[], None]:
-    if "torch" not in sys.modules:  # then there is no device in use
+    if "torch" not in sys.modules:  # so no device is in use
         return lambda: None
-    from . import _torch_cuda
+    from regrow.inprocess.torch import torch_adapter
 
-    return _torch_cuda.device_of_caller()
+    return torch_adapter.device_of_caller()

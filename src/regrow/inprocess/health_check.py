@@ -1,4 +1,4 @@
-"""What finds out whether a rank is fit to go on."""
+"""Health-check plug-ins: decide whether a rank can continue."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import abc
 import sys
 from datetime import timedelta
 
-from ._generations import both_generations
-from ._timed import run_timed
+from regrow.inprocess.ranks.assignment import both_generations, duration, run_timed, whole_or_none
+from regrow.utils import describe
+
 from .exception import RestartError
 from .state import FrozenState
 
@@ -15,72 +16,80 @@ __all__ = ["CudaHealthCheck", "FaultCounter", "FaultCounterExceeded", "HealthChe
 
 
 class HealthCheck(abc.ABC):
-    """Base of the wrapper's `health_check`: called as an iteration begins, and after `finalize`.
+    """Base class of `health_check` plug-ins, called before each iteration and after `finalize`.
 
-    It looks at its own rank only: others may be gone, or still in the function. An exception says
-    that the rank is not fit; the rank then leaves, and the others go on. Several are chained by
-    `Compose`.
+    It checks its own rank only, because other ranks may be gone or still in the function. An
+    exception means that the rank is unhealthy. This rank then leaves, and the other ranks continue.
+    `Compose` chains several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Return `state` if the rank is fit, else raise."""
+        """Return `state` if the rank is healthy, else raise an exception."""
 
 
 class CudaHealthCheck(HealthCheck):
-    """Has the GPU finish what it was given, and looks whether the CUDA context survived that.
+    """Wait for the GPU to finish its work, and check that the CUDA context still works.
 
-    The device is that of `LOCAL_RANK` where the variable names one that the process can see, else
-    the caller's current one. A process that does not use CUDA, or cannot, is fit.
+    The device is number `LOCAL_RANK`, if the process can see a device with that number. Otherwise
+    it is the caller's current device. A process that does not or cannot use CUDA is healthy.
 
     Args:
-        timeout: how long the device may take in all. Kernels that were launched cannot be
-            cancelled, so a program that is far ahead of its device needs a long one. 30 s is the
-            default of nvidia-resiliency-ext.
+        timeout: total time limit for the device. Kernels that were launched cannot be cancelled, so
+            a program that runs far ahead of its device needs a long limit. The default, 30 s, is
+            that of nvidia-resiliency-ext.
+
+    Raises:
+        TypeError: `timeout` is not a timedelta.
+        ValueError: `timeout` is negative.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
-        self.timeout = timeout
+        self.timeout = duration("timeout", timeout)
 
     @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Return `state` if the device answered.
+        """Return `state` if the device has finished its work.
 
         Raises:
-            TimeoutError: the package's: the device was not through after `timeout`.
-            RuntimeError: CUDA's error; the context is of no use any more.
+            TimeoutError: the device did not finish within `timeout` (the package's exception).
+            RuntimeError: CUDA's error; the context is no longer usable.
         """
         if "torch" in sys.modules:
-            from . import _torch_cuda
+            from regrow.inprocess.torch import torch_adapter
 
-            check = _torch_cuda.check_of_device()
+            check = torch_adapter.check_of_device()
             if check is not None:
                 run_timed(check, self.timeout, f"{type(self).__name__}-{state.rank}")
         return state
 
 
 class FaultCounterExceeded(RestartError):
-    """This rank's own faults are more than `FaultCounter` allows."""
+    """This rank caused more faults than `FaultCounter` allows."""
 
 
 class FaultCounter(HealthCheck):
-    """Counts the faults that this rank caused, and finds it unfit when they are too many.
+    """Count the faults that this rank caused, and declare it unhealthy above a limit.
 
     Args:
-        max_rank_faults: exceptions of the wrapped function that are allowed on this rank; None for
-            no bound.
+        max_rank_faults: how many exceptions of the wrapped function this rank may raise; None for
+            no limit.
+
+    Raises:
+        TypeError: `max_rank_faults` is not an integer.
+        ValueError: `max_rank_faults` is negative.
     """
 
     def __init__(self, max_rank_faults: int | None = None) -> None:
-        self.max_rank_faults = max_rank_faults
+        self.max_rank_faults = whole_or_none("max_rank_faults", max_rank_faults)
         self.faults_count = 0
 
     @both_generations
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Count `state.fn_exception`, and return `state`.
+        """Count `state.fn_exception`, if there is one, and return `state`.
 
         Raises:
-            FaultCounterExceeded: it was one too many.
+            FaultCounterExceeded: the count is above the limit.
         """
         if state.fn_exception is not None:
             self.faults_count += 1
@@ -88,6 +97,6 @@ class FaultCounter(HealthCheck):
                 raise FaultCounterExceeded(
                     f"rank {state.rank} caused {self.faults_count} faults, of which "
                     f"max_rank_faults={self.max_rank_faults} are allowed; the last one was "
-                    f"{state.fn_exception!r}"
+                    f"{describe(state.fn_exception)}"
                 )
         return state

@@ -1,8 +1,10 @@
-"""What a rank does before each call of the wrapped function, the first included."""
+"""Initialize plug-ins: run on a rank before each call of the wrapped function."""
 
 from __future__ import annotations
 
 import abc
+
+from regrow.inprocess.ranks.assignment import whole, whole_or_none
 
 from .exception import RestartAbort
 from .state import FrozenState
@@ -11,25 +13,29 @@ __all__ = ["Initialize", "RetryController"]
 
 
 class Initialize(abc.ABC):
-    """Base of the wrapper's `initialize`: called on each rank as an iteration begins.
+    """Base class of `initialize` plug-ins, called on each rank at the start of an iteration.
 
-    An `Exception` raised here restarts like one of the function's; any other `BaseException` ends
-    the wrapper on this rank. Several are chained by `Compose`.
+    An `Exception` from it causes a restart, like an `Exception` of the function. Any other
+    `BaseException` ends the wrapper on this rank. `Compose` chains several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Prepare the iteration, and return `state`."""
+        """Prepare the iteration (also the first one), and return `state`."""
 
 
 class RetryController(Initialize):
-    """Bounds the restarts: ends the wrapper when too many were made or too few ranks are left.
+    """Limit the restarts: end the wrapper after too many calls or with too few ranks.
 
     Args:
-        max_iterations: calls of the function that may be made, the first included; None for no
-            bound.
-        min_world_size: living ranks needed, reserve included.
-        min_active_world_size: ranks needed to call the function.
+        max_iterations: how many calls of the function are allowed, including the first; None for no
+            limit.
+        min_world_size: how many living ranks are required, including those in reserve.
+        min_active_world_size: how many ranks are required to call the function.
+
+    Raises:
+        TypeError: an argument is not an integer.
+        ValueError: an argument is negative.
     """
 
     def __init__(
@@ -38,15 +44,15 @@ class RetryController(Initialize):
         min_world_size: int = 1,
         min_active_world_size: int = 1,
     ) -> None:
-        self.max_iterations = max_iterations
-        self.min_world_size = min_world_size
-        self.min_active_world_size = min_active_world_size
+        self.max_iterations = whole_or_none("max_iterations", max_iterations)
+        self.min_world_size = whole("min_world_size", min_world_size)
+        self.min_active_world_size = whole("min_active_world_size", min_active_world_size)
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Return `state` if this iteration may be.
+        """Return `state` if this iteration is allowed.
 
         Raises:
-            RestartAbort: it may not; each broken bound is named.
+            RestartAbort: it is not allowed; the text names each limit that is violated.
         """
         active = 0 if state.active_world_size is None else state.active_world_size
         broken = []

@@ -1,8 +1,8 @@
-"""Plug-ins that tell an outer launcher what the wrapper inside is doing.
+"""Plug-ins that report the state of the wrapper to an outer launcher.
 
-A launcher that restarts jobs must not restart one that is healing itself. So one rank announces the
-state of the inner restarter: initialize, handling (starting, then completed), and in the end
-finalized or aborted. They are given to the wrapper beside its other plug-ins:
+A launcher that restarts jobs must not restart a job that is recovering by itself. So one rank
+announces the state of the inner restarter: initialize, then handling (starting, completed), and
+at the end finalized or aborted. The plug-ins are given to the wrapper beside its other plug-ins:
 
     Wrapper(
         initialize=Compose(RetryController(), NestedRestarterHandlingCompleted()),
@@ -11,9 +11,9 @@ finalized or aborted. They are given to the wrapper beside its other plug-ins:
         terminate=NestedRestarterAborted(),
     )
 
-Where an announcement goes is up to its sink: unless another is given, a line on standard output,
-as launchers of nvidia-resiliency-ext look for it. Under `regrow run` none of this is needed: the
-wrapper tells the agent by itself.
+The sink receives each announcement. The default sink writes a line to standard output, where
+launchers of nvidia-resiliency-ext expect it. Under `regrow run` these plug-ins are not needed,
+because the wrapper reports to the agent directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .abort import Abort
 from .completion import Completion
@@ -41,12 +41,12 @@ __all__ = [
 
 
 class Announcement(NamedTuple):
-    """What the inner restarter is at."""
+    """Current state of the inner restarter."""
 
     state: str
     """initialize, handling, finalized or aborted."""
     stage: str | None = None
-    """Of handling: starting or completed."""
+    """starting or completed; only for the state handling."""
 
     def __str__(self) -> str:
         stage = "" if self.stage is None else f" stage={self.stage}"
@@ -54,7 +54,7 @@ class Announcement(NamedTuple):
 
 
 def write_line(announcement: Announcement) -> None:
-    """Write an announcement to standard output, with the time, whatever the log's level is."""
+    """Write an announcement with the time to standard output, at every log level."""
     form = logging.Formatter("[%(asctime)s] [ALWAYS] [%(name)s] %(message)s")
     record = {"name": "InprocessRestarter.Restarter", "msg": str(announcement)}
     sys.stdout.write(form.format(logging.makeLogRecord(record)) + "\n")
@@ -62,13 +62,13 @@ def write_line(announcement: Announcement) -> None:
 
 
 class NestedRestarterCallback:
-    """Announces one state; what the plug-ins below have in common.
+    """Announce one state; base class of the plug-ins below.
 
     Args:
-        restarter_state: what is announced: initialize, handling, finalized or aborted.
-        restarter_stage: of handling: starting or completed.
-        special_rank: the initial rank that announces; the others say nothing.
-        sink: what an announcement is given to.
+        restarter_state: the state: initialize, handling, finalized or aborted.
+        restarter_stage: the stage of handling: starting or completed.
+        special_rank: the initial rank that announces; the other ranks announce nothing.
+        sink: function that receives each announcement.
     """
 
     def __init__(
@@ -84,50 +84,48 @@ class NestedRestarterCallback:
         self.sink = sink
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Announce it, on that one rank, and return `state`."""
+        """Announce the state if this is the special rank, and return `state`."""
         if state.initial_rank == self.special_rank:
             self.sink(Announcement(self.restarter_state, self.restarter_stage))
         return state
 
 
-class NestedRestarterHandlingCompleted(NestedRestarterCallback, Initialize):
-    """Announces a new iteration: that the wrapper begins, or that it has handled a fault."""
+class _FixedState(NestedRestarterCallback):
+    """Announce the state that the class names."""
+
+    announced: ClassVar[Announcement]
 
     def __init__(
         self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
     ) -> None:
-        super().__init__("initialize", None, special_rank, sink)
+        super().__init__(*self.announced, special_rank, sink)
+
+
+class NestedRestarterHandlingCompleted(_FixedState, Initialize):
+    """Announce a new iteration: the wrapper starts, or has handled a fault."""
+
+    announced = Announcement("initialize")
 
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Announce initialize before the first iteration, handling completed before any other."""
-        healed = state.iteration > 0
-        self.restarter_state = "handling" if healed else "initialize"
-        self.restarter_stage = "completed" if healed else None
+        """Announce initialize before the first iteration, handling completed before the others."""
+        announced = ("handling", "completed") if state.iteration else self.announced
+        self.restarter_state, self.restarter_stage = announced
         return super().__call__(state)
 
 
-class NestedRestarterHandlingStarting(NestedRestarterCallback, Abort):
-    """Announces that a fault is being handled."""
+class NestedRestarterHandlingStarting(_FixedState, Abort):
+    """Announce that the wrapper starts to handle a fault."""
 
-    def __init__(
-        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
-    ) -> None:
-        super().__init__("handling", "starting", special_rank, sink)
+    announced = Announcement("handling", "starting")
 
 
-class NestedRestarterFinalized(NestedRestarterCallback, Completion):
-    """Announces that the wrapped function has completed."""
+class NestedRestarterFinalized(_FixedState, Completion):
+    """Announce that the wrapped function has completed."""
 
-    def __init__(
-        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
-    ) -> None:
-        super().__init__("finalized", None, special_rank, sink)
+    announced = Announcement("finalized")
 
 
-class NestedRestarterAborted(NestedRestarterCallback, Terminate):
-    """Announces that the wrapper has given up."""
+class NestedRestarterAborted(_FixedState, Terminate):
+    """Announce that the wrapper has given up."""
 
-    def __init__(
-        self, special_rank: int = 0, sink: Callable[[Announcement], None] = write_line
-    ) -> None:
-        super().__init__("aborted", None, special_rank, sink)
+    announced = Announcement("aborted")

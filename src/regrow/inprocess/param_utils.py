@@ -1,12 +1,13 @@
-"""Arguments that are filled in by annotation.
+"""Fill in the parameters of a call by their annotations.
 
-A parameter is meant if its annotation is the class, or a union with it (`Optional[C]`, `C | None`),
-alone or in `Annotated`. Nothing else is: not a base class (`object`), nor a type made of it
-(`list[C]`).
+A parameter matches a class if its annotation is that class, or a union that contains it
+(`Optional[C]`, `C | None`), alone or inside `Annotated`. No other annotation matches: not a base
+class (`object`), and not a generic type with the class as an argument (`list[C]`).
 
-Annotations may be strings, all of them are under `from __future__ import annotations`. Each is
-evaluated by itself where the function was defined, so that one that cannot be (an import for the
-type checker only) does not spoil the others; such a one is taken by what it says.
+Annotations may be strings, as they all are under `from __future__ import annotations`. Each is
+evaluated separately, in the module of the function. So an annotation that cannot be evaluated
+(for example, a name that is imported for the type checker only) does not affect the others. Such
+an annotation is compared by name.
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Union
 
+from regrow.utils import repr_of
+
 __all__ = ["check_type", "count_type_in_params", "substitute_param_value"]
 
 
 def check_type(annotation: Any, cls: type) -> bool:
-    """Whether a parameter with `annotation`, evaluated or a string, is meant for a `cls`."""
+    """Return whether a parameter with this annotation matches a class.
+
+    Args:
+        annotation: the annotation, evaluated or a string.
+        cls: the class.
+    """
     if isinstance(annotation, str):
         return _says(annotation, cls)
     origin = typing.get_origin(annotation)
@@ -38,7 +46,7 @@ def check_type(annotation: Any, cls: type) -> bool:
 
 
 def count_type_in_params(fn: Callable[..., Any], cls: type) -> int:
-    """How many parameters of `fn` are meant for a `cls`."""
+    """Return how many parameters of `fn` match `cls`."""
     return len(_meant_for(fn, inspect.signature(fn), cls))
 
 
@@ -48,21 +56,21 @@ def substitute_param_value(
     kwargs: Mapping[str, Any],
     subs: Mapping[type, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Fill in the parameters of a call that are meant for certain classes.
+    """Fill in the parameters of a call that match certain classes.
 
     Args:
-        fn: the function that is to be called.
-        args: its positional arguments. They may leave out the parameters that are filled in, or
-            hold something in their place.
-        kwargs: its keyword arguments; the same holds for them.
-        subs: for each class the value of the parameter that is meant for it.
+        fn: the function to call.
+        args: its positional arguments. They may omit the parameters that are filled in, or contain
+            a placeholder for them.
+        kwargs: its keyword arguments, with the same options.
+        subs: for each class, the value of the parameter that matches it.
 
     Returns:
-        The arguments to call it with.
+        The positional and keyword arguments for the call.
 
     Raises:
-        TypeError: more than one parameter is meant for the same class, or the arguments do not
-            fit the function.
+        TypeError: several parameters match the same class, or the arguments do not fit the
+            function.
     """
     signature = inspect.signature(fn)
     values = {}
@@ -91,10 +99,10 @@ def _bind(
     kwargs: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> inspect.BoundArguments:
-    """Assign the arguments to parameters, whether or not something holds the place of `values`.
+    """Assign the arguments to parameters, with or without placeholders for `values`.
 
-    What holds a place is None, or one of the class. Anything else there belongs to the parameter
-    after it, if it can.
+    A placeholder is None or an instance of the class. Any other value in that place belongs to the
+    next parameter, if that fits.
     """
     whole: inspect.BoundArguments | None = None
     with contextlib.suppress(TypeError):
@@ -128,7 +136,7 @@ def _evaluated(annotation: Any, scope: dict[str, Any]) -> Any:
         return annotation
     try:
         return eval(annotation, scope)  # as typing.get_type_hints does
-    except Exception:  # noqa: BLE001 - whatever code stands there
+    except Exception:  # noqa: BLE001 - an annotation may contain any code
         return annotation
 
 
@@ -136,13 +144,13 @@ def _globals_of(fn: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     function = inspect.unwrap(fn)
-    if not hasattr(function, "__globals__"):  # an object that can be called
+    if not hasattr(function, "__globals__"):  # a callable object
         function = inspect.unwrap(type(function).__call__)
     return dict(getattr(function, "__globals__", {}))
 
 
 def _says(text: str, cls: type) -> bool:
-    """Whether an annotation that cannot be evaluated names `cls`, or a union with it."""
+    """Return whether an annotation that cannot be evaluated names `cls`, or a union with it."""
     try:
         return _names(ast.parse(text, mode="eval").body, cls.__name__)
     except SyntaxError:
@@ -167,4 +175,4 @@ def _names(node: ast.AST, name: str) -> bool:
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__qualname__", None) or repr(fn)
+    return getattr(fn, "__qualname__", None) or repr_of(fn)

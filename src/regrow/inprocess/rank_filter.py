@@ -1,69 +1,68 @@
-"""The first generation's choice of active ranks: a plug-in family of its own.
+"""Rank-filter plug-ins of the first generation: choose the active ranks.
 
-Its plug-ins take and return a state, and are the wrapper's `rank_filter`, called after its
-`rank_assignment`. Today's filters are rank assignments (`rank_assignment.RankFilter`); both work.
+They take and return a state. The wrapper's argument is `rank_filter`, and it calls them after
+`rank_assignment`. Current filters are rank assignments (`rank_assignment.RankFilter`). Both work.
 """
 
 from __future__ import annotations
 
 import abc
 
-from ._assignment import with_active
+from regrow.inprocess.ranks.assignment import whole, whole_or_none, with_active
+
 from .state import State
 
 __all__ = ["ActiveWorldSizeDivisibleBy", "MaxActiveWorldSize", "RankFilter", "WorldSizeDivisibleBy"]
 
 
 class RankFilter(abc.ABC):
-    """Base of the wrapper's `rank_filter`: chooses which of the living ranks are active."""
+    """Base class of `rank_filter` plug-ins: choose which living ranks are active."""
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Return `state` with its mode and the active world size set."""
+        """Set the mode and the active world size of `state`, and return it."""
 
 
 class MaxActiveWorldSize(RankFilter):
-    """At most so many ranks are active: the first ones.
+    """Limit the number of active ranks; the first ranks stay active.
 
     Args:
-        max_active_world_size: the bound; None for none.
+        max_active_world_size: the limit; None for no limit.
     """
 
     def __init__(self, max_active_world_size: int | None = None) -> None:
-        self.max_active_world_size = max_active_world_size
+        self.max_active_world_size = whole_or_none("max_active_world_size", max_active_world_size)
 
     def __call__(self, state: State) -> State:
-        """Return `state` within the bound."""
+        """Return `state` with the limit applied."""
         size = active_size(state)
         bound = self.max_active_world_size
         return with_active(state, size if bound is None else min(size, bound))
 
 
 class ActiveWorldSizeDivisibleBy(RankFilter):
-    """The number of active ranks is a multiple of a number: as many of the first ones.
+    """Make the number of active ranks a multiple of `divisor`; the first ranks stay active.
 
     Args:
         divisor: the number, at least 1.
 
     Raises:
-        ValueError: it is less.
+        ValueError: `divisor` is below 1.
     """
 
     def __init__(self, divisor: int = 1) -> None:
-        if divisor < 1:
-            raise ValueError(f"{divisor=}: the active world size is divided by it; give 1 or more")
-        self.divisor = divisor
+        self.divisor = whole("divisor", divisor, least=1)
 
     def __call__(self, state: State) -> State:
-        """Return `state` with the largest multiple that there are active ranks for."""
+        """Return `state` with the largest multiple that the active ranks allow."""
         return with_active(state, active_size(state) // self.divisor * self.divisor)
 
 
 class WorldSizeDivisibleBy(ActiveWorldSizeDivisibleBy):
-    """The older name of `ActiveWorldSizeDivisibleBy`."""
+    """Older name of `ActiveWorldSizeDivisibleBy`."""
 
 
 def active_size(state: State) -> int:
-    """How many ranks are active as things stand: all living ones, if nobody has chosen yet."""
+    """Return how many ranks are active so far: all living ranks, if no filter has chosen yet."""
     chosen = state.active_world_size
     return state.world_size if chosen is None else min(chosen, state.world_size)

@@ -1,13 +1,15 @@
-"""What a rank knows of itself: its place among the ranks, the iteration, its last failure.
+"""State of a rank: its place among the ranks, the iteration, its last failure.
 
-The wrapper keeps a `State`; rank assignments change it. Every other plug-in gets a `FrozenState`,
-the same facts, read only.
+The wrapper keeps a `State`, and rank assignments change it. Every other plug-in receives a
+`FrozenState` with the same data, read-only.
 
-Two generations of code read this class. The first had one kind of rank, which the function saw too,
-and a `status`; today there are the rank among all, the rank among the active ones, and a `mode`.
-Both names are kept on one set of facts: setting `status` sets `mode` and the active rank with it.
-The store, which the first generation found in the state, is carried beside the fields: it is no
-fact of the rank's, and a copy of the fields (`dataclasses.asdict`) must not try to copy it.
+Two generations of user code read these classes. The first generation had a `status` and a single
+rank, which the function also saw. The current generation has a `mode`, a rank among all ranks and
+a rank among the active ones. Both interfaces share the same data: setting `status` also sets
+`mode` and the active rank.
+
+The first generation found the store in the state. It is an attribute and not a field, because a
+copy of the fields (`dataclasses.asdict`) must not try to copy it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ __all__ = ["FrozenState", "Mode", "State", "Status"]
 
 
 class Mode(enum.Enum):
-    """What a rank does in an iteration.
+    """Role of a rank in an iteration.
 
     Attributes:
-        INITIALIZED: no rank assignment was made yet.
-        ACTIVE: it calls the wrapped function.
-        INACTIVE: it waits, in reserve.
-        TERMINATED: it is out; it has no rank.
+        INITIALIZED: no rank assignment has run yet.
+        ACTIVE: the rank calls the wrapped function.
+        INACTIVE: the rank waits in reserve.
+        TERMINATED: the process has left; it has no rank.
     """
 
     INITIALIZED = enum.auto()
@@ -38,7 +40,7 @@ class Mode(enum.Enum):
 
 
 class Status(enum.Enum):
-    """The first generation's name for `Mode`; a rank that is out is ABORTED (or ABORTING)."""
+    """First generation's name for `Mode`; a terminated rank is ABORTED (or ABORTING)."""
 
     INITIALIZED = enum.auto()
     ACTIVE = enum.auto()
@@ -58,18 +60,18 @@ _MODE = {status: mode for mode, status in _STATUS.items()} | {Status.ABORTING: M
 
 @dataclass(frozen=True)
 class FrozenState:
-    """A `State` that nobody can change; what plug-ins get.
+    """Read-only `State`, given to plug-ins.
 
     Attributes:
-        rank: index among all living ranks, 0 to `world_size - 1`; None for a terminated one.
-        world_size: number of living ranks, reserve included.
-        active_rank: the rank that the wrapped function sees; None where it is not called.
+        rank: index among all living ranks, 0 to `world_size - 1`; None for a terminated rank.
+        world_size: number of living ranks, including those in reserve.
+        active_rank: the rank that the wrapped function sees; None if this rank does not call it.
         active_world_size: the world size that the wrapped function sees.
-        initial_rank: `rank` when the wrapper was called; names this process for good.
+        initial_rank: `rank` when the wrapper was called; a permanent name of this process.
         initial_world_size: `world_size` when the wrapper was called.
         iteration: number of the call of the wrapped function, from 0; grows with each restart.
-        mode: what the rank does in this iteration.
-        fn_exception: what the wrapped function raised on this rank in this iteration, if anything.
+        mode: role of the rank in this iteration.
+        fn_exception: exception of the wrapped function on this rank in this iteration, or None.
     """
 
     rank: int | None
@@ -84,27 +86,27 @@ class FrozenState:
 
     @property
     def status(self) -> Status:
-        """`mode`, in the words of the first generation."""
+        """`mode` as a `Status` of the first generation."""
         return _STATUS[self.mode]
 
     @property
     def store(self) -> Any:
-        """The iteration's store, or None; the first generation's place for it."""
+        """The store of the iteration, or None; first-generation plug-ins find it here."""
         return getattr(self, "_store", None)
 
 
 @dataclass
 class State:
-    """The facts of a `FrozenState`, as the wrapper and rank assignments change them.
+    """Mutable state of a rank, changed by the wrapper and rank assignments.
 
     Args:
-        rank: as in `FrozenState`; unless given, `RANK` of the environment, else 0.
-        world_size: unless given, `WORLD_SIZE` of the environment, else 1.
-        initial_rank: unless given, `rank`.
-        initial_world_size: unless given, `world_size`.
+        rank: as in `FrozenState`; default: the environment variable `RANK`, else 0.
+        world_size: default: the environment variable `WORLD_SIZE`, else 1.
+        initial_rank: default: `rank`.
+        initial_world_size: default: `world_size`.
 
     Raises:
-        ValueError: `RANK` or `WORLD_SIZE` is needed and is no number.
+        ValueError: `RANK` or `WORLD_SIZE` is needed and is not a number.
     """
 
     rank: int | None = field(default_factory=lambda: _from_env("RANK", 0))
@@ -125,12 +127,12 @@ class State:
 
     @classmethod
     def from_env(cls) -> State:
-        """The state of a process at the wrapper's call, from `RANK` and `WORLD_SIZE`."""
+        """Return the state of a process that calls the wrapper, from `RANK` and `WORLD_SIZE`."""
         return cls()
 
     @property
     def status(self) -> Status:
-        """`mode`, in the words of the first generation."""
+        """`mode` as a `Status` of the first generation."""
         return _STATUS[self.mode]
 
     @status.setter
@@ -140,7 +142,7 @@ class State:
 
     @property
     def store(self) -> Any:
-        """The iteration's store, or None; the first generation's place for it."""
+        """The store of the iteration, or None; first-generation plug-ins find it here."""
         return getattr(self, "_store", None)
 
     @store.setter
@@ -148,35 +150,43 @@ class State:
         self._store = store
 
     def activate_all_ranks(self) -> None:
-        """Have every living rank call the function, under its own rank."""
+        """Make every living rank active, with its own rank as the active rank."""
         self.mode = Mode.ACTIVE
         self.active_rank, self.active_world_size = self.rank, self.world_size
 
     def set_distributed_vars(self) -> None:
-        """Put what the function is to see into the environment: `RANK`, `WORLD_SIZE`.
+        """Set `RANK` and `WORLD_SIZE` in the environment to the values that the function sees.
 
-        A rank in reserve has no active rank; its `RANK` is the one among all ranks, so that the
-        variable is a number everywhere.
+        A rank in reserve has no active rank. Its `RANK` is its rank among all ranks, so that the
+        variable is a number on every rank.
         """
         rank = self.rank if self.active_rank is None else self.active_rank
         size = self.world_size if self.active_world_size is None else self.active_world_size
         if rank is None:
-            raise ValueError(f"a terminated rank has none to set: {self}")
+            raise ValueError(
+                f"cannot set RANK: this rank has left the group (terminated), so it has no rank "
+                f"number: {self}"
+            )
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
 
     def advance(self) -> None:
-        """Go on to the next iteration: what was raised in the last one is over."""
+        """Go to the next iteration: increment its number, and clear the last exception."""
         self.iteration += 1
         self.fn_exception = None
 
     def freeze(self) -> FrozenState:
-        """These facts as they are now, for plug-ins."""
+        """Return a read-only copy of this state, for plug-ins."""
         frozen = FrozenState(**{entry.name: getattr(self, entry.name) for entry in fields(self)})
         object.__setattr__(frozen, "_store", self.store)
         return frozen
 
     def copy_from(self, other: State | FrozenState, fields: Iterable[str] | None = None) -> None:
-        """Take over `fields` of `other`; all of them unless given."""
+        """Copy fields from another state.
+
+        Args:
+            other: the state to read.
+            fields: names of the fields; None for all fields.
+        """
         for name in self.__dataclass_fields__ if fields is None else fields:
             setattr(self, name, getattr(other, name))
 
@@ -187,6 +197,6 @@ def _from_env(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise ValueError(
-            f"{name}={text!r} in the environment is no number; a launcher sets it, or State(...) "
-            "is given rank and world_size"
+            f"{name}={text!r} in the environment is not a whole number: correct it, or pass rank "
+            "and world_size to State"
         ) from None

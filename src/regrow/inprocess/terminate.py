@@ -1,4 +1,4 @@
-"""What a rank does when it leaves the wrapper for good without having completed."""
+"""Terminate plug-ins: run on a rank that leaves the wrapper for good without completing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Terminate"]
 
 
 class Terminate(abc.ABC):
-    """Base of the wrapper's `terminate`: called once on a rank that is about to leave.
+    """Base class of `terminate` plug-ins, called once on a rank that is about to leave.
 
-    The rank has been counted out by then. What ended it is raised afterwards; if this raises an
-    exception, that one is, with what ended the rank for its cause. Several are chained by
-    `Compose`.
+    The other ranks already continue without this rank. Afterwards the wrapper raises the exception
+    that ended the rank. If the plug-in raises an exception, the wrapper raises that one instead,
+    with the first as its cause. `Compose` chains several.
     """
 
     @abc.abstractmethod
     def __call__(self, state: FrozenState) -> FrozenState:
-        """Act on the end of this rank, and return `state`."""
+        """React to the end of this rank, and return `state`."""

@@ -1,7 +1,7 @@
-"""`python -m regrow.launch`: the command line of the old `torch.distributed.launch`.
+"""Command line of `python -m regrow.launch`, compatible with `torch.distributed.launch`.
 
-It is `regrow run` with one difference: the script is given its local rank as `--local-rank=N`,
-unless `--use-env` says that it reads LOCAL_RANK.
+It differs from `regrow run` in one point: the script receives its local rank as `--local-rank=N`.
+With `--use-env` it reads LOCAL_RANK instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from regrow import run
-from regrow.cli._parser import build_parser
+from regrow.cli import build_parser
 from regrow.workers.errors import record
 
 __all__ = ["launch", "main", "parse_args"]
@@ -33,19 +33,19 @@ PROG = "python -m regrow.launch"
 
 
 def parse_args(args: Sequence[str] | None) -> Namespace:
-    """Parse a command line; None takes the process's own arguments."""
+    """Parse a command line; None means the arguments of this process."""
     parser = build_parser(PROG)
     parser.add_argument(
         "--use-env",
         "--use_env",
         action="store_true",
-        help="the script reads LOCAL_RANK and is not given --local-rank",
+        help="the script reads LOCAL_RANK and does not receive --local-rank",
     )
     return parser.parse_args(args)
 
 
 def launch(args: Namespace) -> None:
-    """Launch what a parsed command line asks for; see `regrow.run.run`."""
+    """Launch the job of a parsed command line; see `regrow.run.run`."""
     _check(args)
     run.run(args)
 
@@ -70,4 +70,4 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _check(args: Namespace) -> None:
     if args.no_python and not args.use_env:
-        raise ValueError("--no-python needs --use-env: a program cannot be given --local-rank")
+        raise ValueError("--no-python needs --use-env: a program does not receive --local-rank")

@@ -1,8 +1,7 @@
-"""Numbers that a job publishes: how long something took, how often it failed.
+"""Metrics of a job, for example the duration of a call or the number of its failures.
 
-A metric belongs to a group; a group has a handler, which sends its metrics
-somewhere. Without a handler of its own a group uses the default one, which
-drops them:
+A metric belongs to a group. The group's handler sends its metrics to a destination. A group
+without a handler uses the default handler, which drops the metrics:
 
     from regrow import metrics
 
@@ -15,37 +14,6 @@ drops them:
 
 from __future__ import annotations
 
-from ._api import (
-    ConsoleMetricHandler,
-    JsonLinesMetricHandler,
-    MetricData,
-    MetricHandler,
-    MetricsConfig,
-    MetricStream,
-    NullMetricHandler,
-    configure,
-    get_elapsed_time_ms,
-    getStream,
-    initialize_metrics,
-    publish_metric,
-    put_metric,
-)
-from ._prof import prof, profile
-
-__all__ = [
-    "ConsoleMetricHandler",
-    "JsonLinesMetricHandler",
-    "MetricData",
-    "MetricHandler",
-    "MetricStream",
-    "MetricsConfig",
-    "NullMetricHandler",
-    "configure",
-    "getStream",
-    "get_elapsed_time_ms",
-    "initialize_metrics",
-    "prof",
-    "profile",
-    "publish_metric",
-    "put_metric",
-]
+from .api import *  # noqa: F403
+from .api import __all__ as __all__
+from .api import try_put_metric

@@ -1,17 +1,10 @@
-"""How the nodes of a job meet: handlers, their registry, and the rules of the rounds."""
+"""The rendezvous: handlers by which the nodes of a job form rounds, and their registry."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
-from regrow.rendezvous._api import (
-    PushingRendezvousHandler,
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-from regrow.rendezvous._errors import (
+from regrow.rendezvous.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
@@ -19,32 +12,45 @@ from regrow.rendezvous._errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from regrow.rendezvous._parameters import RendezvousParameters
-from regrow.rendezvous._registry import (
+from regrow.rendezvous.handler_registry import (
     RendezvousHandlerCreator,
     RendezvousHandlerRegistry,
     get_rendezvous_handler,
     rendezvous_handler_registry,
 )
+from regrow.rendezvous.interface import (
+    PushingRendezvousHandler,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+from regrow.rendezvous.parameters import RendezvousParameters
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.rendezvous._backend import (
+    from regrow.rendezvous.backends.solo import SoloRendezvousHandler
+    from regrow.rendezvous.foreign import adapted
+    from regrow.rendezvous.node.handler import DynamicRendezvousHandler, create_handler
+    from regrow.rendezvous.peer.backend import (
         LivenessRendezvousBackend,
         RendezvousBackend,
         WatchedRendezvousBackend,
     )
-    from regrow.rendezvous._dynamic import DynamicRendezvousHandler, create_handler
-    from regrow.rendezvous._local import LocalRounds
-    from regrow.rendezvous._local_handler import LocalRendezvousHandler
-    from regrow.rendezvous._news import Judged, NodesWaiting, RoundClosed, RoundEnded
-    from regrow.rendezvous._settings import RendezvousSettings, RendezvousTimeout
+    from regrow.rendezvous.protocol.messages import (
+        Departed,
+        Judged,
+        NodesWaiting,
+        RoundClosed,
+        RoundEnded,
+        ServerRestarted,
+    )
+    from regrow.rendezvous.server.credentials import INSECURE_TOKEN
+    from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 
 __all__ = [
     "DynamicRendezvousHandler",
     "Judged",
     "LivenessRendezvousBackend",
-    "LocalRendezvousHandler",
-    "LocalRounds",
     "NodesWaiting",
     "PushingRendezvousHandler",
     "RendezvousBackend",
@@ -64,27 +70,22 @@ __all__ = [
     "RendezvousTimeoutError",
     "RoundClosed",
     "RoundEnded",
+    "SoloRendezvousHandler",
     "WatchedRendezvousBackend",
     "create_handler",
     "get_rendezvous_handler",
     "rendezvous_handler_registry",
 ]
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     globals(),
     {
-        "DynamicRendezvousHandler": "_dynamic",
-        "Judged": "_news",
-        "LivenessRendezvousBackend": "_backend",
-        "LocalRendezvousHandler": "_local_handler",
-        "LocalRounds": "_local",
-        "NodesWaiting": "_news",
-        "RendezvousBackend": "_backend",
-        "RendezvousSettings": "_settings",
-        "RendezvousTimeout": "_settings",
-        "RoundClosed": "_news",
-        "RoundEnded": "_news",
-        "WatchedRendezvousBackend": "_backend",
-        "create_handler": "_dynamic",
+        "peer.backend": "LivenessRendezvousBackend RendezvousBackend WatchedRendezvousBackend",
+        "server.credentials": "INSECURE_TOKEN",
+        "foreign": "adapted",
+        "node.handler": "DynamicRendezvousHandler create_handler",
+        "protocol.messages": "Departed Judged NodesWaiting RoundClosed RoundEnded ServerRestarted",
+        "settings": "RendezvousSettings RendezvousTimeout",
+        "backends.solo": "SoloRendezvousHandler",
     },
 )

@@ -1,7 +1,8 @@
-"""torch's path `rendezvous.etcd_server`: an etcd of one member on this host, for tests.
+"""torch's path `rendezvous.etcd_server`: an etcd with one member on this host, for tests.
 
-A job needs none: on one host its agent has the round in memory, and on several an etcd of one
-member is lost with its host, as the server of `c10d` is. It speaks version 3 of etcd's API.
+No job needs this server. On one host, the agent keeps the round in memory. On several hosts, an
+etcd with one member is lost with its host, like the server of `c10d`. The server uses version 3 of
+etcd's API.
 """
 
 from __future__ import annotations
@@ -9,71 +10,69 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
-import shutil
 import subprocess
 import tempfile
 import time
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from regrow.utils import PortReservation, get_logger
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["EtcdServer"]
 
 BINARY_ENV = "TORCHELASTIC_ETCD_BINARY_PATH"
 HOST = "127.0.0.1"
-_PAUSE_MS = 20.0
+PAUSE_S = 0.02
+GRACE_S = 10.0
+"""Seconds in which etcd has to end after SIGTERM."""
 
 logger = get_logger(__name__)
 
 
 class EtcdServer:
-    """Starts and stops an etcd on loopback, at ports that are free.
+    """An etcd on the loopback address, with free ports.
 
-    The program is what TORCHELASTIC_ETCD_BINARY_PATH names, else `etcd` in PATH. It is stopped at
-    the end of this process at the latest.
+    The program is the one in TORCHELASTIC_ETCD_BINARY_PATH, or else `etcd` in PATH. It stops at the
+    end of this process at the latest.
 
     Args:
-        data_dir: where it keeps its data, and leaves it; None is a directory that goes with it.
+        data_dir: directory for etcd's data, which is kept; None: a temporary directory, which is
+            removed at the stop.
     """
 
     def __init__(self, data_dir: str | None = None) -> None:
         self._data_dir = data_dir
-        self._temporary: str | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._port = -1
         self._process: subprocess.Popen[bytes] | None = None
 
     def get_port(self) -> int:
-        """The port on which clients are served; -1 before the start."""
+        """Return the port for clients; -1 before the start."""
         return self._port
 
     def get_host(self) -> str:
-        """The address on which it listens."""
+        """Return the address on which etcd listens."""
         return HOST
 
     def get_endpoint(self) -> str:
-        """`host:port`, as `--rdzv-endpoint` takes it."""
+        """Return `host:port`, in the format of `--rdzv-endpoint`."""
         return f"{HOST}:{self._port}"
 
     def start(
         self, timeout: float = 60, num_retries: int = 3, stderr: int | IO[bytes] | None = None
     ) -> None:
-        """Start it, and wait until it answers.
+        """Start etcd, and wait until it answers.
 
         Args:
-            timeout: seconds in which it has to.
-            num_retries: how often that is tried.
-            stderr: where it writes its log, as `subprocess.Popen` takes it.
+            timeout: seconds in which etcd has to answer.
+            num_retries: maximum number of attempts.
+            stderr: destination of etcd's log, as for `subprocess.Popen`.
 
         Raises:
-            OSError: there is no such program, or it cannot be started.
-            RuntimeError: it runs already, or ended by itself.
-            TimeoutError: it does not answer in time.
+            OSError: the program does not exist, or cannot be started.
+            RuntimeError: etcd runs already, or ended by itself.
+            TimeoutError: etcd does not answer in time.
         """
         if self._process is not None:
             raise RuntimeError(f"this etcd already runs at {self.get_endpoint()}")
@@ -85,64 +84,61 @@ class EtcdServer:
                 self.stop()
                 if not left:
                     raise
-                logger.warning("etcd did not start: %s; it is tried again", error)
+                logger.warning("etcd did not start, trying again: %s", error)
 
     def stop(self) -> None:
-        """Stop it, and remove the directory that was made for it."""
+        """Stop etcd, and remove its temporary directory."""
         atexit.unregister(self.stop)
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(GRACE_S)
         if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.cleanup()
             self._temporary = None
 
     def _start(self, timeout: float, stderr: int | IO[bytes] | None) -> None:
         atexit.register(self.stop)
-        if self._data_dir is None:
-            self._temporary = tempfile.mkdtemp(prefix="regrow-etcd-")
-        # Held until it listens, as Go's listeners share an address with one that does not.
-        with PortReservation(HOST) as clients, PortReservation(HOST) as peers:
-            self._port = clients.port
-            command = self._command(self._data_dir or self._temporary or "", peers.port)
-            # Those of a user's own etcd would be taken for flags.
+        data_dir = self._data_dir
+        if data_dir is None:
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix="regrow-etcd-", ignore_cleanup_errors=True
+            )
+            data_dir = self._temporary.name
+        # Held until etcd listens: Go's listeners share an address with a socket that does not.
+        with PortReservation(HOST) as client_port, PortReservation(HOST) as peer_port:
+            self._port = client_port.port
+            clients, peers = f"http://{self.get_endpoint()}", f"http://{HOST}:{peer_port.port}"
+            command = [
+                *(os.environ.get(BINARY_ENV, "etcd"), "--data-dir", data_dir),
+                *("--listen-client-urls", clients, "--advertise-client-urls", clients),
+                *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
+                *("--initial-cluster", f"default={peers}"),
+            ]
+            # etcd would read ETCD_ variables of the user's own etcd as flags.
             environment = {k: v for k, v in os.environ.items() if not k.startswith("ETCD_")}
             self._process = subprocess.Popen(command, env=environment, stderr=stderr)
-            self._wait(self._process, timeout)
-
-    def _command(self, data_dir: str, peer_port: int) -> Sequence[str]:
-        clients, peers = f"http://{self.get_endpoint()}", f"http://{HOST}:{peer_port}"
-        return (
-            *(os.environ.get(BINARY_ENV, "etcd"), "--data-dir", data_dir),
-            *("--listen-client-urls", clients, "--advertise-client-urls", clients),
-            *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
-            *("--initial-cluster", f"default={peers}"),
-        )
-
-    def _wait(self, process: subprocess.Popen[bytes], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        pidfd = os.pidfd_open(process.pid)
-        try:
-            ended = select.poll()
-            ended.register(pidfd, select.POLLIN)
-            while not self._healthy():
-                # It tells nobody when it is ready; its end cuts the pause short.
-                if ended.poll(_PAUSE_MS):
-                    code = process.wait()
+            deadline = time.monotonic() + timeout
+            while not self._is_healthy():
+                try:
+                    code = self._process.wait(PAUSE_S)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(
+                            f"etcd at {self.get_endpoint()} does not answer within {timeout} s"
+                        ) from None
+                else:
                     raise RuntimeError(f"etcd ended with code {code}; see its log (stderr)")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"etcd at {self.get_endpoint()} does not answer within {timeout} s"
-                    )
-        finally:
-            os.close(pidfd)
 
-    def _healthy(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
-            with closing(HTTPConnection(HOST, self._port, timeout=1)) as asked:
-                asked.request("GET", "/health")
-                answer: object = json.loads(asked.getresponse().read())
+            with closing(HTTPConnection(HOST, self._port, timeout=1)) as connection:
+                connection.request("GET", "/health")
+                answer: object = json.loads(connection.getresponse().read())
         except (OSError, HTTPException, ValueError):
             return False
         return isinstance(answer, dict) and answer.get("health") == "true"

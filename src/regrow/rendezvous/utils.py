@@ -1,10 +1,10 @@
-"""Endpoints and configuration strings as users write them."""
+"""Parsers for rendezvous endpoints and configuration strings in the user's notation."""
 
 from __future__ import annotations
 
 import re
 
-from regrow.rendezvous._config import unknown_config_keys
+from regrow.rendezvous.parameters import unknown_config_keys
 
 __all__ = ["parse_rendezvous_endpoint", "unknown_config_keys"]
 
@@ -14,7 +14,7 @@ _PASSWORD = re.compile(r"(password\s*=)[^,]*")
 
 
 def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
-    """Read `key=value,key=value`; of a repeated key the last value counts.
+    """Parse `key=value,key=value`; the last value of a repeated key counts.
 
     Raises:
         ValueError: a key is missing, or has no value.
@@ -39,26 +39,21 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
-    """Split `host[:port]` into host and port; an IPv6 address stands in brackets.
+    """Split `host[:port]` into host and port; an IPv6 address needs brackets.
 
     Args:
-        endpoint: what the user wrote; nothing means localhost.
+        endpoint: the user's text; None or an empty text means localhost.
         default_port: the port if the endpoint has none.
 
     Raises:
-        ValueError: the port is no port, or the host no name or address.
+        ValueError: the port is not valid, or the host is neither a name nor an address.
     """
     endpoint = (endpoint or "").strip()
     if not endpoint:
         return "localhost", default_port
-    if endpoint.startswith("[") and endpoint.endswith("]"):
-        host, separator, port_text = endpoint, "", ""
-    elif ":" in endpoint:
-        host, separator, port_text = endpoint.rpartition(":")
-    else:
-        host, separator, port_text = endpoint, "", ""
-    port = default_port
-    if separator:
+    host, port = endpoint, default_port
+    if ":" in endpoint and not (endpoint[0] == "[" and endpoint[-1] == "]"):
+        host, _, port_text = endpoint.rpartition(":")
         port = int(port_text) if _PORT.fullmatch(port_text) else -1
         if not 0 <= port < 2**16:
             raise ValueError(
@@ -76,13 +71,14 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
 
 
 def check_host(host: str) -> None:
-    """Refuse what no name service can be asked for, and `parse_rendezvous_endpoint` lets pass.
+    """Refuse a host that no name service accepts, but `parse_rendezvous_endpoint` does.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: the host is not a valid name.
     """
     try:
         host.encode("idna")
     except UnicodeError as error:
-        why = f"{host!r} in the endpoint cannot be the name of a host: {error}"
-        raise ValueError(why) from None
+        raise ValueError(
+            f"{host!r} in the endpoint cannot be the name of a host: {error}"
+        ) from None

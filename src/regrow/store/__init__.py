@@ -1,29 +1,38 @@
-"""The key-value store that everything meets in.
+"""The key-value store that connects all parts of a job.
 
-`MemoryStore` lives in one process; `start_server` runs a store in a process of its own
-and `connect` reaches it; `worker_store` is the one that a job's workers share.
-`PrefixStore` gives a part of any store its own names. All of them, and PyTorch's c10d
-stores, are a `Store`; ours are also a `WatchStore`.
+- `MemoryStore` lives in one process.
+- `start_server` runs a store in a process of its own, and `connect` connects to it.
+- `worker_store` connects to the store that a job's workers share.
+- `PrefixStore` gives a part of any store its own names.
 
-Names that need sockets or msgspec are loaded when first used, so that a program that
-only uses a `MemoryStore` does not pay for them.
+All of these, and PyTorch's c10d stores, implement `Store`; regrow's stores also implement
+`WatchStore`.
+
+Names that need sockets or msgspec are loaded at first use, so a program that uses only a
+`MemoryStore` does not load them.
+
+`__all__` lists the names for users. Other names are shared inside regrow only, and may change.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
-from regrow.store._api import (
+from regrow.store.api import (
     Change,
     Changes,
     Characteristics,
     Store,
+    Timeout,
+    Value,
     WatchStore,
     characteristics_of,
     require,
+    to_bytes,
+    to_seconds,
 )
-from regrow.store._errors import (
+from regrow.store.calls import Handle, PrefixStore, timeout_message
+from regrow.store.errors import (
     StoreAuthError,
     StoreClosedError,
     StoreConnectionError,
@@ -36,19 +45,49 @@ from regrow.store._errors import (
     StoreTooWeakError,
     StoreValueError,
 )
-from regrow.store._limits import Limits
-from regrow.store._memory import MemoryStore
-from regrow.store._prefix import PrefixStore
-from regrow.store._token import load_token, make_token
-from regrow.store._worker import STORE_ENV, STORE_PORT_ENV, STORE_TOKEN_ENV, worker_store
+from regrow.store.keyspace import KeySpace, NotReady, Query
+from regrow.store.limits import Limits
+from regrow.store.memory import MemoryStore
+from regrow.store.protocol.token import (
+    TOKEN_ENV,
+    load_token,
+    make_token,
+    make_token_file,
+    own_secret,
+    read_secret,
+    read_token_file,
+)
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.store._calls import ConnectionState
-    from regrow.store._client import StoreClient, connect
-    from regrow.store._process import ServerProcess, start_server
-    from regrow.store._server import StoreServer
-    from regrow.store._service import Answer, Service
-    from regrow.store._tls import Tls
+    from regrow.store.client.client import StoreClient, connect
+    from regrow.store.client.service_client import ServiceClient
+    from regrow.store.client.session import ConnectionState
+    from regrow.store.protocol.sockets import (
+        endpoint_of,
+        endpoint_of_socket,
+        family_of,
+        is_loopback,
+        keep_alive,
+        listen,
+        listen_at,
+    )
+    from regrow.store.protocol.tls import Tls
+    from regrow.store.server.journal import Journal, make_files
+    from regrow.store.server.log import BackgroundWriter
+    from regrow.store.server.process import FOR_WORKERS, ServerProcess, import_paths, start_server
+    from regrow.store.server.server import StoreServer
+    from regrow.store.server.services import Answer, Service, within
+    from regrow.store.workers import (
+        SERVICES,
+        STORE_ENV,
+        STORE_PORT_ENV,
+        STORE_TLS_ENV,
+        STORE_TOKEN_ENV,
+        locate,
+        visit,
+        worker_store,
+    )
 
 __all__ = [
     "STORE_ENV",
@@ -64,6 +103,7 @@ __all__ = [
     "PrefixStore",
     "ServerProcess",
     "Service",
+    "ServiceClient",
     "Store",
     "StoreAuthError",
     "StoreClient",
@@ -89,17 +129,24 @@ __all__ = [
     "worker_store",
 ]
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     globals(),
     {
-        "Answer": "_service",
-        "Service": "_service",
-        "ConnectionState": "_calls",
-        "StoreClient": "_client",
-        "connect": "_client",
-        "ServerProcess": "_process",
-        "start_server": "_process",
-        "StoreServer": "_server",
-        "Tls": "_tls",
+        "client.client": "StoreClient connect",
+        "server.journal": "Journal make_files",
+        "server.log": "BackgroundWriter",
+        "server.process": "FOR_WORKERS ServerProcess import_paths start_server",
+        "server.server": "StoreServer",
+        "server.services": "Answer Service within",
+        "client.service_client": "ServiceClient",
+        "client.session": "ConnectionState",
+        "protocol.sockets": (
+            "endpoint_of endpoint_of_socket family_of is_loopback keep_alive listen listen_at"
+        ),
+        "protocol.tls": "Tls",
+        "workers": (
+            "SERVICES STORE_ENV STORE_PORT_ENV STORE_TLS_ENV STORE_TOKEN_ENV locate visit "
+            "worker_store"
+        ),
     },
 )

@@ -1,12 +1,12 @@
-"""A regrow store where PyTorch wants one of its own.
+"""Adapter that makes a PyTorch store from a regrow store.
 
     store = TorchStore(connect(endpoint, token=token))
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=n)
 
-torch calls a store written in Python from C++, from any of its threads, through a fixed
-set of names: mostly those of c10d's Python API, but `deleteKey` and `getNumKeys` in their
-C++ spelling. Both spellings are here. The store below is thread-safe and its blocked calls
-delay no other, so one store serves all threads and `clone` returns the store itself.
+torch calls a Python store from C++, from any thread, through a fixed set of names. Most of these
+are the names of c10d's Python API, but `deleteKey` and `getNumKeys` have their C++ spelling. This
+class has both spellings. The regrow store is thread-safe, and its blocked calls delay no other
+calls. So one store serves all threads, and `clone` returns the store itself.
 
 This is the only file of the package that imports torch.
 """
@@ -17,20 +17,23 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from regrow.store._errors import StoreTimeout
+from regrow.store.errors import StoreTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from regrow.store._api import Store, Value
+    from regrow.store.api import Store, Value
 
 __all__ = ["TorchStore"]
 
 _kept: set[TorchStore] = set()
-"""Stores that C++ may still call. torch keeps the C++ half of such an object and not the
-Python half; without this reference the calls would find no methods once the caller's own
-reference is gone. `TorchStore.release` removes it."""
+"""Stores that C++ may still call.
+
+torch keeps only the C++ half of such an object, and not the Python half. Without this reference,
+the calls would find no methods after the caller drops its own reference. `TorchStore.release`
+removes the reference.
+"""
 
 
 class TorchStore(dist.Store):  # type: ignore[misc] # torch is not followed by mypy
@@ -48,11 +51,11 @@ class TorchStore(dist.Store):  # type: ignore[misc] # torch is not followed by m
 
     @property
     def underlying_store(self) -> Store:
-        """The regrow store that this one passes its calls to."""
+        """The regrow store that receives the calls."""
         return self._store
 
     def release(self) -> None:
-        """Let the store be collected; call it after every process group on it is gone."""
+        """Allow garbage collection of the store; call it when no process group uses the store."""
         _kept.discard(self)
 
     def set(self, key: str, value: Value) -> None:
@@ -111,21 +114,21 @@ class TorchStore(dist.Store):  # type: ignore[misc] # torch is not followed by m
         return self._store.num_keys()
 
     def has_extended_api(self) -> bool:
-        """Say that `append`, `multi_get` and `multi_set` exist."""
+        """Return True: `append`, `multi_get` and `multi_set` exist."""
         return True
 
     def clone(self) -> TorchStore:
-        """Return this store: it may be used from several threads as it is."""
+        """Return this store, because several threads may share it."""
         return self
 
     def _bound(self, keys: Sequence[str]) -> None:
-        # torch sets and restores the timeout of the C++ half only (`set_timeout` is not
-        # among the names it looks for here), so that one counts, and the store's own
-        # timeout stays what the store's other users set.
+        # torch sets and restores only the time-out of the C++ half (it does not look for
+        # `set_timeout` here). So that time-out applies, and the store's own time-out stays as its
+        # other users set it.
         timeout = self.timeout
         if timeout != self._store.timeout:
             self._store.wait(keys, timeout)
 
-    # The names under which C++ looks for two of the methods.
+    # C++ looks for two of the methods under these names.
     deleteKey = delete_key
     getNumKeys = num_keys

@@ -1,29 +1,33 @@
-"""Countdown timers: a worker that does not come out of a block of code in time is reaped.
+"""Countdown timers: a worker that does not leave a block of code in time is reaped.
 
     with regrow.expires(after=60):
         train_step()
 
-`expires` speaks to a `TimerClient`, which sends a `TimerRequest` at the begin and at the end of the
-block to a `TimerServer` in another process. Two pairs are there: the file timer, over a named pipe,
-which agents use (`regrow run --timers`), and the local timer, over a multiprocessing queue.
+`expires` uses a `TimerClient`. The client sends a `TimerRequest` at the start and at the end of the
+block to a `TimerServer` in another process. There are two pairs of client and server. The file
+timer works over a named pipe; agents use it (`regrow run --timers`). The local timer works over a
+multiprocessing queue.
 
-Both are loaded when first used, so that a script pays for the one that it has.
+Both are loaded at their first use, so a script pays only for the one that it uses.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._lazy import lazily
-from regrow.timer._api import RequestQueue, TimerClient, TimerRequest, TimerServer
-from regrow.timer._expires import configure, expires
+from regrow.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
+from regrow.timer.timed_block import configure, expires
+from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.timer._file_client import FileTimerClient
-    from regrow.timer._file_request import FileTimerRequest
-    from regrow.timer._file_server import FileTimerServer
-    from regrow.timer._local import LocalTimerServer, MultiprocessingRequestQueue
-    from regrow.timer._local_client import LocalTimerClient
+    from regrow.timer.fifo.client import FileTimerClient
+    from regrow.timer.fifo.request import FileTimerRequest
+    from regrow.timer.fifo.server import FileTimerServer
+    from regrow.timer.local_timer import (
+        LocalTimerClient,
+        LocalTimerServer,
+        MultiprocessingRequestQueue,
+    )
 
 __all__ = [
     "FileTimerClient",
@@ -40,14 +44,12 @@ __all__ = [
     "expires",
 ]
 
-__getattr__ = lazily(
+__getattr__, __dir__ = lazily(
     globals(),
     {
-        "FileTimerClient": "_file_client",
-        "FileTimerRequest": "_file_request",
-        "FileTimerServer": "_file_server",
-        "LocalTimerClient": "_local_client",
-        "LocalTimerServer": "_local",
-        "MultiprocessingRequestQueue": "_local",
+        "fifo.client": "FileTimerClient",
+        "fifo.request": "FileTimerRequest",
+        "fifo.server": "FileTimerServer",
+        "local_timer": "LocalTimerClient LocalTimerServer MultiprocessingRequestQueue",
     },
 )

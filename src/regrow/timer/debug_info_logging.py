@@ -1,4 +1,4 @@
-"""torch's path `timer.debug_info_logging`: a word on timers that have expired."""
+"""torch's path `timer.debug_info_logging`: logs expired timers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 def log_debug_info_for_expired_timers(
     run_id: str, expired_timers: Mapping[int, Sequence[str]]
 ) -> None:
-    """Log which timers have expired, if any have.
+    """Log the expired timers, if there are any.
 
     Args:
         run_id: the job.

@@ -1,16 +1,56 @@
-"""Small helpers that every layer may use, under the names torch gives them.
+"""Small helpers for every layer, under torch's names.
 
-Nothing here knows another package of regrow, and importing this package loads
-neither torch nor a socket.
+The helpers import no other package of regrow. Importing this package loads neither torch nor
+sockets: each name is loaded at its first use.
+
+`__all__` lists the names for users. The other names are internal to regrow and may change.
 """
 
 from __future__ import annotations
 
-from ._jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
-from ._port import PortReservation
-from .api import get_env_variable_or_raise, macros
-from .distributed import get_free_port, get_socket_with_port
-from .logging import get_logger
+from typing import TYPE_CHECKING
+
+from regrow.utils.lazy import lazily
+
+if TYPE_CHECKING:
+    from regrow.utils.backoff import Backoff, poll_until
+    from regrow.utils.fork import disown_in_children
+    from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
+    from regrow.utils.number_limits import (
+        LONGEST_S,
+        MOST_FAILURES,
+        MOST_NODES,
+        MOST_WORKERS,
+        restart_grace,
+    )
+    from regrow.utils.port import PortReservation
+    from regrow.utils.process import (
+        DEFAULT_SIGNALS,
+        KILL_S,
+        SIGNALS_ENV,
+        end_process,
+        end_text,
+        ends_within,
+        reap,
+        signal_name,
+        signal_text,
+        spawn_helper,
+        split_signals,
+        starting_helpers,
+    )
+    from regrow.utils.user_text import (
+        describe,
+        get_cause,
+        get_context,
+        get_traceback,
+        headline,
+        repr_of,
+        str_of,
+    )
+
+    from .api import get_env_variable_or_raise, macros
+    from .distributed import get_free_port, get_socket_with_port
+    from .logging import get_logger, quieten
 
 __all__ = [
     "BrokenLine",
@@ -24,3 +64,22 @@ __all__ = [
     "read_json_lines",
     "to_json",
 ]
+
+__getattr__, __dir__ = lazily(
+    globals(),
+    {
+        "backoff": "Backoff poll_until",
+        "fork": "disown_in_children",
+        "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
+        "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
+        "port": "PortReservation",
+        "process": (
+            "DEFAULT_SIGNALS KILL_S SIGNALS_ENV end_process end_text ends_within reap signal_name"
+            " signal_text spawn_helper split_signals starting_helpers"
+        ),
+        "user_text": "describe get_cause get_context get_traceback headline repr_of str_of",
+        "api": "get_env_variable_or_raise macros",
+        "distributed": "get_free_port get_socket_with_port",
+        "logging": "get_logger quieten",
+    },
+)

@@ -1,4 +1,4 @@
-"""Environment look-up and the one macro of a worker's command line."""
+"""Environment look-up, and the one macro of a worker's command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["get_env_variable_or_raise", "get_socket_with_port", "macros"]
 
 
 def get_env_variable_or_raise(env_name: str) -> str:
-    """The value of the environment variable `env_name`; ValueError where it is not set."""
+    """Return the value of the environment variable `env_name`.
+
+    Raises:
+        ValueError: the variable is not set.
+    """
     value = os.environ.get(env_name)
     if value is None:
         raise ValueError(f"Environment variable {env_name} expected, but not set")
@@ -22,15 +26,15 @@ def get_env_variable_or_raise(env_name: str) -> str:
 
 
 class macros:
-    """The placeholder that the launcher fills in for each worker."""
+    """The placeholder that the launcher replaces for each worker."""
 
     local_rank = "${local_rank}"
 
     @staticmethod
     def substitute(args: Iterable[Any], local_rank: str) -> list[Any]:
-        """`args` with `${local_rank}` (or `$local_rank`) replaced in every string.
+        """Replace `${local_rank}` (or `$local_rank`) in every string of `args`.
 
-        `$$` becomes `$`; any other `$` stays as it is, and so does whatever is no string.
+        `$$` becomes `$`. Any other `$` and any value that is not a string stay unchanged.
         """
         args = list(args)
         if not any(isinstance(arg, str) and "$" in arg for arg in args):

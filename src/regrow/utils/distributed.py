@@ -1,38 +1,34 @@
-"""Free ports, and torch's TCPStore for those who want one."""
+"""Free ports, and torch's TCPStore for programs that use it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow.utils.lazy import lazily
+
 if TYPE_CHECKING:
     import socket
 
-    from ._torch_store import create_c10d_store
+    from regrow.utils.torch_store import create_c10d_store
 
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
 
-
-def __getattr__(name: str) -> object:
-    if name != "create_c10d_store":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ._torch_store import create_c10d_store
-
-    return create_c10d_store
+__getattr__, __dir__ = lazily(globals(), {"torch_store": "create_c10d_store"})
 
 
 def get_socket_with_port() -> socket.socket:
-    """A socket that listens on a free port of the loopback address.
+    """Return a socket that listens on a free port of the loopback address.
 
-    The port is taken as long as the socket is open. Whoever closes it to hand the
-    port to somebody else races with every other process that asks for a port:
-    `PortReservation` does not.
+    The port is reserved as long as the socket is open. A caller that closes the socket and passes
+    the port to another process has a race: any process that requests a port may get this one.
+    `PortReservation` has no such race.
 
     Raises:
-        OSError: neither 127.0.0.1 nor ::1 gave a port.
+        OSError: neither 127.0.0.1 nor ::1 has a free port.
     """
     import socket
 
-    # Literal addresses: resolving "localhost" may ask a name server, which takes seconds.
+    # Literal addresses, because a name server may have to resolve "localhost", which takes seconds.
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -51,7 +47,7 @@ def get_socket_with_port() -> socket.socket:
 
 
 def get_free_port() -> int:
-    """A TCP port of the loopback address that was free a moment ago (it is not reserved)."""
+    """Return a free TCP port of the loopback address; the port is not reserved."""
     with get_socket_with_port() as listener:
         port: int = listener.getsockname()[1]
         return port

@@ -1,13 +1,13 @@
-"""Meeting points in a store: a barrier, and everybody's data for everybody.
+"""Synchronization through a store: a barrier, and an exchange of data between all members.
 
-They work over every store that has c10d's methods, and use torch's key names,
-so that members built with either library meet. Nothing polls: each member
-waits in the store for the one key that the last member sets.
+These helpers work with every store that has c10d's methods. They use torch's key names, so members
+that use regrow and members that use torch can meet. No member polls: each waits in the store for
+the one key that the last member sets.
 
-Keys are not deleted: a `key_prefix` serves for one meeting.
+Keys are not deleted: use a `key_prefix` for one meeting only.
 
-Unlike torch's, these helpers hand each wait its time-out and leave the
-store's own alone, since another thread may be using the store.
+Unlike torch's helpers, these pass the time-out to each wait. They do not change the store's own
+time-out, because another thread may be using the store.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NUM_MEMBERS = "/num_members"
 _LAST_MEMBER = "/last_member"
 _TRACE = "/TRACE"
 _TRACING_GATE = "/TRACING_GATE"
-_MOST_NAMED = 16  # Missing ranks that an error names; more are counted.
+_MOST_NAMED = 16  # Missing ranks that an error names; further ranks are only counted.
 
 
 class _Store(Protocol):
-    """What these helpers need of a store (c10d's signatures)."""
+    """The store methods that these helpers use (c10d's signatures)."""
 
     @property
     def timeout(self) -> timedelta: ...
@@ -42,7 +42,7 @@ class _Store(Protocol):
 
 @contextmanager
 def store_timeout(store: _Store, timeout: float) -> Iterator[None]:
-    """Within this context the store's own time-out is `timeout` seconds."""
+    """Context in which the store's own time-out is `timeout` seconds."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -52,10 +52,10 @@ def store_timeout(store: _Store, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: _Store, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """The values of `{prefix}0` to `{prefix}{world_size - 1}`, waiting for those not set yet.
+    """Return the values of `{prefix}0` to `{prefix}{world_size - 1}`; wait for missing keys.
 
-    Rank 0 also waits until every member has read them, since it may be the one that
-    hosts the store and goes away next. Waits end after the store's own time-out.
+    Rank 0 also waits until every member has read the values, because rank 0 may host the store and
+    end next. Waits end after the store's own time-out.
     """
     return _get_all(store, rank, prefix, world_size, _seconds(store.timeout))
 
@@ -68,7 +68,7 @@ def synchronize(
     key_prefix: str,
     timeout: float = 300.0,
 ) -> list[bytes]:
-    """Give every member's `data` to every member, in rank order, within `timeout` seconds."""
+    """Exchange every member's `data` with all members, in rank order, within `timeout` seconds."""
     store.set(f"{key_prefix}{rank}", data)
     return _get_all(store, rank, key_prefix, world_size, timeout)
 
@@ -82,21 +82,21 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10.0,
 ) -> None:
-    """Wait until `world_size` members have come, at most `barrier_timeout` seconds.
+    """Wait until `world_size` members have arrived, at most `barrier_timeout` seconds.
 
     Args:
-        store: where they meet.
+        store: the store in which the members meet.
         world_size: the number of members.
-        key_prefix: names this barrier; to be used once.
+        key_prefix: name of this barrier; use it once.
         barrier_timeout: seconds to wait.
-        rank: this member's rank. Where all members give theirs, the error of rank 0 names
-            the missing ones, and the others' errors point to rank 0.
-        rank_tracing_decoder: turns a rank into words for that error (a host name).
-        trace_timeout: seconds to wait for the other members' report of their presence.
+        rank: this member's rank. If all members pass their ranks, the error of rank 0 names the
+            missing members, and the errors of the others refer to rank 0.
+        rank_tracing_decoder: converts a rank to a text for that error (a host name).
+        trace_timeout: seconds to wait for the other members to report that they are present.
 
     Raises:
         ValueError: a decoder without a rank.
-        TimeoutError: not all came (a c10d store raises its DistStoreError instead).
+        TimeoutError: some members did not arrive (a c10d store raises its DistStoreError instead).
     """
     if rank is None and rank_tracing_decoder is not None:
         raise ValueError("barrier: rank_tracing_decoder needs rank, which is None")
@@ -119,12 +119,12 @@ def barrier(
 
 
 def barrier_keys(key_prefix: str) -> tuple[str, str]:
-    """Names of the keys that a barrier leaves, unless its members gave their ranks."""
+    """Return the keys that a barrier leaves in the store, unless its members gave their ranks."""
     return key_prefix + _NUM_MEMBERS, key_prefix + _LAST_MEMBER
 
 
 def _check_in(store: _Store, world_size: int, key_prefix: str) -> str:
-    """Count this member in; returns the key that the last one sets."""
+    """Count this member as present; return the key that the last member sets."""
     last_member = key_prefix + _LAST_MEMBER
     if store.add(key_prefix + _NUM_MEMBERS, 1) == world_size:
         store.set(last_member, "<val_ignored>")
@@ -151,12 +151,12 @@ def _missing(
     decode: Callable[[int], str],
     trace_timeout: float,
 ) -> Sequence[str] | None:
-    """Who did not come, as far as this rank can tell; None where it cannot."""
+    """Describe the missing members, as far as this rank knows; None if it does not."""
     store.set(f"{key_prefix}{rank}{_TRACE}", "<val_ignored>")
     gate = f"{key_prefix}{_TRACING_GATE}"
     timeout = timedelta(seconds=trace_timeout)
     if rank != 0:
-        # Rank 0 may host the store: it goes only after it has told us, or not at all.
+        # Rank 0 may host the store: it ends only after it has informed the others, or not at all.
         if not _wait(store, [gate], timeout * 2):
             return None
         return [f"<check rank 0 ({decode(0)}) for missing rank info>"]
@@ -184,7 +184,7 @@ def _wait(store: _Store, keys: list[str], timeout: timedelta) -> bool:
 
 
 def _is_timeout(error: Exception) -> bool:
-    # torch's own time-out type, told by its name: torch is not loaded here.
+    # torch's own time-out type, recognized by its name, because torch is not loaded here.
     return isinstance(error, TimeoutError) or type(error).__name__ == "DistStoreError"
 
 

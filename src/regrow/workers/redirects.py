@@ -1,4 +1,4 @@
-"""Send this process's own stdout or stderr to a file for a while, C libraries included."""
+"""Redirection of this process's stdout or stderr to a file, including output of C libraries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["redirect", "redirect_stderr", "redirect_stdout"]
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Redirect a stream, descriptor and all, so that what C code prints goes along.
+    """Redirect a stream with its descriptor, so that the output of C code is redirected as well.
 
     Args:
         std: `stdout` or `stderr`.
-        to_file: its path, in a directory that exists; what it had is overwritten.
+        to_file: path of the file, in an existing directory; old content is overwritten.
 
     Raises:
         ValueError: `std` is neither.
@@ -45,7 +45,7 @@ redirect_stderr = partial(redirect, "stderr")
 
 
 def _point(std: str, number: int, target: int) -> None:
-    """Let a stream's descriptor be another file, after what is buffered for the old one is out."""
+    """Flush a stream's buffer, and then point its descriptor to another file."""
     getattr(sys, std).flush()
     ctypes.CDLL(None).fflush(None)
     os.dup2(target, number)

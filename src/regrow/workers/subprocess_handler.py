@@ -1,8 +1,8 @@
-"""`SubprocessHandler`: a program in a session of its own, its output in files.
+"""torch's `SubprocessHandler`, for programs that use it: a program in its own session.
 
-regrow's own workers are not started by it: the guardian forks them, watches them, and leaves
-nothing of them behind. It is here for programs that start processes by it as by torch's, or derive
-from it to start them in another way.
+regrow does not start its own workers with this class: the guardian forks and watches them, and
+leaves no process behind. The class exists for programs that use it as they use torch's class, or
+derive from it to start processes in another way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regrow.workers._numa import NumaOptions
+    from regrow.workers.numa import NumaOptions
 
 __all__ = ["SubprocessHandler", "get_subprocess_handler"]
 
@@ -24,22 +24,23 @@ class SubprocessHandler:
 
     Args:
         entrypoint: the program, looked up in PATH unless it has a slash.
-        args: its arguments, made strings with `str`.
-        env: variables for it, beside those of this process.
-        stdout: path of the file for its output; empty or None lets it have this process's own.
+        args: its arguments, converted with `str`.
+        env: its variables, added to those of this process.
+        stdout: path of the file for its output; empty or None: it inherits the stdout of this
+            process.
         stderr: the same for its errors.
-        local_rank_id: which of this host's workers it is.
-        numa_options: which CPUs it is bound to; None: those of this process.
+        local_rank_id: local rank of the worker on this host.
+        numa_options: how it is bound to CPUs; None: the CPUs of this process.
 
     Raises:
-        OSError: a file cannot be opened, or the program not be started.
-        ValueError: it cannot be bound as `numa_options` says.
+        OSError: a file cannot be opened, or the program cannot be started.
+        ValueError: the program cannot be bound as `numa_options` requires.
     """
 
     proc: Popen[bytes]
-    """The process."""
+    """The process of the program."""
     local_rank_id: int
-    """Which of this host's workers it is."""
+    """Local rank of the worker on this host."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class SubprocessHandler:
     ) -> None:
         argv: tuple[str, ...] = (entrypoint, *map(str, args))
         if numa_options is not None:
-            from regrow.workers._numa import bound_command
+            from regrow.workers.numa import bound_command
 
             argv = tuple(bound_command(argv, local_rank_id, numa_options))
         self.local_rank_id = local_rank_id
@@ -64,15 +65,15 @@ class SubprocessHandler:
             self._files = files.pop_all()
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Popen[bytes]:
-        """Start it; for subclasses to replace."""
+        """Start the program; subclasses may replace this method."""
         return Popen(
             args, env=env, stdout=self._stdout, stderr=self._stderr, start_new_session=True
         )
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send its process group a signal, by default SIGTERM, and close the files.
+        """Send a signal to the process group, by default SIGTERM, and close the files.
 
-        It does not wait for the end. Of a group that is gone there is nothing to stop.
+        The method does not wait for the end. If the group is gone, no signal is sent.
         """
         with self._files, suppress(ProcessLookupError):
             os.killpg(self.proc.pid, death_sig or signal.SIGTERM)

@@ -1,8 +1,10 @@
-"""Data loading helpers for elastic training; torch is loaded only by the sampler."""
+"""Data loading helpers for elastic training; only the sampler loads torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from regrow.utils import lazily
 
 from .cycling_iterator import CyclingIterator
 
@@ -11,10 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CyclingIterator", "ElasticDistributedSampler"]
 
-
-def __getattr__(name: str) -> object:
-    if name == "ElasticDistributedSampler":
-        from ._torch_sampler import ElasticDistributedSampler
-
-        return ElasticDistributedSampler
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazily(globals(), {"_torch_sampler": "ElasticDistributedSampler"})

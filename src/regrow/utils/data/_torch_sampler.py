@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 _T_co = TypeVar("_T_co", covariant=True)
 
-# torch is not visible to the type checker here, so its generic base is given by name only.
+# The type checker does not see torch here, so the generic base class is only named.
 _Base: Any = DistributedSampler
 
 
 class ElasticDistributedSampler(_Base):  # type: ignore[misc]
     """Each replica's share of the dataset from `start_index` on, shuffled by epoch.
 
-    The shuffle depends on the epoch (`set_epoch`) and on `start_index` alone, so that all
-    replicas of an attempt agree on it whatever their number. The last samples are repeated
-    where the rest does not divide evenly.
+    The shuffle depends only on the epoch (`set_epoch`) and on `start_index`. So all replicas of an
+    attempt use the same shuffle, whatever their number. If the remaining samples do not divide
+    evenly among the replicas, the last samples are repeated.
 
     Args:
         dataset: a dataset of constant size.
         num_replicas: the number of training processes (default: the world size).
-        rank: this process's place among them (default: its rank).
+        rank: this process's rank among the replicas (default: its rank in the group).
         start_index: the first index of the dataset to sample from.
 
     Raises:
         TypeError: the dataset has no length.
-        ValueError: `start_index` is not inside the dataset.
+        ValueError: `start_index` is outside the dataset.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ElasticDistributedSampler(_Base):  # type: ignore[misc]
         generator = torch.Generator()
         generator.manual_seed(self.epoch)
         order: list[int] = torch.randperm(self._rest, generator=generator).tolist()
-        # Where fewer samples are left than replicas, one repetition does not fill them up.
+        # If fewer samples remain than replicas, one repetition does not give each replica a sample.
         repeats = math.ceil(self.total_size / self._rest)
         padded = (order * repeats)[: self.total_size]
         return iter([self.start_index + index for index in padded[self.rank :: self.num_replicas]])

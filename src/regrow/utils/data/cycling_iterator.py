@@ -1,4 +1,4 @@
-"""One iterator over several epochs."""
+"""Iterator over several epochs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class CyclingIterator(Iterator[_T]):
 
     Args:
         n: the number of epochs, counted from epoch 0.
-        generator_fn: gives the iterator of an epoch; it is asked for an epoch when the one
-            before has ended.
-        start_epoch: the first epoch, for a training that goes on from a checkpoint. It is
-            iterated over even where it is not below `n`.
+        generator_fn: returns the iterator of an epoch; called when the previous epoch has ended.
+        start_epoch: the first epoch, for a training that continues from a checkpoint. This epoch is
+            iterated over even if it is not below `n`.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class CyclingIterator(Iterator[_T]):
         return self
 
     def __next__(self) -> _T:
-        # A loop, not a recursion: a thousand empty epochs in a row are no error.
+        # A loop instead of a recursion, so that a thousand consecutive empty epochs cause no error.
         while True:
             try:
                 return next(self._iter)

@@ -1,10 +1,85 @@
-"""The error handler that `record` uses where it is given none."""
+"""The decorator `record`, and its default error handler."""
 
-from regrow.workers.errors.error_handler import ErrorHandler
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+
+from regrow.utils import describe
+from regrow.workers.errors.error_handler import ErrorHandler, print_problem
+from regrow.workers.errors.failures import ChildFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["get_error_handler"]
 
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
 
 def get_error_handler() -> ErrorHandler:
-    """A new `ErrorHandler`."""
+    """Return a new `ErrorHandler`."""
     return ErrorHandler()
+
+
+@overload
+def record(
+    fn: Callable[P, R], error_handler: ErrorHandler | None = None
+) -> Callable[P, R | None]: ...
+@overload
+def record(
+    fn: None = None, error_handler: ErrorHandler | None = None
+) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+def record(
+    fn: Callable[P, R] | None = None, error_handler: ErrorHandler | None = None
+) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+    """Write uncaught exceptions of a function to the error file; for a worker's main function.
+
+    An exception is recorded and raised again, also one that is no `Exception` (the `RestartAbort`
+    of `regrow.inprocess`). A `ChildFailedError` passes on the error file of the child that failed
+    first. `sys.exit()` and `sys.exit(0)` return None. Any other exit and Ctrl-C are raised again
+    and leave no file.
+
+    Args:
+        fn: the function. Without it the result is a decorator: `@record(error_handler=...)`.
+        error_handler: records the exceptions; None is `get_error_handler()`.
+
+    Returns:
+        The wrapped function, or the decorator.
+    """
+    handler = error_handler if error_handler is not None else get_error_handler()
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
+        @wraps(function)
+        def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            handler.initialize()
+            try:
+                return function(*args, **kwargs)
+            except SystemExit as exit:
+                if exit.code in (None, 0):
+                    return None
+                raise
+            except ChildFailedError as error:
+                _, failure = error.get_first_failure()
+                if failure.has_error_file:
+                    _try(handler.dump_error_file, failure.error_file, failure.exitcode)
+                raise
+            except (KeyboardInterrupt, GeneratorExit):
+                raise
+            except BaseException as error:
+                _try(handler.record_exception, error)
+                raise
+
+        return recorded
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _try(write: Callable[Q, object], *args: Q.args, **kwargs: Q.kwargs) -> None:
+    """Call a method of an error handler; an exception in it must not hide the failure."""
+    try:
+        write(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the failure itself is about to be raised
+        print_problem(f"the error handler raised {describe(error)}: the error file may be missing")

@@ -1,0 +1,1 @@
+"""One attempt: form a round, start workers in it, watch them, stop them."""

@@ -1,0 +1,329 @@
+"""`LocalWorkers`: the workers as processes of this host.
+
+The guardian reports the changes of workers through the process context. Each change is a message in
+the inbox, so an idle agent sleeps.
+
+**Ends.** The end of a worker may be a failure; a check of the workers finds that out.
+
+**Losses.** A wrapper (`regrow.inprocess`) continues without a rank that lost its process. The agent
+must not stop the other workers then. The worker itself provides this information: its slot of the
+progress page marks it as replaceable. The worker sets the mark when all ranks have met, and clears
+it when the call is about to end on all ranks. The mark is set again after the worker has left the
+call for good. The agent reads the slot after the end of the process, so the mark is valid up to the
+instant of a SIGKILL. An exit with 0 before the function has a result is a failure. A lost worker is
+removed from the group, and no budget is charged. The place stays empty. No part of regrow fills it
+yet, but the rules do not depend on that. When the other workers have ended, the attempt ends with
+their result (`regrow.workers.group`). If no worker of this node is left, its last loss is a
+failure. The end of a worker outside a wrapper is always a failure.
+
+**Leases.** The guardian kills the workers of a round when their lease expires, whether the agent
+runs or not, and reports it.
+
+**Suspended workers** (SIGSTOP, a debugger) are alive and are not replaced, and the user may not
+know why the job makes no progress. So the agent logs them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from regrow.agent.api import RunResult, Worker, WorkerState
+from regrow.agent.attempt.environment import worker_environment
+from regrow.agent.decisions import events
+from regrow.agent.features import Feature, StartedWorkers
+from regrow.agent.features.progress import WorkerReports
+from regrow.utils import get_logger, macros, signal_text
+from regrow.workers import Guardian, PContext, WorkerChange, start_processes
+
+if TYPE_CHECKING:
+    from regrow.agent.features.state_d import UninterruptibleSleepers
+    from regrow.agent.job import Job
+    from regrow.utils import PortReservation
+    from regrow.workers import LogsSpecs, ProcessFailure
+    from regrow.workers.guardian.events import Lapsed
+
+logger = get_logger(__name__)
+
+
+class LocalWorkers(Feature):
+    """Starts, watches and stops the workers of this host.
+
+    Args:
+        job: what the parts of the agent share. Its features add to the environment of the workers
+            and explain failures.
+        sleepers: detects workers in uninterruptible sleep.
+        heartbeats: whether the workers send heartbeats; a suspended worker sends none.
+    """
+
+    def __init__(self, job: Job, sleepers: UninterruptibleSleepers, *, heartbeats: bool) -> None:
+        self._job = job
+        self.reports: WorkerReports | None = None
+        """The page of steps of the latest attempt, which may be closed."""
+        self._sleepers = sleepers
+        self._heartbeats = heartbeats
+        self.context: PContext | None = None
+        """The workers' processes; a subclass of the agent that starts its own workers sets it."""
+        self.lost: set[int] = set()
+        """Global ranks of the workers that were lost in the latest attempt."""
+        self._started: StartedWorkers | None = None  # with the context that posts its changes
+        self.guardian = Guardian(on_lapse=self._take_lapse)
+        self._port: PortReservation | None = None
+
+    def open(self) -> None:
+        """See base class: start the guardian; its interpreter starts while the round forms."""
+        self.guardian.renew(None)
+        self.guardian.start()
+
+    def close(self) -> None:
+        """See base class: close the guardian, and release the port and the page of steps."""
+        if self.reports is not None:
+            self.reports.close()
+        self.guardian.close()
+        self._release_port()
+
+    def _release_port(self) -> None:
+        # Each attempt has a new port: a closing connection may still hold the old one.
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    # --- start and stop
+
+    def start(
+        self, logs_specs: LogsSpecs, start_method: str, line_prefix: str | None = None
+    ) -> dict[int, int]:
+        """Start the workers of an attempt; return the process id of each local rank.
+
+        Args:
+            logs_specs: where the output of the workers goes.
+            start_method: how function entry points are started.
+            line_prefix: template for the prefix of each console line; None for the default.
+        """
+        job, group, spec = self._job, self._job.group, self._job.group.spec
+        self._release_port()
+        if not group.master_port:
+            from regrow.utils import PortReservation
+
+            # Held until the attempt ends; otherwise a process could take it before rank 0.
+            self._port = PortReservation()
+            group.master_port = self._port.port
+        envs = {
+            worker.local_rank: worker_environment(job, worker, os.environ)
+            for worker in group.workers
+        }
+        if self.reports is not None:
+            self.reports.close()
+        self.reports = reports = WorkerReports(job)
+        for local_rank, environment in envs.items():
+            environment |= reports.environment(local_rank)
+        for feature in job.features:
+            feature.before_start(envs)
+        assert spec.entrypoint is not None
+        self.context = start_processes(
+            name=spec.role,
+            entrypoint=spec.entrypoint,
+            args={rank: tuple(macros.substitute(list(spec.args), str(rank))) for rank in envs},
+            envs=envs,
+            logs_specs=logs_specs,
+            log_line_prefixes=_prefixes(line_prefix, spec.role, group.workers),
+            start_method=start_method,
+            numa_options=spec.numa_options,
+            duplicate_stdout_filters=spec.duplicate_stdout_filters,
+            duplicate_stderr_filters=spec.duplicate_stderr_filters,
+            shutdown_timeout=job.shutdown_timeout,
+            failure_timeout=(
+                job.restart_timeout if job.remaining_restarts > 0 else job.shutdown_timeout
+            ),
+            guardian=self.guardian,
+            on_change=self._take_change,
+            signals_to_handle="",
+            before_start=self._before_first,
+            replaceable=reports.replaceable,
+            owes_result=reports.owes_result,
+        )
+        return dict(self.context.pids())
+
+    def _before_first(self, context: PContext) -> None:
+        workers = self._job.group.workers
+        ranks = [worker.global_rank for worker in workers]
+        started = StartedWorkers(
+            self._job.attempt, ranks, context, self.guardian, workers[0].world_size
+        )
+        for feature in self._job.features:
+            feature.on_start(started)
+
+    def on_start(self, workers: StartedWorkers) -> None:
+        """See base class."""
+        self._started, self.lost = workers, set()
+
+    def stop(self, death_sig: signal.Signals, grace: float) -> None:
+        """Send a signal to the workers, and SIGKILL after `grace` seconds."""
+        if self.reports is not None:
+            self.reports.stop()
+        if self.context is not None:
+            self.context.close(death_sig, grace)
+
+    def shorten_grace(self, grace: float) -> None:
+        """Shorten the grace of workers that are being stopped to `grace` seconds from now."""
+        context = self.context  # another thread may replace the attribute
+        if context is not None:
+            context.hurry(grace)
+
+    # --- watch
+
+    def _take_change(self, change: WorkerChange) -> None:
+        """Handle a change of a worker; called by the process context on its own thread."""
+        if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
+            self.reports.stop()  # the context stops the other workers
+        self._job.post(partial(self.on_change, change))
+
+    def on_change(self, change: WorkerChange) -> events.Event | None:
+        """Record a change of a worker; return the event for the loop."""
+        if change.kind in ("lost", "suspended", "resumed"):
+            self._record(change)
+            return None
+        if self._job.recorder.noticed is None and change.status != 0:
+            self._job.recorder.noticed = monotonic()
+            return events.Failing()
+        return events.Changed()
+
+    def _record(self, change: WorkerChange) -> None:
+        assert self._started is not None
+        rank, pid, status = self._started.ranks[change.local_rank], change.pid, change.status
+        worker = {"rank": rank, "local_rank": change.local_rank, "pid": pid}
+        emit = self._job.recorder.emit
+        if change.kind == "lost":
+            self.lost.add(rank)
+            emit(
+                "regrow.inprocess.lost", **worker, exitcode=status, lost_monotonic=change.monotonic
+            )
+            logger.warning(
+                "rank %s (pid %s) ended %s; the other ranks continue without it, by an in-process "
+                "restart",
+                rank,
+                pid,
+                f"by {signal_text(-status)}" if status < 0 else f"with exit code {status}",
+            )
+            return
+        signame = signal_text(status) if status else None
+        emit(f"regrow.worker.{change.kind}", **worker, signal=signame)
+        if change.kind == "suspended":
+            effect = "it sends no heartbeat" if self._heartbeats else "the job waits for it"
+            logger.warning(
+                "rank %s (pid %s) was suspended by %s; %s: kill -CONT %s",
+                rank,
+                pid,
+                signame,
+                effect,
+                pid,
+            )
+
+    def _take_lapse(self, lapsed: Lapsed) -> None:
+        """Handle an expired lease; called by the guardian's handle on its own thread."""
+        context = self.context
+        if context is not None:
+            context.note_lapse()
+        # The number of the round, also for workers that were killed during their start.
+        self._job.post(partial(self.on_lapse, self._job.attempt + 1, lapsed))
+
+    def on_lapse(self, round: int, lapsed: Lapsed) -> events.LeaseOver:
+        """Record an expired lease of a round's workers; return the event for the loop."""
+        killed = lapsed.killed
+        self._job.recorder.emit(
+            "regrow.lease.over",
+            attempt=round - 1,
+            workers=killed,
+            lapsed_monotonic=lapsed.monotonic,
+        )
+        workers = f"{killed} workers" if killed != 1 else "worker"
+        why = f"its lease expired, and the guardian killed its {workers}"
+        return events.LeaseOver(round, why, monotonic())
+
+    @property
+    def pushes_changes(self) -> bool:
+        """Whether the inbox gets every change of the workers, so that no polling is needed."""
+        # A subclass of the agent may start its own workers.
+        own = self._started.context if self._started is not None else None
+        return self.context is own and self._sleepers.timeout <= 0
+
+    def check(self) -> RunResult:
+        """Return the state of the workers."""
+        context, group = self.context, self._job.group
+        assert context is not None, "the workers are not started yet"
+        # A worker without an id has failed: the guardian was killed before it could start it.
+        started = {worker.id for worker in group.workers if worker.id is not None}
+        running = set(context.pids().values())
+        if started != running:
+            logger.error("worker pids %s do not match the context's %s", started, running)
+            return RunResult(state=WorkerState.UNKNOWN)
+        result = context.wait(0)
+        if result is None:
+            return self._check_sleepers(context.pids())
+        if result.is_failed():
+            failures = self._explained(result.failures)
+            return RunResult(state=WorkerState.FAILED, failures=failures)
+        ranks = self._ranks()
+        values = {ranks[local]: value for local, value in result.return_values.items()}
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+
+    def _check_sleepers(self, pids: Mapping[int, int]) -> RunResult:
+        stuck = self._sleepers.stuck(set(pids.values()), monotonic())
+        if not stuck:
+            return RunResult(state=WorkerState.HEALTHY)
+        self._job.remaining_restarts = 0
+        self._job.hopeless = True
+        failures = {
+            rank: self._sleepers.failure(local, pids[local])
+            for local, rank in self._ranks().items()
+            if pids.get(local) in stuck
+        }
+        for failure in failures.values():
+            logger.error("worker with pid %s is %s", failure.pid, failure.message)
+        return RunResult(state=WorkerState.UNHEALTHY, failures=failures)
+
+    # --- failures
+
+    def _explained(self, failures: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Return failures by global rank, with the explanations of the features."""
+        ranks = self._ranks()
+        found = {ranks[local]: failure for local, failure in failures.items()}
+        for feature in self._job.features:
+            found = feature.explain(found)
+        return found
+
+    def first_failure(self) -> tuple[int, ProcessFailure] | None:
+        """Return the first failure of an attempt that still runs, with its global rank."""
+        first_failure = getattr(self.context, "first_failure", None)  # torch's context has none
+        failure: ProcessFailure | None = first_failure() if first_failure is not None else None
+        if failure is None:
+            return None
+        rank = self._ranks()[failure.local_rank]
+        return rank, self._explained({failure.local_rank: failure})[rank]
+
+    def failures(self) -> dict[int, ProcessFailure] | None:
+        """Return the failures of an attempt that has ended, by global rank; None without any."""
+        result = self.context.wait(0) if self.context is not None else None
+        if result is None or not result.is_failed():
+            return None
+        return self._explained(result.failures)
+
+    def _ranks(self) -> dict[int, int]:
+        return {worker.local_rank: worker.global_rank for worker in self._job.group.workers}
+
+
+def _prefixes(template: str | None, role: str, workers: Sequence[Worker]) -> dict[int, str] | None:
+    if not template:
+        return None
+    from string import Template
+
+    return {
+        worker.local_rank: Template(template).safe_substitute(
+            role_name=role, rank=worker.global_rank, local_rank=worker.local_rank
+        )
+        for worker in workers
+    }

@@ -1,0 +1,96 @@
+"""Features of an agent: everything beyond starting, watching and stopping workers.
+
+A feature overrides the methods of `Feature` that it needs. It gets what it uses as constructor
+arguments, so it is understood and tested without an agent. The agent calls its features in the
+order of its list. A feature's own threads post functions to the agent's inbox, and the agent's loop
+calls them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from regrow.store import Store
+    from regrow.workers import Guardian, PContext, ProcessFailure
+
+__all__ = ["Feature", "StartedWorkers"]
+
+
+class StartedWorkers(NamedTuple):
+    """The workers of one attempt."""
+
+    attempt: int
+    ranks: Sequence[int]
+    """Global ranks, by local rank."""
+    context: PContext
+    """The workers' processes."""
+    guardian: Guardian
+    """The process that watches the workers."""
+    world_size: int = 0
+    """Number of ranks of the job on all nodes; 0 means the number of `ranks`."""
+
+    def pids(self) -> dict[int, int]:
+        """Return the process id of each worker, by global rank."""
+        return {self.ranks[local_rank]: pid for local_rank, pid in self.context.pids().items()}
+
+
+class Feature:
+    """Base class of features; each method has no effect unless a feature overrides it."""
+
+    def open(self) -> None:
+        """Start the feature, before any other part of the job starts.
+
+        Raises:
+            OSError: the feature cannot work; this ends the job.
+        """
+
+    def close(self) -> None:
+        """End the feature, after the last attempt's workers; may be called more than once."""
+
+    # --- one attempt, on the thread that runs operations
+
+    def before_ranks(self, store: Store) -> None:
+        """Write data for the other nodes, before the ranks of a new round are assigned.
+
+        Args:
+            store: store of the round.
+        """
+
+    def after_ranks(self, store: Store) -> None:
+        """Read the data that the other nodes wrote in `before_ranks`; all nodes are done."""
+
+    def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
+        """Prepare the start of the workers.
+
+        Args:
+            environments: environment of each local rank; the feature adds its variables.
+        """
+
+    def on_start(self, workers: StartedWorkers) -> None:
+        """Store the workers, right before the first one runs."""
+
+    def before_stop(self) -> None:
+        """Do the work that needs the workers, right before they are stopped."""
+
+    # --- failures
+
+    def explain(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Add the feature's knowledge to failures.
+
+        Args:
+            failures: failures of this node's workers, by global rank; may be modified.
+
+        Returns:
+            These failures, and further failures that they imply.
+        """
+        return failures
+
+    def evidence(self) -> dict[str, Any]:
+        """Return fields for the report of this node's failure to the other nodes."""
+        return {}
+
+    def on_report(self, report: str) -> None:
+        """Store another node's report of a failure."""

@@ -1,0 +1,251 @@
+"""`WorkerReports`: the steps of the workers, and the events that they report through a pipe.
+
+This is the agent's side of `regrow._progress`, which describes the layout and the reasons: a page
+of memory and a pipe that the workers of an attempt write into. Each attempt gets a new page and a
+new pipe. So a worker of an old attempt that ends late cannot overwrite the data of the new attempt.
+
+A worker may write any bytes into the pipe, and also half a message. So the agent does not trust
+them. It reports and drops a message that is not an event. An event has the fields below and no
+others. The agent adds the job, the attempt and the host.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from regrow._progress import (
+    LONGEST,
+    NOT_IN_RESTARTER,
+    OTHERS_GO_ON,
+    OWES_RESULT,
+    PROGRESS_ENV,
+    SLOT,
+)
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.agent.job import Job
+
+RESTARTED = "regrow.inprocess.restarted"
+FIRST_STEP = b"\0"
+"""The message of a first step; all other messages are lines."""
+_CHUNK = 1 << 16  # bytes: capacity of a pipe
+_LARGEST = 1 << 53
+_MOST_LOST = 16
+_MOST_PHASES = 32
+_MOST_TEXT = 1000
+
+logger = get_logger(__name__)
+
+
+class WorkerSteps(NamedTuple):
+    """First and last step of one worker; times in monotonic seconds."""
+
+    first_step: int
+    first_monotonic: float
+    last_step: int
+    last_monotonic: float
+
+
+class WorkerReports:
+    """The page of one attempt, and the thread that reads its pipe.
+
+    Args:
+        job: what the parts of the agent share, with the attempt's number and ranks.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._attempt = job.attempt
+        # The worker group may have the ranks of the next attempt before this one is closed.
+        self._ranks = [worker.global_rank for worker in job.group.workers]
+        self._first_steps: set[int] = set()  # local ranks with a recorded first step
+        self._lock = threading.Lock()  # read and close run on different threads
+        size = len(self._ranks) * SLOT.size + 1
+        self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self._memory_fd, 0, size)
+            self._memory = mmap.mmap(self._memory_fd, size)
+            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
+            self._end_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        except OSError:
+            os.close(self._memory_fd)
+            raise
+        self._thread = threading.Thread(target=self._listen, name="regrow-first-steps", daemon=True)
+        self._thread.start()
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """Return the variable with the page and the pipe for the worker of `local_rank`."""
+        root = f"/proc/{os.getpid()}/fd"
+        address = f"{root}/{self._memory_fd}|{root}/{self._write_fd}|{local_rank}"
+        return {PROGRESS_ENV: address}
+
+    def read(self) -> dict[int, WorkerSteps]:
+        """Return the steps of each local rank that has reported steps; none after `close`."""
+        found = {}
+        with self._lock:
+            for slot in range(0 if self._memory.closed else len(self._ranks)):
+                steps = WorkerSteps(*SLOT.unpack_from(self._memory, slot * SLOT.size)[:4])
+                if steps.first_monotonic > 0:
+                    found[slot] = steps
+        return found
+
+    def last_steps(self) -> dict[str, Any]:
+        """Return the first and last steps of the workers, by global rank."""
+        return {str(self._ranks[local]): each._asdict() for local, each in self.read().items()}
+
+    def replaceable(self, local_rank: int) -> bool:
+        """Return whether the other workers continue after the end of this local rank."""
+        return bool(self._restarter_state(local_rank) & OTHERS_GO_ON)
+
+    def owes_result(self, local_rank: int) -> bool:
+        """Return whether this local rank has a wrapped function without a result."""
+        return bool(self._restarter_state(local_rank) & OWES_RESULT)
+
+    def _restarter_state(self, local_rank: int) -> int:
+        with self._lock:
+            if self._memory.closed:
+                return NOT_IN_RESTARTER
+            return int(SLOT.unpack_from(self._memory, local_rank * SLOT.size)[4])
+
+    def stop(self) -> None:
+        """Show the workers that the agent is stopping them."""
+        with self._lock:
+            if not self._memory.closed:
+                self._memory[-1] = 1
+
+    def close(self) -> None:
+        """End the thread and release all resources; running workers keep their own mapping."""
+        if self._memory.closed:
+            return
+        os.eventfd_write(self._end_fd, 1)
+        self._thread.join()
+        with self._lock:
+            self._memory.close()
+        for fd in (self._memory_fd, self._read_fd, self._write_fd, self._end_fd):
+            os.close(fd)
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        poll.register(self._read_fd, select.POLLIN)
+        poll.register(self._end_fd, select.POLLIN)
+        unread, over = b"", False
+        while not over:
+            ready = {fd for fd, _ in poll.poll()}
+            over = self._end_fd in ready  # handled after the data that was written before
+            if self._read_fd in ready:
+                found, unread = messages(unread + os.read(self._read_fd, _CHUNK))
+                for message in found:
+                    self._job.post(partial(self.on_message, message))
+
+    def on_message(self, message: bytes) -> None:
+        """Record a message of a worker, unless a later attempt has started.
+
+        Args:
+            message: `FIRST_STEP`, or a report of an event as one line of JSON.
+        """
+        if self._attempt != self._job.attempt:
+            return
+        if message == FIRST_STEP:
+            self._emit_first_steps()
+            return
+        found = event(message)
+        if found is None:
+            logger.warning("ignored a malformed event from a worker: %.200r", message)
+        elif found[1]:
+            self._job.recorder.emit(found[0], **found[1])
+
+    def _emit_first_steps(self) -> None:
+        for local_rank, steps in self.read().items():
+            if local_rank not in self._first_steps:
+                self._first_steps.add(local_rank)
+                self._job.recorder.emit(
+                    "regrow.worker.first_step",
+                    rank=self._ranks[local_rank],
+                    local_rank=local_rank,
+                    step=steps.first_step,
+                    step_monotonic=steps.first_monotonic,
+                )
+
+
+def messages(data: bytes) -> tuple[list[bytes], bytes]:
+    """Split the data of the pipe into messages.
+
+    Args:
+        data: bytes from one or several workers. Each worker writes a message in one call. So a
+            line without an end before another message is incomplete, and is dropped.
+
+    Returns:
+        The messages in order, each `FIRST_STEP` or a line. The second value is the rest, which may
+        continue with the next data. It is at most as long as a message.
+    """
+    found: list[bytes] = []
+    *parts, last = data.split(FIRST_STEP)
+    for part in parts:
+        found += [line for line in part.split(b"\n")[:-1] if line]
+        found.append(FIRST_STEP)
+    *lines, rest = last.split(b"\n")
+    found += [line for line in lines if line]
+    return found, rest if len(rest) < LONGEST else b""
+
+
+def event(line: bytes) -> tuple[str, dict[str, Any]] | None:
+    """Return the name and fields of an event that a worker reports; None if it is malformed.
+
+    The result has all fields of the event; a field of another type is None or empty. An event that
+    this release does not know has no fields.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    name, fields = (found.get("name"), found.get("fields")) if isinstance(found, dict) else ("", 0)
+    if not isinstance(name, str) or not isinstance(fields, dict):
+        return None
+    readers = _EVENTS.get(name, {})
+    return name, {field: read(fields.get(field)) for field, read in readers.items()}
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 0 <= value < _LARGEST else None
+
+
+def _text(value: object) -> str | None:
+    return value[:_MOST_TEXT] if isinstance(value, str) else None
+
+
+def _ranks(value: object) -> list[int]:
+    found = [_count(each) for each in value[:_MOST_LOST]] if isinstance(value, list) else []
+    return [rank for rank in found if rank is not None]
+
+
+def _seconds(value: object) -> dict[str, float]:
+    phases = list(value.items())[:_MOST_PHASES] if isinstance(value, dict) else []
+    return {
+        str(phase)[:_MOST_TEXT]: seconds
+        for phase, seconds in phases
+        if isinstance(seconds, float | int) and abs(seconds) < _LARGEST
+    }
+
+
+_EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
+    RESTARTED: {
+        "iteration": _count,
+        "world_size": _count,
+        "active_world_size": _count,
+        "kind": _text,
+        "rank": _count,
+        "message": _text,
+        "lost": _ranks,
+        "lost_count": _count,
+        "faults": _count,
+        "seconds": _seconds,
+    }
+}

@@ -1,0 +1,1 @@
+"""What an agent records: events of the job, events and metrics of torch, failure reports."""

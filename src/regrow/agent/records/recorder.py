@@ -1,0 +1,222 @@
+"""`Recorder`: emits the events of the job.
+
+The `regrow.*` events go to the event sinks. The story, the status line and the event log are made
+from these events only. Events of torch go to the handler named in the worker spec; see
+`torch_events`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from regrow.agent.api import RunResult, WorkerState
+from regrow.events import Event, EventSource
+from regrow.rendezvous import RendezvousConnectionError
+from regrow.utils import get_logger, headline, signal_text, str_of
+from regrow.workers.errors.failures import first_of
+
+if TYPE_CHECKING:
+    import signal
+
+    from regrow.agent.job import Job
+    from regrow.rendezvous import Departed
+    from regrow.workers import ProcessFailure
+
+logger = get_logger(__name__)
+
+
+class Recorder:
+    """Emits the events of one agent's job; thread-safe.
+
+    Args:
+        job: what the parts of the agent share.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.sinks: tuple[Callable[[Event], None], ...] = ()
+        """Functions that are called with each event."""
+        self.launch_fields: Mapping[str, Any] = {}
+        """Further fields of `regrow.job.started` that are not in the spec."""
+        self.noticed: float | None = None
+        """Monotonic seconds at which the loop first noticed a failed worker."""
+        # Two threads may report the end of an attempt; only the first report counts.
+        self._lock = threading.Lock()
+        self._attempt_open = False
+        self._starts = 0
+
+    def emit(self, name: str, **metadata: Any) -> None:
+        """Emit an event; an exception of a sink is logged and has no other effect."""
+        if not self.sinks:
+            return
+        common = {
+            "monotonic": monotonic(),
+            "run_id": self._job.group.spec.rdzv_handler.get_run_id(),
+            "attempt": self._job.attempt,
+            "round": self._job.round,
+            "host": socket.gethostname(),
+        }
+        event = Event(name, EventSource.AGENT, metadata=common | metadata)
+        for sink in self.sinks:
+            try:
+                sink(event)
+            except Exception:  # a sink is an observer and must not stop the training
+                logger.exception("an event sink raised on %s: %r; the job continues", name, sink)
+
+    # --- the job
+
+    def job_started(self) -> None:
+        """Emit `regrow.job.started`."""
+        spec = self._job.group.spec
+        self.emit(
+            "regrow.job.started",
+            command=[spec.get_entrypoint_name(), *map(str, spec.args)],
+            nproc_per_node=spec.local_world_size,
+            max_restarts=spec.max_restarts,
+            **self.launch_fields,
+        )
+
+    def restarting(self, reason: str, delay_s: float) -> None:
+        """Emit `regrow.job.restarting`."""
+        self.emit(
+            "regrow.job.restarting",
+            restart_count=self._job.restart_count,
+            restarts_left=self._job.remaining_restarts,
+            delay_s=delay_s,
+            reason=reason,
+        )
+
+    def job_finished(self, result: RunResult, start: float) -> None:
+        """Emit the end of a job with a result; `start` is in monotonic seconds."""
+        failed = result.is_failed()
+        root = _root_cause(result)
+        self._finish(
+            WorkerState.FAILED.value if failed else WorkerState.SUCCEEDED.value,
+            start,
+            exit_code=1 if failed else 0,
+            reason=root.summary if root is not None else result.state.value.lower(),
+        )
+
+    def job_signaled(self, sigval: signal.Signals, start: float) -> None:
+        """Emit the end of a job that a signal ended; `start` is in monotonic seconds."""
+        self._finish(
+            "SIGNALED",
+            start,
+            exit_code=128 + sigval,
+            signal=sigval.name,
+            reason=f"the launcher got {sigval.name}",
+        )
+
+    def job_error(self, error: BaseException, start: float) -> None:
+        """Emit the end of a job that an agent's error ended; `start` is in monotonic seconds."""
+        reason = headline(error)
+        lost = isinstance(error, RendezvousConnectionError)
+        if lost:
+            self.emit("regrow.rendezvous.lost", why=str_of(error))
+        self._finish("ERROR", start, exit_code=75 if lost else None, reason=reason)
+
+    def _finish(self, state: str, start: float, *, signal: str | None = None, **more: Any) -> None:
+        self.emit(
+            "regrow.job.finished",
+            state=state,
+            signal=signal,
+            duration_s=monotonic() - start,
+            restarts=max(0, self._starts - 1),
+            restarts_left=self._job.remaining_restarts,
+            **more,
+        )
+
+    # --- an attempt
+
+    def departed(self, round: int, nodes: Sequence[Departed]) -> None:
+        """Emit which nodes of a round did not join the next round."""
+        if nodes:
+            self.emit(
+                "regrow.round.departed",
+                attempt=round - 1,
+                ended_round=round,
+                nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
+            )
+
+    def attempt_started(self) -> None:
+        """Emit `regrow.attempt.started`; the workers are running."""
+        self._attempt_open = True
+        self._starts += 1
+        workers = self._job.group.workers
+        self.emit(
+            "regrow.attempt.started",
+            restart_count=self._job.restart_count,
+            world_size=workers[0].world_size,
+            ranks=[worker.global_rank for worker in workers],
+            pids={str(worker.global_rank): worker.id for worker in workers},
+        )
+
+    def attempt_ended(self, result: RunResult, last_steps: Mapping[str, Any]) -> None:
+        """Emit the failures and the end of the current attempt, once.
+
+        Args:
+            result: result of the attempt; its workers have ended.
+            last_steps: the first and last steps of the workers, by global rank.
+        """
+        with self._lock:
+            was_open, self._attempt_open = self._attempt_open, False
+        if not was_open:
+            return
+        root = _root_cause(result)
+        elsewhere = self._job.caused_elsewhere or self._job.round_is_over
+        for rank, failure in sorted(result.failures.items()):
+            self._failed(rank, failure, root_cause=failure is root and not elsewhere)
+        state = WorkerState.FAILED if result.failures else result.state
+        self.emit(
+            "regrow.attempt.ended",
+            state=state.value,
+            reason=root.summary if root is not None else state.value.lower(),
+            last_steps=last_steps,
+        )
+        self.noticed = None
+
+    def _failed(self, rank: int, failure: ProcessFailure, *, root_cause: bool) -> None:
+        missed = failure.heartbeat
+        if missed is not None:
+            self.emit(
+                "regrow.heartbeat.failed",
+                rank=rank,
+                local_rank=failure.local_rank,
+                pid=failure.pid,
+                ranks=sorted(failure.blames),
+                **{name: missed.get(name) for name in ("kind", "count", "beat", "seconds")},
+                message=failure.summary,
+                failed_monotonic=failure.failed_monotonic,
+            )
+        self.emit(
+            "regrow.worker.failed",
+            **failure_fields(rank, failure),
+            failed_monotonic=failure.failed_monotonic,
+            exited_monotonic=failure.exited_monotonic,
+            noticed_late=failure.noticed_late,
+            detected_monotonic=self.noticed if self.noticed is not None else monotonic(),
+            root_cause=root_cause,
+        )
+
+
+def _root_cause(result: RunResult) -> ProcessFailure | None:
+    return result.failures[first_of(result.failures)] if result.failures else None
+
+
+def failure_fields(rank: int | None, failure: ProcessFailure) -> dict[str, Any]:
+    """Return the fields of `regrow.worker.failed` that do not depend on the worker's node."""
+    return {
+        "rank": rank,
+        "local_rank": failure.local_rank,
+        "pid": failure.pid,
+        "exit_code": failure.exitcode,
+        "signal": signal_text(-failure.exitcode) if failure.exitcode < 0 else None,
+        "message": failure.summary,
+        "traceback": failure.traceback,
+        "error_file": failure.error_file,
+        "killed_with": failure.killed_with or None,
+    }

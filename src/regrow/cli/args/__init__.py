@@ -1,0 +1,1 @@
+"""Command line of `regrow run`: flags, parser, checks, devices, placement."""

@@ -1,0 +1,1 @@
+"""Commands other than `run`, one file each."""

@@ -1,0 +1,1 @@
+"""Terminal output of `regrow run`: console lines and the status line."""

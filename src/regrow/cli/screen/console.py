@@ -1,0 +1,314 @@
+"""Output of `regrow run` on stderr, except usage errors, built from the job's events.
+
+While the job runs, the console shows a status line if stderr is a terminal. At the start it prints
+one line with the limits of the job. If other nodes take long to join, it prints one more line. At
+the end it prints the job's story, if anything failed, restarted or was stopped. If one launcher
+collects the output of several agents, one agent prints for the whole job (`Speaker`).
+
+A job of one node that succeeds without an incident prints nothing into a pipe. So the pipe contains
+the output of the workers only. Under a scheduler, the output becomes a log. It contains the line at
+the start all the same.
+
+If a job ends with an exception, its story is a note of that exception. So the story is printed
+once, after the report. This holds for regrow's command line and for a user's program as the caller.
+
+**The agent that prints for the job.** `srun` and `mpirun` show the lines of all agents in one
+terminal or file. Lines about the whole job (the limits at the start, the story at the end) appear
+there once. The agent of node rank 0 prints them. If the host of rank 0 is lost, the agent of node
+rank 1 prints them until the next round has formed. Every other agent that ends with an error prints
+one line with the directory of its logs. Each agent prints the lines about its own host, such as a
+worker that failed or was stopped there. An agent with an output of its own (its user's terminal, a
+pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of every agent are
+always complete.
+
+**Waiting.** An agent that waits for other nodes has nothing to report: no worker runs, and the
+nodes may still join. It would look like a hung program for a quarter of an hour. The host with the
+mistake (a wrong endpoint, one host too few) would not show the reason. So the agent prints a line
+after `DELAY` seconds, once for every wait.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+
+from regrow.cli.exit_codes import BRIEF
+from regrow.utils import quieten
+
+if TYPE_CHECKING:
+    import threading
+
+    from regrow.cli.screen.status_line import StatusLine
+    from regrow.events import Event
+
+VERBOSE = "REGROW_VERBOSE"
+"""Environment variable. With 1, the line at the start goes into any pipe too, and every agent
+prints for the job. With 0, that line is never printed."""
+
+ABOUT_THE_JOB = (
+    "regrow.run",
+    "regrow.cli.",
+    "regrow.rendezvous.",
+    "regrow.agent.agent",
+    "regrow.agent.attempt.attempt",
+    "regrow.agent.peers",
+)
+"""Prefixes of the names of loggers that emit the same warnings in all agents at the same time."""
+DELAY = 10.0
+"""Seconds of waiting before the agent prints a line about it."""
+
+_OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
+
+EVENTFUL = frozenset(
+    f"regrow.{name}"
+    for name in (
+        "worker.failed",
+        "job.restarting",
+        "timer.expired",
+        "heartbeat.stalled",
+        "inprocess.lost",
+        "inprocess.restarted",
+    )
+)
+"""Events after which the job's story is printed at the end."""
+
+
+class Speaker(NamedTuple):
+    """Facts that decide whether this agent prints for the whole job."""
+
+    started_as: int | None = None
+    """Rank among the agents with one common output; None if the agent has its own output."""
+    rank: int | None = None
+    """Node rank in the latest round; None before the first round."""
+    leader: str = ""
+    """Address of node rank 0 in that round."""
+    leader_serves: bool = False
+    """Whether that host serves the rendezvous."""
+    leader_lost: bool = False
+    """Whether that host was lost since the round formed."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this agent prints for the whole job."""
+        if self.started_as is None:
+            return True
+        if self.rank is None:
+            return self.started_as == 0
+        return self.rank == 0 or (self.rank == 1 and self.leader_lost)
+
+    @property
+    def prints_waits(self) -> bool:
+        """Whether this agent prints a line about a long wait for other nodes.
+
+        Before the first round rank 1 prints it too, because the missing node may be that of rank 0.
+        """
+        return self.speaks or (self.rank is None and self.started_as == 1)
+
+
+def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker:
+    """Return the facts after an event; events with other names change nothing.
+
+    Args:
+        speaker: the facts before the event.
+        name: name of the event, such as `regrow.rendezvous.completed`.
+        metadata: metadata of the event.
+    """
+    match name:
+        case "regrow.rendezvous.completed":
+            return speaker._replace(
+                rank=metadata.get("group_rank"),
+                leader=str(metadata.get("leader", "")),
+                leader_serves=bool(metadata.get("leader_serves")),
+                leader_lost=False,
+            )
+        case "regrow.round.ended" | "regrow.round.judged" | "regrow.rendezvous.closed":
+            address = str(metadata.get("node", "")).partition("/")[0]
+            if metadata.get("lost") and address == speaker.leader:
+                return speaker._replace(leader_lost=True)
+        case "regrow.rendezvous.lost" if speaker.leader_serves:
+            return speaker._replace(leader_lost=True)
+    return speaker
+
+
+_SPEAKS = Speaker()
+
+
+class Waiting:
+    """Event sink that prints a line when the agent has waited long for other nodes.
+
+    Args:
+        say: prints a line; runs in a thread of its own.
+        where: the endpoint of the nodes, as a text for the user.
+        delay: seconds of waiting before the line.
+    """
+
+    def __init__(self, say: Callable[[str], None], where: str, delay: float = DELAY) -> None:
+        self._say = say
+        self._line = f"regrow: still waiting for other nodes at {where}"
+        self._delay = delay
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Receive an event of the job."""
+        if event.name == "regrow.job.restarting":
+            self.begin(float(event.metadata.get("delay_s", 0.0)))
+        elif event.name in _OVER:
+            self.close()
+
+    def begin(self, pause: float = 0.0) -> None:
+        """Start the delay of the line; the wait begins now, or after `pause` seconds."""
+        self.close()
+        import threading
+
+        self._timer = threading.Timer(self._delay + pause, self._say, (self._line,))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def close(self) -> None:
+        """Cancel the line."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Console:
+    """Event sink that prints for the user, and context manager around the run.
+
+    Args:
+        stream: destination of the output, normally stderr of the launcher.
+        environ: the launcher's environment.
+        endpoint: the endpoint of the job's nodes; empty if the job has one node.
+        speaker: the facts that decide whether this agent prints for the job; by default it does.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None,
+        environ: Mapping[str, str],
+        endpoint: str = "",
+        speaker: Speaker = _SPEAKS,
+    ) -> None:
+        self._stream = stream
+        self._speaker = speaker
+        self._greeting = ""
+        self._events: list[dict[str, Any]] = []
+        self._log_dir = ""
+        self.job_started = False
+        """Whether the job has started."""
+        self._eventful = False
+        from regrow.launch import is_scheduled
+
+        is_terminal = stream is not None and stream.isatty()
+        logged = bool(endpoint) or is_scheduled(environ)
+        verbose = environ.get(VERBOSE)
+        self._greets = verbose == "1" or (verbose != "0" and (is_terminal or logged))
+        self._status: StatusLine | None = None
+        self._waiting: Waiting | None = None
+        if endpoint:
+            self._waiting = Waiting(self._print_wait, endpoint)
+        if stream is not None and is_terminal:
+            from regrow.cli.screen.status_line import StatusLine, wanted
+
+            if wanted(stream, environ):
+                self._status = StatusLine(stream.fileno(), reverse="NO_COLOR" not in environ)
+
+    def __call__(self, event: Event) -> None:
+        """Receive an event of the job."""
+        from regrow.events import as_record
+
+        data = event.metadata
+        self._events.append(as_record(event))
+        if event.name == "regrow.job.started":
+            self.job_started = True
+            self._log_dir = data.get("log_dir") or ""
+            self._greeting = greeting(data) if self._greets else ""
+        self._follow_speaker(event.name, data)
+        self._eventful |= is_eventful(event.name, data)
+        if self._status is not None:
+            self._status(event)
+        if self._waiting is not None:
+            self._waiting(event)
+
+    def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> None:
+        before, self._speaker = self._speaker, advance(self._speaker, name, data)
+        if self._speaker.speaks != before.speaks:
+            quieten(() if self._speaker.speaks else ABOUT_THE_JOB)
+        if self._greeting and (self._speaker.started_as is None or self._speaker.rank is not None):
+            if self._speaker.speaks and data.get("attempt", 0) <= 0:
+                say(self._stream, self._greeting)
+            self._greeting = ""
+
+    def _print_wait(self, line: str) -> None:
+        if self._speaker.prints_waits:
+            say(self._stream, line)
+
+    def __enter__(self) -> Console:
+        if self._waiting is not None:
+            self._waiting.begin()
+        if self._status is not None:
+            self._status.__enter__()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+        if self._status is not None:
+            self._status.close()
+        quieten(())
+        logs = ""
+        if self._log_dir and self._log_dir != os.devnull:
+            logs = f"logs and events in {self._log_dir}"
+        if not self._speaker.speaks:
+            if error is not None:
+                setattr(error, BRIEF, logs)
+            return
+        text = self._story()
+        if not text:
+            return
+        if logs:
+            text += f"\nregrow: {logs}"
+        if error is not None:
+            error.add_note(text)
+        else:
+            say(self._stream, text)
+
+    def _story(self) -> str:
+        if not self._eventful:
+            return ""
+        from regrow.events import story
+
+        return story(self._events).render().rstrip("\n")
+
+
+def is_eventful(name: str, data: Mapping[str, Any]) -> bool:
+    """Return whether the job's story is printed at the end because of this event."""
+    if name == "regrow.job.finished":
+        return bool(data.get("state") != "SUCCEEDED")
+    return name in EVENTFUL
+
+
+def greeting(data: Mapping[str, Any]) -> str:
+    """Format the line at the start from the metadata of `regrow.job.started`."""
+    nodes, workers = str(data.get("nnodes", 1)), data.get("nproc_per_node", 1)
+    size = f"{workers} worker{'s' if workers != 1 else ''}"
+    if nodes not in ("1", "1:1"):
+        size += f" on this node of {nodes}"
+    parts = [f"regrow: job {data.get('run_id')}: {size}", f"{data.get('max_restarts')} restarts"]
+    bounds: Mapping[str, float] = data.get("bounds") or {}
+    parts += [f"{text} within {seconds:g} s" for text, seconds in bounds.items()]
+    if data.get("log_dir"):
+        parts.append(f"logs in {data['log_dir']}")
+    return "; ".join(parts)
+
+
+def say(stream: TextIO | None, text: str) -> None:
+    """Print a line; do nothing if the stream is closed or its reader has ended."""
+    if stream is None:
+        return
+    try:
+        stream.write(text + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - else the exit of Python fails

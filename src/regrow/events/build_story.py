@@ -1,0 +1,394 @@
+"""Derivation of a story from the events, attempt by attempt.
+
+`story_types` explains the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.events import evidence
+from regrow.events.evidence import Record, Steps, integer, one_line, process, real, since, text
+from regrow.events.story_types import (
+    Failure,
+    InProcessRestart,
+    OtherFailure,
+    PlannedRestart,
+    ServerEnd,
+    StalledProgress,
+    StepMark,
+    Story,
+    Suspension,
+)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """Events of one attempt."""
+
+    named: dict[str, list[Record]]
+    """The attempt's events, keyed by event name."""
+    steps: list[Steps]
+    """Progress of the attempt's workers."""
+
+
+def build_story(events: Iterable[Record]) -> Story:
+    """Derive the story of a job from its events."""
+    return _StoryBuilder(events).story()
+
+
+class _StoryBuilder:
+    """Sorts the events by attempt and derives the story's parts."""
+
+    def __init__(self, events: Iterable[Record]) -> None:
+        self.events = _of_one_job(events)
+        self.attempts: dict[int, _Attempt] = {}
+        self.by_name: dict[str, list[Record]] = defaultdict(list)
+        current = 0
+        for event in self.events:
+            name = text(event, "name") or ""
+            self.by_name[name].append(event)
+            number = integer(event, "attempt")
+            current = current if number is None else number
+            if name in _OF_AN_ATTEMPT:
+                attempt = self.attempts.setdefault(current, _Attempt(defaultdict(list), []))
+                attempt.named[name].append(event)
+                if name in (_ENDED, _FIRST_STEP):
+                    attempt.steps += evidence.steps(event)
+        self.expired = self._sorted("regrow.timer.expired")
+        self.unexplained_timers = evidence.unexplained(self.expired, self.by_name[_FAILED])
+        self.numbers = sorted(self.attempts)
+        self.reports_steps = any(attempt.steps for attempt in self.attempts.values())
+
+    def _sorted(self, name: str) -> list[Record]:
+        """Return the events with this name, sorted by the time at which they happened."""
+        return sorted(self.by_name[name], key=_at)
+
+    def _starts(self, number: int) -> list[Record]:
+        return self.attempts[number].named[_STARTED]
+
+    def story(self) -> Story:
+        started = self._last("regrow.job.started")
+        finished = self._last("regrow.job.finished")
+        starts = [n for n in self.numbers if self._starts(n)]
+        failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
+        failed = {failure.attempt for failure in failures}
+        restarts = integer(finished, "restarts")
+        return Story(
+            events=len(self.events),
+            run_id=next((i for e in reversed(self.events) if (i := text(e, "run_id"))), None),
+            script=_script(started),
+            workers=self._world_sizes(starts),
+            nodes=self._nodes(started),
+            max_restarts=integer(started, "max_restarts"),
+            restarts_left=integer(finished, "restarts_left"),
+            closed=self._closed(),
+            attempts=len(starts),
+            restarts=restarts if restarts is not None else max(len(starts) - 1, 0),
+            state=text(finished, "state"),
+            exit_code=integer(finished, "exit_code"),
+            signal=text(finished, "signal"),
+            reason=text(finished, "reason"),
+            duration_s=self._duration(started, finished),
+            failures=failures,
+            moves=tuple(self._planned_restart(n) for n in starts[:-1] if n not in failed),
+            suspensions=self._suspensions(),
+            expiries=tuple(
+                e for e in self.unexplained_timers if all(e not in f.hung_too for f in failures)
+            ),
+            in_place=tuple(map(_in_process_restart, self._sorted(_IN_PROCESS))),
+            stalls=tuple(map(_stall, self._sorted(_STALLED))),
+            server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
+            reports_steps=self.reports_steps,
+            events_lost=sum(integer(e, "lost") or 0 for e in self.by_name["regrow.log.gap"]),
+        )
+
+    def _last(self, name: str) -> Record:
+        return (self.by_name[name] or [{}])[-1]
+
+    def _closed(self) -> str | None:
+        closed = self._last("regrow.rendezvous.closed")
+        if not closed:
+            return None
+        return one_line(f"node {text(closed, 'node') or '?'}: {text(closed, 'why') or '?'}")
+
+    def _world_sizes(self, starts: list[int]) -> tuple[int, ...]:
+        sizes: list[int] = []
+        for number in starts:
+            size = integer(self._starts(number)[0], "world_size")
+            if size is not None and sizes[-1:] != [size]:
+                sizes.append(size)
+        return tuple(sizes)
+
+    def _nodes(self, started: Record) -> int | None:
+        rounds = self.by_name["regrow.rendezvous.completed"]
+        for completed in rounds:
+            if (nodes := integer(completed, "group_world_size")) is not None:
+                return nodes
+        nodes = integer(started, "nnodes")
+        if nodes is not None:
+            return nodes
+        return 1 if text(started, "nnodes") in ("1", "1:1") else None
+
+    def _duration(self, started: Record, finished: Record) -> float | None:
+        duration = real(finished, "duration_s")
+        if duration is not None:
+            return duration
+        if finished or not started:
+            return None
+        same_clock = [e for e in self.events if text(e, "host") == text(started, "host")]
+        last = max((m for e in same_clock if (m := real(e, "monotonic")) is not None), default=None)
+        return since(last, real(started, "monotonic"))
+
+    def _failure(self, number: int) -> Failure | None:
+        attempt = self.attempts[number]
+        root = evidence.root_cause(attempt.named[_FAILED])
+        over = evidence.cause_elsewhere(
+            [*attempt.named[_ROUND_ENDED], *attempt.named[_ROUND_JUDGED]]
+        )
+        lost = evidence.lost_nodes(attempt.named[_DEPARTED])
+        if over is not None and (root is not None or lost or over.get("lost") is True):
+            blamed = evidence.to_blame(over, lost)
+            what = evidence.name_node(blamed)
+            lost = tuple(node for node in lost if node.node != blamed.node)
+            root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
+        elif root is None:
+            ended = next((e for e in attempt.named[_ENDED] if text(e, "state") == "FAILED"), None)
+            if ended is None:
+                return None
+            reason = text(ended, "reason") or "the attempt failed, and no worker is known to have"
+            root = {"host": ended.get("host"), "failed_monotonic": ended.get("monotonic")}
+            what = one_line(reason)
+        else:
+            what = evidence.describe(root)
+        is_guardian = text(root, "killed_with") is not None
+        timer = evidence.of_failure(self.expired, root)
+        host, failed = text(root, "host"), real(root, "failed_monotonic")
+        clock = host  # the host with the clock that measures the seconds
+        late = root.get("noticed_late") is True
+        elsewhere = failed is None and real(root, "told_monotonic") is not None
+        if elsewhere:
+            clock, failed = text(root, "told_host"), real(root, "told_monotonic")
+        return Failure(
+            attempt=number,
+            what=what,
+            rank=None if is_guardian else integer(root, "rank"),
+            host=host,
+            pid=None if is_guardian else integer(root, "pid"),
+            exit_code=None if is_guardian else integer(root, "exit_code"),
+            signal=None if is_guardian else evidence.signal_name(root),
+            error_file=text(root, "error_file") if root.get("error_file") != _NO_FILE else None,
+            detected_after_s=None if late else since(real(root, "detected_monotonic"), failed),
+            noticed_late=late,
+            others=_others(attempt.named[_FAILED], root),
+            elsewhere=elsewhere,
+            timer=timer,
+            hung_too=evidence.hung_too(self.unexplained_timers, number)
+            if timer is not None
+            else (),
+            compared=evidence.compared(self.by_name["regrow.timer.compared"], number),
+            lost_nodes=lost,
+            **self._cost(number, clock, failed),
+        )
+
+    def _cost(self, number: int, clock: str | None, begun: float | None) -> dict[str, Any]:
+        """Compute the cost of an attempt's end: fields of both `Failure` and `PlannedRestart`.
+
+        Args:
+            number: the attempt.
+            clock: the host with the monotonic clock that measures the seconds.
+            begun: time on that clock from which the seconds count.
+        """
+        attempt = self.attempts[number]
+        following = self.numbers[bisect(self.numbers, number) :]
+        restarted = next((n for n in following if self._starts(n)), None)
+        starts = self._starts(restarted) if restarted is not None else []
+        start = next((e for e in starts if text(e, "host") == clock), {})
+        first, first_at = self._first_step(following, clock)
+        last = max((s.last_step for s in attempt.steps if s.last_step is not None), default=None)
+        resumed_from = self._resumed_from(first)
+        lost = evidence.work_lost(last, resumed_from)
+        if last is None and attempt.named[_ENDED] and not attempt.steps and self.reports_steps:
+            lost = 0  # the attempt ended before its first step: no work was lost
+        return {
+            "restarted_after_s": since(real(start, "monotonic"), begun),
+            "restarted_attempt": restarted,
+            "restarted_workers": integer(starts[0], "world_size") if starts else None,
+            "backoff_s": _backoff(attempt) if restarted is not None else None,
+            "first_step_after_s": since(first_at, begun),
+            "first_step": first,
+            "last_step": last,
+            "resumed_from": resumed_from,
+            "work_lost": lost,
+            "work_lost_s": evidence.seconds_of(lost, attempt.steps),
+        }
+
+    def _first_step(
+        self, following: list[int], host: str | None
+    ) -> tuple[StepMark | None, float | None]:
+        """Return the first step after an attempt, and its time on the clock of `host`."""
+        for number in following:
+            steps = self.attempts[number].steps
+            timed = [s for s in steps if s.host == host and s.first_monotonic is not None]
+            if timed:
+                first = min(timed, key=lambda s: s.first_monotonic or 0.0)
+                return StepMark(first.rank, first.first_step, number), first.first_monotonic
+            if steps:
+                return StepMark(steps[0].rank, steps[0].first_step, number), None
+        return None, None
+
+    def _resumed_from(self, first: StepMark | None) -> int | None:
+        if first is None:
+            return None
+        return min(s.first_step for s in self.attempts[first.attempt].steps) - 1
+
+    def _planned_restart(self, number: int) -> PlannedRestart:
+        attempt = self.attempts[number]
+        told = next(
+            (e for e in (*attempt.named[_RESTARTING], *attempt.named[_ENDED]) if text(e, "reason")),
+            {},
+        )
+        return PlannedRestart(
+            attempt=number,
+            reason=one_line(text(told, "reason") or "the reason is not recorded"),
+            **self._cost(number, text(told, "host"), real(told, "monotonic")),
+        )
+
+    def _suspensions(self) -> tuple[Suspension, ...]:
+        resumed = self._sorted("regrow.worker.resumed")
+        found = []
+        for event in self._sorted("regrow.worker.suspended"):
+            at = real(event, "monotonic")
+            duration = None
+            for candidate in resumed:
+                duration = since(real(candidate, "monotonic"), at)
+                if duration is not None and _same_worker(candidate, event):
+                    resumed.remove(candidate)
+                    break
+                duration = None
+            found.append(
+                Suspension(
+                    **process(event),
+                    signal=text(event, "signal") or "a signal",
+                    duration_s=duration,
+                )
+            )
+        return tuple(found)
+
+
+_SERVER = "regrow.rendezvous.server_ended"
+_STALLED = "regrow.heartbeat.stalled"
+_IN_PROCESS = "regrow.inprocess.restarted"
+_NO_FILE = "<N/A>"  # path in a failure without an error file
+_STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
+_FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
+_ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"
+_DEPARTED, _FIRST_STEP = "regrow.round.departed", "regrow.worker.first_step"
+_OF_AN_ATTEMPT = frozenset(
+    {_STARTED, _ENDED, _FAILED, _RESTARTING, _ROUND_ENDED, _ROUND_JUDGED, _DEPARTED, _FIRST_STEP}
+)
+
+
+def _of_one_job(events: Iterable[Record]) -> list[Record]:
+    """Return the events of the job that started last, and the events without a job id."""
+    known = [event for event in events if isinstance(event, Mapping)]
+    started = [e for e in known if text(e, "name") == "regrow.job.started"]
+    job = next((i for e in reversed(started or known) if (i := text(e, "run_id"))), None)
+    return [event for event in known if text(event, "run_id") in (None, job)]
+
+
+def _script(started: Record) -> str | None:
+    """Return the short name of the script, module or program in a command line."""
+    command = started.get("command")
+    if not isinstance(command, list | tuple) or not command:
+        return None
+    words = [str(word) for word in command if isinstance(word, str)]
+    if not words:
+        return None
+    program = words[0].rpartition("/")[2]
+    if program.startswith("python"):
+        program = next((w for w in words[1:] if not w.startswith("-")), program)
+    return program.rpartition("/")[2] or program
+
+
+def _at(event: Record) -> float:
+    at = real(event, "monotonic")
+    return math.inf if at is None else at
+
+
+def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
+    def after(event: Record) -> float | None:
+        if text(event, "host") != text(root, "host") or text(root, "host") is None:
+            return None
+        return since(real(event, "failed_monotonic"), real(root, "failed_monotonic"))
+
+    return tuple(
+        OtherFailure(
+            rank=integer(event, "rank"),
+            host=text(event, "host"),
+            pid=integer(event, "pid"),
+            what=evidence.describe(event),
+            after_s=after(event),
+        )
+        for event in sorted(failures, key=evidence.failed_at)
+        if event is not root and not _same_guardian(event, root)
+    )
+
+
+def _server_end(event: Record) -> ServerEnd:
+    reason = text(event, "reason")
+    return ServerEnd(
+        host=text(event, "host"),
+        pid=integer(event, "pid"),
+        how=one_line(text(event, "how") or "ended"),
+        restarted_after_s=real(event, "restarted_after_s"),
+        reason=one_line(reason) if reason else None,
+    )
+
+
+def _stall(event: Record) -> StalledProgress:
+    return StalledProgress(
+        **process(event),
+        what=one_line(text(event, "message") or "it stood still"),
+        stood=one_line(text(event, "stood") or "unknown"),
+        stacks=text(event, "stacks"),
+    )
+
+
+def _in_process_restart(event: Record) -> InProcessRestart:
+    lost, seconds = event.get("lost"), event.get("seconds")
+    ranks = [each for each in lost if isinstance(each, int)] if isinstance(lost, list) else []
+    known = seconds if isinstance(seconds, Mapping) else {}
+    phases = ((str(phase), real(known, phase)) for phase in known)
+    kind = text(event, "kind") or "an unknown fault"
+    message = text(event, "message")
+    return InProcessRestart(
+        attempt=integer(event, "attempt") or 0,
+        iteration=integer(event, "iteration") or 0,
+        world_size=integer(event, "world_size"),
+        rank=integer(event, "rank"),
+        what=one_line(f"{kind}: {message}" if message else kind),
+        lost=tuple(ranks),
+        lost_count=integer(event, "lost_count") or len(ranks),
+        phases=tuple((phase, after) for phase, after in phases if after is not None),
+    )
+
+
+def _backoff(attempt: _Attempt) -> float | None:
+    delays = [real(event, "delay_s") for event in attempt.named[_RESTARTING]]
+    return next((delay for delay in delays if delay is not None and delay > 0), None)
+
+
+def _same_guardian(one: Record, other: Record) -> bool:
+    """Return whether two workers ended because the same guardian ended."""
+    keys = ("killed_with", "host")
+    return text(one, "killed_with") is not None and all(one.get(k) == other.get(k) for k in keys)
+
+
+def _same_worker(one: Record, other: Record) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("host", "attempt", "rank", "pid"))

@@ -1,0 +1,303 @@
+"""Findings of a story, read from the events of a job.
+
+Every field of an event may be missing or have another type. Such a field counts as unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from regrow.events.story_types import Expiry, LostNode
+from regrow.utils import signal_text
+
+Record: TypeAlias = Mapping[str, Any]
+"""One event of the log: a JSON object."""
+
+
+def since(later: float | None, earlier: float | None) -> float | None:
+    """Return the seconds from `earlier` to `later`; None if unknown or negative."""
+    if later is None or earlier is None or later < earlier:
+        return None
+    return later - earlier
+
+
+def text(event: Record, key: str) -> str | None:
+    """Return the event's field `key` if it is a text with content."""
+    value = event.get(key)
+    return value if isinstance(value, str) and value else None
+
+
+def integer(event: Record, key: str) -> int | None:
+    """Return the event's field `key` if it is an integer of plausible size."""
+    value = event.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
+        return None
+    return value
+
+
+def process(event: Record) -> dict[str, Any]:
+    """Return the fields that identify the process of an event, and its attempt."""
+    return {
+        "attempt": integer(event, "attempt") or 0,
+        "rank": integer(event, "rank"),
+        "host": text(event, "host"),
+        "pid": integer(event, "pid"),
+    }
+
+
+def real(event: Record, key: str) -> float | None:
+    """Return the event's field `key` if it is a finite number."""
+    value = event.get(key)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return None if (whole := integer(event, key)) is None else float(whole)
+
+
+# --- a worker's failure in one line, for example "was killed by SIGKILL"
+
+
+MOST_OF_SCOPE = 120  # characters
+
+
+def describe(event: Record) -> str:
+    """Describe how a worker failed, in one line without a subject."""
+    if (killed_with := text(event, "killed_with")) is not None:
+        return f"{one_line(killed_with)}, and the workers of this host with it"
+    signal = signal_name(event)
+    code = integer(event, "exit_code")
+    if signal is not None:
+        how = f"was killed by {signal}"
+    else:
+        how = "failed" if code is None else f"exited with code {code}"
+    traceback = text(event, "traceback")
+    detail = _last_line(traceback) if traceback else _detail(text(event, "message") or "")
+    return f"{how}: {detail}" if detail else how
+
+
+def signal_name(event: Record) -> str | None:
+    name = text(event, "signal")
+    code = integer(event, "exit_code")
+    if name is not None or code is None or code >= 0:
+        return name
+    return signal_text(-code)
+
+
+def _last_line(traceback: str) -> str:
+    """Return the line that names the exception; its message may continue on later lines."""
+    last = traceback.rpartition("Traceback (most recent call last):")[2]
+    lines = [line for line in last.splitlines() if line.strip()]
+    # Frames are indented; the line after them is not.
+    named = next((line for line in lines if not line[0].isspace()), None)
+    return one_line(named or (lines[-1] if lines else ""))
+
+
+def _detail(message: str) -> str:
+    """Return a failure's message, unless it only repeats how the worker ended."""
+    line = one_line(message)
+    empty = ("<N/A>", "exit code", "exitcode", "To enable traceback", "Signal ", "None")
+    return "" if line.startswith(empty) else line
+
+
+def one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+def short_scope(scope: str) -> str:
+    """Shorten the scope of a timer to one line; a place in a file loses its folders.
+
+    Args:
+        scope: the text that the process wrote into the pipe: any length, any characters.
+    """
+    line = one_line(scope)
+    path, hash_, _ = line.rpartition("#")
+    line = line[path.rfind("/") + 1 :] if hash_ and line.startswith("/") else line
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line[:MOST_OF_SCOPE])
+    return shown if len(line) <= MOST_OF_SCOPE else f"{shown}..."
+
+
+# --- why an attempt ended: the worker or node that caused it, and the nodes lost with it
+
+
+def root_cause(failures: list[Record]) -> Record | None:
+    """Return the failure that an agent marked as the root cause, else the earliest failure."""
+    marked = [event for event in failures if event.get("root_cause") is True]
+    return min(marked or failures, key=failed_at, default=None)
+
+
+def cause_elsewhere(overs: list[Record]) -> Record | None:
+    """Return the end of a round that no worker caused, in its final classification."""
+    verdicts = [e for e in overs if text(e, "name") == "regrow.round.judged"]
+    if verdicts:
+        return verdicts[-1] if verdicts[-1].get("charged") is False else None
+    return next((e for e in overs if e.get("failed") is False), None)
+
+
+def failed_at(event: Record) -> float:
+    """Return the time of a worker's failure as a sort key; an unknown time sorts last."""
+    at = real(event, "failed_monotonic")
+    return math.inf if at is None else at
+
+
+def lost_nodes(departed: list[Record]) -> tuple[LostNode, ...]:
+    """Return the nodes that did not join the next round, as reported by the first host."""
+    nodes = next((event.get("nodes") for event in departed), None)
+    found = []
+    for node in nodes if isinstance(nodes, list) else []:
+        if isinstance(node, Mapping) and (id := text(node, "node")) is not None:
+            why = one_line(text(node, "why") or "it is gone")
+            found.append(LostNode(node=id, rank=integer(node, "rank"), why=why))
+    return tuple(found)
+
+
+def to_blame(over: Record, lost: tuple[LostNode, ...]) -> LostNode:
+    """Return the node that ended a round; prefer a lost node to one that only announced the end."""
+    id, why = text(over, "node") or "?", one_line(text(over, "why") or "?")
+    named = next((node for node in lost if node.node == id), None)
+    if named is not None:
+        return LostNode(id, named.rank, why)
+    if lost and over.get("lost") is not True:
+        return lost[0]
+    return LostNode(id, None, why)
+
+
+def name_node(node: LostNode) -> str:
+    """Describe a node and what happened to it, in one line."""
+    if node.rank is None:
+        return f"node {node.node}: {node.why}"
+    return f"node rank {node.rank} ({node.node.partition('/')[0]}): {node.why}"
+
+
+# --- countdown timers that expired, and the failures that they explain
+#
+# When an agent kills a worker for a timer, the failure gets the timer's message. So a failure
+# belongs to a timer if both events have the same process and the same message. A worker that
+# survives the signal of a timer may fail later for another reason.
+
+
+def of_failure(expired: Iterable[Record], failure: Record) -> Expiry | None:
+    """Return the timer that caused a worker's failure; None if the failure has another cause."""
+    return next((_expiry(event) for event in expired if _explains(event, failure)), None)
+
+
+def unexplained(expired: Iterable[Record], failures: Iterable[Record]) -> tuple[Expiry, ...]:
+    """Return the timers that caused no worker's failure."""
+    known = list(failures)
+    return tuple(
+        _expiry(event) for event in expired if not any(_explains(event, each) for each in known)
+    )
+
+
+def hung_too(unexplained: Iterable[Expiry], attempt: int) -> tuple[Expiry, ...]:
+    """Return the timers of workers that were about to be killed in an attempt."""
+    return tuple(e for e in unexplained if e.attempt == attempt and e.signal and not e.helper)
+
+
+def compared(events: Iterable[Record], attempt: int) -> tuple[str, ...]:
+    """Return the places of an attempt's workers, from the comparison that covers the most hosts."""
+    of_attempt = [event for event in events if integer(event, "attempt") == attempt]
+    return _places(max(of_attempt, key=_ranks)) if of_attempt else ()
+
+
+def _ranks(event: Record) -> int:
+    ranks = event.get("ranks")
+    return len(ranks) if isinstance(ranks, Sequence) else 0
+
+
+def _explains(event: Record, failure: Record) -> bool:
+    same = ("host", "attempt", "pid", "message")
+    return text(event, "message") is not None and all(event.get(k) == failure.get(k) for k in same)
+
+
+def _expiry(event: Record) -> Expiry:
+    worker = integer(event, "worker_pid")
+    return Expiry(
+        **process(event),
+        helper=worker is not None and worker != integer(event, "pid"),
+        scope=one_line(text(event, "scope") or "?"),
+        after_s=real(event, "after_s"),
+        over_s=real(event, "over_s"),
+        stood=one_line(text(event, "stood") or "unknown"),
+        stacks=text(event, "stacks"),
+        compared=_places(event),
+        signal=text(event, "signal"),
+        heartbeat=event.get("heartbeat") is True,
+    )
+
+
+def _places(event: Record) -> tuple[str, ...]:
+    places = event.get("compared")
+    lines = places if isinstance(places, Sequence) and not isinstance(places, str) else ()
+    return tuple(one_line(line) for line in lines if isinstance(line, str))
+
+
+# --- training steps: how far an attempt progressed, and which work was repeated
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Progress of one worker in one attempt."""
+
+    rank: int | None
+    """The worker's rank."""
+    host: str | None
+    """The host with the clock that measures the times."""
+    first_step: int
+    """The first step that the worker reported, as numbered by the script."""
+    first_monotonic: float | None
+    """Time of the first step on the host's monotonic clock, in seconds."""
+    last_step: int | None = None
+    """The last step; None while the attempt runs."""
+    last_monotonic: float | None = None
+    """Time of the last step on the host's monotonic clock, in seconds."""
+
+
+def steps(event: Record) -> list[Steps]:
+    """Return the steps in an event: a worker's first step, or all steps at the attempt's end."""
+    host, found = text(event, "host"), []
+    if (step := integer(event, "step")) is not None:
+        found.append(Steps(integer(event, "rank"), host, step, real(event, "step_monotonic")))
+    by_rank = event.get("last_steps")
+    for rank, reported in by_rank.items() if isinstance(by_rank, Mapping) else ():
+        if not isinstance(reported, Mapping):
+            continue
+        first, last = integer(reported, "first_step"), integer(reported, "last_step")
+        if first is None or last is None:
+            continue
+        found.append(
+            Steps(
+                rank=int(rank) if isinstance(rank, str) and _is_number(rank) else None,
+                host=host,
+                first_step=first,
+                first_monotonic=real(reported, "first_monotonic"),
+                last_step=last,
+                last_monotonic=real(reported, "last_monotonic"),
+            )
+        )
+    return found
+
+
+def _is_number(rank: str) -> bool:
+    return rank.isascii() and rank.isdecimal() and len(rank) < 10
+
+
+def work_lost(last: int | None, resumed_from: int | None) -> int | None:
+    if last is None or resumed_from is None:
+        return None
+    # A script that reports every tenth step seems to resume after the last step that it reported.
+    return max(last - resumed_from, 0)
+
+
+def seconds_of(lost: int | None, of: list[Steps]) -> float | None:
+    """Return the seconds of training in `lost` steps, by the pace of the furthest worker."""
+    if not lost:
+        return 0.0 if lost == 0 else None
+    furthest = max(of, key=lambda s: -1 if s.last_step is None else s.last_step, default=None)
+    if furthest is None or furthest.last_step is None or furthest.last_step <= furthest.first_step:
+        return None
+    took = since(furthest.last_monotonic, furthest.first_monotonic)
+    if took is None:
+        return None
+    return lost * took / (furthest.last_step - furthest.first_step)

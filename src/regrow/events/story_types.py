@@ -1,0 +1,365 @@
+"""Story of a job: what happened and what it cost, derived from its events.
+
+The story is a pure function of the events. The launcher prints it at the end of a job.
+`regrow events` prints it again from the log, with the same figures.
+
+How the figures are computed:
+- Events are grouped by their attempt number, not by the order of the lines, because several
+  hosts may have written them.
+- The root cause of an attempt is the failure that its agent marked, else the earliest failure.
+  If another node caused the end (it was lost, or left), that node is the root cause, and the
+  local failures are consequences.
+- The story names all nodes that were lost in the same attempt. Every host derives the cost in
+  the same way, with or without failed workers of its own.
+- All durations of a failure start when the worker failed, not when the failure was detected.
+  They are differences of one host's monotonic clock.
+- Durations of a failure on another host start when this host was notified. Figures that only
+  another host's events can give stay unknown.
+- The lost work is the steps of the failed attempt that a later attempt repeated: the next
+  attempt that made a step. If the failed attempt's pace is known, the steps are also given as
+  seconds of training.
+
+A log may end at any line, because the launcher may be killed. It may also hold lines of other
+programs or versions. So every field may be missing or have another type; it then counts as
+unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    import os
+
+    from regrow.events.evidence import Record
+
+
+@dataclass(frozen=True, slots=True)
+class StepMark:
+    """A training step that a worker reported."""
+
+    rank: int | None
+    """The worker's rank."""
+    step: int
+    """Number of the step, as given by the script."""
+    attempt: int
+    """The attempt in which the worker made the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfWorker:
+    """Fields that identify a worker."""
+
+    attempt: int
+    """The worker's attempt."""
+    rank: int | None
+    """The worker's rank."""
+    host: str | None
+    """The worker's host."""
+    pid: int | None
+    """The worker's process id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartCost:
+    """Duration and lost work of a restart."""
+
+    restarted_after_s: float | None = None
+    """Seconds until all workers of the next attempt were started."""
+    restarted_attempt: int | None = None
+    """The next attempt; None if there was none."""
+    restarted_workers: int | None = None
+    """Number of workers of the next attempt, over all nodes."""
+    backoff_s: float | None = None
+    """Seconds of deliberate delay within the restart time, which slow down a crash loop."""
+    first_step_after_s: float | None = None
+    """Seconds until training continued with the next step of any worker on the host."""
+    first_step: StepMark | None = None
+    """The first step after the restart."""
+    last_step: int | None = None
+    """The last step that the stopped attempt reached."""
+    resumed_from: int | None = None
+    """The step from which training continued: the step before its first new step."""
+    work_lost: int | None = None
+    """Number of repeated steps; None if the script does not report steps."""
+    work_lost_s: float | None = None
+    """Seconds of training that the repeated steps had taken, by the attempt's mean pace."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFailure:
+    """A failure after the first failure of its attempt."""
+
+    rank: int | None
+    """The worker's rank."""
+    host: str | None
+    """The worker's host."""
+    pid: int | None
+    """The worker's process id."""
+    what: str
+    """The failure in one line, for example "was killed by SIGABRT"."""
+    after_s: float | None
+    """Seconds after the first failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostNode:
+    """A node that was lost or left, so that the others continued without it."""
+
+    node: str
+    """Id of the node; starts with its address."""
+    rank: int | None
+    """The node's rank in its last round."""
+    why: str
+    """The detected fault, or the node's reason for leaving."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expiry(OfWorker):
+    """A countdown timer that expired, and the state of its worker."""
+
+    # `pid` is that of the process with the timer: the worker, or a process that it started.
+    helper: bool
+    """Whether the worker started this process."""
+    scope: str
+    """The timer's scope, as named in the script."""
+    after_s: float | None
+    """Duration of the timer in seconds."""
+    over_s: float | None
+    """Seconds from the timer's deadline to the signal."""
+    stood: str
+    """Location of the process in its code, in one line."""
+    stacks: str | None
+    """The file with the stacks of all its threads."""
+    compared: tuple[str, ...]
+    """Groups of the host's workers in the same place, one line for each place."""
+    signal: str | None
+    """The signal sent to the process; None if the timer was only reported."""
+    heartbeat: bool = False
+    """Whether this is the timer that each heartbeat of the worker renews."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalledProgress(OfWorker):
+    """A worker that sent heartbeats but made no training steps while other workers did."""
+
+    what: str
+    """The step at which the worker stalled, and for how long, in one line."""
+    stood: str
+    """Location of the worker in its code, in one line."""
+    stacks: str | None
+    """The file with the stacks of all its threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcessRestart:
+    """A restart of the workers' function in the same processes."""
+
+    attempt: int
+    """The attempt in which the restart happened; the attempt continued."""
+    iteration: int
+    """Number of the function call that started with this restart."""
+    world_size: int | None
+    """Number of ranks that continued."""
+    rank: int | None
+    """The faulty rank, numbered as at the start of the workers."""
+    what: str
+    """The fault, in one line."""
+    lost: tuple[int, ...]
+    """Lost ranks, without which the others continued; only some if there are many."""
+    lost_count: int
+    """Number of lost ranks."""
+    phases: tuple[tuple[str, float], ...]
+    """Phases of the restart in order: name, and seconds after the fault, seen by the new rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(RestartCost):
+    """The first failure of an attempt, and its cost."""
+
+    attempt: int
+    """The attempt that failed, counted from 0."""
+    what: str
+    """The failure in one line, for example "was killed by SIGKILL"."""
+    rank: int | None = None
+    """The worker's rank; None if no worker is known to have failed."""
+    host: str | None = None
+    """The worker's host."""
+    pid: int | None = None
+    """The worker's process id."""
+    exit_code: int | None = None
+    """The worker's exit code; a negative one is the number of the signal that killed the worker."""
+    signal: str | None = None
+    """Name of the signal that killed the worker."""
+    error_file: str | None = None
+    """The file with the whole traceback."""
+    detected_after_s: float | None = None
+    """Seconds until the launcher detected the failure."""
+    others: tuple[OtherFailure, ...] = ()
+    """Later failures in the same attempt, in order."""
+    elsewhere: bool = False
+    """The failure happened on another host; the seconds count from this host's notification."""
+    noticed_late: bool = False
+    """The guardian was suspended when the worker failed.
+
+    The failure may have happened before its detection, and the seconds count from the detection.
+    """
+    timer: Expiry | None = None
+    """The timer that made the agent kill the worker."""
+    hung_too: tuple[Expiry, ...] = ()
+    """Timers of other workers that expired in the same attempt, when it was about to end."""
+    compared: tuple[str, ...] = ()
+    """Groups of workers on several hosts in the same place, one line for each place.
+
+    Empty if no worker hung, or if all compared workers are on one host.
+    """
+    lost_nodes: tuple[LostNode, ...] = ()
+    """Nodes that were lost or left in the attempt, except the node that is its root cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRestart(RestartCost):
+    """A restart without a failure; its seconds count from the launcher's notification."""
+
+    attempt: int
+    """The attempt that was stopped."""
+    reason: str
+    """The launcher's reason for the restart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspension(OfWorker):
+    """A worker that was suspended by a signal."""
+
+    signal: str
+    """The signal that suspended the worker."""
+    duration_s: float | None
+    """Seconds until the worker was resumed; None if it never was."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEnd:
+    """The end of the store server's process, through which the nodes of the job communicate."""
+
+    host: str | None
+    """The server's host."""
+    pid: int | None
+    """The server's process id."""
+    how: str
+    """The end of the process in one line, for example "was killed by SIGKILL"."""
+    restarted_after_s: float | None
+    """Seconds until another server took over; None if no server did."""
+    reason: str | None
+    """Reason why no other server took over, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What happened in a job."""
+
+    events: int = 0
+    """Number of events from which the story was derived."""
+    run_id: str | None = None
+    """Id of the job."""
+    script: str | None = None
+    """Short name of the script, module or program."""
+    workers: tuple[int, ...] = ()
+    """World sizes of the job in order, without consecutive repetitions."""
+    nodes: int | None = None
+    """Number of nodes in the first round."""
+    max_restarts: int | None = None
+    """Number of failures that the job was allowed to survive."""
+    restarts_left: int | None = None
+    """Number of further failures that the job could have survived at its end."""
+    closed: str | None = None
+    """The node that closed the rendezvous and so prevented restarts, with its reason."""
+    attempts: int = 0
+    """Number of starts of all workers."""
+    restarts: int = 0
+    """Number of restarts of all workers."""
+    state: str | None = None
+    """SUCCEEDED, FAILED, SIGNALED or ERROR; None if the log lacks the end of the job."""
+    exit_code: int | None = None
+    """The launcher's exit code."""
+    signal: str | None = None
+    """The signal that stopped the launcher."""
+    reason: str | None = None
+    """The launcher's reason for the end."""
+    duration_s: float | None = None
+    """Seconds until the end of the job, or until the last event if the log lacks the end."""
+    failures: tuple[Failure, ...] = ()
+    """The failures in order, one for each failed attempt."""
+    moves: tuple[PlannedRestart, ...] = ()
+    """The restarts without a failure, in order."""
+    suspensions: tuple[Suspension, ...] = ()
+    """The suspended workers, in order."""
+    expiries: tuple[Expiry, ...] = ()
+    """Expired timers that belong to no failure, in order."""
+    stalls: tuple[StalledProgress, ...] = ()
+    """The workers with stalled training, in order."""
+    server_ends: tuple[ServerEnd, ...] = ()
+    """The ends of store server processes, in order."""
+    in_place: tuple[InProcessRestart, ...] = ()
+    """The in-process restarts, in order; they started no process."""
+    reports_steps: bool = False
+    """Whether any worker reported a training step."""
+    events_lost: int = 0
+    """Number of events that could not be written to the log."""
+
+    def render(self, width: int = 100) -> str:
+        """Render the story as ASCII text, in lines of at most `width` characters if possible."""
+        from regrow.events.story_text import render
+
+        return render(self, width)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the story to a JSON object of plain types; the keys are the field names."""
+        return asdict(self)
+
+
+def story(events: Iterable[Record]) -> Story:
+    """Derive the story of a job from its events, in any order; never raises for their content.
+
+    If the events belong to several jobs, the story covers the last job.
+    """
+    from regrow.events.build_story import build_story
+
+    return build_story(events)
+
+
+def print_story(path: str | os.PathLike[str], *, as_json: bool, out: TextIO) -> int:
+    """Print the story of the job with the log at `path`; warnings go to stderr.
+
+    Args:
+        path: the event log, a run's log directory, or the directory above several runs.
+        as_json: print one JSON object instead of text.
+        out: the stream to print to.
+
+    Returns:
+        the exit code: 0, or 2 if there is no log or no event in it.
+    """
+    import sys
+
+    from regrow.events.log import read_events
+
+    remarks: list[str] = []
+    try:
+        derived = story(read_events(path, remarks.append))
+    except OSError as error:
+        reason = f"{path}: {error.strerror}" if error.strerror else str(error)
+        print(f"regrow: {reason}", file=sys.stderr)
+        return 2
+    for remark in remarks:
+        print(f"regrow: {remark}", file=sys.stderr)
+    if not derived.events:
+        print(f"regrow: {path}: no event in the log", file=sys.stderr)
+        return 2
+    if as_json:
+        import json
+
+        print(json.dumps(derived.to_json(), indent=2), file=out)
+    else:
+        print(derived.render(), file=out)
+    return 0

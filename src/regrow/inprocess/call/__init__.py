@@ -1,0 +1,1 @@
+"""One call of a wrapped function on one rank: the decorator, its iterations and restarts."""

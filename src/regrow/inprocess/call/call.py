@@ -1,0 +1,476 @@
+"""One call of a wrapped function on one rank: a loop of iterations with a restart between them.
+
+The main thread runs these steps. A step sends one question to the store, or none:
+
+    join ─► assign ─► enter ─► initialize, health check, function ─► completed ─► done ─► confirm
+              ▲                                   │
+              │                                   ▼ a fault on any rank
+              └── ready ◄─ health check ◄─ finalize ◄─ (follower: last call, abort, interrupt)
+
+Three kinds of exceptions end the loop: a `BaseException` that the package does not define, an
+exception of `finalize` or of the health check, and an error of the link. The rank then reports its
+exit to the other ranks, which continue without it, and raises the exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from weakref import WeakSet
+
+from regrow import _progress as board
+from regrow.inprocess.attribution import Interruption
+from regrow.inprocess.call.follower import Atomic, Ending, IterationFollower
+from regrow.inprocess.call.restart import (
+    FIRST,
+    LONGEST,
+    Heap,
+    Next,
+    Pauses,
+    Timeline,
+    after,
+    cause_of,
+    kept,
+    release,
+    report_restart,
+    root_cause,
+)
+from regrow.inprocess.compose import Compose
+from regrow.inprocess.exception import (
+    CountedOutError,
+    HealthCheckError,
+    InternalError,
+    LinkError,
+    LinkLostError,
+    RankShouldRestart,
+    RestartAbort,
+)
+from regrow.inprocess.group.group_messages import Faults, Timeouts
+from regrow.inprocess.group.group_server import group_name, group_store
+from regrow.inprocess.group.service_link import ServiceLink
+from regrow.inprocess.health_check import HealthCheck
+from regrow.inprocess.interrupt.interrupt import Interrupter
+from regrow.inprocess.param_utils import substitute_param_value
+from regrow.inprocess.ranks.assignment import RankAssignmentCtx, RankDiscarded, assign, call
+from regrow.inprocess.state import FrozenState, Mode, State
+from regrow.inprocess.store import PrefixStore, TCPStore
+from regrow.inprocess.watchdog.monitor_client import open_monitor
+from regrow.inprocess.watchdog.rank_progress import RankProgress, SoftWatch
+from regrow.store import StoreError
+from regrow.utils import describe, get_traceback
+from regrow.utils.logging import library_logger
+
+if TYPE_CHECKING:
+    from regrow.inprocess.call.wrapper import Wrapper
+
+logger = library_logger(__name__)
+
+T = TypeVar("T")
+
+
+class CallWrapper:
+    """The running call of a wrapped function, as an interface for the function itself.
+
+    regrow passes this object to the parameter that is annotated `CallWrapper` or
+    `CallWrapper | None`.
+    """
+
+    def __init__(self, config: Wrapper, heap: Heap) -> None:
+        self._config = config
+        self._heap = heap
+        self._pid = os.getpid()  # a forked child takes no part in the call
+        self._state = State.from_env()
+        self._atomic = Atomic()
+        self._stack = ExitStack()
+        self._iteration = 0  # as the link counts; the assignment advances the state's
+        self._timeline: Timeline | None = None  # the restart in progress
+        self._pauses = Pauses()
+        self._cause: BaseException | None = None  # cause of the latest restart
+        self._lent: WeakSet[PrefixStore] = WeakSet()  # stores that plug-ins may have kept
+        self._groups_seen = False
+        self._left = False
+
+    def __enter__(self) -> CallWrapper:
+        with ExitStack() as stack:
+            config, state = self._config, self._state
+            assert state.rank is not None  # only a terminated rank has no rank
+            self._store = config.store_factory(**(config.store_kwargs or {}))
+            if isinstance(self._store, TCPStore):
+                stack.callback(self._store.close)
+            self._group = group_name()
+            rank_and_size = state.rank, state.world_size
+            timeouts = Timeouts(
+                barrier=config.barrier_timeout.total_seconds(),
+                completion=config.completion_timeout.total_seconds(),
+                last_call=config.last_call_wait.total_seconds(),
+            )
+            shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
+            if shared is not self._store:
+                stack.callback(shared.close)
+            self._link = ServiceLink(shared.session, group, *rank_and_size, timeouts)
+            stack.callback(self._link.close)
+            self._interrupter = stack.enter_context(Interrupter())
+            self._follower = IterationFollower(self._link, self._atomic, config.abort)
+            stack.callback(self._follower.stop)
+            stack.callback(self._link.close)
+            soft, hard = config.soft_timeout.total_seconds(), config.hard_timeout.total_seconds()
+            self._watch = SoftWatch(
+                RankProgress(soft, hard),
+                config.progress_watchdog_interval.total_seconds(),
+                self._report_overdue,
+                self._check_groups,
+                open_monitor(shared, self._link, group, state.rank, config),
+            )
+            stack.callback(self._watch.close)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if os.getpid() == self._pid:
+            if error is None:
+                board.set_restart_state(board.NOT_IN_RESTARTER)
+            elif not exits_with_0(error):  # no result: the board keeps "owes a result"
+                board.set_restart_state(
+                    board.LEFT_RESTARTER if self._left else board.NOT_IN_RESTARTER
+                )
+            self._stack.close()
+            # The function may keep this object. Closed parts are removed, which also frees their
+            # cycles.
+            self._watch = cast("SoftWatch", _CLOSED)
+            for lent in self._lent:
+                lent.let_go()
+            self._state.store = self._state.fn_exception = self._cause = self._timeline = None
+            del self._store, self._link, self._interrupter, self._follower
+
+    @property
+    def iteration(self) -> int:
+        """Number of the current call of the function, from 0."""
+        return self._state.iteration
+
+    def ping(self) -> None:
+        """Report that the function makes progress.
+
+        The first ping of an iteration starts the check. From then on the function must ping again
+        within the soft time-out, or all ranks restart.
+        """
+        self._watch.ping()
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Run a section of the function in which no restart begins.
+
+        The abort and the interrupt wait until the section ends. The section does not start if they
+        have begun.
+        """
+        with self._atomic.section():
+            yield
+
+    @contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """Suspend the time-outs for a section of the function; exceptions still restart it."""
+        with self._watch.suspended():
+            yield
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call the function until all ranks are done; for `Wrapper`."""
+        args, kwargs = substitute_param_value(fn, args, kwargs, {CallWrapper: self})
+        board.set_restart_state(board.OWES_RESULT)
+        try:
+            self._iteration = self._state.iteration = self._link.join()
+            board.set_restart_state(board.IN_RESTARTER)
+            self._assign(set())
+            while True:
+                over, value = self._iterate(fn, args, kwargs)
+                if over:
+                    break
+        except BaseException as error:
+            if os.getpid() == self._pid:
+                self._leave(error)
+            raise
+        config = self._config
+        within = max(config.completion_timeout, config.hard_timeout)
+        self._watch.recover(within.total_seconds())
+        try:
+            call(config.completion, self._state.freeze())
+        except Exception:  # the work is done
+            logger.exception("completion failed on rank %s", self._state.rank)
+        return value
+
+    # ------------------------------------------------------------ one iteration
+
+    def _iterate(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[bool, Any]:
+        """Run one iteration; return whether all ranks are done, and the value of the function."""
+        state = self._state
+        assert state.rank is not None  # a living rank has a number
+        guarded = self._interrupter.call()
+        ending = self._follower.follow(guarded, state.freeze())
+        ended = self._link.enter(self._iteration, state.rank, state.world_size)
+        value = error = None
+        if ended is None:
+            if self._timeline is not None:
+                self._timeline.reached("called", time.monotonic())
+                report_restart(self._timeline, state)
+                self._timeline = None
+            logger.debug(
+                "rank %s of %d begins iteration %d", state.rank, state.world_size, state.iteration
+            )
+            self._watch.begin(self._iteration)
+            try:
+                value, ended = guarded.run(self._play, state.freeze(), fn, args, kwargs)
+            except BaseException as raised:  # noqa: BLE001 - classified by after()
+                error = raised
+            finally:
+                self._watch.rest()
+        if error is None and ended is None:
+            return True, value
+        if error is not None:
+            received = ending.timeline is not None
+            step = after(error, interrupted=guarded.requested, received=received)
+            if step is Next.LEAVE:
+                raise error.error if isinstance(error, LinkFailed) else error
+            if step is Next.REPORT:
+                self._watch.recover()  # formatting a user's exception may take time
+                self._report(error)
+            release(error)
+        # Free all objects that the function left. A user that keeps its exception also keeps this
+        # frame.
+        value = error = None
+        del guarded, state
+        self._restart(ending)
+        del ending
+        return False, None
+
+    def _play(
+        self, state: FrozenState, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> tuple[Any, Faults | None]:
+        """Call the function, or wait in reserve; then wait for the other ranks.
+
+        This code may be interrupted anywhere. The range is from the plug-ins before the function to
+        the barrier after it. An exception raised here is a fault of the function. An error of the
+        link is none: `LinkFailed` wraps it, so that the user's `except Exception` does not catch
+        it.
+
+        Returns:
+            The value of the function, and the faults that ended the iteration (None: all are done).
+
+        Raises:
+            LinkFailed: the link raised an error.
+            HealthCheckError: this rank failed its health check.
+            BaseException: the function or a plug-in raised it.
+        """
+        config, link = self._config, self._link
+        try:
+            call(config.initialize, state)
+        except RestartAbort as abort:
+            if abort.__cause__ is not None or abort.__suppress_context__:
+                raise
+            raise abort from self._cause
+        check_health(config.health_check, state)
+        value = None
+        if state.mode is Mode.ACTIVE:
+            value = fn(*args, **kwargs)
+            self._watch.rest()
+            self._ask(link.completed)
+        else:
+            self._watch.rest()
+            ended = self._ask(link.wait_completed)
+            if ended is not None:
+                return None, ended
+        ended = self._ask(link.done)
+        if ended is None:
+            board.set_restart_state(
+                board.OWES_RESULT
+            )  # after all confirm, no rank continues in its place
+            ended = self._ask(link.confirm)
+        return value, ended
+
+    def _ask(self, question: Callable[[int], T]) -> T:
+        try:
+            return question(self._iteration)
+        except LinkError as error:
+            raise LinkFailed(error) from None
+
+    # ---------------------------------------------------------------- a restart
+
+    def _report(self, error: BaseException) -> None:
+        left_at = time.monotonic()
+        reason = error.__cause__ if isinstance(error, RankShouldRestart) else error
+        self._state.fn_exception = reason if isinstance(reason, Exception) else None
+        kind, text = Interruption.EXCEPTION.name, describe(error)
+        raised = type(error), error, get_traceback(error)
+        try:
+            self._link.report(self._iteration, kind, text, time.monotonic() - left_at)
+        finally:  # other ranks wait for the report; the log may be slow, so it comes second
+            logger.error(
+                "rank %s failed in iteration %d", self._state.rank, self._iteration, exc_info=raised
+            )
+
+    def _restart(self, ending: Ending) -> None:
+        """Go from the end of an iteration to the next one, up to the point before `enter`."""
+        board.set_restart_state(board.IN_RESTARTER)
+        self._watch.rest()  # the last call waits for other ranks
+        ending.last_call_over.wait()
+        self._watch.recover()  # all ranks wait for the abort
+        ending.over.wait()
+        if ending.error is not None:
+            raise ending.error
+        timeline = ending.timeline
+        if timeline is None:
+            raise InternalError(
+                f"the call has ended on the other ranks, so this rank cannot restart with them: "
+                f"{self._state}"
+            ) from self._state.fn_exception
+        state = self._state.freeze()
+        call(self._config.finalize, state)
+        timeline.reached("finalized", time.monotonic())
+        check_health(self._config.health_check, state)
+        own, self._cause = kept(self._state.fn_exception), None
+        self._state.fn_exception = None  # frees the function's frames, unless kept() has it
+        del state
+        timeline.reached("checked", time.monotonic())
+        meeting = self._follower.ready(self._iteration)
+        ending.groups.clear()  # after the collection: models may be garbage
+        self._heap.restarted()
+        self._watch.rest()
+        met = meeting.result()
+        timeline.reached("met", time.monotonic())
+        timeline.faults = met.faults._replace(now=timeline.faults.now)
+        timeline.lost = met.lost
+        self._cause = cause_of(timeline.root, self._state.iteration, self._state.initial_rank, own)
+        left, self._iteration = self._iteration, met.iteration  # the pause can be interrupted
+        self._pause(met.faults)
+        self._timeline = timeline
+        self._assign(set(met.terminated))
+        self._state.advance()
+        if self._state.rank == 0 and isinstance(self._store, TCPStore):
+            with suppress(StoreError):  # the link reports a lost store
+                self._store.forget(f"{self._group}/{left}")  # all ranks have left this iteration
+
+    def _pause(self, faults: Faults) -> None:
+        """Wait before the next call if the function fails repeatedly."""
+        seconds = self._pauses.after(faults)
+        if seconds == FIRST:
+            logger.log(
+                logging.WARNING if self._state.rank == 0 else logging.INFO,
+                "the function fails again and again: each restart now waits up to %g s;"
+                " initialize=RetryController(max_iterations=...) limits the number of restarts",
+                LONGEST,
+            )
+        time.sleep(seconds)
+
+    def _assign(self, terminated: set[int]) -> None:
+        """Assign this rank its new rank, and set the distributed environment variables."""
+        config = self._config
+        store = PrefixStore(f"{self._group}/{self._iteration}", self._store)
+        self._lent.add(store)
+        ctx = RankAssignmentCtx(self._state, store, terminated)
+        self._watch.recover()
+        self._state = assign(config.rank_assignment, ctx, config.rank_filter)
+        self._watch.rest()
+        self._state.store = store
+        self._state.set_distributed_vars()
+
+    def _report_overdue(self, iteration: int, message: str) -> None:
+        self._link.report(iteration, Interruption.SOFT_TIMEOUT.name, message)
+
+    def _check_groups(self) -> None:
+        """Warn once about process groups that end the process before the hard time-out."""
+        distributed = sys.modules.get("torch.distributed")
+        if self._groups_seen or distributed is None or not distributed.is_initialized():
+            return
+        from regrow.inprocess.torch import torch_abort
+
+        self._groups_seen = True
+        groups = torch_abort.process_groups()
+        torch_abort.warn_of_short_timeouts(groups, self._config.hard_timeout)
+
+    def _leave(self, error: BaseException) -> None:
+        """End this rank's part in the call: report it to the other ranks, then run `terminate`."""
+        self._watch.recover()
+        self._left = self._report_exit(error)
+        board.set_restart_state(board.IN_RESTARTER if self._left else board.OWES_RESULT)
+        self._state.mode = Mode.TERMINATED
+        self._watch.recover(self._config.hard_timeout.total_seconds())
+        try:
+            call(self._config.terminate, self._state.freeze())
+        except Exception as failed:
+            logger.error("terminate failed on rank %s: %s", self._state.rank, describe(failed))
+            raise failed from error
+
+    def _report_exit(self, error: BaseException) -> bool:
+        """Report the exit of this rank, and add the root cause to the error as a note.
+
+        Returns:
+            Whether the others continue without this rank. The agent reads the same from the board.
+        """
+        left_at, rank = time.monotonic(), self._state.rank
+        logger.error("rank %s leaves in iteration %d: %s", rank, self._iteration, describe(error))
+        if isinstance(error, CountedOutError | LinkLostError):
+            return isinstance(error, CountedOutError)  # the others know this already
+        try:
+            faults = self._link.terminated(
+                self._iteration,
+                Interruption.BASE_EXCEPTION.name,
+                describe(error),
+                discarded=isinstance(error, RankDiscarded),
+                lag=time.monotonic() - left_at,
+            )
+        except LinkError as refused:
+            if str(refused) != str(error):
+                logger.warning("no rank continues in place of rank %s: %s", rank, refused)
+            return False
+        root = root_cause(faults)
+        if root is not None and root.rank != self._state.initial_rank:
+            text = f"iteration {faults.iteration} ended by {root.kind} on initial rank {root.rank}"
+            try:
+                error.add_note(f"{text}: {root.message}")
+            except Exception as refused:  # noqa: BLE001 - a user's class may reject notes
+                kind = type(error).__name__
+                logger.warning("%s (%s rejects notes: %s)", text, kind, describe(refused))
+        return True
+
+
+_CLOSED: Final = SimpleNamespace(ping=lambda: None, suspended=nullcontext)
+"""Replaces the watch after the call: `ping` has no effect, and no time-out applies."""
+
+
+def exits_with_0(error: BaseException) -> bool:
+    """Return whether the process exits with 0 if no handler catches this exception."""
+    if not isinstance(error, SystemExit):
+        return False
+    code = error.code
+    return code is None or (isinstance(code, int) and code & 0xFF == 0)
+
+
+class LinkFailed(BaseException):
+    """The link failed during the function.
+
+    It derives from BaseException, so that it is never taken for an exception of the function.
+    """
+
+    def __init__(self, error: LinkError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def check_health(check: HealthCheck | Compose | None, state: FrozenState) -> None:
+    """Run the health check on this rank.
+
+    Raises:
+        HealthCheckError: the health check failed.
+    """
+    try:
+        call(check, state)
+    except Exception as error:
+        raise HealthCheckError(
+            f"rank {state.rank} (initial rank {state.initial_rank}) is not healthy enough to "
+            f"continue: {describe(error)}"
+        ) from error

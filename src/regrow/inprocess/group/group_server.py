@@ -1,0 +1,107 @@
+"""Selection of regrow's store in which the ranks of a group meet, for any store of the user.
+
+The rules of a group run in a store server (`group_service`). A c10d store cannot run them. So a
+c10d store from the user's `store_factory` is used for one key only: there rank 0 publishes where
+the ranks meet.
+
+- Under `regrow run` the ranks meet in the agent's store, and the key holds a random name. The name
+  becomes part of the group's name. So two groups that the user separates by two c10d stores stay
+  separate in the agent's store.
+- Without an agent, rank 0 starts a server for the group, and the key holds the server's address and
+  a new token. A process that can read the user's store can use that server.
+
+The other ranks find the server at MASTER_ADDR, because rank 0 runs on that host. Without
+MASTER_ADDR they use the host name of rank 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+from regrow.inprocess.exception import BarrierTimeout, LinkLostError
+from regrow.inprocess.ranks.rank_exchange import wait_for_key
+from regrow.inprocess.store import TCPStore
+from regrow.store import STORE_ENV, StoreError, make_token
+from regrow.utils import PortReservation
+
+_calls = itertools.count()
+"""Counter of the calls of wrapped functions in this process."""
+
+
+def group_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the group for the next call of a wrapped function.
+
+    All ranks compute the same name if they have made the same number of calls. The name differs in
+    later processes that a launcher starts, because they may find the same store.
+    """
+    run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or "run"
+    attempt = environ.get("REGROW_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    step = environ.get("SLURM_STEP_ID", "")
+    return f"{run[:200]}/{step}/{attempt}/{next(_calls)}"
+
+
+def group_store(
+    given: Any, group: str, rank: int, size: int, timeout: float
+) -> tuple[TCPStore, str]:
+    """Return the store in which a group meets, and the group's name there.
+
+    Args:
+        given: the store from the wrapper's `store_factory`: regrow's `TCPStore`, or any c10d store.
+        group: the name of the group, the same on all ranks, and unique in `given`.
+        rank: the initial rank of this process.
+        size: number of ranks in the group.
+        timeout: seconds within which rank 0 has to publish the place, and the store has to answer.
+
+    Returns:
+        `given` and `group` if `given` is regrow's `TCPStore`. Otherwise another store, which the
+        caller has to close, and its group name.
+
+    Raises:
+        BarrierTimeout: rank 0 did not publish the place in time.
+        LinkLostError: `given` cannot be reached.
+        StoreError: the server cannot be started or reached; the text gives the reason.
+    """
+    if isinstance(given, TCPStore):
+        return given, group
+    key = f"{group}/meets"
+    with ExitStack() as held:
+        try:
+            if rank == 0 and not given.check([key]):
+                place: list[Any] = []
+                if not os.environ.get(STORE_ENV):
+                    port = held.enter_context(PortReservation()).port  # until the server has it
+                    place = [_host(size), port, make_token().decode()]
+                given.set(key, json.dumps([os.urandom(8).hex(), *place]))
+            if not wait_for_key(given, key, timeout):
+                raise BarrierTimeout(
+                    f"rank 0 did not publish within {timeout:g} s (barrier_timeout), in the store "
+                    f"of store_factory, where the ranks meet: it did not call the function, or it "
+                    f"uses another store"
+                )
+            name, *place = json.loads(bytes(given.get(key)))
+        except (StoreError, OSError, RuntimeError) as error:
+            raise LinkLostError(f"the store of store_factory cannot be reached: {error}") from error
+        host, number, token = place or (None, None, "")
+        store = TCPStore(
+            host,
+            number,
+            size,
+            timeout=timedelta(seconds=timeout),
+            rank=rank,
+            token=token.encode() or None,
+        )
+    return store, f"{group}/{name}"
+
+
+def _host(size: int) -> str:
+    """Return the name or address of this host (rank 0's), as the other ranks reach it."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        return "127.0.0.1"
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -1,0 +1,1 @@
+"""Rank assignment after a restart: contexts, trees, exchange between the ranks."""

@@ -1,0 +1,1 @@
+"""Detection of ranks without progress: checks in the rank, and the monitor of its host."""

@@ -1,0 +1,1 @@
+"""The rendezvous backends, named as in `--rdzv-backend`."""

@@ -1,0 +1,105 @@
+"""The rendezvous `c10d`, which uses regrow's store server.
+
+torchrun's command lines use this name. They work here if the token is added. The nodes meet at the
+endpoint. The first agent on the endpoint's host serves it (`hosting`). The server runs the rounds
+(`round_service`), and each node has a connection to it (`server_driver`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from regrow.rendezvous.errors import RendezvousConnectionError
+from regrow.rendezvous.parameters import timeout_option, wanted_rank
+from regrow.rendezvous.server.credentials import credentials
+from regrow.rendezvous.settings import read_settings
+from regrow.rendezvous.utils import parse_rendezvous_endpoint
+
+if TYPE_CHECKING:
+    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
+    from regrow.rendezvous.parameters import RendezvousParameters
+    from regrow.rendezvous.server.credentials import Credentials
+    from regrow.rendezvous.server.hosting import MeetingPlace
+    from regrow.rendezvous.server.server_driver import Where
+
+DEFAULT_PORT = 29400
+READ_TIMEOUT = 60.0  # seconds
+
+
+def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
+    """Create the handler of one node of several; start the server if this node has to serve.
+
+    It reads the options of `read_settings` and of `credentials`, and three more. `is_host` (a bool)
+    sets whether this node serves; without it, the node finds out. `read_timeout` limits the time in
+    which the server must be reached, in seconds, default 60. `rank` is the node rank that this node
+    asks for.
+
+    Raises:
+        ValueError: an option is invalid.
+        RendezvousError: there is no token.
+        RendezvousConnectionError: the server cannot be started, or cannot be reached.
+    """
+    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
+    from regrow.rendezvous.server.hosting import Tries, settle
+    from regrow.rendezvous.server.server_driver import ServerDriver
+    from regrow.store import StoreConnectionError, StoreTimeout
+
+    settings = read_settings(params)
+    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    if port == 0:
+        raise ValueError(
+            f"the endpoint {params.endpoint!r} has port 0, so the other nodes cannot know the "
+            f"port; choose one, e.g. {host}:{DEFAULT_PORT}"
+        )
+    read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
+    shared = credentials(params, host)
+    is_host = params.get_as_bool("is_host")
+    tries = Tries(host, is_host, read_timeout)
+    while True:
+        place = settle(host, port, *shared, is_host)
+        where = way_to(place, host, port, shared)
+        limit = tries.next(here=place.here)
+        try:
+            driver = ServerDriver(where, settings, limit, place.server)
+            break
+        except BaseException as error:
+            if place.server is not None:
+                place.server.close()
+            if not isinstance(error, RendezvousConnectionError):
+                raise
+            tried = isinstance(error.__cause__, StoreConnectionError | StoreTimeout)
+            if tries.last or not tried:
+                what = f"{error}{tries.before}"
+                raise RendezvousConnectionError(
+                    _advice(what, where.endpoint, place.here)
+                ) from error
+    return DynamicRendezvousHandler(
+        driver,
+        settings,
+        backend=params.backend,
+        local_addr=params.local_addr,
+        node_rank=wanted_rank(params),
+        credentials=shared,
+    )
+
+
+def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Where:
+    """Return how to reach the server of a meeting place; its certificate is for the endpoint."""
+    from regrow.rendezvous.server.server_driver import Where
+    from regrow.store import endpoint_of
+
+    token, tls = shared
+    if tls is not None and place.reach != host:
+        tls = replace(tls, server_hostname=host)
+    return Where(endpoint_of(place.reach, port), token, tls, place.addr)
+
+
+def _advice(what: str, endpoint: str, here: bool) -> str:
+    if here:
+        return f"{what}. {endpoint} is an address of this host: check which process listens there"
+    return (
+        f"{what}. {endpoint} is no address of this host, so an agent on another host has to serve "
+        f"it: check that this agent runs, and that its port can be reached from here. If the "
+        f"address leads to this host, use --rdzv-conf is_host=true"
+    )

@@ -1,0 +1,1 @@
+"""Rendezvous in a directory that all hosts share."""

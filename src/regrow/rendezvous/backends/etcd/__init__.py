@@ -1,0 +1,1 @@
+"""Rendezvous in an etcd cluster."""

@@ -1,0 +1,257 @@
+"""Events of the rounds, and what nodes learn from their state.
+
+Drivers pass events to the rules (`rules.py`), which change the state. A node learns its status from
+the state (`state.standing`), and its agent receives notifications. All are plain values, and two
+values are equal if their fields are equal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Node(NamedTuple):
+    """One agent during one life; an evicted agent rejoins with a new id."""
+
+    id: str
+    """The node's id, unique among all nodes that the job ever has."""
+    addr: str
+    """Host name or address by which the other nodes reach the node; ranks follow its natural
+    order."""
+    wanted: int | None = None
+    """The node rank that the user gave; None if the user gave none."""
+    port: int = 0
+    """A free TCP port that the node holds. The workers' rank 0 uses it if the node becomes rank
+    0."""
+
+
+# --- events
+
+
+class JoinRound(NamedTuple):
+    """A node asks for a seat in a round; if the node is a member, this ends the complete round."""
+
+    node: Node
+    token: int = 0
+    """The number of the round in which the node was last seated; 0 before its first seat."""
+    why: str = "it asked for a new round"
+    """The reason that the other nodes receive if this event ends their round."""
+
+
+class WorkersFailed(NamedTuple):
+    """The workers of a member have failed; this ends the round.
+
+    The verdict follows when every other member of the round has sent a message after this event. If
+    a member is lost or leaving by then, that member is the cause instead.
+    """
+
+    id: str
+    token: int
+    """The number of the round in which the workers failed."""
+    report: str
+    """Description of the failure, for the other nodes to show; this package does not parse it."""
+
+
+class EndConfirmed(NamedTuple):
+    """A member confirms that it knows the end of its round and is stopping its workers.
+
+    A `JoinRound` or a `WorkersFailed` of the member confirms the same.
+    """
+
+    id: str
+    token: int
+    """The number of the round that is over."""
+
+
+class NodeLeaving(NamedTuple):
+    """A member is about to leave and stops its workers; its round is over, its seat is kept."""
+
+    id: str
+    token: int
+    why: str
+    full_grace: bool = False
+    """Whether the workers have the whole `--shutdown-timeout` to stop. They have it if nothing has
+    failed, or if the job ends."""
+
+
+class LeaveRound(NamedTuple):
+    """A node leaves by its own decision, after its workers have ended."""
+
+    id: str
+    token: int = 0
+    """The round in which the node was last seated; with 0 the node leaves from any place."""
+    why: str = "it left"
+
+
+class NodeLost(NamedTuple):
+    """A node is lost: its process has ended, or it was silent for too long."""
+
+    id: str
+    why: str
+    """The evidence, e.g. "its connection broke"."""
+    place: int = 0
+    """The place of the silent node (`state.place`); 0: its process has ended, in any place.
+
+    The node is not lost if it has another place by now.
+    """
+
+
+class LastCallOver(NamedTuple):
+    """The time of a last call is over."""
+
+    call: int
+    """The value of `Round.last_call` for this last call."""
+
+
+class CloseRendezvous(NamedTuple):
+    """A member of the round ends the job; any other node is refused."""
+
+    id: str
+    why: str = "it closed the rendezvous"
+    report: str = ""
+    """Description of the final failure, for every node to show; empty if the job did not fail."""
+
+
+Event = (
+    JoinRound
+    | WorkersFailed
+    | EndConfirmed
+    | NodeLeaving
+    | LeaveRound
+    | NodeLost
+    | LastCallOver
+    | CloseRendezvous
+)
+
+
+def subject(event: Event) -> str:
+    """Return the id of the node that an event concerns; "" if it concerns none."""
+    if isinstance(event, JoinRound):
+        return event.node.id
+    return "" if isinstance(event, LastCallOver) else event.id
+
+
+# --- statuses of nodes, and notifications
+
+
+class Departed(NamedTuple):
+    """A member of the previous round that is not in this round."""
+
+    id: str
+    rank: int
+    """The node's rank in the previous round."""
+    why: str
+    """The evidence of the loss, or the reason for leaving."""
+
+
+class Seated(NamedTuple):
+    """To one node: the round is complete, and the node has a seat in it."""
+
+    id: str
+    round: int
+    """The number of the round, from 1; from now on it is the node's fencing token."""
+    rank: int
+    world_size: int
+    leader: str
+    """Address of rank 0."""
+    digest: str
+    """The same for all nodes that have the same members with the same ranks."""
+    port: int = 0
+    """The port that rank 0 holds for the workers; 0 if rank 0 gave none."""
+    failures: int = 0
+    """How many worker failures the job has been charged with so far."""
+    departed: tuple[Departed, ...] = ()
+    """Members of the previous round that are lost or have left, by their ranks in that round."""
+
+
+class Placed(NamedTuple):
+    """To one node: the node has to wait."""
+
+    id: str
+    place: str
+    """"forming" (a member of the round that forms), "waiting" or "standby"."""
+
+
+class NodeRefused(NamedTuple):
+    """To one node: its token is stale. It has to stop its workers, and to rejoin under a new id."""
+
+    id: str
+    why: str
+
+
+class RoundEnded(NamedTuple):
+    """To the members: the round is over before its work was done.
+
+    It is also the answer to a member that asks with the token of an older round. The member can ask
+    again with the token of this round after it has stopped its workers.
+    """
+
+    round: int
+    id: str
+    """The node that caused the end."""
+    why: str
+    report: str = ""
+    """Description of the failure, if the workers of that node failed."""
+    full_grace: bool = False
+    """See `NodeLeaving`."""
+    lost: bool = False
+    """Whether that node is lost or has left; otherwise it is present, or is about to leave."""
+
+    def __str__(self) -> str:
+        return f"round {self.round} is over: node {self.id}: {self.why}"
+
+
+class Judged(NamedTuple):
+    """To the members of a round that `WorkersFailed` ended: the verdict on the cause."""
+
+    round: int
+    charged: bool
+    """Whether the workers are the cause, so that the job is charged with a failure."""
+    failures: int
+    """How many failures the job has been charged with, including this one."""
+    cause: RoundEnded
+    """The event that ended the round, according to the verdict."""
+
+
+class NodesWaiting(NamedTuple):
+    """To the members: the number of waiting nodes that would have a seat in the next round."""
+
+    round: int
+    waiting: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.waiting} node{'s wait' if self.waiting != 1 else ' waits'} for the next round"
+        )
+
+
+class RoundClosed(NamedTuple):
+    """To all nodes: no other round follows."""
+
+    id: str
+    """The node that closed the job."""
+    why: str
+    report: str = ""
+    """Description of the final failure; empty if the job did not fail."""
+    lost: bool = False
+    """Whether that node was lost or left, and no other node can take its place. In this case, the
+    job can continue if it is started again."""
+
+
+class ServerRestarted(NamedTuple):
+    """To the agent that hosts the server: the server's process has ended, and a new one serves."""
+
+    how: str
+    """How the process ended, e.g. "was killed by SIGKILL"."""
+    pid: int
+    """The process id of the ended server."""
+    after: float
+    """Seconds from the end of the old server until the new one served."""
+    failed: str = ""
+    """Why no new server serves; empty if one serves."""
+
+    def __str__(self) -> str:
+        what = f"the store server (pid {self.pid}) {self.how}"
+        if self.failed:
+            return f"{what}, and no other server is started: {self.failed}"
+        return f"{what}, and another server took over after {self.after:.2g} s"

@@ -1,0 +1,338 @@
+"""Decide which node hosts the store server, and restart that server when its process ends.
+
+All nodes receive the same endpoint, and the first agent on that host has to serve it. The name of
+the endpoint does not show which host that is: a host has many names, and some names mean another
+host elsewhere. So each agent tries to bind the address:
+
+- If the bind succeeds, the address belongs to this host.
+- If it fails with EADDRNOTAVAIL, the address belongs to another host.
+- If it fails with EADDRINUSE, another process listens on the port already: a faster agent, or a
+  server that a user runs for several jobs.
+
+If two agents try at the same time, only one agent listens.
+
+The server listens on as few addresses as possible. If the user gave an address, the server listens
+on that address only. A name may mean different addresses on different hosts. On many systems, for
+example, a host's own name means 127.0.1.1 on that host. So for a name, the server listens on every
+address.
+
+The address of a name may change. The name of a host that has just started may be unknown at first,
+or may still resolve to the previous host. Then no host would serve. So the node resolves the name
+again until it reaches a server, with growing pauses (`Tries`).
+
+The agent that serves keeps what the next server process needs: the listening socket and the journal
+(`round_service.py`). The open socket lets nodes that connect in the meantime wait; they are not
+refused. A thread of `HostedServer` sleeps until the server's process ends. It then starts the next
+process and reports the restart to the agent. After too many restarts in a short time, it starts no
+further process, and reports the reason. The nodes are then refused, and the job ends as if the
+server's host were lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from regrow.rendezvous.errors import RendezvousConnectionError
+from regrow.rendezvous.protocol.messages import ServerRestarted
+from regrow.rendezvous.settings import RESOLVE_PAUSES, RESTART_PAUSE, RESTARTS, RESTARTS_WITHIN
+from regrow.rendezvous.utils import check_host
+from regrow.store import StoreError, family_of, is_loopback
+from regrow.utils import Backoff, disown_in_children, get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from regrow.store import ServerProcess, Tls
+
+    Start = Callable[[socket.socket, tuple[int, int]], ServerProcess]
+
+SERVICES = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
+
+logger = get_logger(__name__)
+
+
+class Tries:
+    """Time limits of the attempts to reach the server; the host is determined again before each.
+
+    Args:
+        host: name or address of the endpoint. The meaning of an address does not change.
+        is_host: whether the user declared this node the host, which does not change either; None:
+            determine it.
+        seconds: time limit for all attempts together.
+    """
+
+    def __init__(self, host: str, is_host: bool | None, seconds: float) -> None:
+        self._certain = is_host is not None or family_of(host) is not None
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._pauses = Backoff(*RESOLVE_PAUSES)
+        self.last = False
+        """Whether this attempt is the last one."""
+        self.before = ""
+        """Text to add to the error of this attempt if others came before it."""
+
+    def next(self, *, here: bool) -> float:
+        """Return the time limit of the next attempt, in seconds.
+
+        Args:
+            here: whether the endpoint belongs to this host.
+        """
+        if self._certain or here:
+            self.last, self.before = True, ""
+            return self._seconds
+        left = max(self._deadline - time.monotonic(), 0.0)
+        limit = self._pauses.next(left)
+        self.last, self.before = limit == left, f", the last of {self._seconds:g} s"
+        return limit
+
+
+class OwnAddress(NamedTuple):
+    """An address of the endpoint that belongs to this host."""
+
+    address: str
+    listen: str
+    """The address to listen on: this address, or the wildcard address."""
+
+
+class MeetingPlace(NamedTuple):
+    """The place where the nodes meet, as this node sees it."""
+
+    server: HostedServer | None
+    """The server that this node hosts; None if another node serves."""
+    reach: str
+    """The name or address by which this node reaches the server."""
+    addr: str | None
+    """This node's address for the other nodes; None: the address of its connection.
+
+    It is set only if the address of the connection means another host to the other nodes.
+    """
+    here: bool
+    """Whether the endpoint belongs to this host."""
+
+
+def find_own(host: str, port: int) -> OwnAddress | None:
+    """Return the first address of the endpoint that belongs to this host; None if there is none.
+
+    Args:
+        host: name or address.
+        port: the port, 1 or higher.
+
+    Raises:
+        ValueError: `host` is neither a name nor an address.
+    """
+    if host == "localhost":
+        host = "127.0.0.1"  # the usual meaning; the resolver may return ::1 first
+    literal = family_of(host)
+    if literal is not None:
+        return OwnAddress(host, host) if _binds(literal, host, port) else None
+    check_host(host)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None  # the name does not resolve yet; if this lasts, connecting reports it
+    for family, _, _, _, at in found:
+        address = str(at[0])
+        if _binds(family, address, port):
+            return OwnAddress(address, _every(family))
+    return None
+
+
+def settle(
+    host: str, port: int, token: bytes, tls: Tls | None, is_host: bool | None
+) -> MeetingPlace:
+    """Decide whether this node serves the endpoint, and if so, start the server.
+
+    Args:
+        host: name or address of the endpoint.
+        port: its port, 1 or higher.
+        token: the job's secret.
+        tls: certificates.
+        is_host: whether the user declared this node the host; None: determine it.
+
+    Raises:
+        RendezvousConnectionError: this node has to serve, but cannot.
+    """
+    own = None if is_host is False else find_own(host, port)
+    if own is not None:
+        server = _serve(own.listen, port, token, tls)
+        beyond = is_loopback(own.address) and not is_loopback(host)
+        if server is None and own.listen != own.address and not beyond:
+            # The process that uses the port may listen on another address of this host.
+            server = _serve(own.address, port, token, tls)
+        return MeetingPlace(server, host, host if beyond else None, True)
+    if not is_host:
+        return MeetingPlace(None, host, None, False)
+    family = family_of(host) or socket.AF_INET
+    server = _serve(_every(family), port, token, tls)
+    return MeetingPlace(server, "::1" if family == socket.AF_INET6 else "127.0.0.1", host, True)
+
+
+def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> HostedServer | None:
+    """Start the server; return None if a process listens on the port already."""
+    from regrow.store import listen_at, start_server
+
+    def start(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        return start_server(
+            listener=listener,
+            token=token,
+            tls=tls,
+            services=SERVICES,
+            linger=True,
+            journal=journal,
+        )
+
+    try:
+        return HostedServer(listen_at(listen, port, only_v6=True), start)
+    except (OSError, ValueError, StoreError) as error:
+        if _is_in_use(error):
+            return None
+        raise RendezvousConnectionError(
+            f"this node has to serve the rendezvous, because the endpoint is its own address, and "
+            f"cannot listen on port {port} of {listen}: {error}"
+        ) from error
+
+
+def _every(family: int) -> str:
+    return "::" if family == socket.AF_INET6 else "0.0.0.0"
+
+
+def _binds(family: int, address: str, port: int) -> bool:
+    """Return whether the address belongs to this host, even if another process uses the port."""
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            # Any other error concerns the port, and the later attempt to listen reports it.
+            return error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    return True
+
+
+def _is_in_use(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+
+
+class HostedServer:
+    """A store server that is replaced when its process ends.
+
+    Args:
+        listener: the socket on which the server listens; this object closes it.
+        start: starts a server process on the socket, with a journal.
+
+    Raises:
+        OSError: the first process could not be started.
+        StoreError: the first process started but does not serve.
+    """
+
+    def __init__(self, listener: socket.socket, start: Start) -> None:
+        from regrow.store import make_files
+
+        self.on_restart: Callable[[ServerRestarted], None] = lambda news: None
+        """Called from a thread after a server process has ended, with the result of the restart."""
+        self._listener = listener
+        self._start = start
+        self._lock = threading.Lock()  # held while a server starts, and during close
+        self._closed = False
+        self._starts: list[float] = []
+        """Start times of the replacements in the last `RESTARTS_WITHIN` seconds."""
+        self._files = make_files()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._server = start(listener, self._files)
+        except BaseException:
+            self._release()
+            raise
+        disown_in_children(self)
+        self._thread = threading.Thread(target=self._run, name="regrow-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id of the current server, or of the last one."""
+        return self._server.pid
+
+    @property
+    def endpoint(self) -> str:
+        """The address to connect to, as "host:port"."""
+        return self._server.endpoint
+
+    def close(self, *, wait: float | None = None) -> None:
+        """Stop the server, or leave it to its clients; from then on it is not replaced.
+
+        Args:
+            wait: see `ServerProcess.close`.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._server.close(wait=wait)
+        self._release()
+
+    def disown(self) -> None:
+        """Release the server in a forked child; the parent keeps it."""
+        if not self._closed:
+            self._closed = True
+            self._release()
+
+    def _run(self) -> None:
+        while self._ends():
+            ended = time.monotonic()
+            pid, how = self._server.pid, self._server.reap()
+            failed = self._replace()
+            if failed is None:
+                return
+            news = ServerRestarted(how, pid, time.monotonic() - ended, failed)
+            logger.warning("%s", news)
+            self.on_restart(news)
+            if failed:
+                # After the report, because this refuses the nodes, which then lose the connection.
+                self._listener.close()
+                return
+
+    def _replace(self) -> str | None:
+        """Start the next server.
+
+        Returns:
+            An empty string if the next server serves; the reason if no server is started; None if
+            this object is closed first.
+        """
+        why = ""
+        while True:
+            with self._lock:
+                if self._closed:
+                    return None
+                now = time.monotonic()
+                self._starts = [at for at in self._starts if now - at < RESTARTS_WITHIN]
+                if len(self._starts) == RESTARTS:
+                    return f"{RESTARTS} have ended within {RESTARTS_WITHIN:g} s{why}"
+                self._starts.append(now)
+                try:
+                    self._server = self._start(self._listener, self._files)
+                except (OSError, StoreError) as error:
+                    why = f"; the last one: {error}"
+                else:
+                    return ""
+            pause = select.poll()
+            pause.register(self._wake, select.POLLIN)
+            pause.poll(RESTART_PAUSE * 1000)
+
+    def _ends(self) -> bool:
+        """Wait for the end of the server; return False if this object is closed first."""
+        poll = select.poll()
+        poll.register(self._server.fileno(), select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        return self._wake not in dict(poll.poll())
+
+    def _release(self) -> None:
+        self._listener.close()
+        for file in (*self._files, self._wake):
+            os.close(file)

@@ -1,0 +1,577 @@
+"""Rendezvous service of the store server: it applies the rules of the rounds.
+
+The server is connected to every node anyway. So a join costs one message in each direction, for any
+number of nodes: the server applies the event (`rules.py`) and answers the nodes that have a new
+status. No node polls. A node that follows the rounds has one question parked here, and the service
+answers it when the node's snapshot changes.
+
+**Concerned nodes.** Comparing the snapshots of all nodes after every event would make N joins cost
+N squared. A join changes the status of one node while a round forms. So the service checks only the
+node that sent the event, and the nodes that moved in the queue. It checks all nodes when the round
+becomes complete, when it ends, when its end gets a verdict, and when the job is closed. The number
+of waiting nodes changes with every arrival and concerns the members only. The service batches that
+notification: a hundred arrivals are one.
+
+**Which nodes are alive.** A node lives as long as the session that joined it. The node is lost at
+once when its client ends the session, or closes its connection and does not return within its
+grace. A reset connection does not show that a process has ended. For a reset connection and for a
+silent host, the failure detector decides. It reports a node as lost when its heartbeats have
+stopped for so long that the lease of its workers has expired.
+
+A heartbeat carries the number of answered heartbeats, and counts only if that number has grown. A
+node that sends but receives nothing has no lease left, and would otherwise keep the others waiting.
+The server calls this service for a deadline only after it has read all messages that have arrived.
+One check adds at most one keep-alive interval of silence. So a server that was stopped evicts no
+node.
+
+**Which session may send for a node.** All clients hold the job's token, but any client may have
+bugs. Only the session that joined a node may send its events. The service answers a malformed or
+invalid question with a `RefusedReply`, and changes nothing.
+
+**Journal.** The server can be killed (out of memory, `kill -9`) while the agent beside it lives.
+That agent starts another server, which must not contradict what the members have learned:
+
+- The number of the round never decreases, because it is the members' fencing token.
+- A round keeps its members and ranks.
+- Failures stay charged.
+- A closed job stays closed.
+
+No member knows all of these facts, and the member that knows most may be cut off at that time. So
+the service writes each event into a journal before it answers. The next server repeats the same
+steps, which is possible because the rules of a round are a pure function (`rules.step`). So members
+never learn anything that is not in the journal.
+
+The records are msgpack, and `recover` is a pure function of the records. Sessions and heartbeats
+are not recorded: each living member returns with a new session, and the failure detector reports
+the other nodes lost.
+The first session that sends a heartbeat or an event of a node becomes the session of that node.
+
+A job without nodes is deleted after a while. The keys of a round are stored under the job's life, a
+random name. So a later job with the same id does not find them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
+from regrow.rendezvous.node.node_rules import explain_timeout
+from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    Event,
+    JoinRound,
+    LastCallOver,
+    Node,
+    NodeLost,
+    NodeRefused,
+    subject,
+)
+from regrow.rendezvous.protocol.rules import Refusal, step
+from regrow.rendezvous.protocol.state import Round, holds, nodes, place
+from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
+from regrow.store import Answer, within
+
+if TYPE_CHECKING:
+    from regrow.store import Journal
+
+_EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)}
+
+
+def create() -> RendezvousService:
+    """Return the service for a server process."""
+    return RendezvousService(lambda: os.urandom(6).hex())
+
+
+class ServedJob:
+    """The state of one job: its rounds, and the nodes that take part."""
+
+    def __init__(
+        self,
+        run_id: str,
+        life: str,
+        settings: messages.JobSettings,
+        now: float,
+        recovered: Round | None = None,
+    ) -> None:
+        self.run_id = run_id
+        self.life = life
+        self.set_up(settings)
+        if recovered is not None:
+            self.state = recovered
+        self.detector = FailureDetector()
+        # The nodes of an earlier server have the usual time to send their next heartbeat.
+        ids = (*self.state.members, *self.state.queue, *self.state.awaited)
+        self.beats = dict.fromkeys(ids, 0)
+        """Answered heartbeats of each node, as the node's latest heartbeat reports them."""
+        self.heard_at = dict.fromkeys(ids, now)
+        """When that number last increased, or when the node joined."""
+        self.lives: dict[str, Hashable] = {}
+        """The session of each node."""
+        self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
+        """For each node: session and id of its parked question, and mark of its last snapshot."""
+        self.check_at: float | None = now
+        """Time of the next check by the failure detector; None if there is nothing to wait for."""
+        self.gather_at: float | None = None
+        """When to notify the members of the number of waiting nodes."""
+        self.empty_at = None if nodes(self.state) else now
+        """Time since which the job has no node."""
+
+    def record(self) -> JobRecord:
+        """Return the record of the whole state."""
+        return JobRecord(self.run_id, self.life, self.settings, self.state)
+
+    def set_up(self, settings: messages.JobSettings) -> None:
+        """Start with the settings of the first node."""
+        self.settings = settings
+        self.bounds = Bounds(
+            settings.last_call, settings.keep_alive, settings.misses, grace=settings.grace
+        )
+        self.state = Round(settings.min_nodes, settings.max_nodes, fixed=settings.fixed)
+
+    def check_rank(self, node: Node) -> None:
+        """Refuse a node if its fixed rank belongs to another node.
+
+        Raises:
+            ValueError: two nodes have the same rank; the text names both.
+        """
+        if not self.state.fixed or self.state.closed:
+            return
+        taken = {self.state.previous[id]: id for id in self.state.awaited}
+        taken |= {other.wanted or 0: id for id, other in self.state.members.items()}
+        first = taken.get(node.wanted or 0, node.id)
+        if first != node.id:
+            raise ValueError(
+                f"node rank {node.wanted} is used twice, by node {first} and by this node, "
+                f"{node.id}: start each node with a different --node-rank"
+            )
+
+    @property
+    def at(self) -> float | None:
+        """The latest time at which the job needs attention."""
+        forget_at = None if self.empty_at is None else self.empty_at + FORGET_JOB
+        times = [at for at in (self.check_at, self.gather_at, forget_at) if at is not None]
+        return min(times, default=None)
+
+    def knows(self, id: str) -> bool:
+        """Whether the node is anywhere in the state."""
+        return place(self.state, id) != 0
+
+
+def concerned(before: Round, event: Event, after: Round) -> set[str] | None:
+    """Return the ids of the nodes with a possibly changed snapshot; None: all nodes.
+
+    A changed number of waiting nodes does not count.
+    """
+    if _all_see(before) != _all_see(after):
+        return None
+    moved_up = before.queue.keys() - after.queue.keys()
+    return {subject(event), *moved_up} | (_next(before) ^ _next(after))
+
+
+def _all_see(state: Round) -> tuple[object, ...]:
+    return state.number, state.complete, state.ended, not state.unheard, state.closed
+
+
+def _next(state: Round) -> set[str]:
+    """Return the nodes in the queue that would have a seat in the next round."""
+    return set(islice(state.queue, state.waiting))
+
+
+# --- the journal
+
+
+class JobRecord(Struct, array_like=True, tag=1, frozen=True):
+    """The whole state of one job."""
+
+    job: str
+    life: str
+    settings: messages.JobSettings
+    state: Round
+
+
+class EventRecord(Struct, array_like=True, tag=2, frozen=True):
+    """An event that changed the state of a job."""
+
+    job: str
+    kind: str
+    event: Raw
+
+
+class ForgottenRecord(Struct, array_like=True, tag=3, frozen=True):
+    """A job that has no nodes left and is deleted."""
+
+    job: str
+
+
+Record = JobRecord | EventRecord | ForgottenRecord
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def event_record(job: str, event: Event) -> EventRecord:
+    """Return the record of an event."""
+    return EventRecord(job, type(event).__name__, Raw(messages.encode(event)))
+
+
+def recover(records: Iterable[bytes]) -> dict[str, JobRecord]:
+    """Return the jobs in the records, by their ids, in their state after the last record.
+
+    Raises:
+        ValueError: the records are not those of an earlier server.
+    """
+    jobs: dict[str, JobRecord] = {}
+    try:
+        for record in map(_decode, records):
+            match record:
+                case JobRecord():
+                    jobs[record.job] = record
+                case EventRecord(job, kind, event):
+                    state, _ = step(jobs[job].state, _EVENTS[kind].decode(event))
+                    jobs[job] = msgspec.structs.replace(jobs[job], state=state)
+                case ForgottenRecord(job):
+                    del jobs[job]
+    except (KeyError, msgspec.MsgspecError) as error:
+        raise ValueError(f"the journal cannot be read: {type(error).__name__}: {error}") from error
+    return jobs
+
+
+# --- the service
+
+
+@dataclass(slots=True)
+class _Client:
+    """The nodes of one session."""
+
+    lives: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Nodes that the session joined, as job id and node id."""
+    following: set[tuple[str, str]] = field(default_factory=set)
+    """Nodes of its parked questions, as job id and node id."""
+
+
+class RendezvousService:
+    """The rounds of all jobs that meet in one store server; a `regrow.store.Service`.
+
+    Args:
+        new_life: returns a new random name for the life of a job.
+    """
+
+    def __init__(self, new_life: Callable[[], str]) -> None:
+        self._new_life = new_life
+        self.jobs: dict[str, ServedJob] = {}
+        """By job id."""
+        self._clients: defaultdict[Hashable, _Client] = defaultdict(_Client)
+        self._journal: Journal | None = None
+
+    def remember(self, journal: Journal, now: float, log: Callable[[str], None]) -> None:
+        """Continue from the journal of an earlier server, and write every change into it.
+
+        Args:
+            journal: the journal; it is read at once, and kept for writing.
+            now: the current time, in seconds.
+            log: receives a line if the journal cannot be used.
+        """
+        try:
+            recovered = recover(journal.records)
+        except ValueError as error:
+            log(f"rendezvous: the jobs of the previous server are lost: {error}")
+            recovered = {}
+        for run_id, job in recovered.items():
+            self.jobs[run_id] = ServedJob(run_id, job.life, job.settings, now, job.state)
+        self._journal, self._log = journal, log
+        self._snapshot()
+
+    @property
+    def deadline(self) -> float | None:
+        """See `Service`."""
+        return min((at for job in self.jobs.values() if (at := job.at) is not None), default=None)
+
+    # ------------------------------------------------------- calls of the server
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        """See `Service`."""
+        try:
+            question = messages.decode_question(within(body, messages.BODY_BYTES))
+            if isinstance(question, messages.BeatRequest):
+                return [Answer(session, id, self._beat(session, question, now))]
+            if isinstance(question, messages.ExplainRequest):
+                return [Answer(session, id, self._explain(question))]
+            if isinstance(question, messages.FollowRequest):
+                return self._follow(session, id, question, now)
+            own, others = self._submit(session, question, now)
+            return [Answer(session, id, own), *others]
+        except (ValueError, msgspec.MsgspecError) as error:
+            problem = messages.RefusedReply(f"the rendezvous service refused: {error}")
+            return [Answer(session, id, messages.encode(problem))]
+
+    def cancelled(self, session: Hashable, id: int) -> None:
+        """See `Service`."""
+        client = self._clients.get(session)
+        for run_id, node in list(client.following) if client else ():
+            job = self.jobs[run_id]
+            if job.followers[node][:2] == (session, id):
+                self._unfollow(job, node)
+
+    def suspended(self, session: Hashable, now: float) -> list[Answer]:
+        """See `Service`."""
+        client = self._clients.get(session)
+        for run_id, node in list(client.following) if client else ():
+            self._unfollow(self.jobs[run_id], node)
+        return []
+
+    def resumed(self, session: Hashable, now: float) -> list[Answer]:
+        """See `Service`; the client repeats its questions."""
+        return []
+
+    def ended(self, session: Hashable, why: str, closed: bool, now: float) -> list[Answer]:
+        """See `Service`; if the client's process has ended, the nodes of the session are lost."""
+        self.suspended(session, now)
+        client = self._clients.pop(session, None)
+        out: list[Answer] = []
+        for run_id, node in client.lives if client else ():
+            job = self.jobs[run_id]
+            had_round = job.state.complete or job.state.number > 1
+            if not closed and (had_round or not job.state.fixed):
+                continue  # the node may have workers, or another node may take its place
+            out += self._apply(job, NodeLost(node, why), now)[1]
+            self._unbind(job, node)
+        return out
+
+    def due(self, now: float) -> list[Answer]:
+        """See `Service`."""
+        out: list[Answer] = []
+        for job in list(self.jobs.values()):
+            if job.gather_at is not None and job.gather_at <= now:
+                job.gather_at = None
+                out += self._wake(job, list(job.state.ranks))
+            if job.check_at is not None and job.check_at <= now:
+                out += self._check_due(job, now)
+            if job.empty_at is not None and job.empty_at + FORGET_JOB <= now:
+                self._forget(job, now)
+        return out
+
+    # ------------------------------------------------------------------ questions
+
+    def _beat(self, session: Hashable, question: messages.BeatRequest, now: float) -> bytes:
+        job, id = self.jobs.get(question.job), question.id
+        if job is None:
+            return messages.encode(messages.BeatReply("", False))
+        held = False
+        self._claim(job, id, session, now)
+        if job.lives.get(id) == session:
+            if question.answered > job.beats[id]:
+                job.beats[id], job.heard_at[id] = question.answered, now
+            # A lease that begins now must expire before the failure detector reports the node lost.
+            in_time = now <= job.heard_at[id] + job.bounds.kill
+            held = in_time and holds(job.state, id, question.token)
+        return messages.encode(messages.BeatReply(job.life, held))
+
+    def _explain(self, question: messages.ExplainRequest) -> bytes:
+        job = self.jobs.get(question.job)
+        if job is None:
+            raise ValueError(f"the server does not know the job {question.job!r}")
+        text = explain_timeout(job.state, job.run_id, question.id, question.waited)
+        return messages.encode(messages.ExplainReply(_shortened(text)))
+
+    def _follow(
+        self, session: Hashable, id: int, question: messages.FollowRequest, now: float
+    ) -> list[Answer]:
+        job = self._job(question.job, question.settings, now)
+        node = question.id
+        out: list[Answer] = []
+        if node in job.followers:
+            earlier, asked, _ = job.followers[node]
+            self._unfollow(job, node)
+            reply = messages.encode_snapshot(job.life, snapshot(job.state, node))
+            out.append(Answer(earlier, asked, reply))
+        job.followers[node] = session, id, question.seen
+        self._clients[session].following.add((job.run_id, node))
+        return out + self._wake(job, [node])
+
+    def _submit(
+        self, session: Hashable, question: messages.SubmitRequest, now: float
+    ) -> tuple[bytes, list[Answer]]:
+        event, settings = messages.read_event(question), question.settings
+        if question.job not in self.jobs and not isinstance(event, JoinRound):
+            # Only a join creates a job; any other event belongs to an earlier job.
+            why = f"the server does not know the job {question.job!r}"
+            refused = Snapshot(0, NodeRefused(subject(event), why), 0, None)
+            return messages.encode_snapshot("", refused), []
+        if settings.min_nodes > settings.max_nodes:
+            raise ValueError(
+                f"the minimum number of nodes ({settings.min_nodes}) is greater than the maximum "
+                f"({settings.max_nodes})"
+            )
+        job = self._job(question.job, settings, now)
+        id = subject(event)
+        self._claim(job, id, session, now)
+        owner = job.lives.get(id, session)
+        if owner != session and not isinstance(event, CloseRendezvous):
+            why = "another connection, which is still open, joined it"
+            refused = snapshot(job.state, id)._replace(status=NodeRefused(id, why))
+            return messages.encode_snapshot(job.life, refused), []
+        if isinstance(event, JoinRound):
+            if not job.state.version:  # no node has joined yet, only followers
+                job.set_up(settings)
+                self._write(job.record())
+            client = self._clients[session]
+            _check(job, settings)
+            job.check_rank(event.node)
+            if id not in job.lives and len(client.lives) >= LIVES:
+                raise ValueError(f"one connection joins at most {LIVES} nodes")
+        refusal, out = self._apply(job, event, now, session)
+        return messages.encode_snapshot(job.life, answer(job.state, id, refusal)), out
+
+    def _job(self, run_id: str, settings: messages.JobSettings, now: float) -> ServedJob:
+        job = self.jobs.get(run_id)
+        if job is None:
+            if len(self.jobs) >= JOBS:
+                raise ValueError(f"this server has {JOBS} jobs already, which is its limit")
+            job = self.jobs[run_id] = ServedJob(run_id, self._new_life(), settings, now)
+            self._write(job.record())
+        return job
+
+    def _claim(self, job: ServedJob, id: str, session: Hashable, now: float) -> None:
+        """Bind a node of an earlier server to the session that sends for it now."""
+        if job.knows(id) and id not in job.lives:
+            self._bind(job, id, session, now)
+
+    # ------------------------------------------------------------------ the rules
+
+    def _apply(
+        self, job: ServedJob, event: Event, now: float, session: Hashable = None
+    ) -> tuple[Refusal | None, list[Answer]]:
+        before = job.state
+        job.state, refusal = step(before, event)
+        if job.state is before:
+            return refusal, []
+        self._write(event_record(job.run_id, event))
+        if job.state.last_call != before.last_call or job.check_at is None:
+            job.check_at = now
+        if isinstance(event, JoinRound):
+            self._bind(job, subject(event), session, now)
+        elif isinstance(event, LastCallOver):
+            for id in [id for id in job.lives if not job.knows(id)]:
+                self._unbind(job, id)
+        elif not job.knows(subject(event)):
+            self._unbind(job, subject(event))
+        job.empty_at = None if nodes(job.state) else job.empty_at or now
+        if job.state.waiting != before.waiting and job.gather_at is None:
+            job.gather_at = now + GATHER
+        ids = concerned(before, event, job.state)
+        return refusal, self._wake(job, list(job.followers) if ids is None else ids)
+
+    def _check_due(self, job: ServedJob, now: float) -> list[Answer]:
+        out: list[Answer] = []
+        job.detector, due, job.check_at = job.detector.check(job.state, job.beats, job.bounds, now)
+        for event in due:
+            out += self._apply(job, event, now)[1]
+        if due and job.check_at is None:
+            job.check_at = now
+        return out
+
+    def _wake(self, job: ServedJob, ids: Iterable[str]) -> list[Answer]:
+        """Answer the parked questions of the given nodes if their snapshots have changed."""
+        out: list[Answer] = []
+        for id in ids:
+            follower = job.followers.get(id)
+            if follower is None:
+                continue
+            session, asked, seen = follower
+            now = snapshot(job.state, id)
+            if messages.mark(now) != seen:
+                self._unfollow(job, id)
+                out.append(Answer(session, asked, messages.encode_snapshot(job.life, now)))
+        return out
+
+    # ---------------------------------------------------------------- book-keeping
+
+    def _bind(self, job: ServedJob, id: str, session: Hashable, now: float) -> None:
+        if job.knows(id) and id not in job.lives:
+            job.lives[id] = session
+            job.beats[id], job.heard_at[id] = 0, now
+            self._clients[session].lives[job.run_id, id] = None
+
+    def _forget(self, job: ServedJob, now: float) -> None:
+        if job.followers:  # a follower may be about to join
+            job.empty_at = now
+            return
+        for id in list(job.lives):
+            self._unbind(job, id)
+        del self.jobs[job.run_id]
+        self._write(ForgottenRecord(job.run_id))
+
+    def _unbind(self, job: ServedJob, id: str) -> None:
+        session = job.lives.pop(id, None)
+        job.beats.pop(id, None)
+        job.heard_at.pop(id, None)
+        client = self._clients.get(session)
+        if client is not None:
+            client.lives.pop((job.run_id, id), None)
+
+    def _write(self, record: Record) -> None:
+        """Write a record, before the change has any effect."""
+        if self._journal is None:
+            return
+        try:
+            if self._journal.append(messages.encode(record)):
+                self._snapshot()
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _snapshot(self) -> None:
+        assert self._journal is not None
+        try:
+            self._journal.begin(messages.encode(job.record()) for job in self.jobs.values())
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        assert self._journal is not None
+        self._log(f"rendezvous: no server can take over from this one if it is killed: {error}")
+        journal, self._journal = self._journal, None
+        with suppress(OSError):
+            journal.discard()
+
+    def _unfollow(self, job: ServedJob, id: str) -> None:
+        session = job.followers.pop(id)[0]
+        client = self._clients.get(session)
+        if client is not None:
+            client.following.discard((job.run_id, id))
+
+
+def _shortened(text: str) -> str:
+    """Return the text without its middle if it is very long, such as a list of all nodes."""
+    return text if len(text) <= TEXT else f"{text[: TEXT // 2]} ... {text[-TEXT // 2 :]}"
+
+
+def _check(job: ServedJob, settings: messages.JobSettings) -> None:
+    """Refuse a node if its settings differ from those of the job."""
+    for what, theirs, ours in (
+        ("nodes", _span(settings), _span(job.settings)),
+        ("--rdzv-backend", _backend(settings), _backend(job.settings)),
+        ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
+        ("keep_alive_max_attempt", settings.misses, job.settings.misses),
+    ):
+        if theirs != ours:
+            raise ValueError(
+                f"the job {job.run_id!r} was set up by its first node with {what} {ours}, and "
+                f"this node has {theirs}; set the same on all nodes, or give another job another id"
+            )
+
+
+def _span(settings: messages.JobSettings) -> str:
+    return f"{settings.min_nodes}:{settings.max_nodes}"
+
+
+def _backend(settings: messages.JobSettings) -> str:
+    return "static" if settings.fixed else "c10d"

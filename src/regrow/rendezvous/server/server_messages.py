@@ -1,0 +1,219 @@
+"""Messages between a node and the store server about the rounds.
+
+The messages are the bodies of questions to the service "rendezvous", and of its answers. Each body
+is a msgpack array, and its first element is the number of the message type. Both sides check the
+type of every field when they decode a message. Events and statuses travel as the name of their type
+and the fields of that type in `messages.py`.
+
+A question names its job and the job's settings, so that the first node's question creates the job.
+An answer names the life of the job. The life differs after the server was restarted, and after the
+job was deleted because its last node had left. So a node detects that its earlier job is gone.
+
+A node that follows sends a short mark of its last snapshot instead of the snapshot. So a parked
+question costs the same in a job of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.protocol.messages import (
+    CloseRendezvous,
+    EndConfirmed,
+    Event,
+    JoinRound,
+    Judged,
+    LeaveRound,
+    NodeLeaving,
+    NodeRefused,
+    Placed,
+    RoundClosed,
+    RoundEnded,
+    Seated,
+    WorkersFailed,
+)
+
+NAME: Final = "rendezvous"
+"""The name of the service."""
+BODY_BYTES: Final = 1 << 20
+"""The maximum length of a question, in bytes."""
+
+Name = Annotated[str, Meta(max_length=1000)]
+Nodes = Annotated[int, Meta(ge=1, le=1_000_000)]
+Seconds = Annotated[float, Meta(gt=0, le=1e10)]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class JobSettings(Struct, array_like=True, frozen=True, gc=False):
+    """The settings of a job; the settings of the first node apply to all nodes."""
+
+    min_nodes: Nodes
+    max_nodes: Nodes
+    keep_alive: Seconds
+    misses: Annotated[int, Meta(ge=1, le=1_000_000)]
+    last_call: Seconds
+    grace: Annotated[float, Meta(ge=0, le=1e10)] = 0.0
+    fixed: bool = False
+
+
+class SubmitRequest(Struct, array_like=True, tag=1, frozen=True, gc=False):
+    """Submit an event about a node; the answer is the node's snapshot after the event."""
+
+    job: Name
+    settings: JobSettings
+    kind: Annotated[str, Meta(max_length=32)]
+    event: Raw
+
+
+class FollowRequest(Struct, array_like=True, tag=2, frozen=True, gc=False):
+    """Wait for a new snapshot of a node; the answer comes when it differs from the mark."""
+
+    job: Name
+    settings: JobSettings
+    id: Name
+    seen: Annotated[bytes, Meta(max_length=16)]
+    """`mark` of the node's current snapshot; empty if the node has none."""
+
+
+class BeatRequest(Struct, array_like=True, tag=3, frozen=True, gc=False):
+    """Report that a node is alive; the answer is whether the node still holds its seat."""
+
+    job: Name
+    id: Name
+    token: Number
+    answered: Number
+    """How many heartbeats of the node have been answered so far; an increase is the sign of life.
+
+    A node that sends but receives nothing cannot renew its lease, and is evicted like a silent
+    node.
+    """
+
+
+class ExplainRequest(Struct, array_like=True, tag=4, frozen=True, gc=False):
+    """Report that a node's wait has timed out; the answer names the missing nodes."""
+
+    job: Name
+    id: Name
+    waited: Seconds
+
+
+Question = SubmitRequest | FollowRequest | BeatRequest | ExplainRequest
+
+
+class SnapshotReply(Struct, array_like=True, tag=0, frozen=True, gc=False):
+    """The snapshot of a node."""
+
+    life: str
+    version: int
+    kind: str
+    status: Raw
+    waiting: int
+    judged: Judged | None
+    closed: bool
+    others: int = 0
+
+
+class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
+    """The answer to a heartbeat."""
+
+    life: str
+    """Empty if the server does not know the job."""
+    holds: bool
+
+
+class ExplainReply(Struct, array_like=True, tag=3, frozen=True, gc=False):
+    """A text for people that explains why a wait has timed out."""
+
+    text: str
+
+
+class RefusedReply(Struct, array_like=True, tag=2, frozen=True, gc=False):
+    """A refusal; the question changed nothing."""
+
+    text: str
+
+
+Answer = SnapshotReply | BeatReply | ExplainReply | RefusedReply
+
+encode = msgspec.msgpack.Encoder().encode
+decode_question = msgspec.msgpack.Decoder(Question).decode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def decoders(*types: Any) -> Mapping[str, msgspec.msgpack.Decoder[Any]]:
+    """Return a decoder for each type, by the name of the type."""
+    return {type.__name__: msgspec.msgpack.Decoder(type) for type in types}
+
+
+# Events that a node may send about itself; the server decides about the other events.
+EVENTS: Final = decoders(
+    JoinRound, WorkersFailed, EndConfirmed, NodeLeaving, LeaveRound, CloseRendezvous
+)
+_STATUSES: Final = decoders(Seated, Placed, RoundEnded, RoundClosed, NodeRefused, type(None))
+
+
+def submit(job: str, settings: JobSettings, event: Event) -> bytes:
+    """Return the question that submits an event."""
+    return encode(SubmitRequest(job, settings, type(event).__name__, Raw(encode(event))))
+
+
+def read_event(question: SubmitRequest) -> Event:
+    """Return the event that a question submits.
+
+    Raises:
+        ValueError: a node may not submit this event, or one of its fields is not valid.
+    """
+    decoder = EVENTS.get(question.kind)
+    if decoder is None:
+        raise ValueError(f"{question.kind!r} is no event that a node may submit")
+    event = cast("Event", decoder.decode(question.event))
+    node = event.node if isinstance(event, JoinRound) else None
+    id = node.id if node else getattr(event, "id")  # noqa: B009 - all others have one
+    wrong = [
+        what
+        for what, holds in (
+            ("its id is empty or too long", 1 <= len(id) <= 1000),
+            ("its token is not the number of a round", 0 <= getattr(event, "token", 0) <= 2**53),
+            ("its reason is too long", len(getattr(event, "why", "")) <= 10_000),
+            ("its address is empty or too long", node is None or 1 <= len(node.addr) <= 1000),
+            ("its port is not from 0 to 65535", node is None or 0 <= node.port < 65536),
+            ("its rank is not from 0 to 2**53", node is None or 0 <= (node.wanted or 0) <= 2**53),
+        )
+        if not holds
+    ]
+    if wrong:
+        raise ValueError(f"the event {str(event)!r:.300} is not valid: {', '.join(wrong)}")
+    return event
+
+
+def encode_snapshot(life: str, snapshot: Snapshot) -> bytes:
+    """Return the answer that carries a snapshot."""
+    kind, body = type(snapshot.status).__name__, Raw(encode(snapshot.status))
+    return encode(SnapshotReply(life, snapshot.version, kind, body, *snapshot[2:]))
+
+
+def read_snapshot(answer: SnapshotReply) -> Snapshot:
+    """Return the snapshot that an answer carries.
+
+    Raises:
+        ValueError: this release does not know the status in the snapshot.
+    """
+    decoder = _STATUSES.get(answer.kind)
+    if decoder is None:
+        raise ValueError(f"{answer.kind!r} is not a status that this release of regrow knows")
+    status = decoder.decode(answer.status)
+    waiting, judged, closed = answer.waiting, answer.judged, answer.closed
+    return Snapshot(answer.version, status, waiting, judged, closed, answer.others)
+
+
+def mark(snapshot: Snapshot | None) -> bytes:
+    """Return a short hash of a snapshot without its version; empty for None."""
+    if snapshot is None:
+        return b""
+    return blake2b(encode((type(snapshot.status).__name__, *snapshot[1:])), digest_size=8).digest()

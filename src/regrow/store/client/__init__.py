@@ -1,0 +1,1 @@
+"""The client of a store server: calls, session, transport, and services."""

@@ -1,0 +1,1 @@
+"""The protocol between client and server: frames, handshake, TLS, tokens, addresses."""

@@ -1,0 +1,1 @@
+"""The store server: connections, sessions, services, and its process."""

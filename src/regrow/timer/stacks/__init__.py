@@ -1,0 +1,1 @@
+"""Stacks of processes that hang: the answering process, the asking process, and the report."""

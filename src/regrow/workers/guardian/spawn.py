@@ -1,0 +1,149 @@
+"""Start of a program: from the agent's `spawn` message over fork to exec.
+
+Between fork and exec, all code runs in a process with one thread. A failure there is reported
+through a pipe, as step, errno and file. The pipe closes by itself when the program starts.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Program:
+    """A program to run, as a `spawn` message describes it.
+
+    Args:
+        frame: worker, mark, grace in ns, three counts (fd targets, arguments, variables), that many
+            fields each, and the path of each drain.
+        fds: descriptors that came with messages. This message takes its own: the working directory,
+            one for each target, one for each drain.
+    """
+
+    def __init__(self, frame: list[bytes], fds: list[int]) -> None:
+        parts, at = [], 7
+        for count in map(int, frame[4:7]):
+            parts.append(frame[at : at + count])
+            at += count
+        targets, self.argv, variables = parts
+        self.env = dict(variable.split(b"=", 1) for variable in variables)
+        self.directory = fds.pop(0)
+        self.mapping = {int(target): fds.pop(0) for target in targets}
+        self.drains = [(fds.pop(0), path) for path in frame[at:]]
+
+    def start(self, guardian: int) -> tuple[int, int]:
+        """Fork the process that runs the program.
+
+        Args:
+            guardian: the pid of this process.
+
+        Returns:
+            The pid, and a pipe from which a failure can be read; without a failure it is at its
+            end.
+
+        Raises:
+            OSError: the system cannot create another process.
+        """
+        failure, report = os.pipe()
+        os.set_blocking(failure, False)
+        try:
+            pid = os.fork()
+        except OSError:
+            os.close(failure)
+            raise
+        else:
+            if pid == 0:
+                self._become(report, guardian)
+            return pid, failure
+        finally:
+            os.close(report)
+
+    def close(self) -> None:
+        """Close the guardian's copies of the program's descriptors, except the drains."""
+        for fd in (self.directory, *self.mapping.values()):
+            os.close(fd)
+
+    def _become(self, report: int, guardian: int) -> NoReturn:
+        """Become the worker, in the forked child."""
+        stage, path = b"prepare", b""
+        try:
+            signal.set_wakeup_fd(-1)
+            os.setsid()
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != guardian:  # the guardian died before the line above took effect
+                os._exit(1)
+            # Move each descriptor above all targets first, and then to its own target.
+            above = max([2, *self.mapping]) + 1
+            report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
+            directory = fcntl.fcntl(self.directory, fcntl.F_DUPFD_CLOEXEC, above)
+            moved = {
+                target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
+                for target, fd in self.mapping.items()
+            }
+            for target, fd in moved.items():
+                os.dup2(fd, target, inheritable=True)
+            stage = b"chdir"
+            os.fchdir(directory)
+            stage = b"prepare"
+            for signum in range(1, signal.NSIG):
+                try:
+                    signal.signal(signum, signal.SIG_DFL)
+                # SIGKILL, SIGSTOP, and signals that the C library keeps
+                except (OSError, ValueError):
+                    continue
+            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            stage = b"exec"
+            code, path = _execute(self.argv, self.env)
+        except OSError as error:
+            code = error.errno or 0
+        except BaseException as error:  # noqa: BLE001 - whatever it is, no second guardian may run
+            code, path = 0, repr(error).encode()
+        try:
+            os.write(report, b"%s\0%d\0%s" % (stage, code, path))
+        finally:
+            os._exit(127)
+
+
+def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, bytes]:
+    """Run execvpe(3); if it fails, return the decisive errno and the file."""
+    if b"/" in argv[0]:
+        places = [argv[0]]
+    else:
+        search = env.get(b"PATH", os.fsencode(os.defpath))
+        places = [os.path.join(place, argv[0]) for place in search.split(b":")]
+    failure = (errno.ENOENT, argv[0])
+    for path in places:
+        try:
+            os.execve(path, argv, env)
+        except OSError as error:
+            if not os.access(path, os.F_OK):  # otherwise ENOENT refers to the script's interpreter
+                continue
+            failure = (error.errno or 0, path)
+            if error.errno != errno.EACCES:  # like a shell: a later file may be executable
+                break
+    return failure
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Call prctl(2), which Python offers only with heavier imports.
+
+    Raises:
+        OSError: the kernel refused the call.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if libc.prctl(option, argument, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}): {os.strerror(code)}")

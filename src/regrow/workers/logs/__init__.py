@@ -1,0 +1,1 @@
+"""Output of the workers: destinations, log files, and the console."""

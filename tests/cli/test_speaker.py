@@ -1,0 +1,176 @@
+"""Which agent speaks for the job where one launcher collects the output of all of them."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from regrow.cli.exit_codes import outcome
+from regrow.cli.screen.console import Console, Speaker, advance
+from regrow.events import Event, EventSource
+from regrow.rendezvous import RendezvousConnectionError
+from regrow.utils import get_logger
+from regrow.utils.logging import quieten
+from regrow.workers import ChildFailedError, ProcessFailure
+
+MEETING = "n0:29400 (c10d)"
+
+
+def event(name: str, **metadata: Any) -> Event:
+    common = {"monotonic": 1.0, "run_id": "job", "attempt": 0}
+    return Event(f"regrow.{name}", EventSource.AGENT, metadata=common | metadata)
+
+
+STARTED = event(
+    "job.started",
+    attempt=-1,
+    nnodes="4",
+    nproc_per_node=1,
+    max_restarts=3,
+    log_dir="/logs/job_1",
+    bounds={"a dead worker is acted on": 0.1},
+)
+FAILED = event("worker.failed", rank=2, host="n2", exit_code=3, message="exit code 3")
+FINISHED = event("job.finished", state="FAILED", exit_code=1)
+
+
+def met(rank: int, *, attempt: int = 0, serves: bool = True) -> Event:
+    return event(
+        "rendezvous.completed",
+        group_rank=rank,
+        leader="10.0.0.1",
+        leader_serves=serves,
+        attempt=attempt,
+    )
+
+
+def lost(node: str, name: str = "round.ended") -> Event:
+    return event(name, node=node, why="silence", lost=True)
+
+
+def speaks(started_as: int | None, *events: Event) -> bool:
+    speaker = Speaker(started_as)
+    for each in events:
+        speaker = advance(speaker, each.name, each.metadata)
+    return speaker.speaks
+
+
+def test_an_agent_with_an_output_of_its_own_always_speaks() -> None:
+    assert speaks(None, STARTED, met(3))
+
+
+def test_before_the_first_round_it_is_the_first_that_was_started_and_then_node_rank_0() -> None:
+    assert [speaks(rank, STARTED) for rank in range(3)] == [True, False, False]
+    assert [speaks(2, STARTED, met(rank)) for rank in range(3)] == [True, False, False]
+    assert not speaks(0, STARTED, met(1))
+
+
+def test_node_rank_1_speaks_while_the_host_of_rank_0_is_lost() -> None:
+    for name in ("round.ended", "round.judged", "rendezvous.closed"):
+        gone = lost("10.0.0.1/7/a", name)
+        assert [speaks(3, met(rank), gone) for rank in (1, 2)] == [True, False], name
+        assert not speaks(3, met(1), gone, met(2, attempt=1)), "the next round has another one"
+    assert not speaks(3, met(1), lost("10.0.0.2/7/a"))
+    leaving = event("round.ended", node="10.0.0.1/7/a", why="its agent got SIGTERM", lost=False)
+    assert not speaks(3, met(1), leaving), "it is still there, and speaks itself"
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_node_rank_1_speaks_when_the_place_to_meet_is_lost_with_the_host_of_rank_0(
+    serves: bool,
+) -> None:
+    cut_off = event("rendezvous.lost", why="nobody answers")
+    assert speaks(1, met(1, serves=serves), cut_off) is serves
+    assert speaks(0, met(0, serves=serves), cut_off)
+
+
+# --- what is printed
+
+
+def child_failed() -> ChildFailedError:
+    failure = ProcessFailure(local_rank=0, pid=77, exitcode=3, error_file="<N/A>", host="n2")
+    return ChildFailedError(name="train.py", failures={2: failure})
+
+
+def said(rank: int, *events: Event, error: BaseException | None = None) -> tuple[str, str]:
+    """What an agent prints while the job runs, and what the command prints at its end."""
+    stream = io.StringIO()
+    console = Console(stream, {}, MEETING, Speaker(rank))
+    try:
+        with console:
+            for each in events:
+                console(each)
+            if error is not None:
+                raise error
+    except BaseException as ended:  # noqa: BLE001 - the error of the test
+        return stream.getvalue(), outcome(ended)[1]
+    return stream.getvalue(), ""
+
+
+def test_the_bounds_are_printed_once_by_node_rank_0() -> None:
+    greeting, _ = said(1, STARTED, met(0))
+    assert greeting.count("a dead worker is acted on within 0.1 s") == 1
+    assert said(0, STARTED, met(1)) == ("", "")
+    assert said(0, STARTED)[0] == "", "before it is known which agent has node rank 0"
+    assert said(0, STARTED, met(0, attempt=3))[0] == "", "it came late: they were printed before"
+
+
+def test_the_report_and_the_story_of_a_failed_job_are_printed_once() -> None:
+    _, told = said(0, STARTED, met(0), FAILED, FINISHED, error=child_failed())
+    assert "train.py FAILED" in told
+    assert "failure 1 (attempt 0): rank 2 on host n2 exited with code 3" in told
+    assert said(2, STARTED, met(2), FAILED, FINISHED, error=child_failed()) == (
+        "",
+        "regrow: the job has failed: rank 2 on host n2: exit code 3; "
+        "logs and events in /logs/job_1",
+    )
+
+
+def test_the_story_of_a_job_that_succeeds_after_a_restart_is_printed_once() -> None:
+    events = (FAILED, event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED"))
+    assert "SUCCEEDED" in said(0, STARTED, met(0), *events)[0]
+    assert said(1, STARTED, met(1), *events) == ("", "")
+
+
+def test_an_agent_that_ends_otherwise_says_so_in_one_line() -> None:
+    error = RendezvousConnectionError("the rendezvous 'job' cannot be reached")
+    _, told = said(3, STARTED, met(3), event("rendezvous.lost", why="silence"), error=error)
+    assert told == (
+        "regrow: the rendezvous 'job' cannot be reached (running the command again may succeed); "
+        "logs and events in /logs/job_1"
+    )
+    assert "Traceback" in said(3, STARTED, met(3), error=RuntimeError("a bug"))[1]
+
+
+# --- warnings that all agents have at the same time
+
+
+@pytest.fixture
+def loud(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("LOGLEVEL", raising=False)
+    yield
+    quieten(())
+
+
+@pytest.mark.usefixtures("loud")
+def test_warnings_about_the_job_are_those_of_the_agent_that_speaks() -> None:
+    about_job, about_host = get_logger("regrow.rendezvous._tests"), get_logger("regrow.workers._x")
+    console = Console(io.StringIO(), {}, MEETING, Speaker(1))
+    levels = []
+    for each in (met(0), met(1, attempt=1), lost("10.0.0.1/7/a")):
+        console(each)
+        levels.append((about_job.level, get_logger("regrow.agent.agent").level))
+        assert about_host.level == logging.WARNING
+    loud, quiet = (logging.WARNING,) * 2, (logging.ERROR,) * 2
+    assert levels == [loud, quiet, loud]
+
+
+@pytest.mark.usefixtures("loud")
+def test_a_log_level_that_was_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGLEVEL", "INFO")
+    quieten(("regrow.rendezvous.",))
+    assert get_logger("regrow.rendezvous._tests").level == logging.INFO

@@ -1,0 +1,1 @@
+"""Workers that send heartbeats, and processes that end in every way."""

@@ -1,0 +1,1 @@
+"""Hosts that are network namespaces, and jobs on them."""

@@ -1,0 +1,154 @@
+"""A worker that records its actions, for jobs on several hosts: `host_worker.py MODE`.
+
+Modes: `gloo` repeats all-reduces. `plain` imports nothing and sleeps. `beating` sleeps too, after
+one heartbeat with all other workers. `wrapped` sleeps in a function with in-process restart.
+
+Each action is one line in JOB_FOLDER/records, stamped by the monotonic clock, which the hosts of a
+test share. In JOB_FOLDER/alive each worker updates the time at which it last ran.
+
+Files in JOB_FOLDER are commands. `finish` ends all workers with success. `fail.HOST` fails the
+worker on that host, with exit code 7, or with an exception in a wrapped function. `stop.HOST` stops
+that worker if it sends heartbeats. With the variable STAYS, a worker waits for the file `end`
+before it ends. It does so after the loss of its peers, and after a request to end.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+FOLDER = Path(os.environ["JOB_FOLDER"])
+HOST = socket.gethostname()
+ROUND = int(os.environ["REGROW_FENCING_TOKEN"])
+ALIVE_PERIOD_S = 0.01
+STEP_S = 0.02
+
+
+def note(what: str) -> None:
+    """Append a line about this worker, in a single write."""
+    record = {
+        "what": what,
+        "host": HOST,
+        "pid": os.getpid(),
+        "round": ROUND,
+        "attempt": int(os.environ["REGROW_ATTEMPT"]),
+        "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+        "monotonic_s": time.monotonic(),
+    }
+    fd = os.open(FOLDER / "records", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(fd, json.dumps(record).encode() + b"\n")
+    os.close(fd)
+
+
+def keep_alive() -> None:
+    """Record the current time again and again, as proof that this process runs."""
+    fd = os.open(FOLDER / "alive" / f"{ROUND}.{HOST}.{os.getpid()}", os.O_WRONLY | os.O_CREAT)
+    while True:
+        os.pwrite(fd, f"{time.monotonic():.6f}".encode(), 0)
+        time.sleep(ALIVE_PERIOD_S)
+
+
+def asked_to_fail() -> bool:
+    """Return True once, when the test wants this host's worker to fail."""
+    try:
+        (FOLDER / f"fail.{HOST}").unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def beating() -> None:
+    """Send heartbeats, with the agents' settings, and wait for a command to end."""
+    from regrow import heartbeat
+
+    heartbeat.start(1)  # returns when the first heartbeat has begun
+    while len(heartbeat.progress()) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(STEP_S)
+    note("beating")
+    while not (FOLDER / "finish").exists():
+        if (FOLDER / f"stop.{HOST}").exists():
+            (FOLDER / f"stop.{HOST}").unlink()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(STEP_S)
+
+
+def wrapped() -> None:
+    """Record each call of a function with in-process restart, until a command to end."""
+    from regrow.inprocess import CallWrapper, Wrapper
+
+    @Wrapper()
+    def train(call: CallWrapper) -> None:
+        note(f"iteration {call.iteration}")
+        while not (FOLDER / "finish").exists():
+            if asked_to_fail():
+                raise RuntimeError("told to fail")
+            time.sleep(STEP_S)
+
+    train()  # type: ignore[call-arg]
+
+
+def checkpoint(*_: object) -> None:
+    """Record that the worker had time to save."""
+    note("checkpoint")
+    os._exit(0)
+
+
+def stay() -> None:
+    """Wait until the test allows the worker to end."""
+    while not (FOLDER / "end").exists():
+        time.sleep(STEP_S)
+
+
+def plain() -> None:
+    """Wait for a command to end."""
+    while not (FOLDER / "finish").exists():
+        if asked_to_fail():
+            sys.exit(7)
+        time.sleep(STEP_S)
+
+
+def gloo() -> None:
+    """Repeat all-reduces until one rank receives a command to end."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    # Far longer than any test: only the agents end a collective that waits for a dead rank.
+    dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+    first = True
+    while True:
+        told = torch.tensor([1.0, float((FOLDER / "finish").exists())])
+        try:
+            dist.all_reduce(told)
+        except RuntimeError:  # the other ranks are gone
+            if "STAYS" in os.environ:
+                stay()
+            raise
+        assert told[0] == dist.get_world_size()
+        if first:
+            note("reduced")
+            first = False
+        if told[1]:
+            break
+        if asked_to_fail():
+            os._exit(7)  # gloo's threads may abort a normal exit
+        time.sleep(STEP_S)
+    time.sleep(0.1)  # gloo's thread may abort us before it releases its work
+    dist.destroy_process_group()
+
+
+if "CHECKPOINT" in os.environ:  # a Python handler, which waits for the collective to return
+    signal.signal(signal.SIGTERM, checkpoint)
+if "STAYS" in os.environ:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note("started")
+threading.Thread(target=keep_alive, daemon=True).start()
+{"gloo": gloo, "plain": plain, "beating": beating, "wrapped": wrapped}[sys.argv[1]]()
+note("finished")

@@ -1,0 +1,1 @@
+"""Agents and whole jobs."""

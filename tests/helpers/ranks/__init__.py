@@ -1,0 +1,1 @@
+"""Programs with ranks that run functions under in-process restart."""

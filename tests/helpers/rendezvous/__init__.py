@@ -1,0 +1,1 @@
+"""Backends, drivers and etcd servers for tests of the rendezvous."""

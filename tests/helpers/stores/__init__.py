@@ -1,0 +1,1 @@
+"""Store servers and clients, and processes that use them with torch."""

@@ -1,0 +1,1 @@
+"""Programs and functions that workers run."""

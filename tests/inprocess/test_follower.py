@@ -1,0 +1,87 @@
+"""The follower thread releases the main thread after every kind of failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from helpers.processes import PATIENCE
+from regrow.inprocess.call.follower import Atomic, Ending, IterationFollower
+from regrow.inprocess.group.group_messages import Fault, Faults
+from regrow.inprocess.state import State
+
+FAULTS = Faults(0, (Fault("EXCEPTION", 1, "a mistake", 0.0),), 0.0)
+
+
+class PlayedLink:
+    """Tells of a fault at once; raises what it is given."""
+
+    def __init__(self) -> None:
+        self.follows: BaseException | None = None
+        self.hears: BaseException | None = None
+
+    def follow(self, iteration: int) -> Faults:
+        if self.follows is not None:
+            raise self.follows
+        return FAULTS
+
+    def answer_last_call(self, iteration: int) -> Faults:
+        if self.hears is not None:
+            raise self.hears
+        return FAULTS
+
+
+class PlayedCall:
+    """A call of the function; its interrupt raises what it is given."""
+
+    def __init__(self, raises: BaseException | None = None) -> None:
+        self._raises = raises
+        self.interrupts = 0
+
+    def interrupt(self, meanwhile: object) -> bool:
+        self.interrupts += 1
+        if self._raises is not None:
+            raise self._raises
+        return True
+
+
+@pytest.fixture
+def link() -> PlayedLink:
+    return PlayedLink()
+
+
+@pytest.fixture
+def follower(link: Any) -> Iterator[IterationFollower]:
+    follower = IterationFollower(link, Atomic(), None)
+    yield follower
+    follower.stop()
+
+
+def followed(follower: IterationFollower, call: Any) -> Ending:
+    ending = follower.follow(call, State(0, 2).freeze())
+    assert ending.over.wait(PATIENCE), "the main thread waits for ever"
+    assert ending.last_call_over.is_set()
+    return ending
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), SystemExit(3)])
+def test_an_interrupt_that_fails_is_raised_in_the_main_thread(
+    follower: IterationFollower, error: BaseException
+) -> None:
+    assert followed(follower, PlayedCall(error)).error is error
+    call = PlayedCall()
+    assert followed(follower, call).error is None  # the thread goes on
+    assert call.interrupts == 1
+
+
+@pytest.mark.parametrize("where", ["follows", "hears"])
+@pytest.mark.parametrize("error", [RuntimeError("x"), SystemExit(3)])
+def test_a_link_that_fails_in_any_way_ends_the_function(
+    follower: IterationFollower, link: PlayedLink, where: str, error: BaseException
+) -> None:
+    setattr(link, where, error)
+    call = PlayedCall()
+    assert followed(follower, call).error is error
+    assert call.interrupts == 1

@@ -1,0 +1,225 @@
+"""Replacement of a store server that is killed while its agent lives; the job continues."""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from helpers.rendezvous.backends import Party, PartyNode, ServedRounds, ranks
+from helpers.stores.storing import PATIENCE, Background
+from regrow.rendezvous import RendezvousClosedError, RoundEnded
+from regrow.rendezvous.protocol.messages import ServerRestarted
+from regrow.rendezvous.server.hosting import HostedServer, settle
+from regrow.rendezvous.settings import RESTARTS
+from regrow.store import ServerProcess, listen_at, make_token
+from regrow.utils import PortReservation
+
+TOKEN = make_token()
+
+
+@pytest.fixture
+def party(tmp_path: Path) -> Iterator[Party]:
+    with PortReservation("127.0.0.1") as reservation:
+        place = ServedRounds(tmp_path, reservation.port)
+        party = Party(place)
+        yield party
+        party.end()
+        place.close()
+
+
+def server_of(node: PartyNode) -> HostedServer:
+    driver = node.handler.driver
+    assert driver.server is not None
+    return driver.server
+
+
+def kill_server_of(node: PartyNode) -> ServerRestarted:
+    """Kill the server of a node, and wait for the notification that a new server runs."""
+    kept = server_of(node)
+    pid = kept.pid
+    os.kill(pid, signal.SIGKILL)
+    news = node.notification(ServerRestarted)
+    assert (news.pid, news.how, news.failed) == (pid, "was killed by SIGKILL", "")
+    assert kept.pid != pid
+    return news
+
+
+def test_members_keep_their_round_and_their_leases(party: Party) -> None:
+    nodes = party.nodes("abc", (3, 3), lease=10.0)
+    assert ranks([node.join() for node in nodes]) == [0, 1, 2]
+    kill_server_of(nodes[0])
+    for node in nodes:
+        renewed: queue.Queue[float] = queue.Queue()
+        node.handler.keep_lease(renewed.put)
+        first = renewed.get(timeout=PATIENCE)
+        while renewed.get(timeout=PATIENCE) <= first + 1.0:  # heartbeats are answered again
+            pass
+    judged = nodes[1].handler.report_failure("boom")
+    assert judged is not None
+    assert (judged.round, judged.charged, judged.failures) == (1, True, 1)
+    assert ranks([node.join() for node in nodes]) == [0, 1, 2]
+
+
+def test_a_failure_is_charged_once_over_the_end_of_the_server(party: Party) -> None:
+    nodes = party.nodes("ab", (2, 2), lease=10.0)
+    ranks([node.join() for node in nodes])
+    for number in range(1, RESTARTS + 1):
+        judged = nodes[1].handler.report_failure(f"boom {number}")
+        assert judged is not None
+        assert judged.failures == number
+        kill_server_of(nodes[0])
+        infos = [join.result() for join in [node.join() for node in nodes]]
+        assert [(info.round, info.failures) for info in infos] == [(number + 1, number)] * 2
+
+
+def test_a_node_that_waits_for_a_seat_keeps_its_place(party: Party) -> None:
+    a = party.node("a", (2, 2), lease=10.0)
+    waiting = a.join()
+    a.placed("forming")
+    kill_server_of(a)
+    b = party.node("b", (2, 2), lease=10.0)
+    assert ranks([waiting, b.join()]) == [0, 1]
+
+
+def test_a_closed_job_stays_closed(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 2), lease=10.0)
+    ranks([a.join(), b.join()])
+    a.handler.fail("what failed for good")
+    kill_server_of(a)
+    with pytest.raises(RendezvousClosedError) as closed:
+        b.handler.next_rendezvous()
+    assert closed.value.report == "what failed for good"
+
+
+def test_the_store_of_a_round_can_be_used_again(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 2), lease=10.0)
+    stores = [join.result().store for join in [a.join(), b.join()]]
+    stores[0].set("before", "lost with the server")
+    assert stores[1].get("before") == b"lost with the server"
+    kill_server_of(a)
+    assert not stores[1].check(["before"])
+    waiting = Background(stores[1].get, "after")
+    stores[0].set("after", "there")
+    assert waiting.result() == b"there"
+    assert stores[1].get("after") == b"there"
+
+
+def test_a_server_that_ends_again_and_again_is_not_replaced(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 2), lease=1.0, reconnect=0.1)
+    ranks([a.join(), b.join()])
+    assert party.place.lose is not None
+    party.place.lose()
+    news = [a.notification(ServerRestarted) for _ in range(RESTARTS + 1)]
+    assert [one.failed for one in news[:-1]] == [""] * RESTARTS
+    assert f"{RESTARTS} have ended within 60 s" in str(news[-1])
+    assert "lost its connection" in b.notification(RoundEnded).why
+
+
+# --- restored state
+
+
+def start(count: list[int]) -> Callable[[socket.socket, tuple[int, int]], ServerProcess]:
+    from regrow.store import start_server
+
+    def start(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        count.append(1)
+        return start_server(listener=listener, token=TOKEN, linger=True, journal=journal)
+
+    return start
+
+
+def test_a_server_is_replaced_whatever_signal_killed_it() -> None:
+    kept = HostedServer(listen_at("127.0.0.1", 0), start([]))
+    told: queue.Queue[ServerRestarted] = queue.Queue()
+    kept.on_restart = told.put
+    pid = kept.pid
+    os.kill(pid, signal.SIGRTMIN + 10)  # a signal without a name in Python
+    try:
+        news = told.get(timeout=PATIENCE)
+        assert (news.pid, news.how, news.failed) == (pid, "was killed by SIGRTMIN+10", "")
+        assert kept.pid != pid
+    finally:
+        kept.close()
+
+
+def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again() -> None:
+    serve = start([])
+    ended: list[float] = []
+
+    def start_soon(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        if ended and time.monotonic() < ended[0] + 0.5:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return serve(listener, journal)
+
+    kept = HostedServer(listen_at("127.0.0.1", 0), start_soon)
+    told: queue.Queue[ServerRestarted] = queue.Queue()
+    kept.on_restart = told.put
+    try:
+        ended.append(time.monotonic())
+        os.kill(kept.pid, signal.SIGKILL)
+        assert told.get(timeout=PATIENCE).failed == ""
+    finally:
+        kept.close()
+
+
+def test_the_reason_is_reported_before_nodes_are_refused() -> None:
+    kept = HostedServer(listen_at("127.0.0.1", 0), start([]))
+    port = int(kept.endpoint.rpartition(":")[2])
+    told: queue.Queue[str] = queue.Queue()
+
+    def on_restart(news: ServerRestarted) -> None:
+        if news.failed:
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+            told.put(news.failed)
+        else:
+            os.kill(kept.pid, signal.SIGKILL)
+
+    kept.on_restart = on_restart
+    os.kill(kept.pid, signal.SIGKILL)
+    assert "have ended within" in told.get(timeout=PATIENCE)
+    kept.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+
+
+def test_a_server_that_was_closed_is_not_replaced() -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    started: list[int] = []
+    kept = HostedServer(listen_at("127.0.0.1", 0), start(started))
+    pidfd = os.pidfd_open(kept.pid)
+    kept.close()
+    kept.close()
+    os.close(pidfd)
+    assert len(started) == 1
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_server_that_cannot_be_started_leaves_nothing() -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    def refuse(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        raise OSError("not today")
+
+    with pytest.raises(OSError, match="not today"):
+        HostedServer(listen_at("127.0.0.1", 0), refuse)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_the_port_is_refused_after_the_agent_and_its_server(tmp_path: Path) -> None:
+    with PortReservation("127.0.0.1") as port, ExitStack() as stack:
+        place = settle("127.0.0.1", port.port, TOKEN, None, None)
+        assert place.server is not None
+        stack.callback(place.server.close)
+        assert settle("127.0.0.1", port.port, TOKEN, None, None).server is None
+        place.server.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port.port), timeout=PATIENCE)

@@ -1,0 +1,171 @@
+"""Decisions of a node about snapshots: when a wait is over, and which notifications are due."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.node.node_rules import (
+    Notified,
+    Rejoin,
+    SeatRequest,
+    TimedOut,
+    end_wait,
+    is_evicted,
+    notifications,
+)
+from regrow.rendezvous.protocol.messages import (
+    Judged,
+    NodeRefused,
+    NodesWaiting,
+    Placed,
+    RoundClosed,
+    RoundEnded,
+    Seated,
+)
+
+
+def seated(round: int) -> Seated:
+    return Seated("me", round, 0, 2, "host", "01234567", 1234)
+
+
+def seen(news: Any, waiting: int = 0, judged: Judged | None = None) -> Snapshot:
+    return Snapshot(1, news, waiting, judged)
+
+
+OVER = RoundEnded(2, "other", "its connection broke")
+CLOSED = RoundClosed("other", "enough")
+
+
+# --- a wait
+
+
+@pytest.mark.parametrize(
+    ("news", "outcome"),
+    [
+        (seated(3), seated(3)),
+        (seated(2), None),  # the node gave this seat up when it joined again
+        (CLOSED, CLOSED),
+        (NodeRefused("me", "stale"), Rejoin("stale")),
+        (None, Rejoin("the other nodes evicted it while it waited")),
+        (OVER, None),
+        (RoundEnded(3, "other", "it left"), RoundEnded(3, "other", "it left")),
+        (Placed("me", "forming"), None),
+        (Placed("me", "waiting"), None),
+        (Placed("me", "standby"), None),
+    ],
+)
+def test_a_wait_ends_with_its_outcome(news: Any, outcome: object) -> None:
+    assert end_wait(SeatRequest(token=2, timeout=60.0), seen(news), now=10.0)[1] == outcome
+
+
+@pytest.mark.parametrize("place", ["forming", "waiting"])
+def test_a_wait_is_too_long_when_its_time_is_up(place: str) -> None:
+    view = seen(Placed("me", place))
+    waiting, outcome = end_wait(SeatRequest(0, 60.0), view, now=10.0)
+    assert (waiting.deadline, outcome) == (70.0, None)
+    assert end_wait(waiting, view, now=69.9)[1] is None
+    assert end_wait(waiting, view, now=70.0)[1] == TimedOut()
+
+
+def test_the_time_in_which_a_node_stands_by_does_not_count() -> None:
+    waiting, _ = end_wait(SeatRequest(0, 60.0), seen(Placed("me", "waiting")), now=0.0)
+    waiting, outcome = end_wait(waiting, seen(Placed("me", "standby")), now=50.0)
+    assert (waiting.deadline, waiting.standby, outcome) == (None, True, None)
+    waiting, outcome = end_wait(waiting, seen(Placed("me", "standby")), now=1e9)
+    assert outcome is None
+    waiting, outcome = end_wait(waiting, seen(Placed("me", "forming")), now=1e9)
+    assert (waiting.deadline, waiting.standby, outcome) == (1e9 + 60, False, None)
+
+
+def test_who_stood_by_until_the_end_is_known_to_have_done_so() -> None:
+    waiting, _ = end_wait(SeatRequest(0, 60.0), seen(Placed("me", "standby")), now=0.0)
+    waiting, outcome = end_wait(waiting, seen(CLOSED), now=1.0)
+    assert (waiting.standby, outcome) == (True, CLOSED)
+
+
+# --- notifications
+
+
+def told(*views: Snapshot) -> list[object]:
+    """Return an agent's notifications for these snapshots; the agent has a seat in round 2."""
+    state = Notified(2)
+    news: list[object] = []
+    for view in views:
+        state, more = notifications(state, view, "me")
+        news += more
+    return news
+
+
+def test_a_node_without_a_seat_gets_no_notification() -> None:
+    for news in (OVER, CLOSED, None, NodeRefused("me", "stale")):
+        assert notifications(Notified(), seen(news), "me") == (Notified(), ())
+
+
+def test_the_end_of_the_round_by_another_node_is_notified_once() -> None:
+    assert told(seen(seated(2)), seen(OVER), seen(OVER)) == [OVER]
+
+
+def test_the_end_of_a_round_by_its_own_doing_is_no_news() -> None:
+    assert told(seen(RoundEnded(2, "me", "its workers failed", "a report"))) == []
+
+
+def test_the_end_of_another_round_is_no_news() -> None:
+    assert told(seen(RoundEnded(1, "other", "it left"))) == []
+
+
+@pytest.mark.parametrize(
+    ("news", "why"),
+    [(None, "the other nodes evicted it"), (NodeRefused("me", "it is stale"), "it is stale")],
+)
+def test_an_evicted_node_learns_that_its_round_is_over(news: Any, why: str) -> None:
+    assert told(seen(news), seen(news)) == [RoundEnded(2, "me", why, lost=True)]
+
+
+def test_a_changed_number_of_waiting_nodes_above_zero_is_notified() -> None:
+    views = [seen(seated(2), waiting) for waiting in (0, 1, 1, 2, 0, 1)]
+    assert told(*views) == [NodesWaiting(2, 1), NodesWaiting(2, 2), NodesWaiting(2, 1)]
+
+
+def test_nodes_that_wait_for_a_round_that_is_over_are_no_news() -> None:
+    assert told(seen(OVER, waiting=3)) == [OVER]
+
+
+def test_the_end_of_the_job_is_notified_once_and_not_to_the_node_that_ended_it() -> None:
+    assert told(seen(OVER), seen(CLOSED), seen(CLOSED)) == [OVER, CLOSED]
+    assert told(seen(RoundClosed("me", "enough"))) == []
+
+
+def test_a_judgement_that_agrees_is_no_news() -> None:
+    assert told(seen(OVER), seen(OVER, judged=Judged(2, False, 0, OVER))) == [OVER]
+
+
+def test_a_verdict_that_corrects_the_cause_is_notified_once() -> None:
+    failed = RoundEnded(2, "other", "its workers failed", "a report")
+    verdict = Judged(2, False, 0, RoundEnded(2, "third", "its connection broke"))
+    views = [seen(failed), seen(verdict.cause, judged=verdict), seen(verdict.cause, judged=verdict)]
+    assert told(*views) == [failed, verdict]
+
+
+def test_a_verdict_on_the_own_failure_is_returned_and_not_notified() -> None:
+    failed = RoundEnded(2, "me", "its workers failed", "a report")
+    verdict = Judged(2, False, 0, RoundEnded(2, "third", "its connection broke"))
+    assert told(seen(failed), seen(verdict.cause, judged=verdict)) == []
+
+
+def test_a_judgement_of_another_round_is_no_news() -> None:
+    verdict = Judged(1, True, 1, RoundEnded(1, "third", "its workers failed", "a report"))
+    assert told(seen(seated(2), judged=verdict), seen(OVER, judged=verdict)) == [OVER]
+
+
+@pytest.mark.parametrize(
+    ("status", "evicted"),
+    [(None, True), (NodeRefused("me", "stale"), True), (seated(1), False), (OVER, False)],
+)
+def test_a_node_that_the_others_do_not_know_or_refuse_was_evicted_from_its_seat(
+    status: Any, evicted: bool
+) -> None:
+    assert is_evicted(Notified(1), seen(status)) is evicted
+    assert not is_evicted(Notified(), seen(status))

@@ -1,0 +1,144 @@
+"""Ends of jobs after which Slurm starts them again, and ends after which it must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.schedulers.slurm import GPUS, HALF, RANKS, SCRIPT, Cluster, SlurmJob
+from helpers.schedulers.training import left_over
+
+pytestmark = [pytest.mark.schedulers, pytest.mark.timeout(240)]
+
+SLOW_S = 12.0
+"""Longer than a lease, and longer than Slurm leaves to processes that it ends."""
+LEFT = RANKS - GPUS
+"""Ranks when a host is lost."""
+
+
+def asked(job: SlurmJob) -> int:
+    """Return how often an agent has requested a requeue of the job from Slurm."""
+    return job.output.count(f"requested a requeue of job {job.name} from Slurm\n")
+
+
+def waits_for_its_next_run(job: SlurmJob) -> None:
+    """Wait until a job waits to be started again; it has saved, and left nothing."""
+    job.becomes("PENDING", "FAILED", "COMPLETED", "CANCELLED")
+    assert (job.state, job.facts["Restarts"]) == ("PENDING", "1"), job.cluster.report()
+
+
+def resumes(job: SlurmJob) -> None:
+    """Let a requeued job start: each rank goes on from what it saved, and the job succeeds."""
+    job.leaves_nothing()
+    saved = job.training.saved()
+    assert sorted(saved) == list(range(RANKS)), job.output
+    job.training.slow("none", 0)
+    job.start_soon()
+    again = job.training.runs(RANKS, run=1)
+    assert {record.rank: record.step for record in again} == saved, job.output
+    job.training.finish()
+    job.ends("COMPLETED")
+    assert job.facts["Restarts"] == "1"
+
+
+@pytest.mark.parametrize("slow_rank", [0, RANKS - 1])
+def test_a_notice_leaves_a_slow_rank_the_time_to_save(cluster: Cluster, slow_rank: int) -> None:
+    job = cluster.submit(SCRIPT)
+    job.training.runs(RANKS)
+    job.training.slow(slow_rank, SLOW_S)
+    cluster.call(f"scancel --signal=TERM {job.name}")
+    waits_for_its_next_run(job)
+    assert asked(job) == 1, job.output
+    assert job.output.count(" was stopped by SIGTERM after ") == 1, job.output
+    resumes(job)
+    assert asked(job) == 1, job.output
+
+
+def agents_on(cluster: Cluster, node: int) -> list[str]:
+    """The agents that run on a node."""
+    running = left_over([cluster.nodes[node]])
+    return [line for line in running if "/regrow run " in line and "srun" not in line]
+
+
+def test_the_agent_that_serves_outlasts_a_save_on_another_host(cluster: Cluster) -> None:
+    # Most sites have Slurm kill, at the end of a node's task, whatever that has started.
+    job = cluster.submit(
+        SCRIPT.replace("--shutdown-timeout 100 --requeue", "--shutdown-timeout 100")
+    )
+    job.training.runs(RANKS)
+    job.training.slow(RANKS - 1, SLOW_S)
+    cluster.call(f"scancel --signal=TERM {job.name}")
+    cluster.wait_until(
+        lambda: agents_on(cluster, 1) == agents_on(cluster, 2) == [], "two agents end"
+    )
+    assert len(job.training.saved()) == RANKS - 1
+    assert agents_on(cluster, 0) != []
+    job.ends("FAILED", "143:0")
+    assert len(job.training.saved()) == RANKS
+    assert asked(job) == 0, job.output
+
+
+def test_a_job_that_saves_fast_is_requeued_long_before_its_grace_is_over(cluster: Cluster) -> None:
+    job = cluster.submit(SCRIPT)
+    job.training.runs(RANKS)
+    cluster.call(f"scancel --signal=TERM {job.name}")
+    waits_for_its_next_run(job)
+    assert asked(job) == 1, job.output
+    # What all write at the start, what each writes at the end, the story of one, and the request.
+    assert len(job.lines()) <= 14, job.output
+    resumes(job)
+
+
+def test_a_job_that_is_requeued_by_hand_goes_on(cluster: Cluster) -> None:
+    job = cluster.submit(SCRIPT)
+    job.training.runs(RANKS)
+    cluster.call(f"scontrol requeue {job.name}")
+    waits_for_its_next_run(job)
+    resumes(job)
+    assert asked(job) == 0, job.output
+
+
+def test_the_notice_of_one_task_of_an_array_requeues_that_task_alone(cluster: Cluster) -> None:
+    # The last one's id is also that of the array.
+    one, other = cluster.submit_array(HALF, 2)
+    for job in (one, other):
+        job.training.runs(RANKS // 2)
+    cluster.call(f"scancel --signal=TERM {other.name}")
+    waits_for_its_next_run(other)
+    assert (one.state, one.facts["Restarts"]) == ("RUNNING", "0")
+    one.training.finish()
+    one.ends("COMPLETED")
+
+
+def test_the_others_go_on_without_a_host_that_loses_its_power(cluster: Cluster) -> None:
+    job = cluster.submit(SCRIPT)
+    job.training.runs(RANKS)
+    cluster.lose(cluster.nodes[-1])
+    job.training.runs(LEFT, attempt=1)
+    job.training.finish()
+    job.ends("COMPLETED")
+    assert len(job.training.records("finished")) == LEFT
+    assert asked(job) == 0, job.output
+
+
+def test_a_job_is_requeued_when_its_batch_host_loses_its_power(cluster: Cluster) -> None:
+    job = cluster.submit(SCRIPT)
+    job.training.runs(RANKS)
+    cluster.lose(cluster.nodes[0])
+    waits_for_its_next_run(job)
+    job.leaves_nothing()
+
+
+def test_an_allocation_without_a_batch_host_ends_with_the_job(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "meeting").mkdir()
+    meeting = f"--rdzv-backend file --rdzv-endpoint {tmp_path}/meeting"
+    job = cluster.submit(SCRIPT.replace("train.py", f"{meeting} train.py"))
+    job.training.runs(RANKS)
+    cluster.lose(cluster.nodes[0])
+    job.training.runs(LEFT, attempt=1)
+    job.training.finish()
+    job.ends("CANCELLED")
+    assert len(job.training.records("finished")) == LEFT

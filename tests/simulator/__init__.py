@@ -1,0 +1,1 @@
+"""Simulated jobs under generated faults, in virtual time: rendezvous, agents and guardians."""

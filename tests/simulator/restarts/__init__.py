@@ -1,0 +1,1 @@
+"""Simulated groups of in-process restart under generated faults, in virtual time."""

@@ -1,0 +1,347 @@
+"""A simulated rank of in-process restart: the flow of a wrapper, with injected mishaps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+from regrow.inprocess.group import group_messages as messages
+from simulator.kernel import Machine, Program, Thread
+from simulator.restarts.server import GRACE, Client, Violation
+
+if TYPE_CHECKING:
+    from simulator.restarts.run import Job
+
+SILENCE = 11.0
+"""Seconds until a silent host is noticed."""
+OVERDUE = 10.0
+"""Seconds after which a watcher reports a rank that hangs."""
+HANGS = 20.0
+"""Seconds after which a watcher ends a rank that hangs."""
+
+
+class Rank:
+    """One process: the flow of a wrapper with a function that only takes time."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.sim = job, rank, job.sim
+        self.me = "job", rank, f"process-{rank}"
+        self.program = Program(Machine(job.sim, f"rank {rank}"))
+        self.client = Client(job.server, job.profile.delay)
+        self.world = tuple(range(job.profile.size))
+        self.doing = "nothing yet"
+        self.ended = ""
+        """How its flow ended; empty while it runs."""
+        self.reports = self.answered = 0
+        """Number of its own faults that it reported, and that it knows to be recorded."""
+        self.others_go_on = True
+        """Whether its launcher would ignore its death, because the other ranks continue."""
+        self.lost = False
+        """Whether its launcher ignored its death."""
+        self._interrupted: dict[int, bool] = {}
+        self.iteration = 0
+
+    # ------------------------------------------------------------------------ requests
+
+    def ask(self, question: messages.Asked, why: str = "") -> Thread:
+        """Send a request and wait for the reply."""
+        self.doing = f"{type(question).__name__} {getattr(question, 'iteration', '')}{why}"
+        box: list[bytes] = []
+
+        def told(body: bytes) -> None:
+            box.append(body)
+            self.program.notify()
+
+        self.client.ask(messages.encode(question), told)
+        self.maybe_cut()
+        yield self.program.until(lambda: bool(box))
+        answer = messages.decode_reply(box[0])
+        self.job.note(f"rank {self.rank}: {self.doing} -> {answer!r:.150}")
+        if isinstance(answer, messages.GroupRefusal):
+            self.refused(question, answer)
+        if isinstance(answer, messages.Interrupted | messages.Left) and answer.faults.records:
+            self.job.interrupted(answer.faults)
+        return answer
+
+    def refused(self, question: messages.Asked, refusal: messages.GroupRefusal) -> NoReturn:
+        """End the rank, if it had to expect this refusal."""
+        match refusal.reason:
+            case "unknown" if self.rank in self.job.doomed:
+                raise Ended("counted out and forgotten")
+            case "unknown" | "impossible":
+                raise Violation(f"rank {self.rank} asked {question} and received {refusal}")
+            case "missing" | "mismatch":
+                if not self.job.a_rank_never_joined:
+                    raise Violation(f"the group failed without a reason: {refusal.text}")
+                raise Ended("failed")
+            case "evicted":
+                if self.rank not in self.job.doomed and not self.client.unknown:
+                    raise Violation(f"rank {self.rank} was counted out without a reason: {refusal}")
+                raise Ended("counted out")
+
+    def follow(self, iteration: int) -> Thread:
+        """Run the thread that follows an iteration, and answers the last call."""
+        box: list[bytes] = []
+
+        def told(body: bytes) -> None:
+            answer = messages.decode_reply(body)
+            if isinstance(answer, messages.Interrupted):
+                self.job.interrupted(answer.faults)
+            self._interrupted[iteration] = True
+            box.append(body)
+            self.program.notify()
+
+        self.client.ask(messages.encode(messages.Follow(*self.me, iteration)), told)
+        yield self.program.until(lambda: bool(box))
+
+    # ------------------------------------------------------------------------- the flow
+
+    def main(self) -> Thread:
+        try:
+            yield from self.steps()
+        except Ended as end:
+            self.ended = str(end)
+        self.client.close()
+
+    def steps(self) -> Thread:
+        yield self.program.sleep(self.sim.random.uniform(0.0, 2.0))
+        if self.job.profile.late:
+            yield from self.mishap("before joining", may_leave=False)
+        question = messages.Join(*self.me, self.job.profile.size, self.job.timeouts)
+        told = yield from self.ask(question)
+        self.iteration = told.iteration
+        while not (yield from self.one_iteration()):
+            pass
+
+    def one_iteration(self) -> Thread:
+        """Run one iteration; returns whether the call is over."""
+        iteration = self.iteration
+        yield from self.mishap("assigning ranks")
+        if self.rank not in self.world:
+            yield from self.leave("BASE_EXCEPTION", discarded=True)
+        place, size = self.world.index(self.rank), len(self.world)
+        self.job.asked_to_enter.setdefault(iteration, {})[self.rank] = self.world
+        told = yield from self.ask(messages.Enter(*self.me, iteration, place, size))
+        self.program.spawn(self.follow(iteration))
+        if isinstance(told, messages.Go):
+            self.job.goes(self.rank, iteration)
+            if (
+                yield from self.function(
+                    iteration, place >= max(1, size - self.job.profile.reserve)
+                )
+            ):
+                return True
+        yield from self.heal(iteration)
+        return False
+
+    def function(self, iteration: int, in_reserve: bool) -> Thread:
+        """Initialize, and call the function; returns whether the call is over."""
+        yield from self.mishap("initializing")
+        if in_reserve and not self.interrupted():
+            question: messages.Asked = messages.WaitCompleted(*self.me, iteration)
+            if not isinstance((yield from self.ask(question)), messages.Go):
+                return False
+        else:
+            calm = iteration >= self.job.profile.calm_after
+            takes = self.sim.random.uniform(0.0, 0.3 if calm else 3.0)
+            yield self.program.until(self.interrupted, timeout=takes)
+            yield from self.mishap("in the function")
+            if self.interrupted():
+                return False
+            yield from self.ask(messages.Completed(*self.me, iteration))
+        yield from self.mishap("completed")
+        if self.interrupted():
+            return False
+        told = yield from self.ask(messages.RankDone(*self.me, iteration))
+        if not isinstance(told, messages.Go):
+            return False
+        yield from self.mishap("done")
+        if self.interrupted():
+            return False
+        self.others_go_on = False
+        yield from self.mishap("about to confirm")
+        if self.interrupted():
+            return False
+        yield from self.leave_while_it_confirms(iteration)
+        told = yield from self.ask(messages.Confirm(*self.me, iteration))
+        if isinstance(told, messages.Over):
+            self.job.over[self.rank] = iteration
+            raise Ended("over")
+        return False
+
+    def heal(self, iteration: int) -> Thread:
+        self.others_go_on = True
+        yield self.program.until(self.interrupted)
+        yield from self.mishap("interrupted", survives=False)
+        yield from self.ask(messages.AnswerLastCall(*self.me, iteration))
+        for doing in ("aborting", "finalizing", "checking its health"):
+            yield self.program.sleep(self.sim.random.uniform(0.0, 0.3))
+            yield from self.mishap(doing, survives=False)
+        told = yield from self.ask(messages.Ready(*self.me, iteration))
+        if not isinstance(told, messages.Gathered):
+            raise Violation(f"rank {self.rank} met the others and was told {told}")
+        met = told.met
+        self.job.gathered(met)
+        self.world = self.assigned(met.terminated)
+        self.iteration = met.iteration
+        yield from self.mishap("met")
+
+    def assigned(self, terminated: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the initial ranks of the next world, in the order of their new ranks."""
+        world = list(self.world)
+        living = [rank for place, rank in enumerate(world) if place not in terminated]
+        if self.job.profile.gaps:
+            size, movers = len(living), [r for r in living if world.index(r) >= len(living)]
+            living = [
+                movers.pop(0) if place in terminated else world[place] for place in range(size)
+            ]
+        if len(living) % 2 and len(living) > self.job.profile.least:
+            living.pop()
+        return tuple(living)
+
+    def interrupted(self) -> bool:
+        """Return whether the thread that follows has received the end of the iteration."""
+        return self._interrupted.get(self.iteration, False)
+
+    # ------------------------------------------------------------------------- mishaps
+
+    def mishap(self, step: str, *, survives: bool = True, may_leave: bool = True) -> Thread:
+        """Inject a mishap, or none, as the seed decides."""
+        self.doing = step
+        chance = self.sim.random
+        calm = self.iteration >= self.job.profile.calm_after
+        if calm or chance.random() >= self.job.profile.mishap:
+            return
+        kinds = [
+            "die",
+            "die soon",
+            "cut",
+            "cut",
+            "lose session",
+            "begin session",
+            "silent",
+            "stop",
+            "stop long",
+            "hang",
+        ]
+        kinds += (["raise"] * 6 if survives and may_leave else []) + ["leave"] * may_leave
+        kind = chance.choice(kinds)
+        self.job.note(f"rank {self.rank}: {kind} while {step}")
+        if kind == "raise":
+            yield from self.report()
+        elif kind == "leave":
+            yield from self.leave("BASE_EXCEPTION")
+        elif kind == "die":
+            self.die()
+            yield self.program.until(lambda: False)
+        elif kind == "die soon":
+            self.sim.after(chance.uniform(0.0, 0.02), self.die)
+        elif kind == "cut":  # now or during the next request; reconnects within the grace
+            again = chance.uniform(0.0, GRACE * 0.8)
+            delay = chance.choice([0.0, chance.uniform(0.0, 4 * self.job.profile.delay)])
+            self.sim.after(delay, lambda: self.client.cut(again * chance.random(), again))
+        elif kind == "lose session":
+            self.job.doomed.add(self.rank)
+            self.client.cut(0.0, chance.uniform(GRACE, 3.0))
+        elif kind == "begin session":  # before the server has noticed that the old one is over
+            back = chance.uniform(0.0, 3.0)
+            noticed = back + chance.uniform(2 * self.job.profile.delay, SILENCE)
+            self.client.cut(noticed, back, fresh=True)
+        elif kind == "silent":
+            self.job.doomed.add(self.rank)
+            noticed = chance.choice([SILENCE, chance.uniform(0.0, SILENCE)])
+            self.client.cut(noticed, chance.choice([None, chance.uniform(0.0, 20.0)]))
+            self.sim.after(chance.choice([HANGS, SILENCE + HANGS]), self.die_if_cut)
+        elif kind == "stop":
+            self.program.paused_until = self.sim.now + chance.uniform(0.0, 8.0)
+        elif kind == "stop long":  # for its watcher to see, and mostly for itself as well
+            self.program.paused_until = self.sim.now + chance.uniform(OVERDUE, HANGS)
+            self.tell_overdue()
+            if survives and may_leave:
+                yield self.program.sleep(0.0)
+                yield from self.report("SOFT_TIMEOUT")
+        elif kind == "hang":
+            yield from self.hang()
+
+    def maybe_cut(self) -> None:
+        """Lose the connection while a request or its reply is under way; reconnect in time."""
+        chance, profile = self.sim.random, self.job.profile
+        if self.iteration < profile.calm_after and chance.random() < profile.mishap:
+            back = chance.uniform(0.0, GRACE * 0.8)
+            cut = chance.uniform(0.0, 2 * profile.delay)
+            self.sim.after(cut, lambda: self.client.cut(back * chance.random(), back))
+
+    def report(self, kind: str = "EXCEPTION") -> Thread:
+        if kind == "SOFT_TIMEOUT":
+            number, text = messages.OVERDUE, f"seen by {self.rank} itself"
+        else:
+            self.reports += 1
+            number, text = self.reports, f"own {self.rank}.{self.reports}"
+        yield from self.ask(messages.Report(*self.me, self.iteration, number, kind, text))
+        self.answered += kind == "EXCEPTION"
+
+    def leave(self, kind: str, discarded: bool = False) -> Thread:
+        text = f"own leave {self.rank}"
+        self.job.doomed.add(self.rank)
+        iteration = self.iteration
+        told = yield from self.ask(
+            messages.Leave(*self.me, iteration, kind, text, discarded), f" discarded={discarded}"
+        )
+        if isinstance(told, messages.Over) and not self.others_go_on:
+            raise Ended("left when the call was over")
+        if not isinstance(told, messages.Left):
+            raise Violation(f"rank {self.rank} left and was told {told}")
+        if all(end.fault.rank != self.rank for end in self.job.server.ends):
+            raise Violation(f"rank {self.rank} was told that the others go on without it")
+        raise Ended("discarded" if discarded else "left")
+
+    def leave_while_it_confirms(self, iteration: int) -> Thread:
+        """Perhaps be interrupted by an exception of the script while waiting for the end."""
+        chance, profile = self.sim.random, self.job.profile
+        if self.iteration < profile.calm_after and chance.random() < profile.mishap:
+            confirm = messages.encode(messages.Confirm(*self.me, iteration))
+            self.client.ask(confirm, lambda body: None)
+            yield self.program.sleep(chance.uniform(0.0, 4 * profile.delay))
+            yield from self.leave("BASE_EXCEPTION")
+
+    def hang(self) -> Thread:
+        """Hang until a watcher or the group detects it."""
+        self.job.doomed.add(self.rank)
+
+        def ended_by_watcher() -> None:
+            if self.program.alive:
+                self.job.report_dead(self.rank, "HARD_TIMEOUT")
+                self.sim.after(self.sim.random.uniform(0.0, 5.0), self.die)
+
+        self.tell_overdue()
+        self.sim.after(HANGS, ended_by_watcher)
+        yield self.program.until(lambda: False)
+
+    def tell_overdue(self) -> None:
+        """Let a watcher report, at the soft time-out, that this rank has made no progress."""
+        iteration = self.iteration
+
+        def overdue() -> None:
+            if self.program.alive and not self.ended:
+                self.job.overdue(self.rank, iteration)
+
+        self.sim.after(OVERDUE, overdue)
+
+    def die_if_cut(self) -> None:
+        if self.program.alive and not self.ended and not self.client.connected:
+            self.die()
+
+    def die(self) -> None:
+        """End without a report of its own."""
+        if not self.program.alive or self.ended:
+            return
+        self.job.note(f"rank {self.rank} dies")
+        self.lost = self.others_go_on
+        self.job.doomed.add(self.rank)
+        self.program.alive = self.client.alive = False
+        self.client.cut(self.sim.random.uniform(0.0, self.job.profile.delay), None, closed=True)
+        if self.job.profile.watched:
+            self.job.report_dead(self.rank, "TERMINATED")
+
+
+class Ended(Exception):
+    """The end of a rank's flow."""

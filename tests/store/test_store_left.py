@@ -1,0 +1,95 @@
+"""A client whose session is over is freed at once: no part of it waits for the collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from helpers.stores.storing import PATIENCE, Background
+from regrow.store import (
+    StoreClosedError,
+    StoreConnectionError,
+    StoreError,
+    StoreSessionLost,
+    connect,
+    make_token,
+    start_server,
+)
+from regrow.utils import PortReservation
+
+PARTS = ("regrow.store.client.", "regrow.store.errors", "regrow.store.calls")
+"""Modules whose objects a client consists of, by the start of their names."""
+
+
+def parts() -> Counter[str]:
+    kinds = (type(each) for each in gc.get_objects())
+    # Some types have a descriptor for their module.
+    return Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith(PARTS))
+
+
+@pytest.fixture
+def before() -> Iterator[Counter[str]]:
+    """The parts that are there at the start; the collector frees none until the end."""
+    gc.collect()
+    gc.disable()
+    yield parts()
+    gc.enable()
+
+
+def fails(kind: type[StoreError], call: Callable[..., object], *args: object) -> None:
+    """Make a call that fails, and drop its exception."""
+    with pytest.raises(kind):
+        call(*args)
+
+
+def test_a_client_that_is_closed_while_threads_wait_is_freed(before: Counter[str]) -> None:
+    token = make_token()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token)
+        waits = [
+            Background(fails, StoreClosedError, client.wait, ["never"], PATIENCE) for _ in range(5)
+        ]
+        client.set("k", "v")
+        assert all(wait.running() for wait in waits)
+        client.close()
+        for wait in waits:
+            wait.result()
+        del client
+    assert parts() - before == Counter()
+
+
+def test_a_client_that_lost_its_session_is_freed(before: Counter[str]) -> None:
+    token = make_token()
+    with start_server(token=token) as server:
+        client = connect(server.endpoint, token=token, session_grace=0.1)
+        os.kill(server.pid, signal.SIGKILL)
+        fails(StoreSessionLost, client.get, "never")
+        client.close()
+        del client
+    assert parts() - before == Counter()
+
+
+def test_a_client_that_had_to_wait_for_its_server_is_freed(before: Counter[str]) -> None:
+    token = make_token()
+    with PortReservation() as reserved:
+        port = reserved.port
+    connecting = Background(connect, f"127.0.0.1:{port}", token=token, timeout=PATIENCE)
+    # It has been refused by the time that a process is started.
+    with start_server(port=port, token=token):
+        connecting.result().close()
+        del connecting
+    assert parts() - before == Counter()
+
+
+def test_a_client_that_reaches_no_server_is_freed(before: Counter[str]) -> None:
+    with PortReservation() as reserved:
+        endpoint = f"127.0.0.1:{reserved.port}"
+    call = partial(connect, endpoint, token=make_token(), timeout=0.05)
+    fails(StoreConnectionError, call)
+    assert parts() - before == Counter()

@@ -1,0 +1,228 @@
+"""`WorkerSet` with the events of a guardian, without processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from regrow.workers import Guardian
+from regrow.workers.guardian.events import (
+    Exited,
+    Gone,
+    GuardianLost,
+    Refused,
+    Resumed,
+    Started,
+    Suspended,
+)
+from regrow.workers.worker_set import Launcher, WorkerSet
+
+GRACE = 7.0
+DEADLINE = pytest.approx(GRACE, abs=5.0)
+#: The guardian's numbers of the workers, by local rank.
+NUMBERS = (10, 11, 12)
+
+
+class Recorded(Launcher):
+    """Records its calls; returns the explanation that the test sets."""
+
+    def __init__(self, explained: str | None = None) -> None:
+        self.calls: list[str] = []
+        self.explained = explained
+
+    def launch(self, *_: object) -> int:
+        """See `Launcher`; the test adds the workers itself."""
+        raise NotImplementedError
+
+    def explain(self, rank: int, code: int) -> str | None:
+        """See `Launcher`."""
+        return self.explained
+
+    def stopping(self) -> None:
+        """See `Launcher`."""
+        self.calls.append("stopping")
+
+    def lost(self) -> None:
+        """See `Launcher`."""
+        self.calls.append("lost")
+
+    def kill(self, rank: int) -> None:
+        """See `Launcher`."""
+        self.calls.append(f"kill {rank}")
+
+
+class Stops:
+    """Replaces the guardian; records its stops."""
+
+    def __init__(self) -> None:
+        self.stops: list[tuple[list[int], int, Any]] = []
+
+    def stop(self, workers: Sequence[int], signum: int, grace: float) -> None:
+        """See `Guardian`."""
+        self.stops.append((list(workers), signum, grace))
+
+
+class Workers:
+    """Three workers, of which the test starts some."""
+
+    def __init__(self, launcher: Recorded | None = None, started: int = 3, **options: Any) -> None:
+        self.launcher, self.guardian = launcher or Recorded(), Stops()
+        options = {"replaceable": lambda _: False, "owes_result": lambda _: False} | options
+        self.set = WorkerSet(
+            "test", 3, GRACE, cast("Guardian", self.guardian), self.launcher, **options
+        )
+        for rank in range(started):
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        """Report the start of a worker."""
+        self.set.handle(rank, Started(NUMBERS[rank], 100 + rank, 1.0))
+
+    def exit(self, rank: int, code: int, *, stopping: bool = False) -> str:
+        """Report the end of a worker's process; return the kind of the change."""
+        change = self.set.handle(rank, Exited(NUMBERS[rank], code, stopping, 2.0))
+        assert change is not None
+        assert (change.local_rank, change.pid, change.status) == (rank, 100 + rank, code)
+        return change.kind
+
+
+def test_a_failure_stops_all_workers_once_after_a_notice_to_the_launcher() -> None:
+    workers = Workers()
+    assert workers.exit(1, 3) == "exited"
+    assert workers.guardian.stops == [([10, 11, 12], signal.SIGTERM, GRACE)]
+    assert workers.exit(2, 3) == "exited"
+    assert workers.launcher.calls == ["stopping"]
+    assert workers.set.group.failed == (1, 2)
+
+
+def test_a_success_stops_no_worker() -> None:
+    workers = Workers()
+    assert workers.exit(0, 0) == "exited"
+    assert workers.guardian.stops == []
+
+
+def test_closing_stops_the_workers_that_are_left_and_again_with_another_grace() -> None:
+    workers = Workers()
+    workers.exit(0, 0)
+    workers.set.handle(0, Gone(10, 0, 0, 3.0))
+    workers.set.close(signal.SIGINT, 5.0)
+    workers.set.close(signal.SIGKILL, 0.0)
+    assert workers.guardian.stops == [
+        ([11, 12], signal.SIGINT, 5.0),
+        ([11, 12], signal.SIGKILL, 0.0),
+    ]
+    for rank in (1, 2):
+        workers.exit(rank, -9, stopping=True)
+        workers.set.handle(rank, Gone(NUMBERS[rank], 0, 0, 3.0))
+    workers.set.close(signal.SIGTERM, 1.0)
+    assert len(workers.guardian.stops) == 2
+    assert workers.set.group.failed == ()
+
+
+def test_a_worker_that_starts_while_the_group_is_stopped_has_the_rest_of_the_grace() -> None:
+    workers = Workers(started=2)
+    workers.exit(0, 1)
+    workers.start(2)
+    assert workers.guardian.stops[1:] == [([12], signal.SIGTERM, DEADLINE)]
+
+
+def test_the_set_is_settled_when_each_worker_runs_or_one_was_refused() -> None:
+    workers = Workers(started=2)
+    before = workers.set.settled
+    workers.set.handle(2, Refused(12, OSError("no such program")))
+    assert (before, workers.set.settled) == (False, True)
+    assert str(workers.set.refusals[2]) == "no such program"
+
+
+def test_when_no_more_workers_start_the_group_is_over_with_those_that_did() -> None:
+    workers = Workers(started=1)
+    workers.set.add_no_more()
+    assert not workers.set.group.over
+    workers.exit(0, 0)
+    workers.set.handle(0, Gone(10, 0, 0, 3.0))
+    assert workers.set.group.over
+
+
+def test_a_replaceable_worker_is_lost_and_stops_no_other() -> None:
+    workers = Workers(replaceable=lambda rank: rank == 1)
+    assert workers.exit(1, -9) == "lost"
+    assert workers.guardian.stops == []
+    assert workers.launcher.calls == ["lost"]
+
+
+def test_a_replaceable_worker_that_exits_with_0_and_owes_a_result_has_failed() -> None:
+    workers = Workers(replaceable=lambda _: True, owes_result=lambda _: True)
+    assert workers.exit(1, 0) == "exited"
+    assert workers.set.group.failed == (1,)
+    failure = workers.set.failure(1, "")
+    assert "has no result" in failure.summary
+
+
+def test_suspensions_are_reported() -> None:
+    workers = Workers()
+    suspended = workers.set.handle(0, Suspended(10, signal.SIGSTOP, 2.0))
+    resumed = workers.set.handle(0, Resumed(10, signal.SIGCONT, 3.0))
+    assert suspended is not None
+    assert resumed is not None
+    assert (suspended.kind, suspended.status) == ("suspended", signal.SIGSTOP)
+    assert (resumed.kind, resumed.status) == ("resumed", signal.SIGCONT)
+
+
+def test_the_workers_of_a_lost_guardian_have_failed_and_the_owner_is_notified_once() -> None:
+    workers = Workers()
+    changes = [
+        workers.set.handle(rank, GuardianLost(NUMBERS[rank], 2.0, "the guardian was killed"))
+        for rank in range(3)
+    ]
+    assert [change and change.kind for change in changes] == ["guardian_lost", None, None]
+    assert workers.set.group.over
+    assert workers.set.group.failed == (0, 1, 2)
+    failure = workers.set.failure(2, "")
+    assert failure.killed_with == "the guardian was killed"
+    assert [call for call in workers.launcher.calls if call != "stopping"] == [
+        "kill 0",
+        "kill 1",
+        "kill 2",
+    ]
+
+
+def test_workers_that_were_stopped_before_the_guardian_was_lost_have_not_failed() -> None:
+    workers = Workers()
+    workers.set.close(signal.SIGTERM, GRACE)
+    for rank in range(3):
+        workers.set.handle(rank, GuardianLost(NUMBERS[rank], 2.0))
+    assert workers.set.group.failed == ()
+
+
+def test_only_the_grace_of_workers_that_are_being_stopped_is_shortened() -> None:
+    workers = Workers()
+    workers.set.hurry(1.0)
+    assert workers.guardian.stops == []
+    workers.set.close(signal.SIGINT, GRACE)
+    workers.exit(0, 0, stopping=True)
+    workers.set.handle(0, Gone(10, 0, 0, 3.0))
+    workers.set.hurry(1.0)
+    assert workers.guardian.stops == [
+        ([10, 11, 12], signal.SIGINT, GRACE),
+        ([11, 12], 0, 1.0),
+    ]
+
+
+def test_the_launchers_explanation_goes_to_the_error_file_unless_there_is_one(
+    tmp_path: Path,
+) -> None:
+    workers, path = Workers(Recorded("it called os._exit")), tmp_path / "error.json"
+    workers.exit(1, 0)
+    failure = workers.set.failure(1, str(path))
+    assert (failure.summary, failure.error_file) == ("it called os._exit", str(path))
+    path.write_text(json.dumps({"message": "its own"}))
+    failure = workers.set.failure(1, str(path))
+    assert failure.summary == "its own"
+    nowhere = workers.set.failure(1, os.devnull)
+    assert nowhere.summary == "it called os._exit"
