@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +26,32 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
+
+FIRST_DECODE = """
+import sys
+import msgspec
+from regrow.rendezvous.protocol.document import Envelope, seal, unseal
+from regrow.rendezvous.protocol.state import Round
+
+class Unprepared(msgspec.Struct):
+    a: int
+
+called = []
+
+def note(frame, event, argument):
+    if event == "call" and str(frame.f_globals.get("__name__")).startswith("msgspec"):
+        called.append(frame.f_code.co_name)
+
+def calls(function, *args):
+    called.clear()
+    sys.setprofile(note)
+    function(*args)
+    sys.setprofile(None)
+    return called[:]
+
+assert calls(msgspec.json.Decoder, Unprepared), "msgspec does this work elsewhere now"
+print(calls(unseal, seal(Envelope("life", Round(1, 3), {"a": 1}))))
+"""
 
 UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -88,6 +116,14 @@ def test_a_document_is_read_as_it_was_written(made: Round) -> None:
 def test_two_nodes_write_the_same_state_as_the_same_bytes() -> None:
     first = encode(decode(encode(state())))
     assert first == encode(state())
+
+
+def test_the_first_document_may_be_read_by_two_threads_at_once() -> None:
+    """msgspec crashes where two threads use a class first, so no thread uses one first."""
+    first = subprocess.run(
+        [sys.executable, "-c", FIRST_DECODE], capture_output=True, text=True, timeout=60
+    )
+    assert (first.stdout, first.stderr) == ("[]\n", "")
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -52,6 +52,12 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
     beats: dict[str, Count]
 
 
+# msgspec derives how to read a class at its first use, and two threads that do so at the same time
+# crash the process (msgspec 0.22). The import lock lets only one thread do it here.
+for _read in (_Head, Round):
+    msgspec.json.Decoder(_read)
+
+
 def seal(envelope: Envelope) -> bytes:
     """Return an envelope as bytes."""
     head = _Head(FORMAT, VERSION, envelope.life, dict(envelope.beats))
