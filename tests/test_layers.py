@@ -83,7 +83,7 @@ SHARED = {
 WALL_TIME = {
     "agent/features/health.py": "torch's callback returns seconds since the epoch",
     "agent/features/timers.py": "the timer server's answer to it, and the stamp of an error file",
-    "agent/features/watchdog.py": "the stamp of an error file",
+    "agent/features/timer_server.py": "the stamp of an error file",
     "events/log.py": "the stamp of an event",
     "heartbeat/death.py": "the stamp of an error file",
     "metrics/api.py": "the stamp of a value; get_elapsed_time_ms takes time.time()",

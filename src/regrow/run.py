@@ -1,4 +1,4 @@
-"""Command line of `regrow run` and `python -m regrow.run`, compatible with torchrun's.
+"""Command line of `regrow run`: nodes and workers, the `LaunchConfig`, the launch; as torchrun's.
 
 The names are those of `torch.distributed.run`, for programs that use its functions.
 `get_args_parser`, `parse_args`, `config_from_args` and `run` raise the same exceptions as torch's.

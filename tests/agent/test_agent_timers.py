@@ -24,7 +24,7 @@ from regrow.agent.attempt.environment import TORCHELASTIC_ENABLE_FILE_TIMER, TOR
 from regrow.agent.decisions import decide
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features import hang as _hang
-from regrow.agent.features.watchdog import Watchdog, includes, owner, timer_files
+from regrow.agent.features.timer_server import Watchdog, includes, owner, timer_files
 from regrow.events import Event, register_logging_handler
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import SoloRendezvousHandler

@@ -18,7 +18,7 @@ from regrow.agent.features.comparison import (
     from_report,
     gather,
 )
-from regrow.agent.records import failure_report
+from regrow.agent.records import shared_failure
 from regrow.timer.stacks.report import compare_places
 from regrow.workers import ProcessFailure
 
@@ -54,7 +54,7 @@ def test_places_from_several_nodes_compare_like_those_of_one_node(
     lines = "\n".join(json.dumps(encode(each)) for each in (*told, WorkerPlaces(2, {99: "in old"})))
     assert compare_places(gather(3, lines.encode())) == compare_places(job)
     for each in told:
-        assert from_report(failure_report.encode(1, FAILURE, "host-a", as_evidence(each))) == each
+        assert from_report(shared_failure.encode(1, FAILURE, "host-a", as_evidence(each))) == each
 
 
 @given(st.integers(2, 64), st.integers(0, 63))
@@ -73,8 +73,8 @@ def test_the_word_all_is_used_for_all_ranks_of_the_job_only() -> None:
 def test_places_are_bounded_and_fit_into_a_report(letter: str) -> None:
     standing = WorkerPlaces(0, {rank: f"{rank} {letter * 1000}" for rank in range(500)})
     assert len(json.dumps(encode(standing))) <= MAX_BYTES
-    report = failure_report.encode(1, FAILURE, letter * 10_000, as_evidence(standing))
-    assert len(report) <= failure_report.MAX_BYTES
+    report = shared_failure.encode(1, FAILURE, letter * 10_000, as_evidence(standing))
+    assert len(report) <= shared_failure.MAX_BYTES
     read = from_report(report)
     assert read is not None
     assert 0 in read.places

@@ -31,7 +31,7 @@ from regrow.agent.features.state_d import UninterruptibleSleepers
 from regrow.agent.features.timers import TimerReports
 from regrow.agent.job import Job
 from regrow.agent.peers import Peers
-from regrow.agent.records.failure_report import encode
+from regrow.agent.records.shared_failure import encode
 from regrow.heartbeat.automatic import claim
 from regrow.heartbeat.terms import STALLED
 from regrow.rendezvous import NodesWaiting, PushingRendezvousHandler, RoundClosed, RoundEnded

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.agent.records import failure_report as _report
+from regrow.agent.records import shared_failure as _report
 from regrow.workers import ChildFailedError, ProcessFailure
 
 TEXT = st.text(max_size=20)

@@ -107,18 +107,18 @@ class Server:
 class Bench:
     """An activation on a port of its own, and what it has started."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, *errors: Exception) -> None:
         self.started: list[Server] = []
         self._connected = threading.Semaphore(0)
-        self._error = error
+        self._errors = list(errors)
         self._guests: list[socket.socket] = []
         listener = socket.create_server((ADDR, 0))
         self.address = listener.getsockname()
         self.activation = Activation(listener, self._start)
 
     def _start(self, listener: socket.socket) -> Any:
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors.pop()
         listener.accept()[0].close()  # otherwise the connection would start another server
         self.started.append(Server())
         self._connected.release()
@@ -174,10 +174,19 @@ def test_another_server_starts_with_the_next_connection_after_one_died(
     assert "the workers' store (pid 4711) has ended, and its keys are lost" in caplog.text
 
 
+def test_a_server_that_is_killed_at_its_start_starts_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench(*[StoreConnectionError("the store server ended before it served")] * 2)
+    bench.connect()
+    bench.close()
+    assert caplog.text.count("starts again: the store server ended before it served") == 2
+
+
 def test_a_server_that_cannot_start_is_logged_and_its_socket_is_closed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    bench = Bench(StoreConnectionError("msgspec is not installed"))
+    bench = Bench(*[StoreConnectionError("msgspec is not installed")] * 3)
     with suppress(ConnectionError):
         socket.create_connection(bench.address, PATIENCE).close()
     wait_until(lambda: not listens(bench.address), "the socket is closed")

@@ -754,5 +754,5 @@ def test_only_what_is_needed_is_imported() -> None:
     slow = {"torch", "asyncio", "msgspec", "logging.config", "uuid", "subprocess", "tempfile"}
     slow |= {"multiprocessing", "concurrent.futures", "importlib.metadata", "ssl", "http"}
     # Where no scheduler has started the agent.
-    slow |= {"regrow.cli.args.placement", "regrow.launch.placement", "ClusterShell"}
+    slow |= {"regrow.cli.args.fill_in", "regrow.launch.placement", "ClusterShell"}
     assert slow & set(done.stdout.split()) == set()

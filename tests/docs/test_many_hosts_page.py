@@ -13,8 +13,8 @@ import yaml
 
 from helpers.commands import run
 from helpers.pages import PAGES, blocks, commands
+from regrow.cli.args.fill_in import fill_in
 from regrow.cli.args.parser import GivenFlags, build_parser
-from regrow.cli.args.placement import fill_in
 from regrow.rendezvous.utils import unknown_config_keys
 
 MANY, SLURM, KUBERNETES = (

@@ -294,7 +294,7 @@ def test_a_chain_of_assignments_is_called_as_the_older_wrapper_did() -> None:
 
 
 def test_an_assignment_that_leaves_terminated_ranks_over_is_an_error() -> None:
-    with pytest.raises(RestartError, match=r"Max.* left terminated_ranks=\[2\]"):
+    with pytest.raises(RestartError, match=r"Max.* did not remove terminated_ranks=\[2\]"):
         assign(MaxActiveWorldSize(4), ctx(terminated={2}))
 
 

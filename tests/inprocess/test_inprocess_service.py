@@ -180,7 +180,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         ),
         (messages.Ready(*me(0), 0), "but the iteration has no fault"),
         (messages.Follow("other", 0, "process-0", 0), "initial rank 0 of the group 'other'"),
-        (messages.Follow(*me(0, "a stranger"), 0), "does not know this process as initial rank 0"),
+        (messages.Follow(*me(0, "a stranger"), 0), "no entry for this process (initial rank 0"),
     ):
         session = "session-0" if question.group == "group" else "another"
         assert said in asking.answer(session, question).text

@@ -167,7 +167,7 @@ def test_a_job_set_says_where_its_first_pod_is() -> None:
     ("changes", "words"),
     [
         ({"SLURM_STEP_NUM_TASKS": None}, "SLURM_STEP_NUM_TASKS is not set"),
-        ({"SLURM_PROCID": "two"}, "SLURM_PROCID='two' is not a number"),
+        ({"SLURM_PROCID": "two"}, "SLURM_PROCID='two' is not a whole number"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is not set"),
     ],
 )

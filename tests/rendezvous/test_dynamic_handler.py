@@ -902,7 +902,7 @@ def test_a_fault_that_is_none_of_the_connection_is_raised_by_the_next_call(
         a.handler.next_rendezvous()
     with pytest.raises(RendezvousStateError, match="a document of another release"):
         a.handler.report_failure("whatever")
-    assert "cannot follow the rendezvous" in caplog.text
+    assert "cannot read the rendezvous" in caplog.text
 
 
 # --- interrupts

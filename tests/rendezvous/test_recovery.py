@@ -240,5 +240,5 @@ def test_whatever_happened_is_recovered(events: list[Event], snapshot_at: int) -
     ],
 )
 def test_what_no_server_has_written_is_refused(records: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="the journal cannot be read"):
+    with pytest.raises(ValueError, match="a record in the journal is damaged"):
         recover(records)

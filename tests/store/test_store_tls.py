@@ -58,7 +58,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused(certificate: Tls) -> N
     token = make_token()
     with (
         start_server(token=token, tls=certificate) as server,
-        pytest.raises(StoreAuthError, match="certificate is refused"),
+        pytest.raises(StoreAuthError, match="does not trust the server's certificate"),
     ):
         connect(server.endpoint, token=token, tls=Tls(), timeout=PATIENCE)
 

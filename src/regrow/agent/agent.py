@@ -1,4 +1,6 @@
-"""The agents: `SimpleElasticAgent`, and `LocalElasticAgent` for workers on this host.
+"""The agents: torch's constructors and hooks, and the end of a run by a signal or an error.
+
+`SimpleElasticAgent` is the base class; `LocalElasticAgent` starts its workers on this host.
 
 Both classes have torch's constructors and hook names, because subclasses written for torch's agent
 override these hooks. The work is done by the parts of an agent: a `Loop` that takes messages from
@@ -154,7 +156,10 @@ class SimpleElasticAgent(ElasticAgent):
         """
 
     def _kill_now(self) -> None:
-        """End the grace of a running stop; called while `_shutdown` runs."""
+        """Send SIGKILL at once to the workers that `_shutdown` is stopping.
+
+        Another thread calls this while `_shutdown` runs. The default does nothing.
+        """
 
     def _poll_interval(self) -> float | None:
         """Return the seconds between two checks of the workers; None if all changes are pushed."""

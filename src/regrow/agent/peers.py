@@ -1,4 +1,4 @@
-"""`Peers`: the exchange of reports between this agent and the other nodes, by the rendezvous.
+"""`Peers`: reports to and from the other nodes, and whether a charged failure ends the job.
 
 The rendezvous reports changes on other nodes. Each change becomes an event of the job, for the
 story, and an event of `decide`, for the decision.
@@ -21,8 +21,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow.agent.decisions import events
-from regrow.agent.records.failure_report import decode, encode
 from regrow.agent.records.recorder import failure_fields
+from regrow.agent.records.shared_failure import decode, encode
 from regrow.rendezvous import RendezvousError
 from regrow.utils import get_logger, headline
 from regrow.workers import ProcessFailure

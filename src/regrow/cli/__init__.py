@@ -23,8 +23,8 @@ from regrow.utils import lazily
 
 if TYPE_CHECKING:
     from regrow.cli.args.devices import Devices
+    from regrow.cli.args.fill_in import fill_in
     from regrow.cli.args.parser import build_parser, origin
-    from regrow.cli.args.placement import fill_in
     from regrow.cli.screen.console import ABOUT_THE_JOB, VERBOSE, Console, Speaker, say
 
 __all__ = ["main"]
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazily(
         "screen.console": "ABOUT_THE_JOB Console Speaker VERBOSE say",
         "args.devices": "Devices",
         "args.parser": "build_parser origin",
-        "args.placement": "fill_in",
+        "args.fill_in": "fill_in",
     },
 )
 

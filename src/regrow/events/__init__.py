@@ -32,6 +32,7 @@ from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
     from regrow.events.evidence import short_scope
+    from regrow.events.printing import print_story
     from regrow.events.story_types import (
         Expiry,
         Failure,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         StepMark,
         Story,
         Suspension,
-        print_story,
         story,
     )
 
@@ -83,9 +83,10 @@ __getattr__, __dir__ = lazily(
     globals(),
     {
         "evidence": "short_scope",
+        "printing": "print_story",
         "story_types": (
             "Expiry Failure InProcessRestart LostNode OtherFailure PlannedRestart"
-            " StalledProgress StepMark Story Suspension print_story story"
+            " StalledProgress StepMark Story Suspension story"
         ),
     },
 )

@@ -154,7 +154,7 @@ class _StoryBuilder:
         lost = evidence.lost_nodes(attempt.named[_DEPARTED])
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost)
-            what = evidence.name_node(blamed)
+            what = evidence.describe_node(blamed)
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
         elif root is None:

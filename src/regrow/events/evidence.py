@@ -63,7 +63,7 @@ MOST_OF_SCOPE = 120  # characters
 
 
 def describe(event: Record) -> str:
-    """Describe how a worker failed, in one line without a subject."""
+    """Return how a worker failed, as a predicate: `exited with code 1`."""
     if (killed_with := text(event, "killed_with")) is not None:
         return f"{one_line(killed_with)}, and the workers of this host with it"
     signal = signal_name(event)
@@ -163,7 +163,7 @@ def to_blame(over: Record, lost: tuple[LostNode, ...]) -> LostNode:
     return LostNode(id, None, why)
 
 
-def name_node(node: LostNode) -> str:
+def describe_node(node: LostNode) -> str:
     """Describe a node and what happened to it, in one line."""
     if node.rank is None:
         return f"node {node.node}: {node.why}"

@@ -63,7 +63,7 @@ class _Serializable:
             enums = {name: enum(fields[name]) for name, enum in cls._ENUMS.items()}
             return cls(**{**fields, **enums})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not an event: {text[:200]!r} ({error!r})") from error
+            raise ValueError(f"not a serialized event ({error!r}): {text[:200]!r}") from error
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow.events.evidence import name_node, short_scope
+from regrow.events.evidence import describe_node, short_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -187,7 +187,7 @@ def _column(label: str, values: Iterable[str]) -> list[Row]:
 
 
 def _lost_nodes(failure: Failure) -> list[str]:
-    shown = [_clean(name_node(node)) for node in failure.lost_nodes[:_MOST_LOST]]
+    shown = [_clean(describe_node(node)) for node in failure.lost_nodes[:_MOST_LOST]]
     more = len(failure.lost_nodes) - len(shown)
     return [*shown, f"and {_count(more, 'more node')}"] if more else shown
 

@@ -28,11 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import os
-
     from regrow.events.evidence import Record
 
 
@@ -327,39 +325,3 @@ def story(events: Iterable[Record]) -> Story:
     from regrow.events.build_story import build_story
 
     return build_story(events)
-
-
-def print_story(path: str | os.PathLike[str], *, as_json: bool, out: TextIO) -> int:
-    """Print the story of the job with the log at `path`; warnings go to stderr.
-
-    Args:
-        path: the event log, a run's log directory, or the directory above several runs.
-        as_json: print one JSON object instead of text.
-        out: the stream to print to.
-
-    Returns:
-        the exit code: 0, or 2 if there is no log or no event in it.
-    """
-    import sys
-
-    from regrow.events.log import read_events
-
-    remarks: list[str] = []
-    try:
-        derived = story(read_events(path, remarks.append))
-    except OSError as error:
-        reason = f"{path}: {error.strerror}" if error.strerror else str(error)
-        print(f"regrow: {reason}", file=sys.stderr)
-        return 2
-    for remark in remarks:
-        print(f"regrow: {remark}", file=sys.stderr)
-    if not derived.events:
-        print(f"regrow: {path}: no event in the log", file=sys.stderr)
-        return 2
-    if as_json:
-        import json
-
-        print(json.dumps(derived.to_json(), indent=2), file=out)
-    else:
-        print(derived.render(), file=out)
-    return 0

@@ -99,10 +99,12 @@ def wait(timeout: float | None = None) -> None:
 
 
 def claim(environ: Mapping[str, str]) -> bytes:
-    """Return the abstract socket address that claims the heartbeat of a rank.
+    """Return the address of the abstract unix socket for a rank's heartbeat.
+
+    The process that binds the address runs the heartbeat of the rank.
 
     Raises:
-        KeyError: a variable that every worker has is missing.
+        KeyError: RANK is not set.
     """
     import hashlib
 

@@ -178,7 +178,7 @@ class Extend(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """Log a line."""
+    """Write `text` to the log at `level`."""
 
     level: int
     text: str

@@ -69,7 +69,7 @@ _MOST_FRAMES = 40
 PID_1_SIGNAL = 60
 """A real-time signal; also the exit code of a PID 1 that the signal ends.
 
-Other runtimes use signals at the ends of the range, and `timer._stacks` uses 44 to 55.
+Other runtimes use signals at the ends of the range, and `timer.stacks` uses 44 to 55.
 """
 
 # C structures of 64-bit Linux, as `struct` packs them.

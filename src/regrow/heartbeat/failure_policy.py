@@ -80,8 +80,8 @@ class FailurePolicy:
     def alive(self) -> None:
         """Show the agent that the heartbeat's thread is about to run an exchange.
 
-        Before the first `arm`, the call does nothing: a worker may wait for the others without a
-        limit.
+        Before the first `arm`, the call does nothing, because there is no time limit until all
+        workers have started their heartbeats.
         """
         with self._lock:
             if self._armed:

@@ -72,10 +72,11 @@ class AbortTorchDistributed(Abort):
 
     @staticmethod
     def waking() -> Callable[[], None]:
-        """Return a function that wakes a main thread which waits in torch outside a collective.
+        """Return a function `wake`, which ends a wait of the main thread in torch.
 
-        The wrapper calls `waking` just before it calls the function. After an interrupt, another
-        thread calls the result repeatedly until the function has ended.
+        It wakes the main thread if that thread waits in a call of torch that is not a collective.
+        The wrapper calls `waking` just before it calls the wrapped function. After an interrupt,
+        another thread calls `wake` repeatedly until the wrapped function has ended.
         """
         from regrow.inprocess.torch import torch_abort
 
@@ -85,7 +86,8 @@ class AbortTorchDistributed(Abort):
 class AbortTransformerEngine(Abort):
     """Make Transformer Engine release its user buffers and process groups, if it is in use.
 
-    It must run after `AbortTorchDistributed`, so it stands before it in a `Compose`.
+    Put it before `AbortTorchDistributed` in a `Compose`. A `Compose` calls its last part first, and
+    this plug-in must run after `AbortTorchDistributed`.
     """
 
     def __call__(self, state: FrozenState) -> FrozenState:

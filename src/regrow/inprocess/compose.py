@@ -29,7 +29,7 @@ class Compose:
     instances: tuple[Callable[..., Any], ...]
 
     def __new__(cls, *instances: Callable[..., Any]) -> Compose:
-        """Create an instance of a class derived from `Compose` and the common base of the parts."""
+        """Create an instance of a new class: its bases are `Compose` and the parts' common base."""
         if not instances:  # copy.copy also passes none, and sets the attributes itself
             return super().__new__(cls)
         base = _common_base(instances)

@@ -91,7 +91,7 @@ class NestedRestarterCallback:
 
 
 class _FixedState(NestedRestarterCallback):
-    """Announce the state that the class names."""
+    """Base class of plug-ins that announce the state in their attribute `announced`."""
 
     announced: ClassVar[Announcement]
 

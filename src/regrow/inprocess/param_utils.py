@@ -79,7 +79,7 @@ def substitute_param_value(
         if len(names) > 1:
             raise TypeError(
                 f"{_name(fn)} has {len(names)} parameters annotated {cls.__name__} "
-                f"({', '.join(names)}): leave one, the value is the same"
+                f"({', '.join(names)}): keep one; each would receive the same value"
             )
         values.update(dict.fromkeys(names, value))
     if not values:
@@ -99,10 +99,10 @@ def _bind(
     kwargs: Mapping[str, Any],
     values: Mapping[str, Any],
 ) -> inspect.BoundArguments:
-    """Assign the arguments to parameters, with or without placeholders for `values`.
+    """Bind the caller's arguments to the parameters of a function.
 
-    A placeholder is None or an instance of the class. Any other value in that place belongs to the
-    next parameter, if that fits.
+    The caller may omit a parameter in `values`, or pass a placeholder: None, or an instance of its
+    class. Any other value goes to the next parameter, if the call is then valid.
     """
     whole: inspect.BoundArguments | None = None
     with contextlib.suppress(TypeError):

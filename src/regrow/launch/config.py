@@ -1,8 +1,9 @@
 """Settings of a launch: `LaunchConfig`, with torch's fields and regrow's own.
 
 Names, defaults and order of torch's fields are those of
-`torch.distributed.launcher.api.LaunchConfig` (PyTorch 2.13). So code that builds one works with
-regrow after a change of the import.
+`torch.distributed.launcher.api.LaunchConfig` (PyTorch 2.13). So code that
+builds one works with regrow after a change of the import. As in torch, some defaults differ from
+those of the command line (`regrow.cli.args.flags`).
 """
 
 from __future__ import annotations

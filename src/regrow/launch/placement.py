@@ -111,7 +111,8 @@ def where(environ: Mapping[str, str]) -> Placement | None:
         environ: the environment variables of the agent.
 
     Returns:
-        The placement; None if no scheduler started this process as one of several.
+        The placement; None if this process is no task of `srun` or `mpirun`, and no pod with a
+        completion index.
 
     Raises:
         ValueError: a variable is missing or invalid.
@@ -274,5 +275,8 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
         return default
     text = _text(environ, name)
     if not text.isdecimal():
-        raise ValueError(f"{name}={text!r} is not a number")
+        raise ValueError(
+            f"{name}={text!r} is not a whole number: unset it, or give --nnodes, --node-rank and "
+            f"--rdzv-endpoint"
+        )
     return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 # For each scheduler, two variables. Every process in an allocation has the first. Each process that
-# the scheduler itself starts, as one of several, has the second.
+# `srun` or `mpirun` starts, and each pod with a completion index, has the second.
 _VARIABLES = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"),

@@ -171,8 +171,8 @@ class RendezvousSettings:
             )
         if self.keep_alive_max_attempt < 1:
             raise ValueError(
-                f"keep_alive_max_attempt ({self.keep_alive_max_attempt}) must be at least 1: a "
-                f"node that misses this many heartbeats is evicted"
+                f"keep_alive_max_attempt ({self.keep_alive_max_attempt}) must be at least 1: "
+                f"the lease of a node that misses this many heartbeats expires"
             )
         if self.keep_alive_max_attempt > LONGEST_S / self.keep_alive_interval.total_seconds():
             raise ValueError(

@@ -156,7 +156,7 @@ class PrefixStore:
 
     @property
     def characteristics(self) -> Characteristics:
-        """The guarantees that the store below declares."""
+        """The guarantees of the store that this view wraps."""
         return characteristics_of(self._store)
 
     def set(self, key: str, value: Value, /, *, ephemeral: bool = False) -> None:
@@ -272,5 +272,5 @@ def _key(key: str) -> str:
 
 def _keys(keys: Sequence[str]) -> tuple[str, ...]:
     if isinstance(keys, str):
-        raise StoreValueError(f"a list of keys is needed, not one key: {keys!r:.80}")
+        raise StoreValueError(f"the keys must be a list of str, not one str: write [{keys!r:.80}]")
     return tuple([_key(key) for key in keys])

@@ -102,7 +102,9 @@ class KeySpace:
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes]) -> None:
         """Set all keys, or none if a limit or the arguments forbid it."""
         if len(keys) != len(values):
-            raise StoreValueError(f"multi_set got {len(keys)} keys and {len(values)} values")
+            raise StoreValueError(
+                f"multi_set got {len(keys)} keys and {len(values)} values: give each key one value"
+            )
         self._check_count(keys)
         new = dict(zip(keys, values, strict=True))
         grown = added = 0

@@ -142,7 +142,8 @@ class TimerServer(abc.ABC):
 
         Returns:
             whether the worker is reaped. If so, the server clears its timers. If not, the server
-            calls this method again, at growing pauses. An exception counts as reaped.
+            calls this method again, at growing pauses. If it raises an exception, the server
+            clears the timers as well.
         """
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""A timer server's thread, its sleep, and the processes with timers.
+"""Processes with timers: their pidfds and signals; the thread and the sleep of a timer server.
 
 A pid in a request is a number that any process can write. When the number is used, it may already
 name another process. So the server looks up a process once, when it first arms a timer, and holds a
@@ -251,7 +251,7 @@ class TimedProcesses:
                 "because it would end the server"
             )
         elif worker is None or worker.ended():
-            logger.info("timers: worker %d had ended before its timer expired", pid)
+            logger.info("timers: worker %d has already ended; no signal is sent", pid)
         else:
             try:
                 if worker.pidfd >= 0:

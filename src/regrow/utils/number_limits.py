@@ -1,4 +1,4 @@
-"""Limits of the numbers in a user's configuration.
+"""Limits of the numbers in a user's configuration, and the default of `--restart-timeout`.
 
 A larger number is a typing error, or means "without end". Neither may end in an OverflowError hours
 later: a wait in the kernel takes at most 2**31 ms, and a message holds 64-bit numbers.

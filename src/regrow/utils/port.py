@@ -51,7 +51,7 @@ class PortReservation:
         self.port = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Release the port; a socket that listens on it by now is not affected."""
+        """Release the port; a process that already listens on it keeps it."""
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -75,10 +75,10 @@ def ended(group: GroupState, rank: int, end: WorkerEnd, replaceable: bool = Fals
     Args:
         group: the group before the end.
         rank: the worker.
-        end: how the worker ended; its outcome is computed as if no other worker could continue
-            without it.
-        replaceable: whether the others can continue without it; for a worker that completed its
-            task, whether they had continued without it before its end.
+        end: how the worker ended, without regard to in-process restart: its outcome is
+            `completed`, `stopped` or `failed`. This function may change it to `left` or `lost`.
+        replaceable: whether the other workers can continue without this one. If this worker
+            completed its task: whether the others had already continued without it.
     """
     if replaceable and end.outcome == "completed":
         end = end._replace(outcome="left")

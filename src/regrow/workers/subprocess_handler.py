@@ -1,8 +1,7 @@
-"""torch's `SubprocessHandler`, for programs that use it: a program in its own session.
+"""`SubprocessHandler` as in torch: starts one process in its own session.
 
-regrow does not start its own workers with this class: the guardian forks and watches them, and
-leaves no process behind. The class exists for programs that use it as they use torch's class, or
-derive from it to start processes in another way.
+regrow itself does not use it: the guardian starts the workers, and leaves no process behind. The
+class exists for programs that call or subclass torch's class.
 """
 
 from __future__ import annotations

@@ -57,7 +57,8 @@ class LocalWorkers(Feature):
         job: what the parts of the agent share. Its features add to the environment of the workers
             and explain failures.
         sleepers: detects workers in uninterruptible sleep.
-        heartbeats: whether the workers send heartbeats; a suspended worker sends none.
+        heartbeats: whether the job runs with `--heartbeat`; this changes the warning about a
+            suspended worker.
     """
 
     def __init__(self, job: Job, sleepers: UninterruptibleSleepers, *, heartbeats: bool) -> None:

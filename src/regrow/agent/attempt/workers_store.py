@@ -58,6 +58,8 @@ _TOKEN_FILE_FLAG = "PET_RDZV_TOKEN_FILE"
 _TOKENS = ("REGROW_TOKEN", "REGROW_TOKEN_FILE", _TOKEN_FILE_FLAG)
 """Variables of the agent's environment that lead to the job's token."""
 _NO_OFFER = "the agent of node rank 0 offered none"
+_STARTS = 3
+"""How often in a row the server may fail to start. It may have been killed at its start."""
 _FAREWELL_S = 6.0  # seconds for the server to end: it is killed after 5 s
 
 logger = get_logger(__name__)
@@ -354,9 +356,19 @@ class Activation:
             self._wake = -1
 
     def _run(self) -> None:
+        failures = 0
         try:
             while self._becomes_readable(self._listener.fileno()):
-                with self._start(self._listener) as server:
+                try:
+                    server = self._start(self._listener)
+                except StoreError as error:
+                    failures += 1
+                    if failures == _STARTS:
+                        raise
+                    logger.warning("the server of the workers' store starts again: %s", error)
+                    continue
+                failures = 0
+                with server:
                     if self._becomes_readable(server.fileno()):
                         logger.warning(
                             "the server of the workers' store (pid %s) has ended, and its keys are "

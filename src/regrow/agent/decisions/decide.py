@@ -22,8 +22,8 @@ spending the budget.
 **Notifications may arrive at any time.** The agent may not know yet that the round has formed, or
 may be leaving the round already. So each notification has the number of its round. The state keeps
 a notification about a round that still forms until the round has formed (`over`, `early_join`). A
-notification about an older round changes nothing. Round numbers only grow, so one number is enough
-to keep.
+notification about an older round changes nothing. Round numbers only grow, so
+the state keeps only the latest number.
 
 **Waiting nodes join together.** Ten nodes that arrive within a moment cost one restart. Only group
 rank 0 waits for further arrivals; otherwise ten agents would. The other nodes get a notification

@@ -1,6 +1,6 @@
 """Stack positions of workers, compared between nodes: their form in reports and stores.
 
-Places travel in reports (`failure_report`) and through stores, so their size is bounded. The
+Places travel in reports (`shared_failure`) and through stores, so their size is bounded. The
 reading agent may run another release, so it skips what it cannot read. All functions are pure.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from regrow.agent.records import failure_report
+from regrow.agent.records import shared_failure
 from regrow.timer.stacks.report import printable
 
 #: Maximum size in bytes of one node's places as JSON: 16 places with the longest names.
@@ -39,7 +39,7 @@ def as_evidence(found: WorkerPlaces) -> dict[str, Any]:
 
 def from_report(report: str) -> WorkerPlaces | None:
     """Return the places of workers in a report of a failure; None if it has none."""
-    return decode(failure_report.evidence(report, _EVIDENCE))
+    return decode(shared_failure.evidence(report, _EVIDENCE))
 
 
 def encode(found: WorkerPlaces) -> dict[str, Any]:

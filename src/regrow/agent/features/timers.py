@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from regrow.agent.attempt.environment import TORCHELASTIC_TIMER_FILE
 from regrow.agent.features import Feature, StartedWorkers, comparison, hang
 from regrow.agent.features.comparison import WorkerPlaces
-from regrow.agent.features.watchdog import Watchdog, timer_files
+from regrow.agent.features.timer_server import Watchdog, timer_files
 from regrow.timer.stacks.report import compare_places
 from regrow.utils import get_logger
 
@@ -191,7 +191,9 @@ class TimerReports(Feature):
         try:
             return self._watchdog.read_places(self._job.attempt)
         except Exception:  # no error here may prevent the stop of the workers
-            logger.exception("the stacks of the workers cannot be read")
+            logger.exception(
+                "cannot read the stacks of this node's workers; the comparison is without them"
+            )
             return {}
 
     def _compare(self, places: Mapping[int, str]) -> None:
@@ -240,7 +242,7 @@ class TimerReports(Feature):
             store.append(key, json.dumps(comparison.encode(own)) + "\n")
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
             logger.warning(
-                "the other nodes do not get the places of this node's workers: %s", error
+                "the other nodes compare without the stacks of this node's workers: %s", error
             )
 
     def after_ranks(self, store: Store) -> None:
@@ -253,7 +255,9 @@ class TimerReports(Feature):
         try:
             lines = store.get(key) if store.check([key]) else b""
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
-            logger.warning("this node cannot read the places of other nodes' workers: %s", error)
+            logger.warning(
+                "this node compares its own workers only: cannot read the others: %s", error
+            )
             return
         if others := comparison.gather(attempt, lines):
             self._all_compared = attempt

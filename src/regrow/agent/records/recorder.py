@@ -65,7 +65,9 @@ class Recorder:
             try:
                 sink(event)
             except Exception:  # a sink is an observer and must not stop the training
-                logger.exception("an event sink raised on %s: %r; the job continues", name, sink)
+                logger.exception(
+                    "the event sink %r raised an exception for %s; the job continues", sink, name
+                )
 
     # --- the job
 

@@ -184,7 +184,10 @@ class Devices:
                     f"--nproc-per-node {kind}: the devices of this host cannot be counted: {why}. "
                     f"Give a number instead"
                 ) from None
-            raise ValueError(f"Unsupported nproc_per_node value: {kind} ({why})") from None
+            raise ValueError(
+                f"Unsupported nproc_per_node value: {kind}: its devices cannot be counted: {why}. "
+                f"Give a number instead"
+            ) from None
         if answer is None:
             raise ValueError(_unsupported(kind))
         return self._found(kind, answer)

@@ -3,7 +3,8 @@
 A row of `GROUPS` declares a flag completely. Its dash spelling determines the underscore spelling
 (`--nproc_per_node`), the attribute (`nproc_per_node`) and the environment variable of its default
 (`PET_NPROC_PER_NODE`). The command line takes precedence over the variable. Names and defaults are
-those of torchrun in PyTorch 2.13. So a command line, a set of `PET_` variables, or a program that
+those of torchrun in PyTorch 2.13 (`LaunchConfig`, for programs, has defaults of its own in
+`regrow.launch.config`). So a command line, a set of `PET_` variables, or a program that
 extends `get_args_parser()` works without a change. `regrow.cli.args.parser` creates the parser.
 """
 

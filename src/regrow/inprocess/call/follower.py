@@ -150,7 +150,7 @@ class IterationFollower:
             Why this rank cannot continue; None if it can.
         """
         try:
-            if self._has_fault(ending):
+            if self._wait_for_fault(ending):
                 self._end(ending)
         except BaseException as error:
             logger.exception(
@@ -167,8 +167,11 @@ class IterationFollower:
             ending.over.set()
         return ending.error
 
-    def _has_fault(self, ending: Ending) -> bool:
-        """Wait for the end of the iteration; return whether the function has to be ended."""
+    def _wait_for_fault(self, ending: Ending) -> bool:
+        """Wait until the iteration ends; return whether the function has to be ended.
+
+        The faults of the iteration are in the timeline of `ending` afterwards.
+        """
         iteration = ending.state.iteration
         try:
             faults = self._link.follow(iteration)

@@ -105,7 +105,7 @@ def root_cause(faults: Faults) -> Fault | None:
 
 @dataclass(slots=True)
 class Timeline:
-    """When each phase of a restart was over, counted from the time of the first fault.
+    """The times at which the phases of a restart ended; `seconds` counts from the first fault.
 
     The phases are detected, notified, aborted, finalized, checked, met and called. Each rank
     goes through the phases from "notified" on.

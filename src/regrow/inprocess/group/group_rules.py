@@ -25,8 +25,9 @@ So each rank first learns that all ranks are done. It then records, where its la
 that no rank continues in its place (`regrow._progress`). Then it confirms. The call is over when
 all have confirmed.
 
-A fault ends the iteration in which it is recorded. A fault between "met" and the start of the next
-world belongs to the next iteration: its ranks enter, receive the fault at once, and meet again.
+A fault ends the iteration in which it is recorded. A fault after ENDING and before
+the next RUNNING belongs to the next iteration: its ranks enter, receive the fault at once, and meet
+again.
 
 **Places.** The rank assignment runs on every rank. The server receives only its result: the place
 with which each rank enters. The places must fit together, or ranks would meet in two different

@@ -1,4 +1,4 @@
-"""Service of the store server that runs the groups of a job.
+"""Service of the store server that runs the groups: when a rank counts as lost, and the replies.
 
 The server has a connection to every rank. So a fault costs one message, and a barrier one message
 in each direction per rank, for any number of ranks. The service applies the rules (`group_rules`)
@@ -178,9 +178,9 @@ class InprocessService:
         if record is None or record.process != question.process:
             raise _RefusedError(
                 "unknown",
-                f"the store does not know this process as initial rank {question.rank} of the "
-                f"group {question.group!r}: the store was restarted, or has removed the "
-                f"group. Start the job again; the script resumes from its last checkpoint",
+                f"the store has no entry for this process (initial rank {question.rank} of the "
+                f"group {question.group!r}), because the store was restarted or has removed the "
+                f"group. Start the job again",
             )
         event: Event = question
         if isinstance(question, messages.ReportDead):

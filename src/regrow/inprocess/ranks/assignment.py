@@ -158,8 +158,9 @@ def assign(
     left = _assigned(assignment, ctx)
     if left.terminated_ranks:
         raise RestartError(
-            f"{repr_of(assignment)} left terminated_ranks={sorted(left.terminated_ranks)}: compose "
-            f"it with an assignment that removes them, such as rank_assignment.ShiftRanks()"
+            f"{repr_of(assignment)} did not remove terminated_ranks="
+            f"{sorted(left.terminated_ranks)}: compose it with an assignment that does, such as "
+            f"rank_assignment.ShiftRanks()"
         )
     if left.state.mode is Mode.INITIALIZED:
         left.state.activate_all_ranks()

@@ -384,10 +384,10 @@ def _seated(ctx: RankAssignmentCtx, topology: Topology, seats: Seats) -> RankAss
     initial_ranks: list[int | None] = [leaf.initial_rank for leaf in topology.leaves]
     own = initial_ranks.index(ctx.state.initial_rank)
     if seats.modes[own] is Mode.TERMINATED:
+        ended = ctx.state.rank in ctx.terminated_ranks
         raise RankDiscarded(
-            f"rank {ctx.state.rank} (initial rank {ctx.state.initial_rank}) is given up: it is one "
-            f"of terminated_ranks={sorted(ctx.terminated_ranks)}, or too few ranks are left in a "
-            "branch that contains it"
+            f"rank {ctx.state.rank} (initial rank {ctx.state.initial_rank}) leaves the job: "
+            + ("it has ended" if ended else "too few ranks are left in a branch that contains it")
         )
     living = list(seats.living())
     ctx.state = replace(

@@ -105,7 +105,8 @@ def abort_process_groups() -> None:
         end_gloo_connections()
     except OSError as error:
         logger.warning(
-            "waits in gloo collectives are not ended, because /proc/self cannot be read: %s",
+            "cannot wake a rank in a gloo collective, because /proc/self cannot be read (%s): it "
+            "waits for its own time-out, or for hard_timeout",
             error,
         )
     world = c10d._world

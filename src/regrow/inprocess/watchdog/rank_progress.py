@@ -25,8 +25,8 @@ thread itself is the only progress: it shows that the process is not stopped.
 
 This thread cannot detect a thread that holds the interpreter's lock, because no Python code runs
 then. It cannot detect a stopped process either. The monitor of the host detects both from outside:
-this rank sends it the time until which it may continue, again with all progress. The monitor does
-not repeat a report of this thread.
+this rank sends it the time until which it may continue, and a new time after each progress. The
+monitor does not repeat a report of this thread.
 
 Pending calls run in the main thread only. A function in another thread is checked by its pings.
 """

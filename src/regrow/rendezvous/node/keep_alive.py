@@ -333,7 +333,9 @@ class NodeConnection:
         return self._token == round > max(confirmed, self._unconfirmed)
 
     def _seen(self, id: str) -> Snapshot | None:
-        """Return the latest snapshot of this life when there is one; None when the life is over.
+        """Wait for the first snapshot under this node id; return the latest one.
+
+        The result is None if the node does not use this id any more.
 
         A snapshot without this node looks the same before it has joined and after its eviction. So
         the node follows nothing before its first answer.
@@ -442,7 +444,12 @@ class NodeConnection:
                 return
             self.broken = self.broken or error
             self._end(self._id)
-        logger.error("node %s cannot follow the rendezvous", self._id, exc_info=error)
+        logger.error(
+            "node %s leaves its round, because it cannot read the rendezvous; the next call of "
+            "the agent raises this error",
+            self._id,
+            exc_info=error,
+        )
         self._driver.end_round_store()
         self._notify()
 

@@ -266,5 +266,7 @@ class _PolledStore:
 
     def _open(self) -> Store:
         if self._closed.is_set():
-            raise StoreClosedError("the round is over, and its store with it")
+            raise StoreClosedError(
+                "the round has ended, so its store is closed: use the store of the next round"
+            )
         return self._store

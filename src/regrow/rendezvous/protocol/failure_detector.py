@@ -18,8 +18,9 @@ silence is tolerated. So a node is lost only after its lease and `kill` seconds 
 knows that a node has ended, because its connection was closed, it reports the loss at once, without
 a check.
 
-The end of the last call evicts no node, so the last call simply lasts a number of seconds after the
-driver first saw it. Members that are missing then have one more lease to come back.
+The last call ends a number of seconds after the driver first saw it. Its end removes no member at
+once: the leases of the missing members are not renewed any more, so these members have one more
+lease to come back.
 
 If the nodes run the rounds themselves, each node checks only the peers that follow it in the order
 of ranks (`PeerDetector`). So the data that a node reads every second does not grow with the job.

@@ -1,4 +1,4 @@
-"""Credentials with which the nodes of a job authenticate each other: a token, and certificates.
+"""Choose the credentials of a node: which token, from which source, and the certificates.
 
 Nodes on several hosts share a token, in a file or in an environment variable. Nodes that all run on
 one host need no token from the user: each user has a secret in a file that only this user can read.

@@ -241,7 +241,10 @@ def recover(records: Iterable[bytes]) -> dict[str, JobRecord]:
                 case ForgottenRecord(job):
                     del jobs[job]
     except (KeyError, msgspec.MsgspecError) as error:
-        raise ValueError(f"the journal cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"a record in the journal is damaged, or of another release ({type(error).__name__}: "
+            f"{error})"
+        ) from error
     return jobs
 
 

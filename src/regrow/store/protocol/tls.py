@@ -117,7 +117,7 @@ class TlsSocket:
 
         Raises:
             StoreHungUp: the server closed the connection.
-            StoreAuthError: the server's certificate is refused.
+            StoreAuthError: this client does not trust the server's certificate.
             StoreProtocolError: the two sides do not agree on TLS.
         """
         try:
@@ -127,7 +127,10 @@ class TlsSocket:
         except ssl.SSLWantWriteError:
             return select.POLLOUT
         except ssl.SSLCertVerificationError as error:
-            raise StoreAuthError(f"the server's certificate is refused: {error}") from error
+            raise StoreAuthError(
+                f"this client does not trust the server's certificate: {error}. Check the file of "
+                f"the certificate authority, and the host name of the endpoint"
+            ) from error
         except (ssl.SSLEOFError, ConnectionResetError) as error:
             raise StoreHungUp(
                 "the server closed the connection when TLS was requested; it is not a regrow "

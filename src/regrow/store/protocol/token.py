@@ -1,4 +1,4 @@
-"""The secrets that a store and its clients prove to each other.
+"""Read and create the files with secrets; refuse a file that other users can access.
 
 A job has a token, which the environment provides. Processes without a token, of one user on one
 host, share a secret in a file. No other user can read the file. The first process that needs the

@@ -80,7 +80,7 @@ def is_stranger(received: bytes) -> bool:
 
 
 def describe_client(received: bytes) -> str:
-    """Describe in one line the program that sent these first bytes to a server, with advice."""
+    """Return one line for the server's log: which program sent these bytes, and what to do."""
     if received.startswith(_TCPSTORE[:1]) and _TCPSTORE.startswith(received[: len(_TCPSTORE)]):
         return (
             "it is a PyTorch TCPStore client (torchrun, or a worker that takes this port for "
@@ -150,7 +150,7 @@ class Mutation(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Set(Mutation, tag=1, frozen=True, gc=False):
-    """`Store.set`."""
+    """Request for `Store.set`."""
 
     key: str
     value: bytes
@@ -158,14 +158,14 @@ class Set(Mutation, tag=1, frozen=True, gc=False):
 
 
 class Add(Mutation, tag=2, frozen=True, gc=False):
-    """`Store.add`."""
+    """Request for `Store.add`."""
 
     key: str
     amount: Int64
 
 
 class CompareSet(Mutation, tag=3, frozen=True, gc=False):
-    """`Store.compare_set`."""
+    """Request for `Store.compare_set`."""
 
     key: str
     expected: bytes
@@ -174,20 +174,20 @@ class CompareSet(Mutation, tag=3, frozen=True, gc=False):
 
 
 class Append(Mutation, tag=4, frozen=True, gc=False):
-    """`Store.append`."""
+    """Request for `Store.append`."""
 
     key: str
     value: bytes
 
 
 class Delete(Mutation, tag=5, frozen=True, gc=False):
-    """`Store.delete_key`."""
+    """Request for `Store.delete_key`."""
 
     key: str
 
 
 class MultiSet(Mutation, tag=6, frozen=True, gc=False):
-    """`Store.multi_set`."""
+    """Request for `Store.multi_set`."""
 
     keys: list[str]
     values: list[bytes]
@@ -224,7 +224,7 @@ class Cancel(Struct, array_like=True, tag=16, frozen=True, gc=False):
 
 
 class Ask(Struct, array_like=True, tag=18, frozen=True, gc=False):
-    """`StoreClient.ask`; the answer is Done, now or later."""
+    """Request for `StoreClient.ask`; the answer is Done, now or later."""
 
     id: Id
     service: Annotated[str, Meta(max_length=100)]

@@ -171,7 +171,9 @@ class Backlog:
         self._unsent[message.scope] = message
 
     def next(self) -> Message | None:
-        """Return a request to send, if there is one; it stays in the backlog until `sent`."""
+        """Return a request to send, or None; the request stays in the backlog until the caller
+        reports by `sent` that it was sent.
+        """
         # `copy` is atomic: a signal handler or another thread may add a request here.
         message = next(iter(self._unsent.copy().values()), None)
         if message is not None and message.arms:

@@ -289,7 +289,7 @@ class FileTimerServer:
 
         Returns:
             whether the worker is reaped. If not, the server calls this method again, at growing
-            pauses. An exception counts as reaped.
+            pauses. If it raises an exception, the server removes the worker's timers.
         """
         worker = self.workers.get(worker_pid)
         if worker is not None and worker.pidfd < 0 and self.refusal(worker_pid):
@@ -475,16 +475,21 @@ class FileTimerServer:
         try:
             done = self._reap_worker(pid, signal)
         except Exception:
-            logger.exception("timers: reaping worker %d failed; cleared its timers", pid)
-            done = True
+            logger.exception(
+                "timers: _reap_worker raised an exception for worker %d, so its timers are "
+                "removed; the worker may still run",
+                pid,
+            )
+            done = None
         if done:
             logger.info("timers: sent worker %d signal %d for %s", pid, signal, reaping.scopes)
+            self._emit("kill worker process", reaping.cause)
+        if done is not False:
             self._failures.pop(pid, None)
             worker = self.workers.get(pid)
             if worker is not None:
                 killed = signal == signals.SIGKILL
                 worker.reaped = math.inf if killed else self._now()
-            self._emit("kill worker process", reaping.cause)
             return True
         failures = self._failures[pid] = self._failures.get(pid, 0) + 1
         pause = Backoff(FIRST_PAUSE, max(FIRST_PAUSE, self._max_interval)).pause(failures)

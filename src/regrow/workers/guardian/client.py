@@ -1,4 +1,4 @@
-"""`Guardian`: the agent's handle for its guardian process.
+"""`Guardian`: the agent's handle for its guardian process; cleans up if that process is killed.
 
 Every request is a message and every reply is an event, so no call waits. `start` returns while the
 guardian's interpreter is still starting. The agent can request a thousand workers before the first

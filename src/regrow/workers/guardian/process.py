@@ -200,7 +200,10 @@ class MainLoop:
         self._receive()
 
     def _receive(self) -> bool:
-        """Receive the messages of one read; return False if there are none."""
+        """Read once from the agent's socket; return False if there was nothing to read.
+
+        A renewed lease takes effect at once. Other messages are queued.
+        """
         frames = self._wire.receive()
         for frame in frames or ():
             if frame[0] == b"lease":  # end of the lease in ns; 0: without end

@@ -1,4 +1,4 @@
-"""State of the guardian's workers, and the decisions that follow from it.
+"""Deadlines of the guardian's workers: the lease, the grace, and when SIGKILL is due.
 
 The module is pure: it neither reads nor signals a process. Times are nanoseconds of the host's
 monotonic clock, which agent and guardian share. So a lease that was renewed before the host paused

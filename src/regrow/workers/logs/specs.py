@@ -35,14 +35,14 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse the text of a flag.
+        """Parse the value of `--redirects` or `--tee`.
 
         Args:
             vm: a value from 0 to 3 for all ranks (1 is stdout, 2 stderr, 3 both), or
                 `local_rank:value` pairs such as `0:3,1:0`.
 
         Returns:
-            The value, or a map of the named ranks.
+            One value for all ranks, or a dict from local rank to value.
 
         Raises:
             ValueError: the text has neither form.

@@ -269,7 +269,7 @@ class DirectoryCells:
 def file_name(text: str) -> str:
     """Return a file name for any text; the name of a short text is readable.
 
-    Different texts have different names. No name is hidden, or is that of the directory itself.
+    Different texts have different names. A name never starts with a dot.
     """
     name = "=" + quote(text, safe="+,@^", errors="surrogatepass")
     if len(name) <= _LONGEST_NAME:
