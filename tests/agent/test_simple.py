@@ -28,7 +28,9 @@ from regrow.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousInfo,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
+from regrow.rendezvous.protocol.messages import Departed
 from regrow.store import MemoryStore, PrefixStore, StoreSessionLost
 from regrow.workers import ProcessFailure, SignalException
 
@@ -161,6 +163,25 @@ def test_a_connection_that_breaks_while_ranks_are_exchanged_costs_a_round_and_no
     agent.rendezvous.next_rendezvous = lambda: rounds.pop(0)  # type: ignore[method-assign]
     assert not agent.run().is_failed()
     assert "round 1 cannot begin; joining the next round: the session is lost" in caplog.text
+
+
+def test_all_nodes_that_are_lost_are_recorded_when_no_further_round_forms() -> None:
+    agent = Agent([FAILED], max_restarts=1)
+    lost = [Departed("node1/7/a", 1, "silence"), Departed("node2/7/b", 2, "silence")]
+
+    rounds = [round_of_two(MemoryStore(), 1)]
+
+    def next_rendezvous() -> RendezvousInfo:
+        if rounds:
+            return rounds.pop()
+        raise RendezvousTimeoutError("too few nodes", departed=lost)
+
+    agent.rendezvous.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+    with pytest.raises(RendezvousTimeoutError):
+        agent.run()
+    (event,) = (each for each in agent.told if each.name == "regrow.round.departed")
+    assert event.metadata["ended_round"] == 1
+    assert [node["node"] for node in event.metadata["nodes"]] == ["node1/7/a", "node2/7/b"]
 
 
 class DistNetworkError(RuntimeError):

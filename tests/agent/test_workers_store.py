@@ -74,6 +74,21 @@ def test_workers_do_not_get_the_token_of_the_job(tmp_path: Path) -> None:
     assert other["REGROW_TOKEN"] != own
 
 
+def test_workers_do_not_get_the_credentials_of_etcd() -> None:
+    outer = {
+        "REGROW_ETCD_USER": "job",
+        "REGROW_ETCD_PASSWORD": "secret",
+        "REGROW_ETCD_PASSWORD_FILE": "/etcd.password",
+    }
+    blank = dict.fromkeys(outer, "")
+    provider = provider_of(adapted(PlainHandler()))
+    assert provider.environment(1, ADDR, outer) == blank
+    for conf in ("token_file=/job.token", "read_timeout=5, password=secret", "user=job"):
+        given = {"PET_RDZV_CONF": conf}
+        assert provider.environment(1, ADDR, given) == {"PET_RDZV_CONF": ""}
+    assert provider.environment(1, ADDR, {"PET_RDZV_CONF": "last_call_timeout=5"}) == {}
+
+
 def test_workers_do_not_get_a_token_file_that_cannot_be_read(tmp_path: Path) -> None:
     outer = {"REGROW_TOKEN_FILE": str(tmp_path / "none")}
     assert provider_of(adapted(PlainHandler())).environment(1, ADDR, outer) == {

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,10 +132,10 @@ tell()
 
 @pytest.mark.parametrize(
     ("command", "holds"),
-    [(HOLDS, True), (shell(*HOLDS), True), (below(*HOLDS), False), (below(*shell(*HOLDS)), False)],
+    [(HOLDS, True), (shell(*HOLDS), False), (below(*HOLDS), False), (below(*shell(*HOLDS)), False)],
     ids=["the worker", "below a shell", "below Python", "below a shell below Python"],
 )
-def test_a_process_takes_the_rank_at_once_or_leaves_it_to_a_python_above_it(
+def test_only_the_own_process_of_a_worker_takes_the_rank_at_once(
     command: tuple[str, ...], holds: bool
 ) -> None:
     assert told(start_worker(*command)) == [str(holds)] * 2
@@ -175,9 +176,25 @@ automatic.begin()
     [(0.01, "automatic.starting.join()"), (1000.0, "heartbeat.start(1)")],
     ids=["later", "when it asks"],
 )
-def test_a_training_that_a_launcher_in_python_has_started_beats(delay: float, then: str) -> None:
+@pytest.mark.parametrize("launcher", [below, shell])
+def test_a_training_below_a_launcher_beats(
+    launcher: Callable[..., tuple[str, ...]], delay: float, then: str
+) -> None:
     training = BEGINS.format(delay=delay, then=then) + BEATS
-    assert told(start_worker(*below(*python(training)))) == ["True"]
+    assert told(start_worker(*launcher(*python(training)))) == ["True"]
+
+
+TOOL_THEN_TRAINING = """
+"$0" -c "$1"
+"$0" -c "$2"
+exit $?
+"""
+
+
+def test_a_tool_that_a_shell_script_runs_first_leaves_the_rank_to_the_training() -> None:
+    training = BEGINS.format(delay=0.01, then="automatic.starting.join()") + BEATS
+    worker = start_worker("sh", "-c", TOOL_THEN_TRAINING, sys.executable, HOLDS[-1], training)
+    assert told(worker) == ["False", "False", "True"]
 
 
 # The thread that begins the heartbeat stands in an import while this process goes on.

@@ -368,6 +368,18 @@ def test_a_node_that_times_out_gives_up_its_place(make_job: MakeJob) -> None:
     assert isinstance(job.rounds.events[-1], LeaveRound)
 
 
+def test_a_node_that_times_out_after_several_losses_names_all_lost_nodes(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(3, 3, join=1.0)
+    a, b, c = job.seated("a", "b", "c")
+    for lost in (b, c):
+        job.rounds.post(NodeLost(lost.id, "silence"))
+    with pytest.raises(RendezvousTimeoutError, match="1 of at least 3 nodes") as raised:
+        a.handler.next_rendezvous()
+    assert [(node.id, node.rank) for node in raised.value.departed] == [(b.id, 1), (c.id, 2)]
+
+
 # --- the end
 
 

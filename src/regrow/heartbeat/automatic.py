@@ -7,11 +7,11 @@ heartbeat of a rank claims the rank: it binds a name in the kernel's namespace o
 The name needs no file. The kernel frees it at any end of the process, and refuses it to any other
 process. It contains the attempt's secret, so no other user of the host can take it.
 
-The worker binds the name when it imports regrow. A tool that the worker's script runs may import
-regrow first. If the tool took the rank, the end of the tool would end the heartbeat. A process
-below another Python process of the same worker is called a helper here. A helper leaves the rank to
-the process above it for `DELAY` seconds. If the rank is still free then, the helper takes it: its
-parent may be a launcher that never imports regrow.
+The worker's own process binds the name when it imports regrow. A tool that the worker runs may
+import regrow first. If the tool took the rank, the end of the tool would end the heartbeat. So a
+process that another process of the worker started leaves the rank to the others for `DELAY`
+seconds. If the rank is still free then, it takes the rank: the training may run below a shell
+script, or below a launcher that never imports regrow.
 
 A thread waits for the other workers, so the import does not wait. The wait has no limit: the agents
 monitor the processes, and one worker may import regrow minutes after another. When all workers have
@@ -40,7 +40,7 @@ from regrow.utils import get_logger
 logger = get_logger(__name__)
 
 DELAY = 10.0
-"""Seconds for which a helper leaves the rank to the process above it."""
+"""Seconds for which a process below the worker's own process leaves the rank to the others."""
 _WAIT = 10.0
 """Seconds that a fork, or the end of the program, waits for the imports of that thread."""
 
@@ -55,7 +55,7 @@ _OF_AN_ATTEMPT = ("REGROW_STORE_TOKEN", "REGROW_STORE", "TORCHELASTIC_RUN_ID", "
 
 
 def begin() -> None:
-    """Start the heartbeat, if this is the worker's own process and not a helper."""
+    """Start the heartbeat of this worker, unless another process of the worker has it."""
     environ = os.environ
     try:
         period = float(environ[HEARTBEAT_ENV])
@@ -70,7 +70,7 @@ def begin() -> None:
             error,
         )
         return
-    if _is_helper(environ):
+    if _is_below_worker(environ):
         taken = None
         if is_held(name):
             return
@@ -140,26 +140,12 @@ def _take(name: bytes) -> socket.socket | None:
     return taken
 
 
-def _is_helper(environ: Mapping[str, str]) -> bool:
-    """Whether a process above this one belongs to the same worker and runs the same Python."""
+def _is_below_worker(environ: Mapping[str, str]) -> bool:
+    """Return whether another process of the worker started this process."""
     from regrow.workers.guardian import procfs
 
-    mark, python = environ.get(procfs.MARK, "").encode(), _program("self")
-    pid = os.getppid()
-    while mark and procfs.mark(pid) == mark:
-        if _program(pid) == python:
-            return True
-        entry = procfs.stat(pid)
-        pid = entry.parent if entry else 0
-    return False
-
-
-def _program(pid: int | str) -> str | None:
-    """The path of a process's program; None: the path is not readable."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115 - pathlib is not loaded here
-    except OSError:
-        return None
+    mark = environ.get(procfs.MARK, "").encode()
+    return bool(mark) and procfs.mark(os.getppid()) == mark
 
 
 def _start(period: float, name: bytes, taken: socket.socket | None) -> None:
@@ -169,9 +155,9 @@ def _start(period: float, name: bytes, taken: socket.socket | None) -> None:
         if taken is None:
             return
         if not asked:
-            logger.warning(
-                "heartbeat: process %d sends it for rank %s, because no process above it imported"
-                " regrow within %g s; the heartbeat ends with this process",
+            logger.info(
+                "heartbeat: process %d sends it for rank %s, because no other process of the "
+                "worker imported regrow within %g s; the heartbeat ends with this process",
                 os.getpid(),
                 os.environ.get("RANK"),
                 DELAY,

@@ -11,6 +11,13 @@ RendezvousError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from regrow.rendezvous.protocol.messages import Departed
+
 
 class RendezvousError(Exception):
     """A rendezvous failed."""
@@ -31,6 +38,11 @@ class RendezvousClosedError(RendezvousError):
 
 class RendezvousTimeoutError(RendezvousError):
     """The rendezvous did not complete in time."""
+
+    def __init__(self, *args: object, departed: Sequence[Departed] = ()) -> None:
+        super().__init__(*args)
+        self.departed = departed
+        """The nodes of the previous round that are lost or have left."""
 
 
 class RendezvousConnectionError(RendezvousError):

@@ -82,6 +82,8 @@ LIVES = 64
 """Maximum number of nodes of one session."""
 TEXT = 2000
 """Maximum length of an explanation, in characters."""
+DEPARTED = 100
+"""Most lost nodes in an explanation."""
 GATHER = 0.1
 """Time to batch arrivals before the members are notified: a hundred arrivals cost one message."""
 FORGET_JOB = 60.0

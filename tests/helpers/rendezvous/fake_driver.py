@@ -13,7 +13,7 @@ from regrow.rendezvous.errors import RendezvousConnectionError, RendezvousGracef
 from regrow.rendezvous.node.driver import Snapshot, answer, differs, snapshot
 from regrow.rendezvous.node.node_rules import explain_timeout
 from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
-from regrow.rendezvous.protocol.messages import Event, LastCallOver, subject
+from regrow.rendezvous.protocol.messages import Departed, Event, LastCallOver, subject
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round, holds
 from regrow.store import MemoryStore, Store
@@ -154,7 +154,7 @@ class FakeDriver:
     def peek(self, id: str) -> Snapshot:
         return snapshot(self.rounds.state, id)
 
-    def explain_timeout(self, id: str, timeout: float) -> str:
+    def explain_timeout(self, id: str, timeout: float) -> tuple[str, tuple[Departed, ...]]:
         return explain_timeout(self.rounds.state, "job", id, timeout)
 
     def interrupt(self) -> None:

@@ -22,7 +22,11 @@ from regrow.agent.attempt.environment import warn_if_unknown
 from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
 from regrow.agent.peers import Peers
-from regrow.rendezvous import RendezvousGracefulExitError, RendezvousStoreInfo
+from regrow.rendezvous import (
+    RendezvousGracefulExitError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from regrow.utils import get_logger
 from regrow.workers import SignalException
 from regrow.workers.errors.failures import first_of
@@ -300,7 +304,11 @@ class Attempt:
         spec, job = group.spec, self._job
         start = monotonic()
         with self._job.torch_events.duration("RENDEZVOUS"):
-            info = job.handler.next_rendezvous()
+            try:
+                info = job.handler.next_rendezvous()
+            except RendezvousTimeoutError as error:
+                job.recorder.departed(job.round, error.departed)
+                raise
         number, failures, nodes = info.round, info.failures, info.world_size
         if number is not None:
             job.recorder.departed(number - 1, info.departed)

@@ -57,6 +57,9 @@ PATIENCE_S = 10.0
 _TOKEN_FILE_FLAG = "PET_RDZV_TOKEN_FILE"
 _TOKENS = ("REGROW_TOKEN", "REGROW_TOKEN_FILE", _TOKEN_FILE_FLAG)
 """Variables of the agent's environment that lead to the job's token."""
+_CONF = "PET_RDZV_CONF"
+_CREDENTIALS = ("token_file", "user", "password", "password_file")
+"""Keys of `--rdzv-conf` with which a program can join the job."""
 _NO_OFFER = "the agent of node rank 0 offered none"
 _STARTS = 3
 """How often in a row the server may fail to start. It may have been killed at its start."""
@@ -170,12 +173,16 @@ class WorkersStore:
         return blank | found | self._without_token(outer)
 
     def _without_token(self, outer: Mapping[str, str]) -> dict[str, str]:
-        """Hide the job's token from workers, so that no program of theirs can join the job.
+        """Hide the job's credentials from workers, so that no program of theirs can join the job.
 
         Workers get another token, derived from the job's token and equal on all nodes. So jobs that
         workers of several nodes start together still have a token.
         """
-        blank = dict.fromkeys((name for name in _TOKENS if outer.get(name)), "")
+        etcd = [name for name in outer if name.startswith("REGROW_ETCD_")]
+        blank = dict.fromkeys((name for name in (*_TOKENS, *etcd) if outer.get(name)), "")
+        keys = {pair.partition("=")[0].strip() for pair in outer.get(_CONF, "").split(",")}
+        if keys.intersection(_CREDENTIALS):
+            blank[_CONF] = ""
         path = outer.get(_TOKEN_FILE_FLAG)
         try:
             token = read_token_file(path) if path else load_token(outer)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from regrow.rendezvous.protocol.messages import (
+        Departed,
         Event,
         Judged,
         NodeRefused,
@@ -141,8 +142,13 @@ class Driver(Protocol):
         """Return the latest received snapshot, without a call."""
         ...
 
-    def explain_timeout(self, id: str, timeout: float) -> str:
-        """Return the error text of a wait of `timeout` seconds; it names the missing nodes."""
+    def explain_timeout(self, id: str, timeout: float) -> tuple[str, tuple[Departed, ...]]:
+        """Explain why a wait of `timeout` seconds was in vain.
+
+        Returns:
+            The error text, which names the missing nodes; and the nodes that are lost from the
+            previous round or have left it, at most `DEPARTED`.
+        """
         ...
 
     def interrupt(self) -> None:

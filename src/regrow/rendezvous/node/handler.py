@@ -314,7 +314,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 case RoundClosed():
                     raise self._over(outcome, waiting.standby)
                 case TimedOut():
-                    raise RendezvousTimeoutError(self.driver.explain_timeout(self.id, timeout))
+                    text, departed = self.driver.explain_timeout(self.id, timeout)
+                    raise RendezvousTimeoutError(text, departed=departed)
                 case Seated() | RoundEnded() | Rejoin():
                     return outcome
 

@@ -22,9 +22,11 @@ from regrow.rendezvous.protocol.messages import (
     Seated,
 )
 from regrow.rendezvous.protocol.state import departed
+from regrow.rendezvous.settings import DEPARTED
 
 if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Snapshot
+    from regrow.rendezvous.protocol.messages import Departed
     from regrow.rendezvous.protocol.state import Round
 
 
@@ -162,7 +164,15 @@ def is_evicted(notified: Notified, snapshot: Snapshot) -> bool:
     )
 
 
-def explain_timeout(state: Round, run_id: str, id: str, timeout: float) -> str:
+def explain_timeout(
+    state: Round, run_id: str, id: str, timeout: float
+) -> tuple[str, tuple[Departed, ...]]:
+    """Explain why a wait was in vain; see `Driver.explain_timeout`."""
+    text = _timeout_text(state, run_id, id, timeout)
+    return text, () if state.complete else departed(state)[:DEPARTED]
+
+
+def _timeout_text(state: Round, run_id: str, id: str, timeout: float) -> str:
     """Return the error text of a timed-out wait: its purpose, its length, and the missing nodes."""
     waited = f"the rendezvous '{run_id}': node {id} waited {timeout:g} s for "
     members = len(state.members)

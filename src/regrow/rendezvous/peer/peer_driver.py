@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Threads
     from regrow.rendezvous.peer.backend import RendezvousBackend
     from regrow.rendezvous.protocol.document import Envelope
-    from regrow.rendezvous.protocol.messages import Event
+    from regrow.rendezvous.protocol.messages import Departed, Event
     from regrow.rendezvous.protocol.rules import Refusal
     from regrow.rendezvous.settings import RendezvousSettings
     from regrow.store import Store
@@ -193,7 +193,7 @@ class NodesDriver:
         self.end_round_store()
         self._shared.close()
 
-    def explain_timeout(self, id: str, timeout: float) -> str:
+    def explain_timeout(self, id: str, timeout: float) -> tuple[str, tuple[Departed, ...]]:
         """See `Driver.explain_timeout`."""
         return explain_timeout(self._shared.state, self._run_id, id, timeout)
 

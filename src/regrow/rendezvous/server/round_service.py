@@ -382,8 +382,8 @@ class RendezvousService:
         job = self.jobs.get(question.job)
         if job is None:
             raise ValueError(f"the server does not know the job {question.job!r}")
-        text = explain_timeout(job.state, job.run_id, question.id, question.waited)
-        return messages.encode(messages.ExplainReply(_shortened(text)))
+        text, departed = explain_timeout(job.state, job.run_id, question.id, question.waited)
+        return messages.encode(messages.ExplainReply(_shortened(text), departed))
 
     def _follow(
         self, session: Hashable, id: int, question: messages.FollowRequest, now: float

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from regrow.rendezvous.node.driver import Threads
-    from regrow.rendezvous.protocol.messages import Event
+    from regrow.rendezvous.protocol.messages import Departed, Event
     from regrow.rendezvous.server.hosting import HostedServer
     from regrow.rendezvous.settings import RendezvousSettings
     from regrow.store import Store, StoreClient, Tls
@@ -222,13 +222,15 @@ class ServerDriver:
         of, snapshot = self._latest
         return snapshot if of == id else _NOTHING
 
-    def explain_timeout(self, id: str, timeout: float) -> str:
+    def explain_timeout(self, id: str, timeout: float) -> tuple[str, tuple[Departed, ...]]:
         """See `Driver`."""
         question = messages.ExplainRequest(self._run_id, id, timeout)
         try:
-            return self._ask(messages.encode(question), messages.ExplainReply, EXPLAIN).text
+            reply = self._ask(messages.encode(question), messages.ExplainReply, EXPLAIN)
         except RendezvousError as error:
-            return f"node {id} waited {timeout:g} s for other nodes, and cannot name them: {error}"
+            text = f"node {id} waited {timeout:g} s for other nodes, and cannot name them: {error}"
+            return text, ()
+        return reply.text, reply.departed
 
     def interrupt(self) -> None:
         """See `Driver`."""

@@ -25,6 +25,7 @@ from msgspec import Meta, Raw, Struct
 from regrow.rendezvous.node.driver import Snapshot
 from regrow.rendezvous.protocol.messages import (
     CloseRendezvous,
+    Departed,
     EndConfirmed,
     Event,
     JoinRound,
@@ -128,9 +129,10 @@ class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
 
 
 class ExplainReply(Struct, array_like=True, tag=3, frozen=True, gc=False):
-    """A text for people that explains why a wait has timed out."""
+    """Why a wait has timed out; see `Driver.explain_timeout`."""
 
     text: str
+    departed: tuple[Departed, ...] = ()
 
 
 class RefusedReply(Struct, array_like=True, tag=2, frozen=True, gc=False):
