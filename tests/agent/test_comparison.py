@@ -31,7 +31,7 @@ ANYTHING: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["attempt", "places", "standing"]), inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["attempt", "places"]), inner, max_size=3)
     ),
     max_leaves=9,
 )
@@ -83,7 +83,7 @@ def test_places_are_bounded_and_fit_into_a_report(letter: str) -> None:
 
 @given(ALMOST | ANYTHING)
 def test_any_places_of_another_release_are_read_or_skipped(anything: Any) -> None:
-    for read in (decode(anything), from_report(json.dumps({"standing": anything}))):
+    for read in (decode(anything), from_report(json.dumps({"places": anything}))):
         for rank, place in (read.places if read is not None else {}).items():
             assert type(rank) is int
             assert place.isprintable()

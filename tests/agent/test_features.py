@@ -254,7 +254,7 @@ def test_a_hang_is_an_event_and_the_explanation_of_the_failure_that_follows(
     timers: TimerReports, recorder: Any, inbox: queue.SimpleQueue[Any]
 ) -> None:
     timers.on_start(started())
-    timers.take_hang(hang(places={5: "in step (train.py:14)"}))
+    timers.on_hang(hang(places={5: "in step (train.py:14)"}))
     inbox.get(timeout=PATIENCE)()
     assert recorder.names == ["regrow.timer.expired"]
     killed = ProcessFailure(1, 77, -9, "", exited_monotonic=100.5)
@@ -270,7 +270,7 @@ def test_a_hang_is_an_event_and_the_explanation_of_the_failure_that_follows(
 
 def test_a_hang_of_an_older_attempt_explains_nothing(timers: TimerReports) -> None:
     timers.on_start(started())
-    timers.take_hang(hang(attempt=2))
+    timers.on_hang(hang(attempt=2))
     assert "timer" not in timers.explain({5: ProcessFailure(1, 77, -9, "")})[5].summary
 
 
@@ -388,7 +388,7 @@ def test_training_without_progress_is_reported_and_is_no_hang(
     timers: TimerReports, recorder: Any, inbox: queue.SimpleQueue[Any]
 ) -> None:
     request = FileTimerRequest(77, f"{STALLED}rank 5 has made no step", 1e9, 0, monotonic=100.0)
-    timers.take_hang(hang(request=request, signum=0))
+    timers.on_hang(hang(request=request, signum=0))
     inbox.get_nowait()()
     ((name, emitted),) = recorder.emitted
     assert (name, emitted["message"]) == ("regrow.heartbeat.stalled", "rank 5 has made no step")

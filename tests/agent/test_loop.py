@@ -74,7 +74,7 @@ class Script:
         self.after_check()
         return RunResult(state), 0
 
-    def take_result(self, result: RunResult) -> None:
+    def store_result(self, result: RunResult) -> None:
         self.calls.append(result.state.value)
 
     def stop_for_good(self, report: bool) -> None:

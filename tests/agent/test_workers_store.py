@@ -207,7 +207,7 @@ def test_a_server_that_cannot_start_is_logged_and_its_socket_is_closed(
     wait_until(lambda: not listens(bench.address), "the socket is closed")
     bench.close()
     assert "no worker can use the workers' store: msgspec is not installed" in caplog.text
-    bench.activation.disown()  # as a child does that is forked after that
+    bench.activation.after_fork()  # as a child does that is forked after that
 
 
 # --- offers between agents, and variables of workers

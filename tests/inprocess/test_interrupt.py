@@ -565,7 +565,7 @@ def test_a_cleanup_that_takes_too_long_is_interrupted(requests: Requests, strike
             time.sleep(1000)
         finally:
             requests.await_some()
-            requests.now += no_interrupt_zones.PATIENCE
+            requests.now += no_interrupt_zones.HOLD_LIMIT
             time.sleep(1000)
 
     with Interrupter(requests.clock) as interrupter:
@@ -631,16 +631,16 @@ def test_a_function_that_takes_a_lock_is_interrupted_only_if_it_is_blocked() -> 
     guard: Any = SimpleNamespace()
     top: Any = SimpleNamespace(f_code=acquire.__code__, f_back=guard)
     now = 0.0
-    look = no_interrupt_zones.Look(lambda: now, wakes=True)
+    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert not any(met(step) for step in range(3 * no_interrupt_zones.LOOKS))
     # In a loop it does not: it was there before.
     assert [met(step % 2) for step in range(no_interrupt_zones.LOOKS - 1)] == [False] * 3 + [True]
     # Nor when it waits; but an exception that comes when it has the lock is no way to end that.
-    look = no_interrupt_zones.Look(lambda: now, wakes=True)
+    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert [met(7) for _ in range(no_interrupt_zones.LOOKS)] == [False] * 4 + [True]
-    look = no_interrupt_zones.Look(lambda: now, wakes=False)
+    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=False)
     assert not any(met(7) for _ in range(3 * no_interrupt_zones.LOOKS))
-    now = no_interrupt_zones.PATIENCE
+    now = no_interrupt_zones.HOLD_LIMIT
     assert met(7)
 
 
@@ -648,9 +648,9 @@ def test_a_second_signal_ignores_the_frames_of_the_handler(
     interrupter: Interrupter, striker: Striker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
-    judge = no_interrupt_zones.Look.at
+    judge = no_interrupt_zones.InterruptCheck.at
 
-    def at(look: no_interrupt_zones.Look, top: FrameType, *others: Any) -> bool:
+    def at(look: no_interrupt_zones.InterruptCheck, top: FrameType, *others: Any) -> bool:
         found.append(top.f_code.co_name)
         if len(found) == 1:
             assert interrupter.signum is not None
@@ -661,7 +661,7 @@ def test_a_second_signal_ignores_the_frames_of_the_handler(
         while True:
             time.sleep(0.0001)
 
-    monkeypatch.setattr(no_interrupt_zones.Look, "at", at)
+    monkeypatch.setattr(no_interrupt_zones.InterruptCheck, "at", at)
     while found[:1] != ["acquire"]:  # it may be struck before the function has begun
         found.clear()
         call = interrupter.call()

@@ -141,7 +141,7 @@ def test_the_settings_are_what_they_were_given(job: Job) -> None:
 
 def test_what_is_printed_as_a_bound_has_the_time_until_a_beat_is_looked_for(job: Job) -> None:
     handler = job.handler("node0", 1, 2, keep_alive_interval=0.5, keep_alive_max_attempt=4)
-    assert handler.bounds["a silent host is given up"] == 2 + 1 + 0.5
+    assert handler.bounds["a silent host counts as lost"] == 2 + 1 + 0.5
     assert handler.bounds["workers of a host that is cut off are killed"] == 2
 
 

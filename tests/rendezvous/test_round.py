@@ -31,8 +31,8 @@ from regrow.rendezvous.protocol.state import (
     judged,
     place,
     seated,
-    standing,
     stands_by,
+    status_of,
     watched,
 )
 
@@ -62,8 +62,8 @@ def run(state: Round, *events: Event) -> tuple[Round, list[Learned]]:
 def changes(before: Round, after: Round) -> list[Learned]:
     changed: dict[Learned, None] = {}
     for id in (*after.ranks, *after.members, *after.queue, *sorted(after.awaited)):
-        status = standing(after, id)
-        if status is not None and status != standing(before, id):
+        status = status_of(after, id)
+        if status is not None and status != status_of(before, id):
             changed[status] = None
     verdict = judged(after, after.number - 1)
     if verdict and (before.unheard or verdict.charged) and verdict != judged(before, verdict.round):
@@ -140,7 +140,7 @@ def test_the_end_of_no_last_call_means_nothing() -> None:
 def test_a_node_lost_while_the_round_forms_is_no_member() -> None:
     state, _ = run(Round(2, 2), *joins("a"), NodeLost("a", "silence"), *joins("b"))
     assert not state.complete
-    assert standing(state, "a") is None
+    assert status_of(state, "a") is None
 
 
 def test_a_repeated_join_changes_nothing_and_is_answered_the_same() -> None:
@@ -175,7 +175,7 @@ def test_free_seats_are_promised_only_as_often_as_there_are_any() -> None:
 def test_a_standby_moves_up_when_an_earlier_waiting_node_leaves() -> None:
     state, _ = run(complete("a", "b", high=3), *joins("c", "d"))
     state, _ = run(state, LeaveRound("c"))
-    assert standing(state, "d") == Placed("d", "waiting")
+    assert status_of(state, "d") == Placed("d", "waiting")
     assert state.waiting == 1
 
 
@@ -193,8 +193,8 @@ def test_a_standby_takes_the_seat_of_a_lost_member() -> None:
 
 def test_seats_are_kept_for_members_of_the_round_before_while_they_stop_their_workers() -> None:
     state, _ = run(complete("a", "b", "c", high=3), NodeLost("c", "silence"), *joins("d", "e"))
-    assert standing(state, "d") == Placed("d", "forming")
-    assert standing(state, "e") == Placed("e", "standby")
+    assert status_of(state, "d") == Placed("d", "forming")
+    assert status_of(state, "e") == Placed("e", "standby")
     state, effects = run(state, *joins("a", "b", token=1))
     assert seats(effects) == {"a": 0, "b": 1, "d": 2}
 
@@ -207,8 +207,8 @@ def test_a_round_that_loses_a_member_ends_with_the_node_and_the_reason() -> None
     assert effects == [RoundEnded(1, "b", "its connection broke", lost=True)]
     assert str(effects[0]) == "round 1 is over: node b: its connection broke"
     assert state.number == 2
-    assert standing(state, "a") == RoundEnded(1, "b", "its connection broke", lost=True)
-    assert standing(state, "b") is None
+    assert status_of(state, "a") == RoundEnded(1, "b", "its connection broke", lost=True)
+    assert status_of(state, "b") is None
 
 
 def test_a_member_that_asks_for_the_next_round_ends_this_one_for_all() -> None:
@@ -259,7 +259,7 @@ def test_a_world_of_one_goes_from_round_to_round_without_waiting() -> None:
 def test_a_node_that_missed_its_seat_in_an_ended_round_is_awaited() -> None:
     state, _ = run(complete("a", "b"), JoinRound(node("b"), 1))
     assert run(state, JoinRound(node("a"), 0))[0] is state
-    assert standing(state, "a") == RoundEnded(1, "b", "it asked for a new round")
+    assert status_of(state, "a") == RoundEnded(1, "b", "it asked for a new round")
     _, effects = run(state, JoinRound(node("a"), 1))
     assert seats(effects) == {"a": 0, "b": 1}
 
@@ -308,8 +308,8 @@ def test_a_late_judgement_of_a_node_that_has_got_elsewhere_since_changes_nothing
     for before, after in [(forming, seated), (seated, again), (forming, again)]:
         late = NodeLost("a", "silence", place(before, "a"))
         assert run(after, late) == (after, [])
-        assert standing(run(before, late)[0], "a") is None
-    assert standing(run(again, NodeLost("a", "its connection broke"))[0], "a") is None
+        assert status_of(run(before, late)[0], "a") is None
+    assert status_of(run(again, NodeLost("a", "its connection broke"))[0], "a") is None
 
 
 def test_nodes_that_are_lost_together_are_all_removed() -> None:
@@ -350,7 +350,7 @@ def test_its_seat_is_taken_only_when_its_lease_is_over() -> None:
     assert not state.complete
     state, effects = run(state, LastCallOver(state.last_call))
     assert seats(effects) == {"a": 0, "d": 1, "e": 2}
-    assert standing(state, "b") is None
+    assert status_of(state, "b") is None
     _, effects = run(state, JoinRound(node("b"), 1))
     assert [type(e) for e in effects] == [NodeRefused]
 
@@ -358,7 +358,7 @@ def test_its_seat_is_taken_only_when_its_lease_is_over() -> None:
 def test_the_seat_of_an_evicted_node_goes_to_a_standby_when_the_lease_is_over() -> None:
     state, _ = run(complete("a", "b"), *joins("c"), JoinRound(node("a"), 1))
     state, _ = run(state, LastCallOver(state.last_call))
-    assert standing(state, "c") == Placed("c", "standby")
+    assert status_of(state, "c") == Placed("c", "standby")
     state, effects = run(state, LastCallOver(state.last_call))
     assert seats(effects) == {"a": 0, "c": 1}
 
@@ -383,7 +383,7 @@ def test_an_eviction_ends_when_too_few_are_left_to_take_the_seats() -> None:
 def test_a_closed_rendezvous_evicts_no_node() -> None:
     state, _ = run(evicting(), CloseRendezvous("a"))
     assert holds(state, "b", 1)
-    assert standing(state, "b") == state.ended
+    assert status_of(state, "b") == state.ended
 
 
 def test_only_members_that_are_there_hold_their_seats() -> None:
@@ -406,7 +406,7 @@ def test_all_that_are_lost_at_once_are_named_in_the_next_round() -> None:
     named = (Departed("b", 1, "its connection broke"), Departed("c", 2, "silence"))
     assert [e.departed for e in effects if isinstance(e, Seated)] == [named, named]
     state, _ = run(state, *joins("d", "a", token=2))
-    again = standing(state, "a")
+    again = status_of(state, "a")
     assert isinstance(again, Seated)
     assert again.departed == (), "they are named once"
 
@@ -447,7 +447,7 @@ def failed(*names: str, high: int = 0) -> Round:
 def test_a_failure_ends_the_round_at_once_for_all_with_the_report() -> None:
     state, effects = run(complete("a", "b", "c"), WorkersFailed("a", 1, "boom"))
     assert effects == [BOOM]
-    assert [standing(state, id) for id in "abc"] == [BOOM] * 3
+    assert [status_of(state, id) for id in "abc"] == [BOOM] * 3
     assert judged(state, 1) is None
 
 
@@ -494,7 +494,7 @@ def test_a_failure_is_not_charged_when_a_member_is_lost_or_leaving_before_it_con
     state, effects = run(failed("a", "b", "c"), EndConfirmed("b", 1), end)
     cause = RoundEnded(1, "c", "its connection broke", lost=not isinstance(end, NodeLeaving))
     assert Judged(1, False, 0, cause) in effects
-    assert standing(state, "a") == cause
+    assert status_of(state, "a") == cause
     assert judged(state, 1) == Judged(1, False, 0, cause)
     assert state.failures == 0
 
@@ -549,7 +549,7 @@ def test_a_failure_with_a_stale_token_ends_no_round() -> None:
 def test_a_failure_is_still_judged_when_the_job_is_closed_meanwhile() -> None:
     state, _ = run(failed("a", "b"), CloseRendezvous("b"), EndConfirmed("b", 1))
     assert judged(state, 1) == Judged(1, True, 1, BOOM)
-    assert standing(state, "a") == state.ended
+    assert status_of(state, "a") == state.ended
 
 
 def test_failures_add_up_over_the_rounds_and_other_ends_cost_nothing() -> None:
@@ -578,7 +578,7 @@ def test_a_member_that_is_leaving_ends_the_round_and_keeps_its_seat_until_its_wo
 def test_closing_wakes_every_node_with_the_node_and_the_reason() -> None:
     state, effects = run(Round(2, 3), *joins("a"), CloseRendezvous("a", "the job failed"))
     assert effects == [RoundClosed("a", "the job failed")]
-    assert standing(state, "a") == RoundClosed("a", "the job failed")
+    assert status_of(state, "a") == RoundClosed("a", "the job failed")
 
 
 def test_no_node_joins_after_closing() -> None:
@@ -591,10 +591,10 @@ def test_no_node_joins_after_closing() -> None:
 
 def test_a_closed_round_goes_on_and_its_members_leave_in_peace() -> None:
     state, _ = run(complete("a", "b"), CloseRendezvous("a"))
-    assert isinstance(standing(state, "b"), Seated)
+    assert isinstance(status_of(state, "b"), Seated)
     state, _ = run(state, LeaveRound("a", 1))
-    assert isinstance(standing(state, "b"), Seated)
-    assert standing(state, "a") == state.closed
+    assert isinstance(status_of(state, "b"), Seated)
+    assert status_of(state, "a") == state.closed
     assert watched(state) == {"b"}
     assert run(state, JoinRound(node("a"))) == (state, [state.closed])
 
@@ -611,7 +611,7 @@ def test_after_closing_a_lost_member_is_still_reported_but_one_that_left_is_not(
 def test_a_closed_round_that_cannot_go_on_ends_for_the_others(event: Event) -> None:
     state, effects = run(complete("a", "b"), CloseRendezvous("b"), event)
     assert isinstance(effects[0], RoundEnded)
-    assert standing(state, "b") == state.ended
+    assert status_of(state, "b") == state.ended
     _, effects = run(state, JoinRound(node("b"), 1))
     assert effects == [RoundClosed("b", "it closed the rendezvous")]
 
@@ -623,7 +623,7 @@ def test_a_failure_in_a_closed_round_is_final_for_all(event: Event) -> None:
     state, _ = run(complete("a", "b", "c"), CloseRendezvous("b"), LeaveRound("b", 1), event)
     assert state.ended
     for id in "ac":
-        told = standing(state, id)
+        told = status_of(state, id)
         assert isinstance(told, RoundClosed)
         assert (told.id, told.report) == ("a", "boom")
     assert run(state, WorkersFailed("c", 1, "another")) == (state, [state.closed])
@@ -643,7 +643,7 @@ def test_when_the_job_has_failed_for_good_no_round_goes_on() -> None:
         complete("a", "b", high=4), *joins("c"), CloseRendezvous("b", "it failed", "boom")
     )
     assert state.ended == RoundEnded(1, "b", "it failed", "boom", full_grace=True)
-    assert {standing(state, id) for id in "abc"} == {RoundClosed("b", "it failed", "boom")}
+    assert {status_of(state, id) for id in "abc"} == {RoundClosed("b", "it failed", "boom")}
     assert state.last_call == 0
 
 
@@ -652,7 +652,7 @@ def test_members_learn_whether_their_workers_have_the_whole_grace_to_stop() -> N
         leaving = NodeLeaving("a", 1, "1 node waits to join", full_grace=full)
         state, effects = run(complete("a", "b"), leaving)
         over = RoundEnded(1, "a", "1 node waits to join", full_grace=full)
-        assert effects[0] == standing(state, "b") == over
+        assert effects[0] == status_of(state, "b") == over
         assert decode(encode(state)).ended == over
     for event in (WorkersFailed("a", 1, "boom"), NodeLost("a", "silence")):
         ended = run(complete("a", "b"), event)[0].ended
@@ -689,7 +689,7 @@ def test_a_member_whose_round_is_over_can_still_close() -> None:
     state, _ = run(
         complete("a", "b"), WorkersFailed("a", 1, "boom"), CloseRendezvous("a", "it failed", "boom")
     )
-    assert standing(state, "b") == RoundClosed("a", "it failed", "boom")
+    assert status_of(state, "b") == RoundClosed("a", "it failed", "boom")
 
 
 def test_no_round_completes_after_closing() -> None:
@@ -725,7 +725,7 @@ def test_the_loss_of_a_fixed_node_ends_the_round_and_refuses_another(event: Even
     state, effects = run(fixed("a", "b", "c"), event)
     over = RoundEnded(1, "b", "it went", lost=True)
     assert over in effects
-    assert standing(state, "a") == over  # on this notification it stops its workers
+    assert status_of(state, "a") == over  # on this notification it stops its workers
     assert holds(state, "a", 1)
     _, effects = run(state, *joins("a", token=1))
     assert effects == [RoundClosed("b", "it went", lost=True)]
@@ -733,9 +733,9 @@ def test_the_loss_of_a_fixed_node_ends_the_round_and_refuses_another(event: Even
 
 def test_a_node_that_waits_for_a_fixed_node_learns_that_it_has_left() -> None:
     state, _ = run(fixed("a", "b"), NodeLeaving("b", 1, "SIGTERM"), *joins("a", token=1))
-    assert standing(state, "a") == Placed("a", "forming")
+    assert status_of(state, "a") == Placed("a", "forming")
     state, _ = run(state, LeaveRound("b", 1, "SIGTERM"))
-    assert standing(state, "a") == RoundClosed("b", "SIGTERM", lost=True)
+    assert status_of(state, "a") == RoundClosed("b", "SIGTERM", lost=True)
 
 
 def test_a_failure_that_such_a_loss_has_caused_is_not_charged() -> None:

@@ -33,8 +33,8 @@ from regrow.rendezvous.protocol.state import (
     holds,
     judged,
     seated,
-    standing,
     stands_by,
+    status_of,
     watched,
 )
 
@@ -94,7 +94,7 @@ class Rounds(RuleBasedStateMachine):
             assert after.ended.round == before.number
             assert after.ended.id in before.members or after.closed
         for id in after.ranks.keys() - after.gone:
-            seat = standing(after, id)
+            seat = status_of(after, id)
             assert isinstance(seat, Seated)
             assert self.seats[after.number].setdefault(id, seat) == seat, "two seats in one round"
             assert after.min_nodes <= seat.world_size <= after.max_nodes
@@ -110,7 +110,7 @@ class Rounds(RuleBasedStateMachine):
     def join(self, id: str, honest: bool, lie: int) -> None:
         token = self.tokens.get(id, 0) if honest else lie
         refusal = self.post(JoinRound(Node(id, id), token))
-        assert refusal or standing(self.state, id), "a join that was not answered"
+        assert refusal or status_of(self.state, id), "a join that was not answered"
 
     @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
     def leave(self, id: str, honest: bool, lie: int) -> None:
@@ -234,7 +234,7 @@ class Rounds(RuleBasedStateMachine):
         waits = {*self.state.members, *self.state.awaited, *self.state.queue}
         if self.state.closed:
             for id in waits:
-                assert isinstance(standing(self.state, id), Seated | RoundClosed | RoundEnded)
+                assert isinstance(status_of(self.state, id), Seated | RoundClosed | RoundEnded)
             return
         # Enough new nodes join, members rejoin, the last call expires: no node with a seat waits.
         for id in sorted(self.state.awaited):
@@ -246,7 +246,7 @@ class Rounds(RuleBasedStateMachine):
         assert self.state.complete
         assert not self.state.unheard
         for id in waits:
-            seated = isinstance(standing(self.state, id), Seated)
+            seated = isinstance(status_of(self.state, id), Seated)
             assert seated or stands_by(self.state, id) or self.state.waiting
         for seats in self.seats.values():
             sizes = {s.world_size for s in seats.values()}

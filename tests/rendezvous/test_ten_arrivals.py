@@ -24,7 +24,7 @@ from regrow.rendezvous.protocol.messages import (
     Seated,
 )
 from regrow.rendezvous.protocol.rules import step
-from regrow.rendezvous.protocol.state import Round, standing
+from regrow.rendezvous.protocol.state import Round, status_of
 
 ARRIVALS = 10
 SEATS = 20
@@ -68,7 +68,7 @@ class Agent:
 
     def seat(self) -> None:
         """Start workers in the complete round."""
-        seat = standing(self.job.rounds, self.id)
+        seat = status_of(self.job.rounds, self.id)
         assert isinstance(seat, Seated)
         self.round, self.told = seat.round, Notified(seat.round)
         self.decide(words.Formed(self.job.now, seat.round, shared=True, leads=seat.rank == 0))

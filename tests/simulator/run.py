@@ -12,7 +12,7 @@ from regrow.rendezvous.peer import peer_driver, shared_document
 from regrow.rendezvous.protocol import rules
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import Event, Seated
-from regrow.rendezvous.protocol.state import Round, standing
+from regrow.rendezvous.protocol.state import Round, status_of
 from regrow.rendezvous.server import round_service
 from simulator import nodes as sim_nodes
 from simulator.agent import Agent, SimPort
@@ -138,7 +138,7 @@ class World:
         if seats.keys() != state.ranks.keys():
             raise self.history.broken(f"members that are not there: {state.ranks} {seats}")
         for id, host in seats.items():
-            if host.guardian.round != state.number or not isinstance(standing(state, id), Seated):
+            if host.guardian.round != state.number or not isinstance(status_of(state, id), Seated):
                 raise self.history.broken(f"{id} runs no workers in round {state.number}")
 
     def _check_closed(self) -> None:

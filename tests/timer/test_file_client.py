@@ -80,7 +80,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client waits for anything for long."""
-    monkeypatch.setattr("regrow.timer.fifo.client.PATIENCE", 0.01)
+    monkeypatch.setattr("regrow.timer.fifo.client.FLUSH_TIMEOUT", 0.01)
     monkeypatch.setattr("regrow.timer.fifo.client.PAUSE", 0.0)
 
 

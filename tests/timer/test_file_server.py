@@ -368,7 +368,7 @@ def test_time_with_a_full_pipe_does_not_count(rig: Rig) -> None:
 import sys
 from regrow.timer import FileTimerClient, expires
 from regrow.timer.fifo import client
-client.PATIENCE = 0.01
+client.FLUSH_TIMEOUT = 0.01
 with expires(600, client=FileTimerClient(sys.argv[1])):
     print(flush=True)
     sys.stdin.readline()

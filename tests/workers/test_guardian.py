@@ -650,7 +650,7 @@ PTRACE_SEIZE, PR_SET_PTRACER = 0x4206, 0x59616D61
 def test_the_guardian_gives_up_on_a_process_that_sigkill_does_not_end(
     who: str, tmp_path: Path
 ) -> None:
-    guardian = Guardian(patience=0.2)
+    guardian = Guardian(kill_timeout=0.2)
     script = (
         "import ctypes, os, signal, sys, time\n"
         f"if {who == 'child'} and os.fork(): time.sleep(1000)\n"

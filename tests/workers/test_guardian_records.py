@@ -62,7 +62,7 @@ def test_when_the_lease_is_over_all_workers_are_due() -> None:
     assert ([record.number for record in to_kill], to_give_up) == ([1, 2], [])
 
 
-def test_a_worker_that_is_being_killed_keeps_its_patience_when_the_lease_is_over() -> None:
+def test_a_worker_that_is_being_killed_keeps_its_kill_timeout_when_the_lease_is_over() -> None:
     records = _records(100)
     records.by_number[1].stop(signal.SIGTERM, 0, now=5)
     records.due(now=5)
@@ -112,7 +112,7 @@ def test_orphans_have_their_own_grace_or_the_rest_of_the_stops() -> None:
     assert (alone.deadline, stopped.deadline) == (1 + GRACE, 6)
 
 
-def test_a_worker_is_killed_once_after_its_grace_and_abandoned_after_the_patience() -> None:
+def test_a_worker_is_killed_once_after_its_grace_and_abandoned_after_the_kill_timeout() -> None:
     records = _records(100)
     (record,) = records.by_number.values()
     assert records.next_check() is None

@@ -144,7 +144,7 @@ class Loop:
 
     def _checked(self, found: tuple[RunResult, int]) -> events.Event:
         result, waiting = found
-        self.attempt.take_result(result)
+        self.attempt.store_result(result)
         return events.CheckResult(result.state, waiting, monotonic(), self.job.hopeless)
 
     # --- incoming messages

@@ -249,14 +249,14 @@ class _StoryBuilder:
 
     def _planned_restart(self, number: int) -> PlannedRestart:
         attempt = self.attempts[number]
-        told = next(
+        ended = next(
             (e for e in (*attempt.named[_RESTARTING], *attempt.named[_ENDED]) if text(e, "reason")),
             {},
         )
         return PlannedRestart(
             attempt=number,
-            reason=one_line(text(told, "reason") or "the reason is not recorded"),
-            **self._cost(number, text(told, "host"), real(told, "monotonic")),
+            reason=one_line(text(ended, "reason") or "the reason is not recorded"),
+            **self._cost(number, text(ended, "host"), real(ended, "monotonic")),
         )
 
     def _suspensions(self) -> tuple[Suspension, ...]:
@@ -354,7 +354,7 @@ def _server_end(event: Record) -> ServerEnd:
 def _stall(event: Record) -> StalledProgress:
     return StalledProgress(
         **process(event),
-        what=one_line(text(event, "message") or "it stood still"),
+        what=one_line(text(event, "message") or "it made no progress"),
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
     )

@@ -126,6 +126,6 @@ class NestedRestarterFinalized(_FixedState, Completion):
 
 
 class NestedRestarterAborted(_FixedState, Terminate):
-    """Announce that the wrapper has given up."""
+    """Announce that the wrapper has aborted the call."""
 
     announced = Announcement("aborted")

@@ -210,10 +210,10 @@ class ServerTurns:
         """Wait for requests or the next deadline, and act on them."""
         requests, server = self._requests, self._server
         begin = self._clock.now()
-        patience = self._patience(begin)
-        self._register(requests.get(max(1, requests.size()), patience))
+        timeout = self._timeout(begin)
+        self._register(requests.get(max(1, requests.size()), timeout))
         now = self._clock.now()
-        if now - begin - patience > STANDSTILL:
+        if now - begin - timeout > STANDSTILL:
             self._held_until = now + STANDSTILL
         expired = server.get_expired_timers(now)
         for _ in range(LOOKS):
@@ -238,7 +238,7 @@ class ServerTurns:
             {worker for worker in ready if self._reap(worker, expired[worker], now)}
         )
 
-    def _patience(self, now: float) -> float:
+    def _timeout(self, now: float) -> float:
         """Seconds until there is work even without requests, at most `max_interval`."""
         deadline = self._deadlines.next()
         times = [math.inf if deadline is None else deadline]

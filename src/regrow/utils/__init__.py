@@ -14,7 +14,7 @@ from regrow.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from regrow.utils.backoff import Backoff, poll_until
-    from regrow.utils.fork import disown_in_children
+    from regrow.utils.fork import call_after_fork
     from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
     from regrow.utils.number_limits import (
         LONGEST_S,
@@ -69,7 +69,7 @@ __getattr__, __dir__ = lazily(
     globals(),
     {
         "backoff": "Backoff poll_until",
-        "fork": "disown_in_children",
+        "fork": "call_after_fork",
         "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
         "port": "PortReservation",

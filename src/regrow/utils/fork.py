@@ -13,12 +13,12 @@ from typing import Protocol
 class Inherited(Protocol):
     """An object that only the process that created it may use."""
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Close the descriptors in a forked child, without a message to any process."""
 
 
-def disown_in_children(thing: Inherited) -> None:
-    """Make each forked child disown `thing`, if the object still exists at the fork."""
+def call_after_fork(thing: Inherited) -> None:
+    """Make each forked child call `after_fork` of `thing`, if it still exists at the fork."""
     _inherited.add(thing)
 
 
@@ -27,7 +27,7 @@ _inherited: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for thing in list(_inherited):
-        thing.disown()
+        thing.after_fork()
     _inherited.clear()
 
 

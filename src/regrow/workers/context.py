@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Most seconds after the grace until `close` returns: longer than the guardian's patience.
+#: Most seconds after the grace until `close` returns: longer than the guardian's kill time-out.
 KILL_MARGIN = 10.0
 
 

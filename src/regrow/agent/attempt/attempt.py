@@ -143,7 +143,7 @@ class Attempt:
             waiting = handler.num_nodes_waiting()
         return result, waiting
 
-    def take_result(self, result: RunResult) -> None:
+    def store_result(self, result: RunResult) -> None:
         """Store the result of `check`; called by the loop."""
         self._job.result = result
         self._job.group.state = result.state

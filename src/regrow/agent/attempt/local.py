@@ -72,7 +72,7 @@ class LocalWorkers(Feature):
         self.lost: set[int] = set()
         """Global ranks of the workers that were lost in the latest attempt."""
         self._started: StartedWorkers | None = None  # with the context that posts its changes
-        self.guardian = Guardian(on_lapse=self._take_lapse)
+        self.guardian = Guardian(on_lapse=self._on_lapse)
         self._port: PortReservation | None = None
 
     def open(self) -> None:
@@ -141,7 +141,7 @@ class LocalWorkers(Feature):
                 job.restart_timeout if job.remaining_restarts > 0 else job.shutdown_timeout
             ),
             guardian=self.guardian,
-            on_change=self._take_change,
+            on_change=self._on_change,
             signals_to_handle="",
             before_start=self._before_first,
             replaceable=reports.replaceable,
@@ -177,7 +177,7 @@ class LocalWorkers(Feature):
 
     # --- watch
 
-    def _take_change(self, change: WorkerChange) -> None:
+    def _on_change(self, change: WorkerChange) -> None:
         """Handle a change of a worker; called by the process context on its own thread."""
         if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
             self.reports.stop()  # the context stops the other workers
@@ -224,7 +224,7 @@ class LocalWorkers(Feature):
                 pid,
             )
 
-    def _take_lapse(self, lapsed: Lapsed) -> None:
+    def _on_lapse(self, lapsed: Lapsed) -> None:
         """Handle an expired lease; called by the guardian's handle on its own thread."""
         context = self.context
         if context is not None:

@@ -42,7 +42,7 @@ from regrow.store import (
     make_token,
     read_token_file,
 )
-from regrow.utils import disown_in_children, get_logger
+from regrow.utils import call_after_fork, get_logger
 
 if TYPE_CHECKING:
     import socket
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from regrow.store import ServerProcess, Store, Tls
 
 OFFER_PREFIX = "regrow/workers_store/"
-PATIENCE_S = 10.0
+OFFER_TIMEOUT_S = 10.0
 """Seconds to wait for the first agent's offer, if no other step shows that it was made."""
 _TOKEN_FILE_FLAG = "PET_RDZV_TOKEN_FILE"
 _TOKENS = ("REGROW_TOKEN", "REGROW_TOKEN_FILE", _TOKEN_FILE_FLAG)
@@ -152,7 +152,7 @@ class WorkersStore:
             if not surely:
                 from datetime import timedelta
 
-                store.wait([key], timedelta(seconds=PATIENCE_S))
+                store.wait([key], timedelta(seconds=OFFER_TIMEOUT_S))
             elif not store.check([key]):
                 return  # the first node runs another kind of agent
             self._offer = Offer(*json.loads(store.get(key)))
@@ -340,7 +340,7 @@ class Activation:
         self._path = path
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
-        disown_in_children(self)
+        call_after_fork(self)
         self._thread = threading.Thread(target=self._run, name="regrow-workers-store", daemon=True)
         self._thread.start()
 
@@ -355,7 +355,7 @@ class Activation:
         """Wait, after `close`, until the server has ended, for at most `timeout` seconds."""
         self._thread.join(timeout)
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Close the descriptors in a forked child; the parent keeps the server."""
         self._listener.close()
         if self._wake >= 0:

@@ -18,8 +18,8 @@ from regrow.timer.stacks.report import printable
 MAX_BYTES = 16 << 10
 _PLACE = 400  # characters
 _RANKS = 1 << 31
-_EVIDENCE = "standing"  # name of the report's field
-KEY = "regrow/standing/{}"
+_EVIDENCE = "places"  # name of the report's field
+KEY = "regrow/places/{}"
 """Key of all places in the round's store, with the number of the attempt that the hang ended."""
 
 

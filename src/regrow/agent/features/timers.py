@@ -96,7 +96,7 @@ class TimerReports(Feature):
             path,
             self._job.handler.get_run_id(),
             native_s=self._native_s,
-            on_hang=self.take_hang,
+            on_hang=self.on_hang,
             log_event=self._log_event,
         )
 
@@ -129,7 +129,7 @@ class TimerReports(Feature):
         if self._watchdog is not None:
             self._watchdog.watch(workers)
 
-    def take_hang(self, found: Hang) -> None:
+    def on_hang(self, found: Hang) -> None:
         """Store a hang, on the server's thread, so that `explain` does not wait for the loop."""
         if found.signum > 0 and found.attempt == self._job.attempt:
             self._hung[found.pid] = found

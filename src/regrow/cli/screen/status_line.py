@@ -48,7 +48,7 @@ MIN_ROWS, MIN_COLUMNS = 5, 30
 
 REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
-RELEASE_PATIENCE_MS = 500
+RELEASE_TIMEOUT_MS = 500
 """Time limit (ms) at the end of a job to restore a terminal that accepts no output."""
 
 _SAVE, _RESTORE = "\0337", "\0338"
@@ -311,7 +311,7 @@ class StatusLine:
             while self._receive():
                 self._refresh()
         finally:
-            self._hide(RELEASE_PATIENCE_MS)
+            self._hide(RELEASE_TIMEOUT_MS)
 
     def _receive(self) -> bool:
         """Wait for queue items and reduce all of the events; return False at the end."""
@@ -340,8 +340,8 @@ class StatusLine:
         if self._write(text):
             self._reserved = size.lines
 
-    def _hide(self, patience_ms: int = 0) -> None:
-        if self._reserved is not None and self._write(release(self._reserved), patience_ms):
+    def _hide(self, timeout_ms: int = 0) -> None:
+        if self._reserved is not None and self._write(release(self._reserved), timeout_ms):
             self._reserved = None
 
     def _room(self) -> os.terminal_size | None:
@@ -360,11 +360,11 @@ class StatusLine:
         except OSError:  # not the controlling terminal, so no other job runs on it
             return True
 
-    def _write(self, text: str, patience_ms: int = 0) -> bool:
+    def _write(self, text: str, timeout_ms: int = 0) -> bool:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
         try:
-            if not any(mask & select.POLLOUT for _, mask in poll.poll(patience_ms)):
+            if not any(mask & select.POLLOUT for _, mask in poll.poll(timeout_ms)):
                 return False
             os.write(self._fd, text.encode("ascii"))
         except OSError:  # the terminal is gone; nothing to restore

@@ -52,7 +52,7 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from regrow.inprocess.exception import RankShouldRestart
-from regrow.inprocess.interrupt.no_interrupt_zones import Look, Trigger, free_signal
+from regrow.inprocess.interrupt.no_interrupt_zones import InterruptCheck, Trigger, free_signal
 from regrow.timer.stacks.answering import CANDIDATES
 from regrow.utils import Backoff
 from regrow.utils.logging import library_logger
@@ -98,7 +98,7 @@ class GuardedCall:
         self._continued_at = ""  # place of the function after it swallowed the exception
         self._reported = False
         self._guard: FrameType | None = None
-        self._look: Look | None = None
+        self._check: InterruptCheck | None = None
 
     @property
     def requested(self) -> bool:
@@ -162,14 +162,14 @@ class GuardedCall:
 
     def strike(self, top: FrameType | None) -> None:
         """Raise, if an interrupt is requested and this frame allows it; the trigger calls this."""
-        guard, look = self._guard, self._look
-        if not self._requested or top is None or guard is None or look is None:
+        guard, check = self._guard, self._check
+        if not self._requested or top is None or guard is None or check is None:
             return
         handled = sys.exception()
-        if look.at(top, guard, handled):
+        if check.at(top, guard, handled):
             if not self._raised_at:
                 self._raised_at = _place(top, guard)
-            elif not self._continued_at and not look.is_ours(handled):
+            elif not self._continued_at and not check.is_ours(handled):
                 self._continued_at = _place(top, guard)
             raise RankShouldRestart
 
@@ -178,7 +178,9 @@ class GuardedCall:
     def _guarded(
         self, fn: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> T:
-        self._look = Look(self._clock, wakes=self._trigger is not None and self._trigger.wakes)
+        self._check = InterruptCheck(
+            self._clock, wakes=self._trigger is not None and self._trigger.wakes
+        )
         if self._trigger is None:
             return self._run_without_handler(fn, args, kwargs)
         self._guard = sys._getframe()
@@ -220,7 +222,7 @@ class GuardedCall:
         with self._lock:
             if not self._over:
                 self._over = True
-                self._guard = self._look = None  # they refer to the function's frames
+                self._guard = self._check = None  # they refer to the function's frames
                 self._ended.release()
             return self._requested
 
@@ -241,15 +243,15 @@ class GuardedCall:
             self._trigger.fire()
             return
         for _ in range(AIMS):
-            top, look = sys._current_frames().get(self._thread), self._look
-            if top is None or look is None:
+            top, check = sys._current_frames().get(self._thread), self._check
+            if top is None or check is None:
                 return
             at = top.f_lasti
             handled: object = sys._current_exceptions().get(self._thread)
             if isinstance(handled, tuple):  # Python 3.11
                 handled = handled[1]
             found = handled if isinstance(handled, BaseException) else None
-            if not look.at(top, guard, found) or self._leaving:
+            if not check.at(top, guard, found) or self._leaving:
                 return
             if _raise_at(self._thread, top, at):
                 return

@@ -48,7 +48,7 @@ from regrow.inprocess.exception import RankShouldRestart
 from regrow.timer.stacks.answering import CANDIDATES, Signals
 from regrow.utils import get_context
 
-PATIENCE = 10.0
+HOLD_LIMIT = 10.0
 """Seconds for code that should not be interrupted: imports, `__del__`, handling the exception."""
 LOOKS = 5
 """Checks after which a function that takes or releases a lock counts as blocked.
@@ -71,7 +71,7 @@ _WEAK = {
 """Code that weak collections run after the collector has freed one of their objects."""
 
 
-class Look:
+class InterruptCheck:
     """Decides whether a thread may be interrupted where it is; remembers earlier checks."""
 
     __slots__ = ("_clock", "_farthest", "_held_since", "_looks", "_outer", "_passing", "_wakes")
@@ -126,7 +126,7 @@ class Look:
         now = self._clock()
         if self._held_since is None:
             self._held_since = now
-        if now - self._held_since < PATIENCE:
+        if now - self._held_since < HOLD_LIMIT:
             return False
         self._held_since = None
         return True

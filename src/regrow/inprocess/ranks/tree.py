@@ -8,7 +8,7 @@ ranks.
 At the beginning, leaves become active in their order, while all branches above them allow more
 active ranks. After a loss:
 
-1. A branch with fewer healthy leaves than its minimum is given up. Lower branches come before
+1. A branch with fewer healthy leaves than its minimum leaves the job. Lower branches come before
    higher ones.
 2. A leaf in reserve replaces a lost active leaf. It comes from the nearest branch above the lost
    leaf, then from the next branch above, as long as the branches are flagged RESERVE. If there are
@@ -62,7 +62,7 @@ class Layer:
     """Rules for each branch of a layer; mutable until a `Tree` with this layer is called.
 
     Attributes:
-        min_ranks: minimum number of healthy ranks; a branch with fewer is given up.
+        min_ranks: minimum number of healthy ranks; a branch with fewer leaves the job.
         max_ranks: maximum number of active ranks at the beginning; None for no limit. The other
             ranks are in reserve.
         key_or_fn: name of a rank's branch: a string, or a function of the rank's state that each
@@ -312,8 +312,9 @@ class Tree(RankAssignment):
             Layer(min_ranks=8, max_ranks=8, key_or_fn=host, flag=LayerFlag.RESERVE),
         ])
 
-    has eight active ranks on each of up to 32 hosts. A host that loses a rank is given up. Ranks in
-    reserve on other hosts replace its eight ranks, and the job continues while 128 ranks are left.
+    has eight active ranks on each of up to 32 hosts. A host that loses a rank leaves the job. Ranks
+    in reserve on other hosts replace its eight ranks, and the job continues while 128 ranks are
+    left.
 
     At the first call the ranks exchange their keys. From then on each rank keeps the whole tree,
     and computes the consequences of a loss by itself.
@@ -343,7 +344,7 @@ class Tree(RankAssignment):
         """Return `ctx` with the rank, the active rank and both world sizes set.
 
         Raises:
-            RankDiscarded: this rank, or a branch that contains it, is given up.
+            RankDiscarded: this rank, or a branch that contains it, leaves the job.
             RuntimeError: the ranks have different keys at the root.
             ValueError: the filter's number is out of bounds.
         """

@@ -203,7 +203,7 @@ PAIRS = frozenset(
     {b"_ZTVN4gloo9transport3tcp4PairE", b"_ZTVN4gloo9transport3tcp3tls4PairE"},
 )
 """Virtual tables of connection handlers: `gloo::transport::tcp::Pair`, without and with TLS."""
-PATIENCE: Final = 0.02
+WAKE_DELAY: Final = 0.02
 """Seconds for the interrupt to end the function, before the connections of stores are ended."""
 
 _dladdr = ctypes.CDLL(None).dladdr
@@ -255,14 +255,14 @@ def store_waking() -> Callable[[], None]:
     """Return a function that ends waits in a TCPStore; call this before the wrapped function.
 
     Another thread calls the result repeatedly, from the interrupt until the wrapped function has
-    ended. The result does nothing for the first `PATIENCE` seconds.
+    ended. The result does nothing for the first `WAKE_DELAY` seconds.
     """
     outside = frozenset(_sockets().values())
     begun: list[float] = []
 
     def wake() -> None:
         begun.append(time.monotonic())
-        if begun[-1] - begun[0] < PATIENCE or "torch" not in sys.modules:
+        if begun[-1] - begun[0] < WAKE_DELAY or "torch" not in sys.modules:
             return
         ports = _store_ports()
         for fd, inode in _sockets().items():

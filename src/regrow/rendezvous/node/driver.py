@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from regrow.rendezvous.protocol.state import judged, nodes, standing, takes_part
+from regrow.rendezvous.protocol.state import judged, nodes, status_of, takes_part
 
 if TYPE_CHECKING:
     import threading
@@ -62,7 +62,7 @@ def snapshot(state: Round, id: str) -> Snapshot:
     """Return the snapshot of the state for a node."""
     verdict = judged(state, state.number - 1)
     return Snapshot(
-        state.version, standing(state, id), state.waiting, verdict, state.closed is not None
+        state.version, status_of(state, id), state.waiting, verdict, state.closed is not None
     )
 
 

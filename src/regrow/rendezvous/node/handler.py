@@ -203,7 +203,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         bounds, reconnect = self._bounds, self._settings.reconnect_timeout.total_seconds()
         return {
-            "a silent host is given up": bounds.lease + bounds.kill + self._seen_within,
+            "a silent host counts as lost": bounds.lease + bounds.kill + self._seen_within,
             "workers of a host that is cut off are killed": bounds.lease,
             "a coordinator that cannot be reached ends the job": bounds.lease + reconnect + TO_END,
         }

@@ -1,7 +1,7 @@
 """Events of the rounds, and what nodes learn from their state.
 
 Drivers pass events to the rules (`rules.py`), which change the state. A node learns its status from
-the state (`state.standing`), and its agent receives notifications. All are plain values, and two
+the state (`state.status_of`), and its agent receives notifications. All are plain values, and two
 values are equal if their fields are equal.
 """
 

@@ -9,8 +9,8 @@ event, and returns the new state, or the reason why it refuses the event.
 
 The rules run in two places. In the store server, a join is one message in each direction. In the
 nodes of a job, each node applies its own event and publishes the state by compare-and-set. Such
-nodes see only the state, so the state alone answers all questions: `standing` returns the status of
-a node, even if the node has missed changes.
+nodes see only the state, so the state alone answers all questions: `status_of` returns the status
+of a node, even if the node has missed changes.
 
 **No time.** The rules contain no time because many hosts read the state, and their clocks cannot be
 compared. Time comes in as two events, `LastCallOver` and `NodeLost`. A driver reports them after it
@@ -156,7 +156,7 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
         return _close(state, id, f"its workers failed; no round follows, as {by}: {why}", report)
     if token == state.number:
         over = _settle(_end(state, id, "its workers failed", report))
-        return _judge(replace(over, unheard=over.awaited - {id})), None
+        return _give_verdict(replace(over, unheard=over.awaited - {id})), None
     after = _confirmed(state, id)
     return after, after.closed
 
@@ -165,10 +165,10 @@ def _confirmed(state: Round, id: str) -> Round:
     """Record that a node has sent a message after the failure."""
     if id not in state.unheard:
         return state
-    return _judge(replace(state, unheard=state.unheard - {id}, version=state.version + 1))
+    return _give_verdict(replace(state, unheard=state.unheard - {id}, version=state.version + 1))
 
 
-def _judge(state: Round) -> Round:
+def _give_verdict(state: Round) -> Round:
     """Charge the job with the failure if every other member has sent a message after it."""
     if state.unheard:
         return state

@@ -90,7 +90,7 @@ class Round(Struct, frozen=True):
         return self.max_nodes - len(self.members) - len(self.awaited)
 
 
-def standing(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClosed | None:
+def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClosed | None:
     """Return the status of a node; None if the state does not contain the node."""
     if id in state.ranks and id not in state.gone:
         leader = state.members[next(iter(state.ranks))]

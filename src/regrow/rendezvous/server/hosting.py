@@ -43,7 +43,7 @@ from regrow.rendezvous.protocol.messages import ServerRestarted
 from regrow.rendezvous.settings import RESOLVE_PAUSES, RESTART_PAUSE, RESTARTS, RESTARTS_WITHIN
 from regrow.rendezvous.utils import check_host
 from regrow.store import StoreError, family_of, is_loopback
-from regrow.utils import Backoff, disown_in_children, get_logger
+from regrow.utils import Backoff, call_after_fork, get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,7 +233,7 @@ class HostedServer:
     def __init__(self, listener: socket.socket, start: Start) -> None:
         from regrow.store import make_files
 
-        self.on_restart: Callable[[ServerRestarted], None] = lambda news: None
+        self.on_restart: Callable[[ServerRestarted], None] = lambda restarted: None
         """Called from a thread after a server process has ended, with the result of the restart."""
         self._listener = listener
         self._start = start
@@ -248,7 +248,7 @@ class HostedServer:
         except BaseException:
             self._release()
             raise
-        disown_in_children(self)
+        call_after_fork(self)
         self._thread = threading.Thread(target=self._run, name="regrow-server", daemon=True)
         self._thread.start()
 
@@ -277,7 +277,7 @@ class HostedServer:
         self._server.close(wait=wait)
         self._release()
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Release the server in a forked child; the parent keeps it."""
         if not self._closed:
             self._closed = True
@@ -290,9 +290,9 @@ class HostedServer:
             failed = self._replace()
             if failed is None:
                 return
-            news = ServerRestarted(how, pid, time.monotonic() - ended, failed)
-            logger.warning("%s", news)
-            self.on_restart(news)
+            restarted = ServerRestarted(how, pid, time.monotonic() - ended, failed)
+            logger.warning("%s", restarted)
+            self.on_restart(restarted)
             if failed:
                 # After the report, because this refuses the nodes, which then lose the connection.
                 self._listener.close()

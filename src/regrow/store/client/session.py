@@ -50,7 +50,7 @@ from regrow.store.errors import (
 from regrow.store.keyspace import Query
 from regrow.store.limits import CLOSE_S
 from regrow.store.protocol import wire
-from regrow.utils import disown_in_children
+from regrow.utils import call_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -224,7 +224,7 @@ class Session:
         except BaseException:
             self._release()
             raise
-        disown_in_children(self)
+        call_after_fork(self)
         self._thread = threading.Thread(target=self._run, name="regrow-store", daemon=True)
         self._thread.start()
 
@@ -531,7 +531,7 @@ class Session:
 
     # ------------------------------------------------------------ in a forked child
 
-    def disown(self) -> None:
+    def after_fork(self) -> None:
         """Leave the session to the parent process, and refuse every call."""
         self._closing = True
         self._lock, self._reading = threading.Lock(), threading.RLock()

@@ -35,7 +35,7 @@ from regrow.store.server.journal import FILES
 from regrow.store.server.serving import GOODBYE, LISTENER, STOP
 from regrow.utils import (
     KILL_S,
-    disown_in_children,
+    call_after_fork,
     end_process,
     end_text,
     ends_within,
@@ -72,7 +72,7 @@ class ServerProcess:
         self._pidfd = pidfd
         self._lifeline = lifeline
         self._lingers = lingers
-        disown_in_children(self)
+        call_after_fork(self)
 
     def fileno(self) -> int:
         """Return a pidfd, readable when the server has ended; for a selector."""
@@ -89,7 +89,7 @@ class ServerProcess:
             How the server ended, as text: "was killed by SIGKILL".
         """
         code = reap(self._pidfd)
-        self.disown()
+        self._close_descriptors()
         return end_text(code)
 
     def close(self, timeout: float = 5.0, *, wait: float | None = None) -> None:
@@ -122,8 +122,11 @@ class ServerProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def disown(self) -> None:
-        """Release a server that has ended or belongs to a parent process; send it no message."""
+    def after_fork(self) -> None:
+        """Release a server that belongs to the parent process; send it no message."""
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         if self._pidfd >= 0:
             os.close(self._lifeline)
             os.close(self._pidfd)

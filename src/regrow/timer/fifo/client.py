@@ -5,9 +5,9 @@ none blocks the training for long:
 
 - The server is missing: the client warns once. It searches for the server again, at most once a
   second and only when there is a request. It then sends all armed timers.
-- The pipe is full: the client waits `PATIENCE` for space, which is enough for a burst. After that,
-  requests do not wait until the pipe has space again. The client keeps the latest request of each
-  scope (`Backlog`), and a thread waits for space instead of the training.
+- The pipe is full: the client waits `FLUSH_TIMEOUT` for space, which is enough for a burst. After
+  that, requests do not wait until the pipe has space again. The client keeps the latest request of
+  each scope (`Backlog`), and a thread waits for space instead of the training.
 - The pipe breaks during a write: SIGPIPE is blocked during the write.
 
 A request is one write of one line. A pipe accepts the line in one piece. It begins with a newline,
@@ -40,7 +40,7 @@ __all__ = ["FileTimerClient"]
 
 logger = get_logger(__name__)
 
-PATIENCE = 0.5
+FLUSH_TIMEOUT = 0.5
 """Seconds that a request waits once for space in the full pipe; later requests do not wait."""
 PAUSE = 1.0
 """Seconds between two searches for the server."""
@@ -224,7 +224,7 @@ class _Connection:
                     self._backlog.sent(message)
                     return
             self._backlog.add(message)
-            if self._flusher is None and self._reach(now) and not self._flush(PATIENCE):
+            if self._flusher is None and self._reach(now) and not self._flush(FLUSH_TIMEOUT):
                 self._leave_to_thread()
 
     def _reach(self, now: float) -> bool:
@@ -262,16 +262,16 @@ class _Connection:
             self._warned.add(text)
             logger.warning(text, os.getpid(), self._path, why)
 
-    def _flush(self, patience: float) -> bool:
-        """Send the backlog; False: the pipe had no space for `patience` seconds."""
-        until = time.monotonic() + patience
+    def _flush(self, timeout: float) -> bool:
+        """Send the backlog; False: the pipe had no space for `timeout` seconds."""
+        until = time.monotonic() + timeout
         while (message := self._backlog.next()) is not None:
             try:
                 write_line(self._fd, message.line)
             except BlockingIOError:
                 room = wait_for_room(self._fd, until - time.monotonic())
                 # A signal handler may have started the thread during the wait.
-                if not room or (patience and self._flusher):
+                if not room or (timeout and self._flusher):
                     return False
             except OSError as error:
                 self._close()
@@ -289,7 +289,7 @@ class _Connection:
         self._warn(
             "timers: requests of process %d are late, because the timer server at %s %s. The"
             " training continues and no longer waits for the server",
-            f"has not read its pipe for {PATIENCE} s",
+            f"has not read its pipe for {FLUSH_TIMEOUT} s",
         )
         self._flusher = threading.Thread(
             target=self._flush_later, name="regrow-FileTimerClient", daemon=True
@@ -335,8 +335,8 @@ def write_line(fd: int, line: bytes) -> None:
         signals.pthread_sigmask(signals.SIG_SETMASK, before)
 
 
-def wait_for_room(fd: int, patience: float) -> bool:
-    """Wait until a pipe accepts a line, or breaks; False: neither within `patience` seconds."""
+def wait_for_room(fd: int, timeout: float) -> bool:
+    """Wait until a pipe accepts a line, or breaks; False: neither within `timeout` seconds."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(None if patience == math.inf else max(0.0, patience) * 1000))
+    return bool(poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000))

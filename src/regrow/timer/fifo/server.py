@@ -55,7 +55,7 @@ much late.
 """
 FIRST_PAUSE = 0.1
 """Seconds from a failed reaping to the next attempt; doubled after each."""
-STOP_PATIENCE = 10.0
+STOP_TIMEOUT = 10.0
 """Most seconds that `stop` waits for the thread's current work, such as writing a report."""
 MANY = 16384
 """Most timers kept for one worker, within a piece of the pipe, so that memory is bounded."""
@@ -185,7 +185,7 @@ class FileTimerServer:
         self._wake_up()
         self._pipe.remove()
         if self._thread.is_alive():
-            self._thread.join(STOP_PATIENCE)
+            self._thread.join(STOP_TIMEOUT)
         else:
             self._close()
         self._emit("watchdog stopped", None)

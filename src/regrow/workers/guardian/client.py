@@ -65,17 +65,17 @@ class Guardian:
     """One guardian process and its workers; a new process after `close`. Thread-safe.
 
     Args:
-        patience: seconds after SIGKILL until the guardian gives up on a process that does not end
-            (uninterruptible sleep, a device that hangs). The job can then continue or end.
+        kill_timeout: seconds after SIGKILL until the guardian abandons a process that does not
+            end (uninterruptible sleep, a device that hangs). The job can then continue or end.
         on_lapse: called when a lease (`renew`) expired and the guardian kills the workers, before
             their ends are reported. It runs on the handle's own thread, and must not block or
             raise.
     """
 
     def __init__(
-        self, *, patience: float = 5.0, on_lapse: Callable[[Lapsed], None] | None = None
+        self, *, kill_timeout: float = 5.0, on_lapse: Callable[[Lapsed], None] | None = None
     ) -> None:
-        self._patience = patience
+        self._kill_timeout = kill_timeout
         self._on_lapse = on_lapse or (lambda lapsed: None)
         self._lease: float | None = None
         self._lock = threading.Lock()
@@ -222,7 +222,7 @@ class Guardian:
 
     def _ensure(self) -> _Process:
         if self._process is None or self._process.lost:
-            self._process = _Process(self._lock, self._patience, self._on_lapse)
+            self._process = _Process(self._lock, self._kill_timeout, self._on_lapse)
         return self._process
 
     def _new_mark(self) -> str:
@@ -257,12 +257,12 @@ class _Process:
 
     Args:
         lock: lock of the handle, which holds it while it registers a listener.
-        patience: as in `Guardian`.
+        kill_timeout: as in `Guardian`.
         on_lapse: as in `Guardian`.
     """
 
     def __init__(
-        self, lock: threading.Lock, patience: float, on_lapse: Callable[[Lapsed], None]
+        self, lock: threading.Lock, kill_timeout: float, on_lapse: Callable[[Lapsed], None]
     ) -> None:
         self._on_lapse = on_lapse
         self._lock = lock
@@ -277,7 +277,7 @@ class _Process:
         self._closing = False
         self._socket, theirs = socket.socketpair()
         try:
-            self.pid = _start_process(theirs, patience)
+            self.pid = _start_process(theirs, kill_timeout)
         except BaseException:
             self._socket.close()
             raise
@@ -367,12 +367,12 @@ class _Process:
             return False
 
 
-def _start_process(theirs: socket.socket, patience: float) -> int:
+def _start_process(theirs: socket.socket, kill_timeout: float) -> int:
     number = 3 if theirs.fileno() != 3 else 4  # a copy, because only the copy is inherited
     return spawn_helper(
         [
             *("-I", "-S", "-c", BOOTSTRAP),
-            *(str(os.getpid()), str(number), str(round(patience * 1e9))),
+            *(str(os.getpid()), str(number), str(round(kill_timeout * 1e9))),
             os.path.dirname(os.path.abspath(__file__)),
         ],
         os.environ,

@@ -120,13 +120,13 @@ class MainLoop:
     Args:
         wire: the socket to the agent.
         agent: process id of the agent.
-        patience: ns from SIGKILL until the guardian gives up on a process.
+        kill_timeout: ns from SIGKILL until the guardian gives up on a process.
     """
 
-    def __init__(self, wire: Wire, agent: int, patience: int) -> None:
+    def __init__(self, wire: Wire, agent: int, kill_timeout: int) -> None:
         self._wire = wire
         self._poller = Poller()
-        self._records = WorkerRecords(patience)
+        self._records = WorkerRecords(kill_timeout)
         self._reaper = Reaper(self._records, self._poller, wire.send)
         self._lease = LeaseTimer()
         self._frames: list[list[bytes]] = []  # received, not yet handled
@@ -171,7 +171,7 @@ class MainLoop:
         del self._poller.resumptions[:resumptions]
 
     def _timeout(self) -> float | None:
-        """Return the seconds until the next grace, patience or lease ends."""
+        """Return the seconds until the next grace, kill_timeout or lease ends."""
         checks = [self._records.next_check()]
         if self._records.by_number:
             checks.append(self._lease.next_check())
@@ -321,8 +321,8 @@ def save_logs(drains: Iterable[tuple[int, bytes]]) -> None:
 
 
 def main() -> None:
-    """Run the process; argv: the agent's pid, the number of the socket to it, the patience."""
-    agent, number, patience = (int(word) for word in sys.argv[1:4])
+    """Run the process; argv: the agent's pid, the number of the socket to it, the kill_timeout."""
+    agent, number, kill_timeout = (int(word) for word in sys.argv[1:4])
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_NAME, b"regrow-guardian")
     for name in os.listdir("/proc/self/fd"):
@@ -332,4 +332,4 @@ def main() -> None:
             except OSError:  # the descriptor of the directory itself
                 continue
     os.set_inheritable(number, False)
-    MainLoop(Wire(_socket.socket(fileno=number)), agent, patience).run()
+    MainLoop(Wire(_socket.socket(fileno=number)), agent, kill_timeout).run()

@@ -112,11 +112,11 @@ class WorkerRecords:
     """All workers of the guardian.
 
     Args:
-        patience: ns from SIGKILL until the guardian gives up on a process.
+        kill_timeout: ns from SIGKILL until the guardian gives up on a process.
     """
 
-    def __init__(self, patience: int) -> None:
-        self._patience = patience
+    def __init__(self, kill_timeout: int) -> None:
+        self._kill_timeout = kill_timeout
         self.by_number: dict[int, WorkerRecord] = {}  # until no process of the worker is left
         self.by_pid: dict[int, WorkerRecord] = {}  # children of the guardian, until reaped
         self._owners: dict[int, WorkerRecord | None] = {}  # owners of orphans, until reaped
@@ -165,7 +165,7 @@ class WorkerRecords:
         return min(deadlines, default=None)
 
     def _wait(self, record: WorkerRecord) -> int:
-        return self._patience if record.killing else 0
+        return self._kill_timeout if record.killing else 0
 
     def ended(self) -> list[WorkerRecord]:
         """Return the workers with an ended process and possible orphans."""

@@ -256,12 +256,12 @@ class EtcdClient:
             member = self._member()
             left = max(deadline - time.monotonic(), 0.01)
             attempts = Backoff(_RENEWAL if renews else ATTEMPT, left)
-            patience = attempts.pause(max(tries // count, 1))
+            timeout = attempts.pause(max(tries // count, 1))
             try:
                 token = self._log_in(member, left, left / (count - tries % count))
                 if renews and silence:
-                    member.ask(*_PROBE, patience)
-                found = decode(member.ask(path, body, token, patience), member.name)
+                    member.ask(*_PROBE, timeout)
+                found = decode(member.ask(path, body, token, timeout), member.name)
             except EtcdUnreachable:  # another call is logging in, and this one waited for it
                 raise
             except EtcdError as error:
@@ -407,7 +407,7 @@ class EtcdClient:
             if self._members[self._preferred] is member:
                 self._preferred = (self._preferred + 1) % len(self._members)
 
-    def _log_in(self, member: EtcdMember, left: float, patience: float) -> str:
+    def _log_in(self, member: EtcdMember, left: float, timeout: float) -> str:
         """Return the user's token; log in first if there is none, one call at a time.
 
         A password check in etcd is slow, and runs to its end also when no client waits any more. So
@@ -423,7 +423,7 @@ class EtcdClient:
         try:
             if not self._token:
                 body = encode([{"name": self.access.user, "password": self.access.password}])
-                answer = member.ask("auth/authenticate", body, "", patience)
+                answer = member.ask("auth/authenticate", body, "", timeout)
                 self._token = str(decode(answer, member.name)[0].get("token", ""))
             return self._token
         except EtcdError as error:
@@ -496,11 +496,11 @@ class EtcdMember:
         self._busy: dict[HTTPConnection, socket.socket] = {}
         self._closed = False
 
-    def ask(self, path: str, body: bytes, token: str, patience: float) -> tuple[int, bytes]:
-        """Return status and content of the answer, if it arrives within `patience` seconds."""
-        connection = self._take(patience)
+    def ask(self, path: str, body: bytes, token: str, timeout: float) -> tuple[int, bytes]:
+        """Return status and content of the answer, if it arrives within `timeout` seconds."""
+        connection = self._take(timeout)
         try:
-            answer = _send(connection, path, body, token, patience)
+            answer = _send(connection, path, body, token, timeout)
             if answer.version == 11 and answer.length is None and not answer.chunked:
                 # The HTTP client does not detect headers that end early.
                 raise ConnectionError("its answer was cut short")
@@ -516,13 +516,13 @@ class EtcdMember:
         return found
 
     def listen(
-        self, path: str, body: bytes, token: str, patience: float
+        self, path: str, body: bytes, token: str, timeout: float
     ) -> Generator[Message, None, None]:
-        """Yield the answers to a request; the first has to arrive within `patience` seconds."""
-        connection = self._connect(patience)
+        """Yield the answers to a request; the first has to arrive within `timeout` seconds."""
+        connection = self._connect(timeout)
         sock = connection.sock
         try:
-            with _send(connection, path, body, token, patience) as answer:
+            with _send(connection, path, body, token, timeout) as answer:
                 if answer.status != 200:
                     decode((answer.status, answer.read()), self.name)
                 while line := answer.readline():
@@ -555,7 +555,7 @@ class EtcdMember:
             self._busy.pop(connection, None)
         connection.close()
 
-    def _take(self, patience: float) -> HTTPConnection:
+    def _take(self, timeout: float) -> HTTPConnection:
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
@@ -565,13 +565,13 @@ class EtcdMember:
                     self._busy[connection] = connection.sock
                     return connection
                 connection.close()  # the member closed it while no call used it
-        return self._connect(patience)
+        return self._connect(timeout)
 
-    def _connect(self, patience: float) -> HTTPConnection:
+    def _connect(self, timeout: float) -> HTTPConnection:
         connection = (
-            HTTPSConnection(self._host, self._port, timeout=patience, context=self._tls)
+            HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
             if self._tls
-            else HTTPConnection(self._host, self._port, timeout=patience)
+            else HTTPConnection(self._host, self._port, timeout=timeout)
         )
         try:
             connection.connect()
@@ -588,9 +588,9 @@ class EtcdMember:
 
 
 def _send(
-    connection: HTTPConnection, path: str, body: bytes, token: str, patience: float
+    connection: HTTPConnection, path: str, body: bytes, token: str, timeout: float
 ) -> HTTPResponse:
-    connection.sock.settimeout(patience)
+    connection.sock.settimeout(timeout)
     headers: Mapping[str, str] = {"Authorization": token} if token else {}
     connection.request("POST", f"/v3/{path}", body, headers)
     return connection.getresponse()
