@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +115,19 @@ def test_a_kind_is_counted_by_its_driver_or_by_torch(node: Devices, kind: str, c
 def test_a_kind_that_is_not_there_is_a_value_error(node: Devices, kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         node.count(kind, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "backends", "asks"),
+    [(["null"], False, ""), (["null"], True, "auto"), (["accel0"], False, "auto")],
+)
+def test_torch_is_not_asked_for_an_accelerator_that_the_kernel_does_not_have(
+    files: list[str], backends: bool, asks: str
+) -> None:
+    torch = FakeTorch(0)
+    node = replace(devices(None), torch=torch, files=lambda: files, backends=lambda: backends)
+    assert node.count("auto", None) == 12
+    assert torch.asked == asks
 
 
 def test_torch_is_not_asked_for_hidden_gpus() -> None:

@@ -325,13 +325,14 @@ for _ in range(1024):
 
 
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB."""
+def tiny_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 128 KiB, or as the test asks."""
+    size = getattr(request, "param", "128k")
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system takes root")
     folder = tmp_path / "tiny"
     folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", folder], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
@@ -364,6 +365,7 @@ if ATTEMPT == 0:
         )
 
 
+@pytest.mark.parametrize("tiny_disk", ["128k", "16k"], indirect=True)
 def test_a_job_that_ends_on_a_full_disk_is_told_with_its_end(
     launch: Launch, tiny_disk: Path
 ) -> None:

@@ -259,7 +259,7 @@ def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
     text = told(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
         "is UNFINISHED, 10.0 s after its start: "
-        "the launcher's end is not recorded: it was killed or still runs"
+        "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
     )
     assert "not restarted    the log ends here" in text
 

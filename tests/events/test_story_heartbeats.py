@@ -108,5 +108,5 @@ def test_a_stall_is_shown_with_the_place_of_the_worker() -> None:
 
 def test_many_stalls_are_cut_and_a_stall_without_fields_is_shown() -> None:
     about = told(*[stalled() for _ in range(10)])
-    assert about[1] == "a worker on host foo stalled: it stood still (attempt 0)"
+    assert about[1] == "a worker on host foo stalled: it made no progress (attempt 0)"
     assert about[-1] == "... 2 more stalls"

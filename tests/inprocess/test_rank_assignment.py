@@ -259,4 +259,5 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_number_of_ranks() -> None:
         ranks.assign()
         return max(map(len, ranks.sent.values()))
 
-    assert most(2) == most(16) <= 12
+    # A rank that comes last has less to wait for, so the number may be smaller.
+    assert [most(size) <= 12 for size in (2, 16, 48)] == [True] * 3

@@ -129,7 +129,7 @@ def test_a_restarted_server_does_not_know_the_group() -> None:
     )
     link.join()
     old.stop()
-    with pytest.raises(LinkLostError, match="the store was restarted, or has removed the group"):
+    with pytest.raises(LinkLostError, match="the store was restarted or has removed the group"):
         link.follow(0)
     link.close()
     new.stop()

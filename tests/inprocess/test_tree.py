@@ -147,6 +147,24 @@ def test_a_tree_without_a_layer_is_refused() -> None:
         Tree([])
 
 
+@pytest.mark.parametrize(
+    ("layer", "error", "words"),
+    [
+        ("host", TypeError, "must be a Layer, got 'host'"),
+        (Layer(min_ranks="3"), TypeError, "min_ranks of a Layer must be an int, got '3'"),  # type: ignore[arg-type]
+        (Layer(min_ranks=-3), ValueError, "min_ranks of a Layer must be at least 0, got -3"),
+        (Layer(max_ranks=0), ValueError, "max_ranks of a Layer must be at least 1, got 0"),
+        (Layer(key_or_fn=3), TypeError, "key_or_fn of a Layer must be a str or a function"),  # type: ignore[arg-type]
+        (Layer(flag="RESERVE"), TypeError, "flag of a Layer must be a LayerFlag or None"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_layer_is_refused_when_the_tree_is_made(
+    layer: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Tree([layer])
+
+
 def test_a_second_call_of_the_wrapper_begins_with_a_new_tree() -> None:
     made = [Tree([Layer(max_ranks=2)]) for _ in range(3)]
     first = Ranks(3, lambda rank: made[rank])

@@ -58,6 +58,11 @@ def test_a_rank_that_leaves_raises_what_ended_it_and_the_others_go_on(
     assert values([first, last]) == [1, 1]
 
 
+def test_a_rank_that_leaves_a_failed_group_raises_what_ended_it(play: Play) -> None:
+    (gone,) = play("leaves_a_failed_group_by_what_cannot_be_shown", 1)
+    assert gone.get("raised") == "UnspeakableEnd"
+
+
 @pytest.mark.thorough
 def test_a_rank_that_cannot_show_its_fault_is_ended_at_the_hard_timeout(play: Play) -> None:
     first, hung, last = play("raises_what_takes_too_long_to_show")

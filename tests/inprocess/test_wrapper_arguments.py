@@ -209,6 +209,12 @@ class Coroutines:
 def wrapped() -> None: ...
 
 
+class WrappedCall:
+    """An object that is called through a wrapped method."""
+
+    __call__ = wrapped
+
+
 @functools.wraps(wrapped)
 def decorated() -> None:
     wrapped()
@@ -225,6 +231,7 @@ def decorated() -> None:
         (wrapped, "it is wrapped already"),
         (decorated, "it is wrapped already"),
         (functools.partial(wrapped), "it is wrapped already"),
+        (WrappedCall(), "it is wrapped already"),
         (3, "Wrapper\\(\\) cannot wrap 3: it cannot be called"),
     ],
 )

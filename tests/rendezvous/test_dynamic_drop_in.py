@@ -286,7 +286,7 @@ def test_a_wait_in_the_store_of_a_round_ends_with_the_round(job: Job, call: Bloc
     old.store.set("there", b"1")
     blocked = Background(lambda: call(old.store))
     again = Background(second.next_rendezvous)
-    with pytest.raises(StoreClosedError, match="the round is over"):
+    with pytest.raises(StoreClosedError, match="the round has ended"):
         blocked.result()
     (new,) = meet(first)
     assert not new.store.check(["there"])

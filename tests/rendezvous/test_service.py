@@ -329,9 +329,15 @@ def test_an_event_of_a_node_of_an_earlier_server_creates_no_job(event: Event) ->
     assert server.service.jobs == {}
 
 
-def test_a_node_is_spoken_for_by_the_session_that_joined_it(pair: Server) -> None:
-    stranger = pair.submit("a", LeaveRound("b", 1))
-    assert isinstance(stranger.status, NodeRefused)
+@pytest.mark.parametrize(
+    "event",
+    [LeaveRound("b", 1), CloseRendezvous("b", "it fails", "report"), WorkersFailed("b", 1, "x")],
+)
+def test_only_the_session_that_joined_a_node_sends_its_events(pair: Server, event: Event) -> None:
+    for session in ("a", "stranger"):
+        answered = pair.submit(session, event)
+        assert isinstance(answered.status, NodeRefused)
+        assert not answered.closed
     assert isinstance(pair.status("b"), Seated)
 
 

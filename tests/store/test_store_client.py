@@ -589,7 +589,7 @@ def test_odd_arguments_are_refused_or_taken_and_do_not_end_the_session(join: Joi
     for call in (client.get, client.delete_key):
         with pytest.raises(StoreValueError):
             call("\ud800")
-    with pytest.raises(StoreValueError, match="a list of keys"):
+    with pytest.raises(StoreValueError, match="must be a list of str"):
         client.wait("odd", 1)
     with pytest.raises(StoreTimeout):
         client.watch(["odd"], 2**70, timeout=0)

@@ -6,7 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -222,6 +222,37 @@ def test_a_log_handler_that_raises_costs_a_module_of_regrow_the_line_only(
     told = capsys.readouterr().err
     assert "OSError('the collector is gone')" in told
     assert "WARNING regrow.tests.guarded: rank 3 is lost" in told
+
+
+class Own(logging.Logger):
+    """A user's class of loggers."""
+
+
+@pytest.fixture
+def of_own_class() -> Iterator[logging.Logger]:
+    logging.setLoggerClass(Own)
+    yield utils.get_logger(f"regrow.tests.own_{next(count())}")
+    logging.setLoggerClass(logging.Logger)
+    logging.setLogRecordFactory(logging.LogRecord)
+
+
+def test_logging_of_the_user_that_raises_costs_the_line_only(
+    of_own_class: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any, **more: Any) -> logging.LogRecord:
+        raise OSError("the factory is gone")
+
+    assert isinstance(of_own_class, Own)
+    logging.setLogRecordFactory(broken)
+    of_own_class.error("%s is lost", Unspeakable())
+    assert "OSError('the factory is gone')" in capsys.readouterr().err
+
+
+def test_a_line_of_a_guarded_logger_has_the_place_of_its_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    utils.get_logger("regrow.tests.guarded").warning("here")
+    assert caplog.records[-1].pathname == __file__
 
 
 def test_loggers_of_others_are_left_alone(logger_name: str) -> None:

@@ -177,8 +177,8 @@ def _to_stderr(text: str) -> None:
 
 # --- the reserved file for the end of the job
 
-_END_SIZE = 16 << 10
-_CUTS = (_END_SIZE, 1000, 100)
+_END_SIZES = (16 << 10, 4 << 10)
+_CUTS = (_END_SIZES[0], 1000, 100, 30)
 """Text lengths to try in turn, in characters, for lines that do not fit."""
 
 
@@ -189,15 +189,17 @@ class _EndFile:
         self._path = _end_file(log)
 
     def hold(self) -> None:
-        """Allocate the file; skip it if the disk has no space."""
+        """Allocate the file, smaller if the disk is nearly full; skip it if that fails too."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             fd = os.open(self._path, flags, 0o666)
         except OSError:
             return
         try:
-            os.posix_fallocate(fd, 0, _END_SIZE)
-        except OSError:
+            for size in _END_SIZES:
+                with suppress(OSError):
+                    os.posix_fallocate(fd, 0, size)
+                    return
             self.release()
         finally:
             os.close(fd)
@@ -205,10 +207,13 @@ class _EndFile:
     def keep(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Write these records into the file, if it exists."""
         records = list(records)
-        data = next((d for cut in _CUTS if len(d := _short_lines(records, cut)) <= _END_SIZE), b"")
         with suppress(OSError):  # the log has already warned about the disk
             fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
             try:
+                size = os.fstat(fd).st_size
+                data = next(
+                    (d for cut in _CUTS if len(d := _short_lines(records, cut)) <= size), b""
+                )
                 os.pwrite(fd, data, 0)
                 os.ftruncate(fd, len(data))
             finally:

@@ -114,7 +114,7 @@ def _outcome(story: Story) -> str:
         known = f", {passed} after its start" if passed else ""
         return (
             f"is UNFINISHED{restarts}{known}: "
-            "the launcher's end is not recorded: it was killed or still runs"
+            "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
         )
     if story.state == "SIGNALED":
         return f"was stopped by {_clean(story.signal or 'a signal')}{after}{restarts}"

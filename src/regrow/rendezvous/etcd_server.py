@@ -3,6 +3,9 @@
 No job needs this server. On one host, the agent keeps the round in memory. On several hosts, an
 etcd with one member is lost with its host, like the server of `c10d`. The server uses version 3 of
 etcd's API.
+
+As with torch's class, etcd is an ordinary child process: it receives the signals of the terminal,
+and outlives an owner that is killed.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
+from functools import cache
+from typing import Any
 
 from regrow.utils.user_text import describe
 
@@ -14,14 +17,24 @@ _quiet: tuple[str, ...] = ()
 """Name prefixes of loggers that write errors only."""
 
 
-class _GuardedLogger(logging.Logger):
-    """A logger that hides exceptions of the user's handlers and filters from its caller."""
+class _Guarded(logging.Logger):
+    """A logger that hides exceptions of the user's logging from its caller.
 
-    def handle(self, record: logging.LogRecord) -> None:
+    They come from handlers, filters, the factory of the records, or the user's class of loggers.
+    """
+
+    def _log(self, level: int, msg: object, args: Any, *more: Any, **options: Any) -> None:
+        # This frame is between the caller and the code that looks for the caller's line.
+        options["stacklevel"] = options.get("stacklevel", 1) + 1
         try:
-            super().handle(record)
+            super()._log(level, msg, args, *more, **options)
         except Exception as error:  # noqa: BLE001 - written to stderr, with the lost line
-            _complain(record, error)
+            _complain(self.name, level, msg, args, error)
+
+
+@cache
+def _guarded(logger_class: type[logging.Logger]) -> type[logging.Logger]:
+    return type(f"Guarded{logger_class.__name__}", (_Guarded, logger_class), {})
 
 
 def level_from_env(default: str) -> int:
@@ -92,24 +105,25 @@ def _set_level(logger: logging.Logger) -> None:
 
 
 def guard(logger: logging.Logger) -> logging.Logger:
-    """Return the logger, protected from exceptions of its handlers and filters.
+    """Return the logger, protected from exceptions of the user's logging.
 
     An exception is written to stderr with the lost line, and the caller continues.
     """
-    if type(logger) is logging.Logger:
-        logger.__class__ = _GuardedLogger
+    if not isinstance(logger, _Guarded):
+        with suppress(TypeError):  # a class of loggers with __slots__ keeps its loggers
+            logger.__class__ = _guarded(type(logger))  # type: ignore[arg-type]
     return logger
 
 
-def _complain(record: logging.LogRecord, error: Exception) -> None:
+def _complain(name: str, level: int, msg: object, args: Any, error: Exception) -> None:
     try:
-        line = record.getMessage()
+        line = str(msg) % args if args else str(msg)
     except Exception:  # noqa: BLE001 - an argument of the user's
-        line = str(record.msg)
+        line = str(msg)
     try:
         sys.stderr.write(
             f"regrow: a log handler raises {describe(error)}; the line that it lost:"
-            f" {record.levelname} {record.name}: {line}\n"
+            f" {logging.getLevelName(level)} {name}: {line}\n"
         )
     except Exception:  # noqa: BLE001 - there is no stderr that takes it
         return

@@ -24,8 +24,9 @@ from helpers.unspeakable import Sealed, Unspeakable
 from regrow.inprocess import CallWrapper, Compose, FrozenState, Wrapper
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.completion import Completion
-from regrow.inprocess.exception import RestartAbort
+from regrow.inprocess.exception import BarrierTimeout, RestartAbort
 from regrow.inprocess.finalize import Finalize
+from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.health_check import FaultCounter, HealthCheck
 from regrow.inprocess.initialize import Initialize, RetryController
 from regrow.inprocess.rank_assignment import RankAssignment, RankAssignmentCtx, ShiftRanks
@@ -107,6 +108,14 @@ def raises_what_takes_too_long_to_show(me: Rank) -> Any:
 
 def ends_by_what_cannot_be_shown(me: Rank) -> Any:
     return me.failing(1, UnspeakableEnd())
+
+
+def leaves_a_failed_group_by_what_cannot_be_shown(me: Rank) -> Any:
+    def refuse(*args: Any, **more: Any) -> Any:
+        raise BarrierTimeout("the group has failed")
+
+    ServiceLink.terminated = refuse  # type: ignore[method-assign]
+    return me.failing(0, UnspeakableEnd())
 
 
 def raises_what_cannot_be_compared(me: Rank) -> Any:

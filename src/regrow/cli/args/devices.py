@@ -32,6 +32,9 @@ _DRIVERS = {
     "gpu": ("nvidia", "nvhost", "nvgpu", "nvmap", "kfd", "dxg"),
     "xpu": ("dri", "dxg"),
 }
+#: The same for all accelerators: also Habana's (hl), Huawei's (davinci), Meta's (mtia), and those
+#: of the kernel's subsystem for accelerators (accel).
+_DRIVERS["auto"] = (*_DRIVERS["gpu"], *_DRIVERS["xpu"], "hl", "davinci", "mtia", "accel")
 
 
 def device_files() -> list[str]:
@@ -169,7 +172,11 @@ class Devices:
             number = self.cuda(visible, one_entry_each)
             if number is not None and (number or visible is not None):
                 return self._found(kind, number)
-        if kind in _DRIVERS and not any(name.startswith(_DRIVERS[kind]) for name in self.files()):
+        if (
+            kind in _DRIVERS
+            and not any(name.startswith(_DRIVERS[kind]) for name in self.files())
+            and (kind != "auto" or not self.backends())
+        ):
             return self._found(kind, 0)
         own = kind in ("gpu", "xpu", "auto")
         if not own and not (kind.isidentifier() and self.backends()):

@@ -63,7 +63,7 @@ from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.inprocess.watchdog.monitor_client import open_monitor
 from regrow.inprocess.watchdog.rank_progress import RankProgress, SoftWatch
 from regrow.store import StoreError
-from regrow.utils import describe, get_traceback
+from regrow.utils import describe, get_traceback, str_of
 from regrow.utils.logging import library_logger
 
 if TYPE_CHECKING:
@@ -325,8 +325,8 @@ class CallWrapper:
         timeline = ending.timeline
         if timeline is None:
             raise InternalError(
-                f"the call has ended on the other ranks, so this rank cannot restart with them: "
-                f"{self._state}"
+                f"the call has ended on the other ranks, so initial rank "
+                f"{self._state.initial_rank} cannot restart with them"
             ) from self._state.fn_exception
         state = self._state.freeze()
         call(self._config.finalize, state)
@@ -424,7 +424,7 @@ class CallWrapper:
                 lag=time.monotonic() - left_at,
             )
         except LinkError as refused:
-            if str(refused) != str(error):
+            if str_of(refused) != str_of(error):
                 logger.warning("no rank continues in place of rank %s: %s", rank, refused)
             return False
         root = root_cause(faults)

@@ -243,9 +243,11 @@ def _why_not(fn: Any) -> str:
         fn = fn.func
     if not callable(fn):
         return "it cannot be called"
-    if getattr(fn, _MARK, False) is True:  # a mock has every attribute
-        return "it is wrapped already; remove one of the two wrappers"
     call = fn if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__call__
+    if any(
+        getattr(each, _MARK, False) is True for each in (fn, call)
+    ):  # a mock has every attribute
+        return "it is wrapped already; remove one of the two wrappers"
     if inspect.iscoroutinefunction(call):
         return "a coroutine function only makes a coroutine; wrap a function that runs it"
     if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):

@@ -43,6 +43,7 @@ from regrow.inprocess.ranks.assignment import (
 )
 from regrow.inprocess.ranks.rank_exchange import Exchange
 from regrow.inprocess.state import Mode, State
+from regrow.utils import repr_of
 
 
 class LayerFlag(enum.Flag):
@@ -78,6 +79,25 @@ class Layer:
     def allows(self, flag: LayerFlag) -> bool:
         """Return whether the layer has `flag`."""
         return self.flag is not None and flag in self.flag
+
+
+def _check_layer(layer: Layer) -> None:
+    if not isinstance(layer, Layer):
+        raise TypeError(f"a layer of a Tree must be a Layer, got {repr_of(layer)}")
+    for name, least in (("min_ranks", 0), ("max_ranks", 1)):
+        limit = getattr(layer, name)
+        if limit is None and name == "max_ranks":
+            continue
+        if not isinstance(limit, int):
+            raise TypeError(f"{name} of a Layer must be an int, got {repr_of(limit)}")
+        if limit < least:
+            raise ValueError(f"{name} of a Layer must be at least {least}, got {limit}")
+    if not (isinstance(layer.key_or_fn, str) or callable(layer.key_or_fn)):
+        raise TypeError(
+            f"key_or_fn of a Layer must be a str or a function, got {repr_of(layer.key_or_fn)}"
+        )
+    if not isinstance(layer.flag, LayerFlag | None):
+        raise TypeError(f"flag of a Layer must be a LayerFlag or None, got {repr_of(layer.flag)}")
 
 
 class TreeMember(NamedTuple):
@@ -325,7 +345,8 @@ class Tree(RankAssignment):
             most that number; the others go into reserve.
 
     Raises:
-        ValueError: `layers` is empty.
+        ValueError: `layers` is empty, or a limit of a layer is out of range.
+        TypeError: a layer, or a value in it, has the wrong type.
     """
 
     def __init__(
@@ -335,6 +356,8 @@ class Tree(RankAssignment):
     ) -> None:
         if not layers:
             raise ValueError("Tree needs one layer or more; the first one holds all ranks")
+        for layer in layers:
+            _check_layer(layer)
         self.layers = tuple(layers)
         self.world_size_filter = world_size_filter
         self._tree: tuple[Topology, Seats] | None = None

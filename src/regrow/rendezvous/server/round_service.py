@@ -67,7 +67,6 @@ from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
 from regrow.rendezvous.node.node_rules import explain_timeout
 from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
 from regrow.rendezvous.protocol.messages import (
-    CloseRendezvous,
     Event,
     JoinRound,
     LastCallOver,
@@ -418,7 +417,7 @@ class RendezvousService:
         id = subject(event)
         self._claim(job, id, session, now)
         owner = job.lives.get(id, session)
-        if owner != session and not isinstance(event, CloseRendezvous):
+        if owner != session:
             why = "another connection, which is still open, joined it"
             refused = snapshot(job.state, id)._replace(status=NodeRefused(id, why))
             return messages.encode_snapshot(job.life, refused), []

@@ -256,12 +256,12 @@ class EtcdClient:
             member = self._member()
             left = max(deadline - time.monotonic(), 0.01)
             attempts = Backoff(_RENEWAL if renews else ATTEMPT, left)
-            timeout = attempts.pause(max(tries // count, 1))
+            attempt = attempts.pause(max(tries // count, 1))
             try:
                 token = self._log_in(member, left, left / (count - tries % count))
                 if renews and silence:
-                    member.ask(*_PROBE, timeout)
-                found = decode(member.ask(path, body, token, timeout), member.name)
+                    member.ask(*_PROBE, attempt)
+                found = decode(member.ask(path, body, token, attempt), member.name)
             except EtcdUnreachable:  # another call is logging in, and this one waited for it
                 raise
             except EtcdError as error:
