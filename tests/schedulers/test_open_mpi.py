@@ -103,10 +103,13 @@ def test_a_worker_that_is_killed_costs_one_restart(job: MpiJob) -> None:
     victim = job.training.runs(RANKS)[9]
     (host,) = (host for host in job.hosts if host.name == victim.host)
     os.kill(host.pid_here(victim.pid), signal.SIGKILL)
-    job.training.runs(RANKS, attempt=1)
+    again = job.training.runs(RANKS, attempt=1)
+    saved = job.training.saved()
+    assert {record.rank: record.step for record in again} == {**saved, victim.rank: 0}
     job.training.finish()
     assert job.ended() == 0, job.output
     assert len(job.training.records("finished")) == RANKS, job.output
+    assert len(job.output.splitlines()) <= 12, job.output  # some are mpirun's own
 
 
 def test_an_mpirun_that_is_stopped_leaves_nothing(job: MpiJob) -> None:

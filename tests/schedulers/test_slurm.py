@@ -45,6 +45,8 @@ def test_a_worker_that_is_killed_costs_one_restart(cluster: Cluster) -> None:
     assert len(job.training.records("finished")) == RANKS, cluster.report()
     stories = [line for line in job.lines() if "SUCCEEDED after" in line]
     assert len(stories) == 1, job.output
+    # The three at the start, the failure on its host, and the story of five.
+    assert len(job.lines()) <= 10, job.output
     assert f"rank {victim.rank} on host {victim.host}" in job.output
 
 

@@ -50,6 +50,7 @@ def test_a_notice_leaves_a_slow_rank_the_time_to_save(cluster: Cluster, slow_ran
     cluster.call(f"scancel --signal=TERM {job.name}")
     waits_for_its_next_run(job)
     assert asked(job) == 1, job.output
+    assert len(job.lines()) <= 14, job.output
     assert job.output.count(" was stopped by SIGTERM after ") == 1, job.output
     resumes(job)
     assert asked(job) == 1, job.output
@@ -115,11 +116,16 @@ def test_the_others_go_on_without_a_host_that_loses_its_power(cluster: Cluster) 
     job = cluster.submit(SCRIPT)
     job.training.runs(RANKS)
     cluster.lose(cluster.nodes[-1])
-    job.training.runs(LEFT, attempt=1)
+    again = job.training.runs(LEFT, attempt=1)
+    saved = job.training.saved()
+    assert {record.rank: record.step for record in again} == {
+        rank: saved[rank] for rank in range(LEFT)
+    }
     job.training.finish()
     job.ends("COMPLETED")
     assert len(job.training.records("finished")) == LEFT
     assert asked(job) == 0, job.output
+    assert len(job.lines()) <= 9, job.output
 
 
 def test_a_job_is_requeued_when_its_batch_host_loses_its_power(cluster: Cluster) -> None:
