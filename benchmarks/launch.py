@@ -51,8 +51,8 @@ RESTART = "exit(1) to all workers of the next attempt"
 ALL_REDUCE = "exit(1) to their first all-reduce"
 
 # (measure, bound): for times, a share of torchrun's median; for the idle agent, absolute.
-BOUNDS = {FIRST_LINE: 0.15, RESTART: 0.30}
-IDLE_MB_BOUND = 50.0
+BOUNDS = {FIRST_LINE: 0.10, RESTART: 0.30}
+IDLE_MB_BOUND = 35.0
 IDLE_CPU_BOUND = 0.2  # per cent of one core
 
 DEADLINE_S = 120.0
