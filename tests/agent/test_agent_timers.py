@@ -132,7 +132,7 @@ def test_a_scope_is_shown_in_a_short_line_and_a_place_without_its_folders(
     assert _hang.message(hang(request=request)).startswith(f"timer {shown} was exceeded by")
 
 
-# --- where the pipe is, and whose processes may write into it
+# --- the path of the pipe, and the processes that may write into it
 
 
 def test_the_pipe_is_where_the_variable_says() -> None:
@@ -164,7 +164,7 @@ def test_where_no_temporary_file_can_be_made_the_pipe_is_among_the_logs(
     )
     elastic_launch(config, "sh")("-c", script)
     assert shown.read_text().startswith(f"{folder}/job_")
-    assert not list((tmp_path / "logs").glob("*/watchdog*"))  # it went with the agent
+    assert not list((tmp_path / "logs").glob("*/watchdog*"))  # the agent removed it
 
 
 def test_an_agent_in_a_worker_of_another_leaves_that_one_its_pipe(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None
 
 
 def test_a_hung_worker_is_killed_although_its_log_directory_hangs(tmp_path: Path) -> None:
-    # To open a pipe that nobody reads takes for ever.
+    # Opening a pipe without a reader never returns.
     first = """
 from regrow.timer import FileTimerClient
 folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -286,7 +286,7 @@ for n in range(3):
     waiting = [thread for thread in threading.enumerate() if thread.name == "regrow-hang"]
     assert len(waiting) == 1
     (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")
-    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets it go on
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # unblocks the thread
     for thread in waiting:
         thread.join(PATIENCE)
 
@@ -325,7 +325,7 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
 
     launch(config(str(tmp_path), max_restarts=5, event_sinks=(look,)), HANG.format(first=""))
     assert len(seen) == 6
-    # What one attempt leaves for a moment may be there; what each leaves for good would add up.
+    # Leftovers of one attempt may exist for a moment; permanent leftovers of each would add up.
     assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen
 
 

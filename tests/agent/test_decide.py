@@ -15,7 +15,7 @@ from regrow.agent.decisions.decide import AgentPhase, AgentState
 
 
 class Actions(tuple[words.Action, ...]):
-    """Actions that are equal only to such of the same classes."""
+    """Actions that are equal only to actions of the same classes."""
 
     __slots__ = ()
 

@@ -348,7 +348,7 @@ def fault(random: Random, job: Job, agents: list[Agent]) -> None:
 def ending(agent: Agent) -> str:
     """Return the outcome of an agent.
 
-    An agent whose workers failed, and that finds the job closed without a failure, ends with the
+    If its workers failed and the job was closed without a failure, an agent ends with the
     failure of its workers.
     """
     return "CLOSED" if agent.outcome == "FAILED" and not agent.root else agent.outcome

@@ -1,4 +1,4 @@
-"""The loop and the attempt of an agent, each with plain objects in the place of the others."""
+"""The loop and the attempt of an agent, each with simple replacements of the other parts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AtOnce:
 
 
 class Script:
-    """Stands for an attempt whose workers have the given states, one check after the other."""
+    """Replaces an attempt; each check returns the next of the given states."""
 
     def __init__(self, inbox: Inbox, *states: WorkerState | Exception) -> None:
         self._inbox = inbox
@@ -170,7 +170,7 @@ def test_a_call_that_is_waited_for_may_be_cut_short_by_each_signal() -> None:
 
 
 class Hooks:
-    """Stands for the agent: records the calls of torch's hooks."""
+    """Replaces the agent; records the calls of torch's hooks."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -190,7 +190,7 @@ class Hooks:
 
 
 class Calls:
-    """Stands for parts of which a test checks only the calls."""
+    """Replaces parts of an agent; records their calls."""
 
     def __init__(self, calls: list[str], **answers: Any) -> None:
         self._calls, self._answers = calls, answers

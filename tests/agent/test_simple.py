@@ -59,7 +59,7 @@ class Rendezvous(PlainHandler):
 
 
 class Agent(SimpleElasticAgent):
-    """An agent whose workers have the given states, one check after the other."""
+    """An agent with scripted workers: each check returns the next of the given states."""
 
     def __init__(
         self, states: list[WorkerState], max_restarts: int = 1, exit_barrier_timeout: float = 300

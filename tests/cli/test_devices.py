@@ -137,7 +137,7 @@ def test_torch_is_not_asked_for_hidden_gpus() -> None:
 
 
 def fake_python(folder: Path, body: str) -> str:
-    """An interpreter whose `torch` is the given module."""
+    """An interpreter with the given module as `torch`."""
     folder.joinpath("torch.py").write_text(body)
     path = folder / "python"
     path.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')

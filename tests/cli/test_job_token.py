@@ -1,4 +1,4 @@
-"""Workers are not given the job's token, and do without it."""
+"""Workers do not get the job's token, and do not need it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line leaves open is taken from the scheduler, and nothing else is."""
+"""Only settings that the command line omits are taken from the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENTS = Path(__file__).parents[1] / "launch" / "environments"
 
 
 class Started:
-    """What `regrow run` would launch, and what it said."""
+    """The launch configurations of `regrow run`, and its output."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
@@ -22,7 +22,7 @@ class Started:
         self.configs: list[LaunchConfig] = []
 
     def __call__(self, environment: str, flags: str, **variables: str) -> str:
-        """Run the command in a recorded environment; return what it says."""
+        """Run the command in a recorded environment; return its output."""
         lines = (ENVIRONMENTS / f"{environment}.env").read_text().splitlines()
         with self._monkeypatch.context() as patch:
             for line in lines:

@@ -1,4 +1,4 @@
-"""The flags of `regrow run`: spellings, variables, abbreviations, and what mistakes look like."""
+"""The flags of `regrow run`: spellings, variables, abbreviations, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regrow run` as a command: usage errors, exit codes, and what it says at the end."""
+"""`regrow run` as a command: usage errors, exit codes, and its output at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from regrow.workers import ChildFailedError, ProcessFailure, SignalException
 
 
 class Launcher:
-    """In place of `elastic_launch`: takes note of the call, emits events, raises an error."""
+    """Replaces `elastic_launch`: records the call, emits events, raises an error."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[LaunchConfig, Any, tuple[Any, ...]]] = []
@@ -224,7 +224,7 @@ def test_a_mistake_in_a_variable_names_the_variable(
 def test_a_log_directory_that_cannot_be_made_is_a_mistake_too(
     launcher: Launcher, capfd: pytest.CaptureFixture[str], place: Path
 ) -> None:
-    # A file in the way: permissions would not stop root.
+    # A file blocks the path: permissions would not stop root.
     assert main(["run", "--log-dir", "train.py/logs", "train.py"]) == 2
     line = said_one_line(capfd.readouterr().err)
     assert "train.py/logs" in line
@@ -603,7 +603,7 @@ def test_several_hosts_that_share_no_secret_are_a_mistake(
 ) -> None:
     for name in ("REGROW_TOKEN", "REGROW_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    where = ["--rdzv-endpoint=192.0.2.1:29400"]  # of no host
+    where = ["--rdzv-endpoint=192.0.2.1:29400"]  # no host has this address
     line = ["run", "--nnodes=2", f"--rdzv-backend={backend}", *where, "--no-python", "true"]
     assert main(line) == 2
     (said,) = capfd.readouterr().err.splitlines()
@@ -687,7 +687,7 @@ def test_help_is_printed_where_it_was_asked_for(capfd: pytest.CaptureFixture[str
 def test_ctrl_c_during_the_imports_is_one_line(place: Path) -> None:
     interrupting = place / "interrupting"
     interrupting.mkdir()
-    # Stands in for a module that is imported after the command has begun.
+    # Replaces a module that is imported after the command has begun.
     (interrupting / "argparse.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(99)\n"
     )

@@ -1,4 +1,4 @@
-"""The store server's process is killed beside its agent, as by a host that has no memory left."""
+"""The store server's process is killed while its agent lives, as by a host without free memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_workers_run_on_the_budget_is_kept_and_the_story_names_the_cause(
 
 def test_a_job_whose_server_keeps_ending_fails_with_the_cause(hosts: Hosts) -> None:
     # The lease of a node is four intervals. It must outlast the starts of three servers, which take
-    # seconds on a busy machine: without an answer for that long, the nodes would lose touch first.
+    # seconds on a busy machine. A node without an answer for that long would lose contact first.
     agents = started(hosts, f"--rdzv-conf keep_alive_interval=3 {C10D}")
     hosts.wait_for("attempt-0-0", "attempt-0-1")
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Four `regrow run` whose output one launcher collects, as under `srun`: who prints what."""
+"""Four `regrow run` with a common output, as under `srun`: which agent prints which line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def below(pid: int) -> list[int]:
 def ended(hosts: Hosts, agents: Agents) -> tuple[list[int], list[list[str]]]:
     """The exit codes, and the lines of each agent without those of its workers.
 
-    Nor is what a loaded machine adds among them: that it has waited for the others for 10 s.
+    The line about a wait of 10 s for the other agents is left out, too: only a loaded machine
+    adds it.
     """
     both = [hosts.ended(agent) for agent in agents]
     others = re.compile(r"rank \d of \d on node|regrow: still waiting for other nodes")

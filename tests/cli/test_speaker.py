@@ -1,4 +1,4 @@
-"""Which agent speaks for the job where one launcher collects the output of all of them."""
+"""The agent that prints for the whole job if all agents have a common output."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def child_failed() -> ChildFailedError:
 
 
 def said(rank: int, *events: Event, error: BaseException | None = None) -> tuple[str, str]:
-    """What an agent prints while the job runs, and what the command prints at its end."""
+    """Return the output of an agent while the job runs, and of the command at its end."""
     stream = io.StringIO()
     console = Console(stream, {}, MEETING, Speaker(rank))
     try:

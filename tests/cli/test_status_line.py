@@ -1,4 +1,4 @@
-"""What the status line says: a reducer and a renderer, without a terminal."""
+"""The text of the status line: a reducer and a renderer, without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status line on a terminal: a real pty, read by an emulator of what a terminal does."""
+"""The status line on a terminal: a real pty, read by a terminal emulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 30.0
 
 
 class Screen:
-    """A terminal of `rows` x `columns` that understands what the status line and workers send."""
+    """A terminal of `rows` x `columns`; understands the output of the status line and workers."""
 
     TOKEN = re.compile(r"\033\[([0-9;]*)([A-Za-z])|\033([78D])|([\r\n])|([ -~])")
 
@@ -334,7 +334,7 @@ def test_the_line_is_for_able_terminals_only(
 
 
 def test_the_library_is_not_loaded_for_a_status_line() -> None:
-    """Guards the start-up time: the modules of the line pull in nothing heavy."""
+    """Guards the start-up time: the modules of the line load nothing heavy."""
     code = (
         "import sys; before = set(sys.modules); import regrow.cli.screen.status_line;"
         "print(*sorted(set(sys.modules) - before))"
@@ -388,7 +388,7 @@ def job(terminal: Pty, tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes
 
 
 def said(terminal: Pty, job: subprocess.Popen[bytes]) -> list[str]:
-    """All that was printed until the job's end; the terminal is whole again."""
+    """Return all output until the job's end; check that the terminal is restored."""
 
     def ended(screen: Screen) -> bool:
         return job.poll() is not None

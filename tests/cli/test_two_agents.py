@@ -43,7 +43,7 @@ def test_hosts_with_certificates_meet_under_tls_and_have_the_ranks_that_they_ask
         (0, "rank 1 of 2 on node 1\n"),
         (0, "rank 0 of 2 on node 0\n"),
     ]
-    # No token was given: those on one host have one of their own.
+    # No token was given: agents on one host create their own.
     assert (hosts.folder / ".local" / "state" / "regrow" / "token").exists()
 
 
@@ -69,10 +69,10 @@ def test_hosts_whose_number_is_fixed_stop_at_once_when_one_is_lost(hosts: Hosts)
 
 
 def hang_together(hosts: Hosts, trial: int) -> list[str]:
-    """Rank 2 keeps the others waiting, of whom one of the other host is out of time first.
+    """Let the other ranks wait for rank 2; a rank on the other host times out first.
 
     Returns:
-        What each agent said.
+        The output of each agent.
     """
     hangs = f"""\
 import time
@@ -107,7 +107,7 @@ def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_is_
         assert "rank      : 1 (local_rank: 1)" in said
         assert re.search(r"traceback : timer step of 0\.[0-2]\d* s was exceeded by", said)
         assert 'train.py", line' in said
-        # Of the last attempt, the host of the root cause hears no more.
+        # The host of the root cause receives nothing more about the last attempt.
         story = said[said.index("failure 1 (attempt 0)") :].splitlines()
         odd = "rank 2 alone is in load_batch (train.py:9)"
         assert sum(line.endswith(odd) for line in story) == number + 1, said
@@ -134,8 +134,8 @@ def test_the_job_continues_without_the_host_of_a_killed_agent(hosts: Hosts) -> N
     code, said = hosts.ended(agents[0])
     assert code == 0, said
     assert "rank 0 of 1 on node 0" in said
-    # The story, in lines as wide as they may be, says why there was a restart.
-    # Its kernel resets the connection if it had an answer to read yet: then silence tells.
+    # The story gives the reason of the restart, in lines of full width. The kernel resets the
+    # connection if the agent had an unread answer; then missed heartbeats show the loss.
     story = " ".join(said.split())
     assert "its connection broke" in story or "no heartbeat arrived" in story
 
@@ -164,7 +164,7 @@ def test_a_schedulers_notice_to_every_process_leaves_workers_the_grace_that_was_
     hosts.wait_for("ready-0", "ready-1")
     family = [pid for pid in marked(str(hosts.folder)) if pid not in [a.pid for a in agents]]
     assert len(family) == 5  # two workers, two guardians, one store server
-    for pid in [*family, *(agent.pid for agent in agents)]:  # as bad as the order can be
+    for pid in [*family, *(agent.pid for agent in agents)]:  # the worst order
         os.kill(pid, signal.SIGTERM)
     for code, said in map(hosts.ended, agents):
         assert code == 143, said

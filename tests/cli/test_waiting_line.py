@@ -1,4 +1,4 @@
-"""That an agent waits for others is said after a while, and only while it is so."""
+"""The line about a wait for other agents: printed after a while, and only during the wait."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An agent without a seat ends, and the job of the others goes on: from the command line.
+"""An agent without a seat ends, and the job of the other agents continues.
 
-A worker of the job fails after that. If the rendezvous was closed, the job cannot heal it and ends.
+A worker of the job fails after that. The job could not recover if the rendezvous were closed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_an_agent_of_an_earlier_run_that_wakes_does_not_close_the_job(hosts: Hos
     os.kill(server, signal.SIGKILL)
     for name in ("started-0-of-2", "started-1-of-2"):
         (hosts.folder / name).unlink()
-    agents = [hosts.start(flags, HEALS) for _ in range(2)]  # the same id: none
+    agents = [hosts.start(flags, HEALS) for _ in range(2)]  # the same run id: none
     hosts.wait_for("started-0-of-2", "started-1-of-2")
     frozen.send_signal(signal.SIGCONT)
     code, said = hosts.ended(frozen)

@@ -1,4 +1,4 @@
-"""What docs/guides/heartbeats.md says is what there is: arguments, kinds, figures."""
+"""docs/guides/heartbeats.md agrees with the program: arguments, kinds, figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault a single host can throw at a job, and the outcome its user would want."""
+"""Every fault of a single host, and the outcome that the user of the job wants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
     assert "SIGKILL" in job.stderr
 
 
-# Rank 0 takes its time to stop, and tells that it has begun to.
+# Rank 0 stops slowly, and reports that it has begun to stop.
 LINGERS = """
 def linger(*_):
     tell("stops")
@@ -210,7 +210,7 @@ def test_a_signal_at_the_very_start_leaves_nothing_behind(
     later.news(1)
     later.signal(signum)
     code = early.finish()
-    # Before our first line it is Python that is interrupted: it shows where, and ends with 1.
+    # Before our first line Python itself is interrupted: it prints a traceback and exits with 1.
     interrupted = "KeyboardInterrupt" in early.stderr and "/src/regrow/" not in early.stderr
     assert code in (128 + signum, -signum) or (code == 1 and interrupted), early.output
     assert later.finish() == 128 + signum, later.output
@@ -358,7 +358,7 @@ if ATTEMPT == 0:
     assert "No space left on device" in job.stderr
     for rank in (0, 1):
         (log,) = tiny_disk.glob(f"*/attempt_0/{rank}/stdout.log")
-        # It was cut off anywhere in a line, and the console goes on from there.
+        # The file may end within a line; the console continues from there.
         shown = re.findall(rf"^\[default{rank}\]:(.*\n)", job.stdout, re.MULTILINE)
         assert log.read_text() + "".join(shown) == "".join(
             f"line {i} of rank {rank}\n" for i in range(20000)

@@ -1,4 +1,4 @@
-"""How long workers have to stop: for a restart after a failure, and where the job ends."""
+"""Time that workers have to stop: for a restart after a failure, and at the end of the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.jobs.e2e_job import Job
 
 Launch = Callable[..., Job]
 
-# Rank 0 hangs where nothing but SIGKILL ends it, as in a collective; rank 1 fails beside it.
+# Rank 0 hangs as in a collective: only SIGKILL ends it. Rank 1 fails.
 STUCK = """
 if ATTEMPT == 0 and RANK == 0:
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -25,7 +25,7 @@ if ATTEMPT == 0:
     sys.exit(3)
 """
 
-# Rank 0 saves for a second when it is stopped; rank 1 fails beside it.
+# Rank 0 saves for a second when it is stopped; rank 1 fails.
 SAVES = """
 def save(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,7 +46,7 @@ sys.exit(3)
 
 
 def fail(job: Job) -> None:
-    """Let rank 1 fail, once rank 0 has told that it is ready."""
+    """Let rank 1 fail, once rank 0 has reported that it is ready."""
     job.news()
     (job.script.parent / "news.fail").touch()
 
@@ -74,7 +74,7 @@ def test_workers_have_the_whole_grace_where_a_failure_ends_the_job(launch: Launc
 def test_a_signal_that_ends_the_job_gives_workers_the_whole_grace_after_all(
     launch: Launch,
 ) -> None:
-    # Rank 0 needs twice the short grace, and is heard of when that has begun.
+    # Rank 0 needs twice the short grace, and reports when the grace has begun.
     slow = SAVES.replace("+ 1.0", "+ 4.0").replace("    end =", '    tell("saves")\n    end =')
     job = launch(slow, "--max-restarts=1", "--restart-timeout=2")
     fail(job)

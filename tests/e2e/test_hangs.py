@@ -1,4 +1,4 @@
-"""Every way in which a training stops without ending, and that it goes on, with the reason told."""
+"""Every way in which a training hangs; it continues afterwards, and the reason is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.jobs.e2e_job import Job, wait_gone
 from helpers.processes import wait_until
 from regrow.events import read_events, story
 
-# Of 0.1 or 0.2 s, and less by the time that a busy machine took from there to the timer.
+# 0.1 or 0.2 s, less the time that a busy machine took from there to the timer.
 OVER = r"timer step of 0\.[0-2]\d* s was exceeded by"
 
 Launch = Callable[..., Job]

@@ -1,4 +1,4 @@
-"""Workers that beat and restart in place: a loss is the restarter's to heal, and ends nobody."""
+"""Heartbeats with in-process restart: the restarter handles a loss; no other worker ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ event = heartbeat.start(60, start_timeout=30)
 def test_the_others_restart_in_place_without_a_worker_that_is_lost_or_hangs(
     launch: Launch, signum: str
 ) -> None:
-    """One that hangs is killed by its agent, as it does not beat."""
+    """The agent kills a worker that hangs, because it sends no heartbeats."""
     job = launch(
         WRAPPED
         + f"""

@@ -1,4 +1,4 @@
-"""Under `--heartbeat`: what a script says of its own heartbeat holds, and who has none is named."""
+"""`--heartbeat`: a script's own settings take effect; ranks without a heartbeat are named."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ heartbeat.start(60, start_timeout=12)
     assert failed["rank"] == 0
     told = " ".join(job.stderr.split())
     assert "heartbeat of rank 0 of 2, beat 0: rank 1 did not arrive within 12 s" in told
-    # One word of the worker that waits, and one of the agent, which need not wait for anybody.
+    # One line of the worker that waits, and one of the agent, which does not wait.
     assert "heartbeat: rank 1 of 2 has not started heartbeats" in told
     assert "no heartbeat yet from rank 1, although --heartbeat is set" in told
 

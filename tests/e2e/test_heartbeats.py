@@ -1,4 +1,4 @@
-"""Workers that beat, under an agent: whoever was the cause is named first."""
+"""Workers with heartbeats, under an agent: the rank that is the cause is named first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that restart in place, under an agent: it tells of a loss and stops nobody for it."""
+"""In-process restart under an agent: the agent reports a loss and stops no other worker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a job's exit code says of its results, wherever and however one rank ends or hangs.
+"""A job's exit code agrees with its results, for every way in which one rank ends or hangs.
 
-Three ranks make two calls of a wrapped function. One of them ends or hangs at one place. Two things
-must hold of every such job: it ends, and it ends with 0 only if each worker that ended with 0 has
-its results. A rank that ends otherwise may be lost without the others failing.
+Three ranks make two calls of a wrapped function. One of them ends or hangs at one place. Every
+such job must end, and it may end with 0 only if each worker that ended with 0 has its results. A
+rank that ends otherwise may be lost, and the others may still succeed.
 """
 
 from __future__ import annotations
@@ -145,17 +145,17 @@ FAILS = {
     "completion": {*HOWS} - {"return", "raise"},
     "abort": {"_exit 0"},
     "waiting": {"_exit 0"},
-    # The others wait for a rank that makes progress and does not come, until `barrier_timeout`.
+    # The others wait until `barrier_timeout` for a rank that makes progress and never arrives.
     "first rank assignment": {*WITH_0, "loop"},
     "finalize": {*WITH_0, "loop"},
     "health check": {*WITH_0, "loop"},
     "rank assignment": {*WITH_0, "loop"},
 }
-"""By place: how one rank ends or hangs so that the job fails; everywhere else that with 0."""
+"""By place: ends and hangs of one rank that fail the job; elsewhere only an exit with 0 does."""
 
 FAST = {("function", "_exit 0"), ("completion", "signal")}
 IN_A_THREAD = {"_exit 0", "signal", "stop"}
-"""What can be done by another thread while the main one waits."""
+"""Ends and hangs that another thread can cause while the main thread waits."""
 
 
 def combinations() -> list[Any]:

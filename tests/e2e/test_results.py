@@ -1,4 +1,4 @@
-"""A result that is lost is a failure of the attempt, and told; one that others make good is not."""
+"""A lost result fails the attempt and is reported, unless other ranks compensate for it."""
 
 from __future__ import annotations
 

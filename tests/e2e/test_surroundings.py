@@ -1,4 +1,4 @@
-"""Jobs in odd surroundings: streams that are closed, a hang-up, a host that says no."""
+"""Jobs in unusual environments: closed streams, a hang-up, a host that refuses calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[..., Job]
 def regrow_run(
     tmp_path: Path, *arguments: str, closed: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`regrow run` to its end, its standard streams redirected as the shell's `closed` says."""
+    """Run `regrow run` to its end; the shell text `closed` redirects its standard streams."""
     command = [sys.executable, "-m", "regrow.run", "--standalone", f"--log-dir={tmp_path}/logs"]
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command, *arguments],
@@ -110,7 +110,7 @@ def test_nor_does_one_that_is_suspended_while_it_starts_the_workers(launch: Laun
     job = launch("tell('is there')\nforever()\n", nproc=2)
     guardians: list[int] = []
 
-    def is_started() -> bool:  # before it is, its agent would stand still as well
+    def is_started() -> bool:  # earlier, a stop would block its agent as well
         words = b"regrow_guardian"
         started = children_of(job.process.pid)
         guardians[:] = [p for p in started if words in Path(f"/proc/{p}/cmdline").read_bytes()]
@@ -181,7 +181,7 @@ if __name__ == "__main__":
     elastic_launch(config, work)()
 """
     )
-    # To the end of its output, which every process that it started holds open.
+    # Reads to the end of its output, which every process that it started holds open.
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, timeout=DEADLINE_S, check=False
     )

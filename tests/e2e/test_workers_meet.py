@@ -35,7 +35,7 @@ def test_workers_meet_in_a_store_that_ends_with_their_attempt(launch: Launch) ->
     job = launch(MEET, "--max-restarts=1")
     first, second = job.news(2), job.news(2)
     assert job.finish() == 0, job.output
-    assert [line[3] for line in (*first, *second)] == ["2"] * 4  # nothing of the attempt before
+    assert [line[3] for line in (*first, *second)] == ["2"] * 4  # nothing from the previous attempt
     places = {tuple(line[2] for line in attempt) for attempt in (first, second)}
     assert len(places) == 2
     for place, other in places:

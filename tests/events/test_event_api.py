@@ -19,7 +19,7 @@ from regrow.events import Event, EventSource, NodeState, RdzvEvent, handlers
 
 
 class Listener(logging.Handler):
-    """Keeps what it is told."""
+    """Keeps the lines that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_the_file_handler_appends_to_the_file_that_the_environment_names(
 ) -> None:
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv("REGROW_EVENT_FILE", str(path))
-    monkeypatch.setenv("LOGLEVEL", "ERROR")  # what goes to the screen, not what is kept
+    monkeypatch.setenv("LOGLEVEL", "ERROR")  # affects the screen, not the file
     monkeypatch.setitem(LOG_HANDLERS, "file", handlers.EventFileHandler())
     events.record(Event("x", EventSource.WORKER, metadata={"rank": 3}), "file")
     (line,) = events.read_events(path)

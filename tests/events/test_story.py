@@ -1,4 +1,4 @@
-"""The story of a job: what it says, and that nothing in a log makes it fail."""
+"""The story of a job: its text, and that no content of a log makes it fail."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def finished(number: int, at: float, state: str = "SUCCEEDED", **fields: Any) ->
 
 
 def recovered() -> list[Line]:
-    """Two workers, one of which is killed at 110 s and costs 17 steps."""
+    """Two workers; one is killed at 110 s, which costs 17 steps."""
     return [
         started(),
         line("rendezvous.completed", 0, 100.01, group_world_size=1, world_size=2),

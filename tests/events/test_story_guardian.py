@@ -1,4 +1,4 @@
-"""What the story says where the guardian, which watches the workers, was killed or stopped."""
+"""The story of a job with a guardian that was killed or stopped."""
 
 from __future__ import annotations
 

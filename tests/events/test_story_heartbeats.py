@@ -1,4 +1,4 @@
-"""The story of missed heartbeats: who is named first, what the others say, and who stood still."""
+"""The story of missed heartbeats: the rank named first, the reports of the others, stalls."""
 
 from __future__ import annotations
 

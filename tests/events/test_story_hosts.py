@@ -1,4 +1,4 @@
-"""What one node's story says of the others: whose fault it was, whoever noticed it first."""
+"""Failures of other nodes in one node's story: the cause is named, not the first observer."""
 
 from __future__ import annotations
 

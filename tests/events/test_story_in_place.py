@@ -1,4 +1,4 @@
-"""The story of restarts in place: whose fault, without whom, and how long each part took."""
+"""The story of in-process restarts: faulty rank, lost ranks, duration of each phase."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The story of timers that ran out: which rank, which timer, how long over, where it stood."""
+"""The story of expired timers: rank, timer, delay, and the place of the hang."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def test_a_tool_that_a_shell_script_runs_first_leaves_the_rank_to_the_training()
     assert told(worker) == ["False", "False", "True"]
 
 
-# The thread that begins the heartbeat stands in an import while this process goes on.
+# The thread that begins the heartbeat is in an import while this process continues.
 IMPORTS = """
 import os, signal, sys, threading
 importing, forked = threading.Event(), threading.Event()

@@ -333,7 +333,7 @@ def test_a_worker_that_has_not_joined_ends_at_once() -> None:
     assert step(state, LeaveRequest(T0 + 1.0))[1] == ()
 
 
-# --- standing still
+# --- stalls
 
 STALLED = StalledSteps(6, Ranks.of([2]), 5, "load", 90)
 

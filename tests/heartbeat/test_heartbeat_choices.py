@@ -30,7 +30,7 @@ STALLED = StalledSteps(1000, Ranks.of([1]), 1, "", 9)
 
 
 class Others:
-    """A `Meeting` with two more workers, whose outcome the test sets."""
+    """A `Meeting` with two more workers; the test sets its outcome."""
 
     def __init__(self) -> None:
         self.outcome: Outcome = ExchangeFailed("rank 2 did not arrive", Ranks.of([2]))
@@ -126,7 +126,7 @@ def test_a_script_sets_on_failure_of_an_automatic_heartbeat(
     before = timers()
     event = heartbeat.start(60, on_failure=on_failure)
     assert "`regrow run --heartbeat` has already started a heartbeat every 0.05 s" in caplog.text
-    assert timers() == before - 2  # the kernel does not end it any more
+    assert timers() == before - 2  # no kernel timer ends it any more
     assert heartbeat.start(60, on_failure=print) is event
     assert "this call of heartbeat.start is ignored" in caplog.text
     others.tell(Broken("lost", Ranks.of([2])))

@@ -22,7 +22,7 @@ SIZE = 3
 RARELY = {"period": 30.0, "timeout": 20.0}
 """Settings with which the workers learn of a fault between two beats."""
 OFTEN = {"period": 0.1, "timeout": 5.0}
-"""Settings with many beats, none of which fails on a busy machine."""
+"""Settings with many beats; none fails on a busy machine."""
 STRICT = {"period": 0.2, "timeout": 0.8, "failures": 2}
 """Settings with which a silent worker is detected soon."""
 
@@ -181,7 +181,7 @@ def test_a_worker_of_another_run_ends_all_workers(
     """The worker was stopped while its job restarted, and continues with its old token."""
     old = beating(nursery, start, **OFTEN, dies=True, session_grace=None, endpoint=proxy.endpoint)
     os.kill(old[1], signal.SIGSTOP)
-    os.kill(server.pid, signal.SIGKILL)  # so that it does not tell it of the end of the others
+    os.kill(server.pid, signal.SIGKILL)  # so that it reports no ends to that worker
     for pid in (old[0], old[2]):
         os.kill(pid, signal.SIGKILL)
         nursery.hear("ended", pid=pid)

@@ -56,7 +56,7 @@ def decoded(answers: list[Answer]) -> dict[str, Any]:
 
 
 def beat(rank: int, **fields: Any) -> BeatQuestion:
-    """The question of a worker of three after some beats; `fields` replaces some of them."""
+    """The question of one of three workers after some beats; `fields` replaces parts."""
     question: dict[str, Any] = {"group": "job", "size": 3, "seen": 0, "wait": 2.0}
     question |= {name: fields.pop(name) for name in question.keys() & fields.keys()}
     return BeatQuestion(beat=Beat(**{**fields_of(rank), **fields}), **question)

@@ -1,4 +1,4 @@
-"""Real workers and a real store whose wall clocks jump by days at each read."""
+"""Real workers and a real store, with wall clocks that jump by days at each read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def server(
 
 
 def beating(nursery: Nursery, server: ServerProcess, **spec: object) -> list[int]:
-    """The pids of workers that have agreed, and whose clocks jump."""
+    """The pids of workers that have agreed; their clocks jump."""
     where = {"world_size": SIZE, "endpoint": server.endpoint, "token": TOKEN.hex()}
     pids = [nursery.start(rank=rank, **where, **spec) for rank in range(SIZE)]
     assert all(nursery.hear("beats", pid=pid)["clock_jumps"] for pid in pids)
@@ -79,7 +79,7 @@ def test_a_stopped_worker_ends_though_the_wall_clock_jumps(
     nursery: Nursery, server: ServerProcess
 ) -> None:
     pids = beating(nursery, server, period=0.2, timeout=0.8, failures=2, dies=True)
-    # It is the kernel that ends the one that is stopped, by timers of the other clock.
+    # The kernel ends the stopped worker, by timers of the monotonic clock.
     assert {
         clock for pid in [*pids, server.pid] for clock in jumping_clock.clocks_of_timers(pid)
     } == {time.CLOCK_MONOTONIC}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.hosts
 
 DEADLINE_S = 30.0
 
-# A host's end of a conversation: writes what comes in by UDP, sends what stdin says.
+# A host's end of a conversation: prints words that arrive by UDP, sends words from stdin.
 _TALK = """
 import select, socket, sys
 talk = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -32,7 +32,7 @@ while True:
 
 
 class Talker:
-    """A program on a host that says words to others and repeats what it hears."""
+    """A program on a host that sends words to others and prints the words that it receives."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -51,7 +51,7 @@ class Talker:
         self.hears("said")
 
     def hears(self, word: str) -> None:
-        """The next thing it hears must be this."""
+        """Check that this is the next word that it receives."""
         assert self._process.stdout is not None
         assert select.select([self._process.stdout], [], [], DEADLINE_S)[0], f"{word} is not heard"
         assert self._process.stdout.readline() == f"{word}\n"
@@ -59,7 +59,7 @@ class Talker:
 
 @pytest.fixture
 def talkers(network: Network) -> tuple[Talker, Talker]:
-    """Two of them that know each other's hardware address."""
+    """Two programs that know each other's hardware address."""
     one, two = Talker(network.host()), Talker(network.host())
     one.say("hello", two)
     two.hears("hello")

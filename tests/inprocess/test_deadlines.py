@@ -42,7 +42,7 @@ def test_a_rank_that_is_gone_is_not_ended() -> None:
     deadlines.set(7, RankDeadline(5, 10.0))
     deadlines.remove(7)
     assert deadlines.due(11.0) == []
-    deadlines.set(7, RankDeadline(1, 12.0))  # its number is another's now
+    deadlines.set(7, RankDeadline(1, 12.0))  # another rank has its number now
     assert deadlines.due(12.0) == [ended(7)]
 
 

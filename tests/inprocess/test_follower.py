@@ -16,7 +16,7 @@ FAULTS = Faults(0, (Fault("EXCEPTION", 1, "a mistake", 0.0),), 0.0)
 
 
 class PlayedLink:
-    """Tells of a fault at once; raises what it is given."""
+    """Reports a fault at once; raises the given errors."""
 
     def __init__(self) -> None:
         self.follows: BaseException | None = None
@@ -34,7 +34,7 @@ class PlayedLink:
 
 
 class PlayedCall:
-    """A call of the function; its interrupt raises what it is given."""
+    """A call of the function; its interrupt raises the given error."""
 
     def __init__(self, raises: BaseException | None = None) -> None:
         self._raises = raises
@@ -72,7 +72,7 @@ def test_an_interrupt_that_fails_is_raised_in_the_main_thread(
 ) -> None:
     assert followed(follower, PlayedCall(error)).error is error
     call = PlayedCall()
-    assert followed(follower, call).error is None  # the thread goes on
+    assert followed(follower, call).error is None  # the thread continues
     assert call.interrupts == 1
 
 

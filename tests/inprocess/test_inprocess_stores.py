@@ -47,7 +47,7 @@ def test_code_of_both_generations_comes_to_a_barrier(
     store: PrefixStore, name: str, come: dict[str, Any]
 ) -> None:
     barrier: Callable[..., None] = getattr(store, name)
-    barrier([0, 1], "here", 3, timedelta())  # for others, and not to wait
+    barrier([0, 1], "here", 3, timedelta())  # arguments for other libraries; they do not wait
     barrier(group_name="here", rendezvous_count=3, timeout=LONG, timeout_chunk=LONG, **come)
 
 

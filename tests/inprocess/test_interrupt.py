@@ -35,7 +35,7 @@ SEED = 20261121
 
 @pytest.fixture(autouse=True)
 def _no_garbage_of_others() -> Iterator[None]:
-    """What other tests have left may have callbacks, in which an exception is lost."""
+    """Collect the garbage of other tests: an exception in its callbacks would be lost."""
     gc.collect()
     gc.disable()
     yield
@@ -64,7 +64,7 @@ def striker() -> Iterator[Striker]:
 
 
 def in_another_thread(work: Callable[[], None]) -> None:
-    """Run `work` elsewhere than in the main thread, and raise what it raises."""
+    """Run `work` outside of the main thread; raise its exception."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -227,7 +227,7 @@ def interrupt_everywhere(interrupter: Interrupter, striker: Striker, times: int)
             pytest.fail(f"{fn.__name__} came back in round {number}")
         assert striker.result()
         # A second arrival would be raised here, or in the next round outside of `run`.
-        swallowed -= sites.swallow  # fewer than it would have, if one found it outside of its `try`
+        swallowed -= sites.swallow  # fewer, if one arrived outside of its `try`
         assert sites.arrivals in (0, 1 + swallowed), f"{fn.__name__}, round {number}"
         assert not sites.locked(), f"{fn.__name__} left a lock locked in round {number}"
         assert sites.open == 0, f"{fn.__name__} was not unwound in round {number}"
@@ -342,7 +342,7 @@ def test_no_exception_outlives_the_call_whenever_it_is_asked_for(
 
 
 class ClassicalCall:
-    """Its interrupt is asked for while the function runs, and arrives whenever it does."""
+    """An interrupt is requested while the function runs, and may arrive at any later time."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -420,11 +420,11 @@ def test_calls_that_block_are_woken(interrupter: Interrupter, striker: Striker) 
             assert striker.result(), name
 
 
-# --- what is spared
+# --- code that is not interrupted
 
 
 class Requests:
-    """Counts the signals that are sent, and keeps the time that patience is measured by."""
+    """Counts the signals that are sent, and provides the clock of the time limits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent = 0
@@ -442,7 +442,7 @@ class Requests:
         return self.now
 
     def await_some(self) -> None:
-        """Return when the thread that calls this has been asked some more times."""
+        """Wait until the calling thread has received some more signals."""
         before = self.sent
         self.awaited.set()
         wait_until(lambda: self.sent >= before + 3, "asked again and again")
@@ -633,9 +633,9 @@ def test_a_function_that_takes_a_lock_is_interrupted_only_if_it_is_blocked() -> 
     now = 0.0
     look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert not any(met(step) for step in range(3 * no_interrupt_zones.LOOKS))
-    # In a loop it does not: it was there before.
+    # A loop is no progress: the thread was at each place before.
     assert [met(step % 2) for step in range(no_interrupt_zones.LOOKS - 1)] == [False] * 3 + [True]
-    # Nor when it waits; but an exception that comes when it has the lock is no way to end that.
+    # Nor is a wait. Without wakes, an exception arrives only with the lock and ends no wait.
     look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert [met(7) for _ in range(no_interrupt_zones.LOOKS)] == [False] * 4 + [True]
     look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=False)
@@ -662,7 +662,7 @@ def test_a_second_signal_ignores_the_frames_of_the_handler(
             time.sleep(0.0001)
 
     monkeypatch.setattr(no_interrupt_zones.InterruptCheck, "at", at)
-    while found[:1] != ["acquire"]:  # it may be struck before the function has begun
+    while found[:1] != ["acquire"]:  # the interrupt may arrive before the function has begun
         found.clear()
         call = interrupter.call()
         striker.strike(call, 0.001)
@@ -713,7 +713,7 @@ def test_what_the_caller_handles_is_no_exception_of_the_call(
     with Interrupter(requests.clock) as interrupter:
         try:
             raise RankShouldRestart
-        except RankShouldRestart:  # as in a wrapper that calls again where it caught
+        except RankShouldRestart:  # as in a wrapper that calls again in its handler
             call = interrupter.call()
             striker.strike(call)
             with pytest.raises(RankShouldRestart):

@@ -24,7 +24,7 @@ def me(rank: int) -> tuple[str, int, str]:
 
 
 def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.Asked:
-    """Something that a rank of four may say, sensible or not."""
+    """A message that one of four ranks may send, valid or not."""
     match kind:
         case "join":
             return messages.Join(*me(rank), SIZE, TIMEOUTS)
@@ -63,7 +63,7 @@ events = st.lists(
     st.tuples(
         st.sampled_from((*KINDS, *KINDS, *ENDS, *TOGETHER, "join", "tick")),
         st.integers(0, SIZE - 1),
-        st.integers(-1, 1),  # of how many iterations from now it speaks
+        st.integers(-1, 1),  # offset of its iteration from the current one
         st.integers(0, 3),
         st.sampled_from([0.0, 0.0, 0.1, 1.0, 9.0]),
     ),
@@ -79,7 +79,7 @@ def joined() -> Group:
 
 
 def happen(group: Group, kind: str, rank: int, iteration: int, number: int, now: float) -> Group:
-    """Let something happen; what makes no sense is refused, and changes nothing."""
+    """Apply an event; an invalid event is refused and changes nothing."""
     if kind in TOGETHER:
         for each in ranks_of(group.living):
             group = happen(group, TOGETHER[kind], each, group.iteration, number, now)
@@ -156,7 +156,7 @@ def test_every_barrier_ends_at_its_deadline(happened: list[Any]) -> None:
         Phase.LAST_CALL: "heard",
         Phase.ENDING: "ready",
     }
-    while group.living and not group.finished:  # one of them does what is waited for, and waits
+    while group.living and not group.finished:  # one does its part, and waits
         one = ranks_of(group.living)[0]
         asked = question(waits_for[group.phase], one, group.iteration)
         if group.phase is Phase.ENDING:

@@ -458,20 +458,20 @@ def test_a_call_that_joins_raises_when_the_link_is_closed(opens: Opens) -> None:
 
 
 class Interrupt(BaseException):
-    """What a signal's handler raises here."""
+    """Raised by a signal handler."""
 
 
-# What is raised where a weak reference ends, or a finalizer, is lost but for a warning.
+# An exception in a weak reference's callback or in a finalizer becomes a warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
     def interrupt(_: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_name in no_interrupt_zones.PASSING:
-            signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.0)  # as a wrapper lets it finish
+            signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.0)  # lets it finish, as a wrapper does
             return
         raise Interrupt
 
     def interrupted(call: Callable[[int], Any], after: float) -> None:
-        # One that is lost comes again.
+        # A lost interrupt is repeated after a second.
         signal.setitimer(signal.ITIMER_REAL, after, 1.0)
         call(0)
 
@@ -483,8 +483,8 @@ def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
                 with pytest.raises((Interrupt, RuntimeError)) as raised:
                     interrupted(call, 5e-5 * 1.5**turn)
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
-                # threading.Condition does not hold its lock any more if it is interrupted while it
-                # takes it again, and says so instead.
+                # An interrupt while threading.Condition takes its lock again leaves it without the
+                # lock; it then raises a RuntimeError instead.
                 assert Interrupt in (raised.type, type(raised.value.__context__))
     finally:
         signal.signal(signal.SIGALRM, before)

@@ -53,7 +53,7 @@ def script(server: ServerThread) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def play(script: subprocess.Popen[str], tmp_path: Path) -> Play:
-    """Plays a case with three ranks; what the monitor writes is in `tmp_path`."""
+    """Plays a case with three ranks; the files of the monitor are in `tmp_path`."""
 
     def play(case: str) -> Fates:
         asks, answers = script.stdin, script.stdout
@@ -68,22 +68,22 @@ def play(script: subprocess.Popen[str], tmp_path: Path) -> Play:
 
 
 def went_on(fate: dict[str, Any]) -> bool:
-    """Whether a rank has called the function again, without the one that hung."""
+    """Whether a rank has called the function again, without the rank that hung."""
     notes = [note for note in fate["notes"] if not note.startswith("log: ")]
     twice = ["called in a world of 3", "called in a world of 2", "returned"]
-    # Whoever hears of it before it has come to the first call does not make it.
+    # A rank that is notified of the fault before its first call skips that call.
     return fate.get("exit") == 0 and notes in (twice, twice[1:])
 
 
 def log_with(folder: Path, part: str) -> str:
-    """Wait until the monitor has noted something of rank 1, which it does in a thread."""
+    """Wait until the monitor's thread has written `part` to the log of rank 1; return the log."""
     path = folder / "monitor.1.log"
     wait_until(lambda: path.exists() and part in path.read_text(), f"the monitor notes {part!r}")
     return path.read_text()
 
 
 def causes(fates: Fates) -> list[str]:
-    """What the restarts are said to have been for."""
+    """Return the logged causes of the restarts."""
     notes = [note for fate in fates for note in fate["notes"]]
     return [
         note.split("after ")[1].split(";")[0] for note in notes if "restarts the function" in note
@@ -107,7 +107,7 @@ def test_a_rank_that_holds_the_interpreters_lock_is_ended_and_it_is_known_where_
     assert " is ended: no progress for 2.7 s: in hold_the_lock" in ended
     assert ended.count(" in hold_the_lock\n") == 2  # the stack was taken each time
     assert "is killed" not in log
-    assert len((tmp_path / "monitor.0.log").read_text().splitlines()) == 1  # that it is watched
+    assert len((tmp_path / "monitor.0.log").read_text().splitlines()) == 1  # its start
 
 
 def test_a_rank_that_hangs_is_ended_where_the_user_has_handed_in_a_store(play: Play) -> None:
@@ -154,7 +154,7 @@ def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play) -> None:
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])
-    # Its own thread had said that it makes no progress; it did not come to the barrier.
+    # Its own thread reports that it makes no progress; it does not reach the barrier.
     assert all(cause.startswith(("SOFT_TIMEOUT", "HARD_TIMEOUT")) for cause in causes(fates))
 
 
@@ -175,11 +175,11 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
     assert fates[1]["signal"] == signal.SIGTERM
     assert went_on(fates[0])
     assert went_on(fates[2])
-    # By the latter where the others had met it already, and waited for it to enter.
+    # It is HARD_TIMEOUT if the others had met it already, and waited until it enters.
     kinds = ("EXCEPTION on initial rank 1", "HARD_TIMEOUT on initial rank 1")
     assert all(cause.startswith(kinds) for cause in causes(fates))
     assert log_with(tmp_path, "no progress for 1.5 s: ")
-    log = "\n".join(fates[1]["notes"])  # of all threads, since the abort is in one of its own
+    log = "\n".join(fates[1]["notes"])  # of all threads, because the abort has its own
     assert "no automatic progress for 0.6 s; stack of the restart" in log
     assert "in get_stuck" in log.split("stack of the restart")[1]
 

@@ -27,7 +27,7 @@ Play = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def play() -> Iterator[Play]:
-    """Plays a case, and returns what it has to say; skips the test where no GPU can be used."""
+    """Plays a case, and returns its result; skips the test where no GPU can be used."""
     server = ServerThread(services={"inprocess": InprocessService()})
     unwanted = ("REGROW_", "TORCHELASTIC_", "LOCAL_")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
@@ -47,7 +47,7 @@ def play() -> Iterator[Play]:
 
 @pytest.fixture(scope="module")
 def stuck(play: Play) -> Any:
-    """What a rank has to say that was stuck in a synchronization when another one failed."""
+    """The result of a rank that was stuck in a synchronization when another rank failed."""
     return play("is_stuck")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """Stands for CallWrapper."""
+    """Replaces CallWrapper."""
 
 
 class Derived(Live):
@@ -141,7 +141,7 @@ def test_an_import_for_the_type_checker_only_is_taken_by_its_name() -> None:
     def train(number: Decimal | None = None, other: int = 1) -> Any:
         return number
 
-    class Decimal:  # as the module would have it, were it imported
+    class Decimal:  # as if the module had imported it
         pass
 
     assert count_type_in_params(train, Decimal) == 1

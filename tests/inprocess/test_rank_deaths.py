@@ -30,7 +30,7 @@ from regrow.store import Answer
 SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "watched_rank.py"
 NAME = f"regrow-test-deaths-{os.getpid()}"
 FREE = RankDeadline(0, float("inf"))
-"""For ever."""
+"""No deadline."""
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ class Recorder(InprocessService):
 
 
 class Host:
-    """A monitor, a store, and a rank beside the others, which is this process."""
+    """A monitor, a store, and one more rank, which is this process."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -102,16 +102,16 @@ class Host:
         return self.ranks[-1]
 
     def has_overdue(self, rank: int, iteration: int, **terms: Any) -> Rank:
-        """A rank whose soft time-out is over, and the hard one is not."""
+        """A rank past its soft time-out, but not past its hard one."""
         word = RankDeadline(0, time.monotonic() + 60.0, iteration)
         return self.has(rank, word=word, soft=20.0, overdue=21.0, **terms)
 
     def told(self) -> list[Any]:
-        """What the monitor reports next: rank, kind, message, iteration."""
+        """Return the monitor's next report: rank, kind, message, iteration."""
         return self.recorder.told.get(timeout=PATIENCE)
 
     def ends(self) -> None:
-        """The rank beside the others leaves, and the monitor ends without a rank to watch."""
+        """Let this process leave; the monitor ends without a rank to watch."""
         self.beside.send(GOODBYE)
         self.beside.close()
         self.monitor.join(PATIENCE)
@@ -124,7 +124,7 @@ class Host:
 
 
 def until_noted(capfd: pytest.CaptureFixture[str], text: str) -> None:
-    """Wait until the monitor, which writes in the background, has noted something on stderr."""
+    """Wait until the monitor, which writes in the background, has written a text to stderr."""
     noted: list[str] = []
 
     def is_noted() -> bool:
@@ -176,7 +176,7 @@ def test_a_connection_that_ends_is_no_death_and_the_process_is_waited_for(host: 
 
 
 def test_the_monitor_does_not_wait_for_a_connection_without_a_packet(host: Host) -> None:
-    for _ in range(3):  # this process lives longer than the monitor is to
+    for _ in range(3):  # this process outlives the monitor
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
             nobody.connect(f"\0{NAME}")
     host.ends()
@@ -199,7 +199,7 @@ def test_a_packet_over_a_new_connection_precedes_the_end_of_the_process() -> Non
     rank = host.has(1)
     monitor.handle_events(time.monotonic())
     rank.does("close")
-    rank.does("dial")  # and the monitor takes the connection before there is a word
+    rank.does("dial")  # the monitor accepts the connection before its first packet
     monitor.handle_events(time.monotonic())
     monitor.handle_events(time.monotonic())
     rank.does("speak")
@@ -339,7 +339,7 @@ def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(
     crowd.rank(host, 2).dies()
     faults = crowd.links[0].follow(0)
     assert isinstance(faults, Faults)
-    host.ends()  # all is told
+    host.ends()  # all reports are sent then
     assert {fault.rank for fault in crowd.links[0].answer_last_call(0).records} == {2}
 
 

@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "restarting_rank.py"
 
 
 class Process:
-    """A rank, and what it says."""
+    """A rank, and its events."""
 
     def __init__(self, rank: int, size: int, port: int, home: Path) -> None:
         unwanted = ("REGROW_", "TORCHELASTIC_", "SLURM_", "LOCAL_")
@@ -75,11 +75,11 @@ def test_the_death_of_rank_0_which_started_the_store_is_one_like_any_other(
 ) -> None:
     ranks[0].process.send_signal(signal.SIGKILL)
     living = ranks[1:]
-    assert [rank.says() for rank in living] == [["told", [["TERMINATED", 0]]]] * 3
+    assert [rank.says() for rank in living] == [["faults", [["TERMINATED", 0]]]] * 3
     assert [rank.says() for rank in living] == [["running", 1, [0]]] * 3
     living[1].process.send_signal(signal.SIGKILL)
     living = [ranks[1], ranks[3]]
-    assert [rank.says() for rank in living] == [["told", [["TERMINATED", 2]]]] * 2
+    assert [rank.says() for rank in living] == [["faults", [["TERMINATED", 2]]]] * 2
     assert [rank.says() for rank in living] == [["running", 2, [1]]] * 2
     for rank in living:
         rank.tell("done")
@@ -88,12 +88,12 @@ def test_the_death_of_rank_0_which_started_the_store_is_one_like_any_other(
 
 def test_a_fault_restarts_all_and_one_that_leaves_is_not_waited_for(ranks: list[Process]) -> None:
     ranks[2].tell("report")
-    assert [rank.says() for rank in ranks] == [["told", [["EXCEPTION", 2]]]] * 4
+    assert [rank.says() for rank in ranks] == [["faults", [["EXCEPTION", 2]]]] * 4
     assert [rank.says() for rank in ranks] == [["running", 1, []]] * 4
     ranks[1].tell("leave")
     ranks[1].process.wait(PATIENCE)
     living = [ranks[0], ranks[2], ranks[3]]
-    assert [rank.says() for rank in living] == [["told", [["BASE_EXCEPTION", 1]]]] * 3
+    assert [rank.says() for rank in living] == [["faults", [["BASE_EXCEPTION", 1]]]] * 3
     assert [rank.says() for rank in living] == [["running", 2, [1]]] * 3
     for rank in living:
         rank.tell("done")

@@ -1,7 +1,7 @@
-"""The public names of nvidia_resiliency_ext.inprocess 0.6 are here, or the page says what to use.
+"""Public names of nvidia_resiliency_ext.inprocess 0.6 exist, or the page names a replacement.
 
-Not asked for are methods of what its users do not call, the names of its keys, and `FileStore`,
-which takes torch.
+Exceptions: methods of objects that users do not call, the names of its keys, and `FileStore`, which
+needs torch.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-nvidia-resiliency-e
 
 
 def said_to_be_missing() -> set[str]:
-    """The names in the first column of the table of what is not there, without their modules."""
+    """The names in the first column of the table of missing names, without their modules."""
     table = PAGE.read_text().partition("| nvidia_resiliency_ext.inprocess | here |\n")[2]
     columns = [row.split(" | ")[0].rpartition(": ")[2] for row in table.splitlines()[1:]]
     return {name.rpartition(".")[2] for row in columns for name in re.findall(r"`([\w.]+)`", row)}

@@ -1,4 +1,4 @@
-"""Restarts in the processes of torchrun, whose agent ends all when one of them has ended."""
+"""In-process restart under torchrun; its agent ends all processes when one has ended."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_that_a_fault_is_detected_takes_time_from_when_the_first_one_happened() 
 
 
 def waits(*times: float) -> list[float]:
-    """What the restarts wait after faults at these times of the store's clock."""
+    """Return the pauses of restarts after faults at these times of the store's clock."""
     pauses = Pauses()
     return [pauses.after(Faults(0, (Fault("EXCEPTION", 0, "", at),), at + 1)) for at in times]
 
@@ -148,7 +148,7 @@ def test_the_hard_time_out_follows_the_soft_one_in_the_function_and_between_two_
     assert progress.stale(210.0) == "automatic"
     progress.automatic_at = 207.0
     assert deadlines() == (217.0, 222.0)
-    progress.enter(RankPhase.RESTING, 230.0)  # the process has to run, and nothing else
+    progress.enter(RankPhase.RESTING, 230.0)  # the process only has to run
     assert deadlines() == (math.inf, 245.0)
     progress.automatic_at = 240.0
     assert deadlines() == (math.inf, 255.0)

@@ -76,7 +76,7 @@ def test_what_ends_a_rank_is_raised_there_and_the_others_restart_without(
 def test_the_keys_of_an_iteration_are_gone_in_the_next(play: Play) -> None:
     keys = [f"rank {rank}" for rank in range(3)]
     fates = seen(play("writes_into_the_store"))
-    # A rank that hears of a fault before it has called the function sees nothing.
+    # A rank that is notified of the fault before its first call skips that call.
     assert [fate[-1] for fate in fates] == [keys] * 3
     assert all(found == keys for fate in fates for found in fate)
 
@@ -243,7 +243,7 @@ def test_what_the_first_iteration_has_loaded_is_not_looked_through_at_each_resta
     (fate,) = play("loads_much_in_the_function", 1)
     gone = [[True] * iteration for iteration in range(4)]
     assert fate["seen"] == [[False, each] for each in gone]
-    assert fate["value"] == 0  # nothing is put aside after the call
+    assert fate["value"] == 0  # nothing stays frozen after the call
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""What an agent asks Slurm for at the end of a job, from what Slurm shows."""
+"""The request of an agent to Slurm at the end of a job, based on Slurm's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`regrow run --requeue` in a Slurm that is played: its commands note what they are asked."""
+"""`regrow run --requeue` under a fake Slurm: its commands record their requests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = "StepId=7.batch State=RUNNING\nStepId=7.0 State=RUNNING\n"
 
 
 class PlayedSlurm:
-    """A Slurm in which a job 7 runs."""
+    """A fake Slurm with a running job 7."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,14 +44,14 @@ class PlayedSlurm:
             (folder / name).write_text(text)
 
     def plays(self, requeue: str) -> None:
-        """Say in shell what a request to requeue the job does."""
+        """Set the shell code that runs on a request to requeue the job."""
         text = SCONTROL.format(folder=self.folder, requeue=requeue)
         for name in ("scontrol", "scancel"):
             (self.folder / "bin" / name).write_text(text)
             (self.folder / "bin" / name).chmod(0o755)
 
     def task(self, rank: int = 0, tasks: int = 1, **changes: str) -> dict[str, str]:
-        """The environment of a task in a step of so many, one on each node."""
+        """The environment of a task in a step of `tasks` tasks, one on each node."""
         own = {
             "SLURM_JOB_ID": "7",
             "SLURM_PROCID": str(rank),
@@ -64,7 +64,7 @@ class PlayedSlurm:
 
     @property
     def asked(self) -> list[str]:
-        """What the commands were asked to change."""
+        """Requests for changes that the commands received."""
         path = self.folder / "asked"
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if " show " not in line]
@@ -84,7 +84,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def stopped(hosts: Hosts, flags: str, environ: dict[str, str]) -> tuple[int, str]:
-    """How an agent of one node ends, and what it writes, when it gets SIGTERM."""
+    """Send SIGTERM to an agent of one node; return its exit code and output."""
     agent = hosts.start(flags, WAIT, **environ)
     hosts.wait_for("started-0-of-1")
     agent.send_signal(signal.SIGTERM)

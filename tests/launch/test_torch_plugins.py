@@ -1,4 +1,4 @@
-"""Plug-ins written for torchrun, on torch's own classes, do what they do there, unchanged.
+"""Plug-ins written for torchrun, on torch's own classes, work the same without a change.
 
 They are an installed distribution: its folder, with its metadata, is on the search path.
 """

@@ -1,4 +1,4 @@
-"""What schedulers say of an agent, in environments recorded or put together; see their comments."""
+"""The placement of an agent by a scheduler, from recorded or assembled environments."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Rounds(RuleBasedStateMachine):
         self.events: list[Event] = []
         self.begun = self.state
         self.verdicts: dict[int, Judged] = {}
-        self.excused: set[int] = set()  # rounds that a member left before they were judged
+        self.excused: set[int] = set()  # rounds that a member left before the verdict
 
     def post(self, event: Event) -> Refusal | None:
         before = self.state

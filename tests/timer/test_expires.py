@@ -22,7 +22,7 @@ HERE = __file__
 
 
 class Recorder(TimerClient):
-    """A client that writes down what it is asked."""
+    """A client that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []

@@ -95,7 +95,7 @@ def test_a_timer_without_a_signal_only_reports(rig: Rig, number: int) -> None:
     request = rig.arm(worker.pid, 0, signal=number)
     assert server.reaping()[:3] == (worker.pid, [request], 0)
     rig.arm(other.pid, 0)
-    assert server.reaping().pid == other.pid  # and not the first one again
+    assert server.reaping().pid == other.pid  # the first one is not reaped again
     assert worker.poll() is None
     assert ("timer expired", request) in server.events
     server.wait_armed([])
@@ -112,7 +112,7 @@ def test_a_reporting_timer_leaves_the_outer_timer(rig: Rig) -> None:
 
 def test_requests_from_before_a_reaping_are_ignored(rig: Rig) -> None:
     server, worker, other = rig.serve(), rig.worker(), rig.worker()
-    rig.arm(worker.pid, 0, signal=signal.SIGURG)  # which it survives
+    rig.arm(worker.pid, 0, signal=signal.SIGURG)  # the worker survives it
     assert server.reaping().pid == worker.pid
     wait_until(lambda: server.armed() == [], "cleared")
     now = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_worker_that_ends_by_itself_when_its_timer_expires_is_not_reaped(
         if server.armed() and ending.poll() is None:
             ending.kill()
             ending.wait()
-            return []  # as if it had ended just after the look at it
+            return []  # as if it had ended just after the check
         return ready
 
     sleep, server = Sleeper.sleep, WatchedServer(rig.path)
@@ -167,7 +167,7 @@ def test_a_release_that_is_in_the_pipe_when_the_deadline_passes_counts(
         if server.armed() and not released.is_set():
             rig.release(healthy.pid)
             released.set()
-            return []  # as if it had come just after the look at the pipe
+            return []  # as if it had arrived just after the check of the pipe
         return ready
 
     released = threading.Event()

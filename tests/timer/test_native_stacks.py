@@ -18,7 +18,7 @@ PATIENCE = 30.0
 
 @pytest.fixture
 def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a program has to be to be taken for py-spy."""
+    """The path at which a program is used as py-spy."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path / "py-spy"

@@ -1,4 +1,4 @@
-"""Files of JSON lines: what the writer survives, and what the reader makes of it."""
+"""Files of JSON lines: faults that the writer survives, and how the reader handles them."""
 
 from __future__ import annotations
 

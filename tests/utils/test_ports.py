@@ -88,7 +88,7 @@ def test_a_second_reservation_of_the_same_port_is_given_after_the_first_is_close
         assert second.port == first.port
 
 
-# Runs in a network of its own with ten ephemeral ports, and uses up all that can be had.
+# Runs in a network of its own with ten ephemeral ports, and uses up all ports.
 _EXHAUST = """
 import errno, socket, sys
 from regrow.utils import PortReservation

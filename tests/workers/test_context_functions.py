@@ -72,7 +72,7 @@ def calls(guardian: Guardian, tmp_path: Path) -> Calls:
     return Calls(guardian, tmp_path)
 
 
-# --- what a function gets and gives
+# --- arguments, environment and results of a function
 
 
 @every_method
@@ -81,7 +81,7 @@ def test_a_function_runs_in_its_environment_session_and_streams(calls: Calls, me
     assert result.failures == {}
     for rank, word in enumerate("ab"):
         value = result.return_values[rank]
-        # A fork shares what the agent has imported, and so do the forkserver's.
+        # A fork shares the imports of the agent.
         assert value.pop("at_import") == (None if method == "fork" else "here")
         assert value == {"word": word, "env": "here", "session": True, "sigterm": True}
         lines = Path(result.stdouts[rank]).read_text().splitlines()

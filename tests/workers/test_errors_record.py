@@ -18,7 +18,7 @@ from regrow.workers.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 @pytest.fixture
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this process, in a worker's place, leaves its error."""
+    """The error file of this process, which acts as a worker."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     return path

@@ -185,7 +185,7 @@ def test_a_worker_gets_exactly_the_given_descriptors(guardian: Guardian) -> None
     first, second = os.memfd_create("first"), os.memfd_create("second")
     os.write(first, b"1")
     os.write(second, b"2")
-    # Numbers crossed, so that each is in the other's way.
+    # The numbers are swapped, so that each blocks the other.
     crossed = {max(first, second): min(first, second), min(first, second): max(first, second)}
     for fd in crossed:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -207,7 +207,7 @@ def test_a_worker_gets_exactly_the_given_descriptors(guardian: Guardian) -> None
 def test_a_worker_starts_with_default_signals_in_a_session_of_its_own(guardian: Guardian) -> None:
     output = _output(guardian, "cat", "/proc/self/status", "/proc/self/stat").decode()
     lines = dict(line.split(":\t", 1) for line in output.splitlines() if ":\t" in line)
-    internal = 3 << 31  # signals 32 and 33, which the C library keeps from everybody
+    internal = 3 << 31  # signals 32 and 33, which the C library reserves
     for name in ("SigIgn", "SigBlk", "SigCgt"):
         assert int(lines[name], 16) & ~internal == 0, name
     fields = output.splitlines()[-1].split(") ")[1].split()
@@ -462,7 +462,7 @@ def test_other_workers_children_are_left_alone(guardian: Guardian) -> None:
 
 
 def test_a_worker_that_forks_without_end_is_stopped(guardian: Guardian) -> None:
-    # Each generation a session of its own, so that no signal to a group gets them all.
+    # Each generation has its own session, so that no signal to a group reaches all generations.
     script = (
         "import os,signal,time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -641,8 +641,8 @@ def test_a_guardian_ends_if_its_agent_died_during_the_start(tmp_path: Path) -> N
 
 # --- what SIGKILL does not end
 
-#: A traced process does not end for its parent before it does for its tracer: as good as one that
-#: hangs in a device.
+#: The parent of a traced process sees its end only after the tracer does. So the process acts like
+#: one that hangs in a device.
 PTRACE_SEIZE, PR_SET_PTRACER = 0x4206, 0x59616D61
 
 

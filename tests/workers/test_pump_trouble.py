@@ -54,7 +54,7 @@ class Pipe:
         self.read, self.write = os.pipe()
 
     def shut(self) -> None:
-        """Let its reader be gone."""
+        """Close the reading end."""
         if self.read >= 0:
             os.close(self.read)
             self.read = -1
@@ -65,7 +65,7 @@ def pipe() -> Iterator[Pipe]:
     """A console of small capacity that only the test reads."""
     pipe = Pipe()
     yield pipe
-    pipe.shut()  # which ends a write that is blocked, after which its number may be used again
+    pipe.shut()  # ends a blocked write; its number may be reused after that
     wait_until(lambda: "regrow-console" not in map(_name, threading.enumerate()), "all is shown")
     os.close(pipe.write)
 
@@ -75,7 +75,7 @@ def _name(thread: threading.Thread) -> str:
 
 
 def run(script: str, *args: str) -> str:
-    """What a Python program with the tests' helpers prints."""
+    """Return the output of a Python program with the tests' helpers."""
     program = [sys.executable, "-c", script, *args]
     return subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True).stdout
 

@@ -2,7 +2,7 @@
 
 It opens the store as the wrapper does, joins, and enters iteration 0. It reports its events on
 stdout, one line of JSON each. `["running", iteration, terminated]`: it has entered an iteration.
-`["told", [[kind, rank], ...]]`: the iteration has ended. It then meets the other ranks and enters
+`["faults", [[kind, rank], ...]]`: the iteration has ended. It then meets the other ranks and enters
 the next iteration by itself; ranks close up to the left. `["out", error]`: it cannot continue.
 `["over"]`: it is done. The commands are `report`, `leave` and `done`.
 """
@@ -55,7 +55,7 @@ class Running:
 
     def _heal(self, faults: Faults) -> None:
         faults = self.link.answer_last_call(self.iteration)
-        say("told", [[fault.kind, fault.rank] for fault in faults.records])
+        say("faults", [[fault.kind, fault.rank] for fault in faults.records])
         met = self.link.ready(self.iteration)
         self.iteration = met.iteration
         self.rank -= sum(place < self.rank for place in met.terminated)
