@@ -62,19 +62,19 @@ def hang(**known: Any) -> _hang.Hang:
 def test_a_hang_is_one_line_that_names_scope_time_and_place() -> None:
     line = "timer step of 2 s was exceeded by 12.3 ms; location: in step (train.py:14)"
     assert _hang.message(hang()) == line
-    told = _hang.announcement(hang())
-    assert told == (
+    announced = _hang.announcement(hang())
+    assert announced == (
         f"rank 5 (pid 77) hangs: {line}; sending SIGKILL; stacks in logs/0/1/stacks.77.txt"
     )
 
 
 def test_a_timer_of_torchs_client_is_reported_without_its_length() -> None:
     request = FileTimerRequest(77, "a\nscope", 1e9, 0, monotonic=100.0)
-    told = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
-    assert told.startswith(
+    announced = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
+    assert announced.startswith(
         "a worker (its process 77) hangs: timer a scope was exceeded by 12.3 ms;"
     )
-    assert "no signal is sent, because the timer requests none" in told
+    assert "no signal is sent, because the timer requests none" in announced
 
 
 @pytest.mark.parametrize(("signum", "name"), [(9, "SIGKILL"), (0, None), (-1, None)])
@@ -319,11 +319,13 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
     monkeypatch.setattr(decide, "QUICK_S", 0.0)  # no pause between attempts
     seen: list[tuple[int, int]] = []
 
-    def look(event: Event) -> None:
+    def count_resources(event: Event) -> None:
         if event.name == "regrow.attempt.started":
             seen.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
 
-    launch(config(str(tmp_path), max_restarts=5, event_sinks=(look,)), HANG.format(first=""))
+    launch(
+        config(str(tmp_path), max_restarts=5, event_sinks=(count_resources,)), HANG.format(first="")
+    )
     assert len(seen) == 6
     # Leftovers of one attempt may exist for a moment; permanent leftovers of each would add up.
     assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen

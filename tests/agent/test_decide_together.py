@@ -102,8 +102,8 @@ class Agent:
         return found
 
     def notify(self, found: Snapshot) -> None:
-        self.notified, news = notifications(self.notified, found, self.id)
-        self.inbox += news
+        self.notified, new = notifications(self.notified, found, self.id)
+        self.inbox += new
 
     def follow(self) -> None:
         found = snapshot(self.job.round, self.id)
@@ -113,9 +113,9 @@ class Agent:
                 self.call(EndConfirmed(self.id, round))
                 self.answered = round
 
-    def closed(self, news: RoundClosed) -> RendezvousClosedError:
+    def closed(self, notification: RoundClosed) -> RendezvousClosedError:
         error = RendezvousClosedError("closed")
-        error.report = news.report
+        error.report = notification.report
         return error
 
     def next_rendezvous(self) -> Generator[None, None, Seated]:

@@ -308,8 +308,8 @@ def compare(job: Job) -> Callable[..., TimerReports]:
     return Stub
 
 
-def report_of(standing: WorkerPlaces) -> str:
-    return encode(1, ProcessFailure(1, 7, -9, ""), "host-b", as_evidence(standing))
+def report_of(worker_places: WorkerPlaces) -> str:
+    return encode(1, ProcessFailure(1, 7, -9, ""), "host-b", as_evidence(worker_places))
 
 
 def test_a_hang_on_another_node_is_compared_once_with_the_workers_of_this_node(

@@ -105,7 +105,7 @@ class Jobs:
         return self.loop.run()
 
 
-def test_the_loop_looks_at_the_workers_whenever_something_changes_until_they_succeed() -> None:
+def test_the_loop_checks_the_workers_after_every_change_until_they_succeed() -> None:
     jobs = Jobs(HEALTHY, HEALTHY, SUCCEEDED)
     assert jobs.run().state is SUCCEEDED
     assert jobs.attempt.calls == ["form", "HEALTHY", "HEALTHY", "SUCCEEDED", "barrier"]
@@ -245,10 +245,10 @@ def test_a_round_that_is_over_before_the_lease_begins_is_followed_by_another(hoo
 def test_features_see_the_workers_before_they_are_stopped(hooks: Hooks) -> None:
     class Last(Feature):
         def before_stop(self) -> None:
-            hooks.calls.append("last look")
+            hooks.calls.append("last check")
 
     attempt(hooks, Last()).stop(group())
-    assert hooks.calls == ["last look", "stop True"]
+    assert hooks.calls == ["last check", "stop True"]
 
 
 def test_other_nodes_are_notified_before_workers_are_stopped_for_a_restart(hooks: Hooks) -> None:

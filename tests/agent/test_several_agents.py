@@ -83,7 +83,7 @@ class Nodes:
     def _run(self, number: int) -> None:
         try:
             result: RunResult | BaseException = self.agents[number].run()
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             result = error
         if not isinstance(result, SignalException):  # as the launcher does
             self.handlers[number].shutdown()
@@ -253,7 +253,7 @@ def test_a_node_that_has_succeeded_starts_again_with_one_that_has_not(tmp_path: 
     assert len(job.of(waiting, "attempt.started")) == 2
 
 
-def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_continue_is_the_root_cause_for_all(tmp_path: Path) -> None:
     with nodes(tmp_path, 2, 2) as job:
         job.start("sleep 1000")
         job.start("sleep 1000", entrypoint="/no/such/program")

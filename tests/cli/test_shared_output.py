@@ -63,7 +63,7 @@ def ended(hosts: Hosts, agents: Agents) -> tuple[list[int], list[list[str]]]:
     """
     both = [hosts.ended(agent) for agent in agents]
     others = re.compile(r"rank \d of \d on node|regrow: still waiting for other nodes")
-    lines = [[line for line in said.splitlines() if not others.match(line)] for _, said in both]
+    lines = [[line for line in output.splitlines() if not others.match(line)] for _, output in both]
     return [code for code, _ in both], lines
 
 
@@ -109,7 +109,7 @@ def test_a_job_that_is_stopped_has_one_story_and_one_line_of_each_other_agent(
         assert [line.partition(";")[0] for line in lines] == ["regrow: stopped by SIGTERM"], lines
 
 
-def test_where_the_first_host_is_lost_the_next_one_tells_the_story(hosts: Hosts) -> None:
+def test_where_the_first_host_is_lost_the_next_one_prints_the_story(hosts: Hosts) -> None:
     agents = start(hosts, WAIT)
     hosts.wait_for(*(f"started-{rank}-of-4" for rank in range(NODES)))
     for pid in [*below(agents[0].pid), agents[0].pid]:

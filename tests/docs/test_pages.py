@@ -94,8 +94,8 @@ def test_the_commands_of_one_host_run(page: str, tmp_path: Path) -> None:
     for command in alone:
         ended = typed(command, tmp_path)
         assert ended.code == 0, f"{command}\n{ended.output}"
-        said = "SUCCEEDED" if command.startswith("regrow events") else "hello from rank 0 of "
-        assert said in ended.output, command
+        expected = "SUCCEEDED" if command.startswith("regrow events") else "hello from rank 0 of "
+        assert expected in ended.output, command
 
 
 def several() -> list[str]:
@@ -131,8 +131,8 @@ def test_a_command_for_several_hosts_makes_one_job_of_them(command: str, tmp_pat
         else:
             ended = list(agents.map(lambda _: typed(line, tmp_path), range(most)))
     assert [each.code for each in ended] == [0] * most, ended
-    said = "".join(each.output for each in ended)
-    hello = sorted(re.findall(r"hello from rank (\d+) of (\d+)", said))
+    output = "".join(each.output for each in ended)
+    hello = sorted(re.findall(r"hello from rank (\d+) of (\d+)", output))
     assert hello == [(str(rank), str(most)) for rank in range(most)]
 
 

@@ -40,10 +40,10 @@ class Leaves(BaseException):
 def act(place):
     if RANK != 1 or place != PLACE or met:
         return
-    if place == "completion" and not results:  # of the last call, after which nobody waits
+    if place == "completion" and not results:  # of the last call, after which no rank waits
         return
     met.append(place)
-    tell("acts")
+    report("acts")
     match HOW:
         case "exit 0":
             sys.exit()
@@ -118,7 +118,7 @@ results.append(train())
 act("between")
 results.append(train())
 if results == [True, True]:
-    tell("result")
+    report("result")
 act("after")
 """
 
@@ -179,17 +179,17 @@ def test_a_job_ends_with_0_only_if_each_worker_that_ended_with_0_has_its_results
         env={"PLACE": place, "HOW": how},
     )
     if place == "after" and how in ("stop", "hang", "loop"):  # no bound is printed for these
-        results = [words[2] for words in job.news(4)]
+        results = [words[2] for words in job.reports(4)]
         assert sorted(results) == ["acts", "result", "result", "result"]
         job.signal(signal.SIGTERM)
         assert job.finish() == 128 + signal.SIGTERM, job.output
         return
     code = job.finish()
-    told = job.heard()
-    with_results = {int(rank) for rank, _, word in told if word == "result"}
+    reports = job.unread_reports()
+    with_results = {int(rank) for rank, _, word in reports if word == "result"}
     lost = {event["rank"] for event in job.events("inprocess.lost") if event["exitcode"] != 0}
     if code == 0:
         assert with_results | lost == {0, 1, 2}, job.output
         assert with_results, job.output
     assert (code != 0) == (how in FAILS.get(place, WITH_0)), job.output
-    assert how == "return" or ["1", "0", "acts"] in told, job.output
+    assert how == "return" or ["1", "0", "acts"] in reports, job.output

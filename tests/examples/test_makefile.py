@@ -55,19 +55,19 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("fail_on", "said"),
+    ("fail_on", "message"),
     [
         ("version_info", "needs Python 3.11 or newer, 'python3' is 3.9.1"),
         ("ensurepip", "apt-get install python3-venv"),
     ],
 )
 @pytest.mark.parametrize("target", ["test", "demo"])
-def test_a_python_that_will_not_do_is_said_before_anything_is_made(
-    project: Path, target: str, fail_on: str, said: str
+def test_an_unsuitable_python_is_reported_before_anything_is_created(
+    project: Path, target: str, fail_on: str, message: str
 ) -> None:
     ended = make(project, target, fail_on)
     assert ended.code != 0
-    assert said in ended.output
+    assert message in ended.output
     assert not list(project.glob(".venv*"))
 
 
@@ -101,7 +101,7 @@ def test_an_interrupted_installation_is_taken_up_again(project: Path) -> None:
     assert "pip install" in (project / "calls").read_text()
 
 
-def test_a_suite_that_cannot_be_collected_is_run_to_say_so(project: Path) -> None:
+def test_a_suite_that_cannot_be_collected_is_run_to_report_the_error(project: Path) -> None:
     assert make(project, "test", fail_on="--collect-only").code == 0
     assert make(project, "test").code == 0
     calls = (project / "calls").read_text().splitlines()

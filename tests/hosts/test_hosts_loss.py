@@ -94,7 +94,7 @@ def test_kill_9_of_an_agent_and_all_its_workers(form: Form, fault: Fault, backen
 
 
 @pytest.mark.parametrize("cut", ["link", "out", "in"])
-def test_a_host_that_cannot_be_heard_is_replaced_and_comes_back(
+def test_a_host_that_cannot_send_is_replaced_and_comes_back(
     form: Form, fault: Fault, network: Network, backend: str, cut: str
 ) -> None:
     job, agents, world = form(backend, conf="reconnect_timeout=60")
@@ -116,7 +116,7 @@ def test_a_host_that_cannot_be_heard_is_replaced_and_comes_back(
     job.finish(*agents)
 
 
-def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_expel_nobody_and_hide_no_loss(
+def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_evict_no_node_and_hide_no_loss(
     form: Form, fault: Fault, network: Network, backend: str
 ) -> None:
     network.impair_all(delay_s=0.2, loss=0.05)  # what netem would do at every host's interface

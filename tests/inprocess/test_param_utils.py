@@ -101,7 +101,7 @@ def test_the_live_one_takes_the_place_of_what_was_given() -> None:
     assert filled(train, steps=5, live=None) == (5, LIVE, (), 3)
 
 
-def test_it_may_be_left_out_where_it_has_no_default_and_wherever_it_stands() -> None:
+def test_it_may_be_left_out_without_a_default_and_at_any_position() -> None:
     def first(live: Live, a: int, b: int = 2) -> tuple[Any, ...]:
         return live, a, b
 

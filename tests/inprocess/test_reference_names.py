@@ -83,7 +83,7 @@ NAMES = {
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-nvidia-resiliency-ext.md"
 
 
-def said_to_be_missing() -> set[str]:
+def names_listed_as_missing() -> set[str]:
     """The names in the first column of the table of missing names, without their modules."""
     table = PAGE.read_text().partition("| nvidia_resiliency_ext.inprocess | here |\n")[2]
     columns = [row.split(" | ")[0].rpartition(": ")[2] for row in table.splitlines()[1:]]
@@ -91,8 +91,8 @@ def said_to_be_missing() -> set[str]:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_a_name_of_the_reference_is_here_or_in_the_table_of_what_is_not(module: str) -> None:
-    here, missing = importlib.import_module(f"regrow.inprocess.{module}"), said_to_be_missing()
+def test_a_name_of_the_reference_exists_or_is_in_the_table_of_missing_names(module: str) -> None:
+    here, missing = importlib.import_module(f"regrow.inprocess.{module}"), names_listed_as_missing()
     for name in NAMES[module].split():
         try:
             attrgetter(name)(here)

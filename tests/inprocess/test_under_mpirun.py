@@ -67,5 +67,5 @@ def test_processes_of_mpirun_restart_together(release: str, tmp_path: Path) -> N
             )
             for rank in range(2)
         ]
-        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
-    assert [out for out, _ in said] == ["1 0 2\n", "1 1 2\n"], said
+        outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+    assert [out for out, _ in outputs] == ["1 0 2\n", "1 1 2\n"], outputs

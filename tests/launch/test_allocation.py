@@ -70,7 +70,7 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
 
 
 @pytest.mark.parametrize("shown", ["", "\n", "No jobs in the system\n", JOB + JOB])
-def test_what_is_of_no_single_job_says_nothing(shown: str) -> None:
+def test_output_that_is_not_of_a_single_job_has_no_facts(shown: str) -> None:
     assert allocation.facts(shown) is None
 
 

@@ -91,7 +91,7 @@ def test_a_job_that_saves_fast_is_requeued_long_before_its_grace_is_over(cluster
     resumes(job)
 
 
-def test_a_job_that_is_requeued_by_hand_goes_on(cluster: Cluster) -> None:
+def test_a_job_that_is_requeued_by_hand_continues(cluster: Cluster) -> None:
     job = cluster.submit(SCRIPT)
     job.training.runs(RANKS)
     cluster.call(f"scontrol requeue {job.name}")
@@ -112,7 +112,7 @@ def test_the_notice_of_one_task_of_an_array_requeues_that_task_alone(cluster: Cl
     one.ends("COMPLETED")
 
 
-def test_the_others_go_on_without_a_host_that_loses_its_power(cluster: Cluster) -> None:
+def test_the_others_continue_without_a_host_that_loses_its_power(cluster: Cluster) -> None:
     job = cluster.submit(SCRIPT)
     job.training.runs(RANKS)
     cluster.lose(cluster.nodes[-1])

@@ -276,7 +276,7 @@ def test_a_server_that_a_worker_starts_gets_no_variables_of_workers(
     assert b"REGROW_HEARTBEAT=1" not in environ
 
 
-def test_a_server_takes_over_a_socket_and_all_who_have_connected_to_it(tmp_path: Path) -> None:
+def test_a_server_takes_over_a_socket_and_all_its_connections(tmp_path: Path) -> None:
     path, token = str(tmp_path / "store"), make_token()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -28,7 +28,7 @@ class Server:
     def __init__(self) -> None:
         self.armed: dict[str, bytes] = {}
 
-    def told(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         if message.arms:
             self.armed[message.scope] = message.line
         else:
@@ -39,7 +39,7 @@ def send(backlog: Backlog, server: Server, most: int) -> None:
     for _ in range(min(most, len(backlog))):
         message = backlog.next()
         assert message is not None
-        server.told(message)
+        server.receive(message)
         backlog.sent(message)
 
 

@@ -378,7 +378,7 @@ def test_the_client_detects_the_end_of_a_server_with_a_full_pipe(
     with caplog.at_level(logging.WARNING, LOGGER):
         client.acquire("a", 2e9)
         first.close()
-        wait_until(lambda: len(caplog.records) == 2, "the thread finds that nobody reads")
+        wait_until(lambda: len(caplog.records) == 2, "the thread finds that the pipe has no reader")
     second = Reader(path)
     client.acquire("b", 2e9)
     second.read()
@@ -469,12 +469,12 @@ def test_a_forked_child_has_timers_of_its_own(rig: Rig) -> None:
     assert parent.stdout is not None
     out = parent.stdout
     children: list[int] = []
-    told = threading.Thread(target=lambda: children.extend(map(int, out.readline().split())))
-    told.start()
-    wait_until(lambda: bool(reader.read()) or not told.is_alive(), "requests arrive")
-    while told.is_alive():
+    reading = threading.Thread(target=lambda: children.extend(map(int, out.readline().split())))
+    reading.start()
+    wait_until(lambda: bool(reader.read()) or not reading.is_alive(), "requests arrive")
+    while reading.is_alive():
         reader.read()
-        told.join(0.01)
+        reading.join(0.01)
     assert parent.wait(PATIENCE) == 0
     reader.read()
     assert len(children) == 20

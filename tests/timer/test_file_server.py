@@ -332,7 +332,7 @@ def test_the_time_of_a_suspended_host_does_not_count(
 ) -> None:
     passed, thawed, released, sleep = [0.0], threading.Event(), threading.Event(), Sleeper.sleep
 
-    def stand_still(sleeper: Sleeper, until: float) -> list[int]:
+    def stall(sleeper: Sleeper, until: float) -> list[int]:
         if thawed.is_set():
             released.wait(PATIENCE)
         ready = sleep(sleeper, until)
@@ -341,7 +341,7 @@ def test_the_time_of_a_suspended_host_does_not_count(
             thawed.set()
         return ready
 
-    monkeypatch.setattr(Sleeper, "sleep", stand_still)
+    monkeypatch.setattr(Sleeper, "sleep", stall)
     server, healthy, hung = rig.serve(clock=delayed(passed)), rig.worker(), rig.worker()
     rig.arm(healthy.pid, 0.1)
     rig.arm(hung.pid, 0.1)
@@ -425,7 +425,7 @@ def test_a_server_that_was_never_started_is_stopped_as_well(rig: Rig) -> None:
 def test_a_server_that_is_forgotten_leaves_no_descriptor_and_its_pipe_to_the_next(
     rig: Rig,
 ) -> None:
-    gc.collect()  # what other tests have left
+    gc.collect()  # leftovers of other tests
     before = sorted(os.listdir("/proc/self/fd"))
     server = WatchedServer(rig.path)
     del server

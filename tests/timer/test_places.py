@@ -12,7 +12,7 @@ REDUCE = f"in all_reduce (distributed_c10d.py:2810), called by {STEP.removeprefi
 STOPPED = "stopped by a signal (SIGSTOP or a debugger)"
 
 
-def test_equal_stacks_are_grouped_and_the_odd_ones_named() -> None:
+def test_equal_stacks_are_grouped_and_the_odd_ones_out_named() -> None:
     places = dict.fromkeys((0, 2, 3, 4, 7), REDUCE)
     places |= {1: STEP, 5: STOPPED}
     assert compare_places(places) == [

@@ -48,7 +48,7 @@ def test_a_socket_with_a_port_listens_on_the_loopback_address_only() -> None:
         socket.create_connection((host, port), 30).close()
 
 
-def test_where_no_port_can_be_had_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_port_is_free_the_error_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -113,7 +113,7 @@ def test_an_end_is_reported_with_its_exit_code_or_signal(
 def test_one_guardian_serves_many_attempts_and_leaks_no_descriptor(guardian: Guardian) -> None:
     _run(guardian, "true")[2].next(Gone)
     pid = guardian.pid
-    gc.collect()  # what older tests of this process have left; their threads may close more later
+    gc.collect()  # leftovers of older tests of this process; their threads may close more later
     ours, theirs = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
     for _ in range(50):
         _, _, events = _run(guardian, "true")
@@ -162,7 +162,7 @@ def test_the_next_worker_after_close_gets_a_new_guardian() -> None:
     assert guardian.close(30)
 
 
-# --- what a worker gets
+# --- environment of a worker
 
 
 def test_a_worker_gets_exactly_the_given_environment_and_its_mark(guardian: Guardian) -> None:
@@ -252,7 +252,7 @@ def test_a_standard_stream_that_is_closed_here_is_the_null_device(
     assert len(streams) == 3
 
 
-# --- what cannot be started
+# --- programs that cannot be started
 
 
 def test_a_missing_program_is_named(guardian: Guardian, tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_stop_reaches_the_whole_process_group(guardian: Guardian) -> None:
     assert events.next(Gone).left_behind == 0
 
 
-# --- what a worker leaves behind
+# --- leftovers of a worker
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 1", "kill -9 $$"])
@@ -639,21 +639,21 @@ def test_a_guardian_ends_if_its_agent_died_during_the_start(tmp_path: Path) -> N
     wait_until(lambda: marked(token) == [], "the guardian gone")
 
 
-# --- what SIGKILL does not end
+# --- processes that SIGKILL does not end
 
 #: The parent of a traced process sees its end only after the tracer does. So the process acts like
 #: one that hangs in a device.
 PTRACE_SEIZE, PR_SET_PTRACER = 0x4206, 0x59616D61
 
 
-@pytest.mark.parametrize("who", ["worker", "child"])
+@pytest.mark.parametrize("hung", ["worker", "child"])
 def test_the_guardian_gives_up_on_a_process_that_sigkill_does_not_end(
-    who: str, tmp_path: Path
+    hung: str, tmp_path: Path
 ) -> None:
     guardian = Guardian(kill_timeout=0.2)
     script = (
         "import ctypes, os, signal, sys, time\n"
-        f"if {who == 'child'} and os.fork(): time.sleep(1000)\n"
+        f"if {hung == 'child'} and os.fork(): time.sleep(1000)\n"
         f"ctypes.CDLL(None).prctl({PR_SET_PTRACER}, -1, 0, 0, 0)\n"
         f"with open({str(tmp_path / 'tmp')!r}, 'w') as file: file.write(str(os.getpid()))\n"
         f"os.rename({str(tmp_path / 'tmp')!r}, {str(tmp_path / 'pid')!r})\n"

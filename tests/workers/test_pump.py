@@ -225,7 +225,7 @@ def test_a_pump_releases_its_descriptors_and_threads(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = held()
     rig = make(stdout_filters=["x"])
     assert held() > before
@@ -265,9 +265,9 @@ def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: 
     # The shell's own child holds the pipe for as long as it lives.
     subprocess.run(["sh", "-c", script], stdout=rig.writers[0, "stdout"], check=True)
     rig.stop(0.3)
-    said, child = rig.stored(0).splitlines()
+    own_line, child = rig.stored(0).splitlines()
     os.kill(int(child), 9)
-    assert said == b"from the worker"
+    assert own_line == b"from the worker"
     assert rig.shown().startswith(b"[worker0]:from the worker\n")
 
 

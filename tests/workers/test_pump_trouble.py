@@ -102,11 +102,11 @@ def test_a_slow_console_loses_nothing(make: Make, pipe: Pipe) -> None:
         rig.write(i % 2, LINE % i)
     shown: list[bytes] = []
 
-    def look() -> None:
+    def read_console() -> None:
         with os.fdopen(os.dup(pipe.read), "rb") as console:
             shown.extend(console.readline() for _ in range(count))
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read_console)
     reader.start()
     rig.stop()
     reader.join()
@@ -125,7 +125,7 @@ def test_a_non_blocking_console_loses_nothing(make: Make, pipe: Pipe) -> None:
     assert shown.replace(b"[worker0]:", b"") == data
 
 
-def test_a_console_that_is_closed_ends_showing_and_nothing_else(make: Make, pipe: Pipe) -> None:
+def test_a_closed_console_ends_the_display_and_nothing_else(make: Make, pipe: Pipe) -> None:
     pipe.shut()
     rig = make(stdout_fd=pipe.write)
     data = b"".join(LINE % i for i in range(20_000))

@@ -36,7 +36,7 @@ def test_an_exception_before_the_rank_received_a_fault_is_its_own_fault(
     assert after(error, interrupted=interrupted, received=received) is follows
 
 
-def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_news() -> None:
+def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_report() -> None:
     cause = root_cause(faults("EXCEPTION", "EXCEPTION", "TERMINATED", "TERMINATED"))
     assert cause is not None
     assert (cause.kind, cause.rank) == ("TERMINATED", 2)
@@ -82,9 +82,9 @@ def waits(*times: float) -> list[float]:
 
 
 def test_restarts_wait_only_when_they_are_many_and_then_longer_and_longer_up_to_a_second() -> None:
-    told = waits(*(5 + n / 100 for n in range(30)))
-    assert told[:20] == [0.0] * 20
-    assert told[20:] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    durations = waits(*(5 + n / 100 for n in range(30)))
+    assert durations[:20] == [0.0] * 20
+    assert durations[20:] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
 
 
 def test_restarts_that_are_seconds_apart_never_wait() -> None:
