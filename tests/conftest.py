@@ -99,7 +99,7 @@ def pytest_collection_finish() -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the recovery time of every job on several hosts.
 
-    The hook stands in this file, because the process that prints for all test processes collects no
+    The hook is in this file, because the process that prints for all test processes collects no
     tests and loads no other conftest.
     """
     from helpers.suite.recovery import TITLE, table

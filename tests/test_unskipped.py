@@ -12,8 +12,8 @@ Outcome = Literal["passed", "failed", "skipped"]
 
 
 def report(outcome: Outcome, reason: str = "") -> pytest.TestReport:
-    told = ("test_it.py", 3, f"Skipped: {reason}") if outcome == "skipped" else None
-    return pytest.TestReport("id", ("test_it.py", 3, "test"), {}, outcome, told, "setup")
+    longrepr = ("test_it.py", 3, f"Skipped: {reason}") if outcome == "skipped" else None
+    return pytest.TestReport("id", ("test_it.py", 3, "test"), {}, outcome, longrepr, "setup")
 
 
 @pytest.mark.parametrize(

@@ -62,19 +62,19 @@ def hang(**known: Any) -> _hang.Hang:
 def test_a_hang_is_one_line_that_names_scope_time_and_place() -> None:
     line = "timer step of 2 s was exceeded by 12.3 ms; location: in step (train.py:14)"
     assert _hang.message(hang()) == line
-    told = _hang.announcement(hang())
-    assert told == (
+    announced = _hang.announcement(hang())
+    assert announced == (
         f"rank 5 (pid 77) hangs: {line}; sending SIGKILL; stacks in logs/0/1/stacks.77.txt"
     )
 
 
 def test_a_timer_of_torchs_client_is_reported_without_its_length() -> None:
     request = FileTimerRequest(77, "a\nscope", 1e9, 0, monotonic=100.0)
-    told = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
-    assert told.startswith(
+    announced = _hang.announcement(hang(request=request, signum=0, rank=None, worker_pid=60))
+    assert announced.startswith(
         "a worker (its process 77) hangs: timer a scope was exceeded by 12.3 ms;"
     )
-    assert "no signal is sent, because the timer requests none" in told
+    assert "no signal is sent, because the timer requests none" in announced
 
 
 @pytest.mark.parametrize(("signum", "name"), [(9, "SIGKILL"), (0, None), (-1, None)])
@@ -132,7 +132,7 @@ def test_a_scope_is_shown_in_a_short_line_and_a_place_without_its_folders(
     assert _hang.message(hang(request=request)).startswith(f"timer {shown} was exceeded by")
 
 
-# --- where the pipe is, and whose processes may write into it
+# --- the path of the pipe, and the processes that may write into it
 
 
 def test_the_pipe_is_where_the_variable_says() -> None:
@@ -164,7 +164,7 @@ def test_where_no_temporary_file_can_be_made_the_pipe_is_among_the_logs(
     )
     elastic_launch(config, "sh")("-c", script)
     assert shown.read_text().startswith(f"{folder}/job_")
-    assert not list((tmp_path / "logs").glob("*/watchdog*"))  # it went with the agent
+    assert not list((tmp_path / "logs").glob("*/watchdog*"))  # the agent removed it
 
 
 def test_an_agent_in_a_worker_of_another_leaves_that_one_its_pipe(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_without_a_log_directory_the_failure_is_explained_all_the_same() -> None
 
 
 def test_a_hung_worker_is_killed_although_its_log_directory_hangs(tmp_path: Path) -> None:
-    # To open a pipe that nobody reads takes for ever.
+    # Opening a pipe without a reader never returns.
     first = """
 from regrow.timer import FileTimerClient
 folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -286,7 +286,7 @@ for n in range(3):
     waiting = [thread for thread in threading.enumerate() if thread.name == "regrow-hang"]
     assert len(waiting) == 1
     (pipe,) = tmp_path.glob("*/attempt_0/0/stacks.*.txt")
-    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # lets it go on
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # unblocks the thread
     for thread in waiting:
         thread.join(PATIENCE)
 
@@ -319,13 +319,15 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
     monkeypatch.setattr(decide, "QUICK_S", 0.0)  # no pause between attempts
     seen: list[tuple[int, int]] = []
 
-    def look(event: Event) -> None:
+    def count_resources(event: Event) -> None:
         if event.name == "regrow.attempt.started":
             seen.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
 
-    launch(config(str(tmp_path), max_restarts=5, event_sinks=(look,)), HANG.format(first=""))
+    launch(
+        config(str(tmp_path), max_restarts=5, event_sinks=(count_resources,)), HANG.format(first="")
+    )
     assert len(seen) == 6
-    # What one attempt leaves for a moment may be there; what each leaves for good would add up.
+    # Leftovers of one attempt may exist for a moment; permanent leftovers of each would add up.
     assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen
 
 

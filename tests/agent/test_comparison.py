@@ -50,10 +50,12 @@ def test_places_from_several_nodes_compare_like_those_of_one_node(
     nodes: dict[int, dict[int, str]] = {}
     for rank, place in job.items():
         nodes.setdefault(rank // per_node, {})[rank] = place
-    told = [WorkerPlaces(3, places) for places in nodes.values()]
-    lines = "\n".join(json.dumps(encode(each)) for each in (*told, WorkerPlaces(2, {99: "in old"})))
+    encoded = [WorkerPlaces(3, places) for places in nodes.values()]
+    lines = "\n".join(
+        json.dumps(encode(each)) for each in (*encoded, WorkerPlaces(2, {99: "in old"}))
+    )
     assert compare_places(gather(3, lines.encode())) == compare_places(job)
-    for each in told:
+    for each in encoded:
         assert from_report(shared_failure.encode(1, FAILURE, "host-a", as_evidence(each))) == each
 
 
@@ -71,14 +73,14 @@ def test_the_word_all_is_used_for_all_ranks_of_the_job_only() -> None:
 
 @pytest.mark.parametrize("letter", ["x", "\N{GRINNING FACE}", "\0"])
 def test_places_are_bounded_and_fit_into_a_report(letter: str) -> None:
-    standing = WorkerPlaces(0, {rank: f"{rank} {letter * 1000}" for rank in range(500)})
-    assert len(json.dumps(encode(standing))) <= MAX_BYTES
-    report = shared_failure.encode(1, FAILURE, letter * 10_000, as_evidence(standing))
+    worker_places = WorkerPlaces(0, {rank: f"{rank} {letter * 1000}" for rank in range(500)})
+    assert len(json.dumps(encode(worker_places))) <= MAX_BYTES
+    report = shared_failure.encode(1, FAILURE, letter * 10_000, as_evidence(worker_places))
     assert len(report) <= shared_failure.MAX_BYTES
     read = from_report(report)
     assert read is not None
     assert 0 in read.places
-    assert read.places.keys() < standing.places.keys()
+    assert read.places.keys() < worker_places.places.keys()
 
 
 @given(ALMOST | ANYTHING)

@@ -15,7 +15,7 @@ from regrow.agent.decisions.decide import AgentPhase, AgentState
 
 
 class Actions(tuple[words.Action, ...]):
-    """Actions that are equal only to such of the same classes."""
+    """Actions that are equal only to actions of the same classes."""
 
     __slots__ = ()
 
@@ -41,7 +41,7 @@ def report(state: WorkerState, *, waiting: int = 0, now: float = 200.0) -> words
     return words.CheckResult(state, waiting, now)
 
 
-def test_a_formed_group_is_looked_at_at_once() -> None:
+def test_a_formed_group_is_checked_at_once() -> None:
     state, actions = decide(AgentState(1, AgentPhase.FORMING), words.Formed(7.0))
     assert actions == (words.CheckWorkers(),)
     assert (state.phase, state.started_at) == (AgentPhase.RUNNING, 7.0)
@@ -85,7 +85,7 @@ def test_a_group_in_an_unknown_state_is_given_up() -> None:
     assert actions == (words.Raise("Worker group in UNKNOWN state"),)
 
 
-def test_a_change_during_a_look_is_looked_at_afterwards() -> None:
+def test_a_change_during_a_check_causes_another_check() -> None:
     state, actions = decide(RUNNING, words.Changed())
     assert actions == ()
     _, actions = decide(state, report(WorkerState.HEALTHY))
@@ -157,7 +157,7 @@ def test_no_agent_stays_in_a_round_after_its_end_is_reported(events: list[Any]) 
 
 
 @given(st.lists(EVENTS, max_size=30), ROUNDS)
-def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: int) -> None:
+def test_no_notification_of_an_older_round_ends_a_newer_one(events: list[Any], older: int) -> None:
     state = AgentState(remaining_restarts=3)
     for event in events:
         state, _ = decide(state, event)
@@ -167,8 +167,8 @@ def test_no_news_of_an_older_round_ends_a_newer_one(events: list[Any], older: in
                 words.RoundOver(older, "old", 1e7),
                 words.JoinRequested(older, 1, full=True, now=1e7),
             ]
-            for news in stale:
-                after, actions = decide(state, news)
+            for notification in stale:
+                after, actions = decide(state, notification)
                 assert (after.phase, actions) == (state.phase, ())
 
 
@@ -282,11 +282,11 @@ def test_a_round_that_ends_while_it_forms_is_followed_by_the_next_one() -> None:
 
 def test_a_node_at_the_exit_barrier_restarts_when_the_round_ends() -> None:
     waiting, _ = decide(MEMBER, report(WorkerState.SUCCEEDED))
-    for news in (
+    for notification in (
         words.RoundOver(2, "node b was lost", 200.0),
         words.BarrierOver(200.0, passed=False),
     ):
-        state, (action,) = decide(waiting, news)
+        state, (action,) = decide(waiting, notification)
         assert isinstance(action, words.Restart)
         assert state.phase is AgentPhase.FORMING
 
@@ -298,7 +298,7 @@ def test_a_node_that_succeeded_and_finds_the_job_closed_has_succeeded() -> None:
     assert actions == (words.Finish(WorkerState.SUCCEEDED),)
 
 
-def test_a_job_that_is_closed_without_a_failure_goes_on_and_restarts_nothing() -> None:
+def test_a_job_that_is_closed_without_a_failure_continues_and_restarts_nothing() -> None:
     state, actions = decide(MEMBER, words.Closed(failed=False))
     assert (state.phase, actions) == (AgentPhase.RUNNING, ())
     assert decide(state, words.RoundOver(2, "node b was lost", 200.0))[1] == ()

@@ -102,8 +102,8 @@ class Agent:
         return found
 
     def notify(self, found: Snapshot) -> None:
-        self.notified, news = notifications(self.notified, found, self.id)
-        self.inbox += news
+        self.notified, new = notifications(self.notified, found, self.id)
+        self.inbox += new
 
     def follow(self) -> None:
         found = snapshot(self.job.round, self.id)
@@ -113,9 +113,9 @@ class Agent:
                 self.call(EndConfirmed(self.id, round))
                 self.answered = round
 
-    def closed(self, news: RoundClosed) -> RendezvousClosedError:
+    def closed(self, notification: RoundClosed) -> RendezvousClosedError:
         error = RendezvousClosedError("closed")
-        error.report = news.report
+        error.report = notification.report
         return error
 
     def next_rendezvous(self) -> Generator[None, None, Seated]:
@@ -348,7 +348,7 @@ def fault(random: Random, job: Job, agents: list[Agent]) -> None:
 def ending(agent: Agent) -> str:
     """Return the outcome of an agent.
 
-    An agent whose workers failed, and that finds the job closed without a failure, ends with the
+    If its workers failed and the job was closed without a failure, an agent ends with the
     failure of its workers.
     """
     return "CLOSED" if agent.outcome == "FAILED" and not agent.root else agent.outcome

@@ -46,7 +46,7 @@ DUMP = Dump(77, "dumped", threads=(Thread(1, True, True, STACK),))
 
 
 class Events:
-    """Stands for the recorder: keeps the events."""
+    """Replaces the recorder; keeps the events."""
 
     def __init__(self) -> None:
         self.noticed: float | None = None
@@ -61,7 +61,7 @@ class Events:
 
 
 class Context:
-    """Stands for the processes of two workers, of which some have ended."""
+    """Replaces the processes of two workers; some have ended."""
 
     def __init__(
         self, ended: dict[int, ProcessFailure] | None = None, variables: Any = None
@@ -96,7 +96,7 @@ def group() -> WorkerGroup:
 
 @pytest.fixture
 def job(inbox: queue.SimpleQueue[Any], recorder: Any) -> Job:
-    """Fourth attempt of a job whose rounds are numbered."""
+    """Fourth attempt of a job with numbered rounds."""
     made = Job(group(), adapted(PlainHandler()), inbox.put)
     made.attempt, made.round, made.numbered, made.shared = 3, 4, True, True
     made.recorder = recorder
@@ -308,8 +308,8 @@ def compare(job: Job) -> Callable[..., TimerReports]:
     return Stub
 
 
-def report_of(standing: WorkerPlaces) -> str:
-    return encode(1, ProcessFailure(1, 7, -9, ""), "host-b", as_evidence(standing))
+def report_of(worker_places: WorkerPlaces) -> str:
+    return encode(1, ProcessFailure(1, 7, -9, ""), "host-b", as_evidence(worker_places))
 
 
 def test_a_hang_on_another_node_is_compared_once_with_the_workers_of_this_node(
@@ -410,7 +410,7 @@ def test_a_rank_that_holds_its_name_sends_heartbeats_and_the_others_are_logged(
         assert caplog.text == ""
         feature.warn_of_silence(workers)
     assert "no heartbeat yet from rank 4, although --heartbeat is set" in caplog.text
-    assert silent(context.envs.values()) == [4, 5]  # asking takes the name from none of them
+    assert silent(context.envs.values()) == [4, 5]  # this query changes nothing
 
 
 # --- the other nodes

@@ -96,10 +96,10 @@ def test_torchs_callback_returns_the_time_of_the_last_progress(
     assert isinstance(server, HealthCheckServer)
     server.start()
     try:
-        answer, said = report(server)
+        answer, fields = report(server)
         assert answer == status
-        assert isinstance(said["last_progress_s"], int)
-        assert abs(said["last_progress_s"] - (100 if status == 503 else 0)) <= 30
+        assert isinstance(fields["last_progress_s"], int)
+        assert abs(fields["last_progress_s"] - (100 if status == 503 else 0)) <= 30
     finally:
         server.stop()
 

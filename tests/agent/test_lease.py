@@ -1,4 +1,4 @@
-"""A real agent that is suspended: its guardian keeps the lease, and it goes on after a thaw."""
+"""A real agent that is suspended: its guardian enforces the lease; the agent continues later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from time import monotonic
 from helpers.processes import alive, wait_until
 from regrow.agent.attempt.attempt import Lease
 
-#: An agent whose lease is renewed every 50 ms as long as it runs, and lasts 3 s.
+#: An agent with a lease of 3 s, which is renewed every 50 ms while the agent runs.
 AGENT = """
 import sys, threading, time
 from regrow.agent import LocalElasticAgent, WorkerSpec

@@ -138,9 +138,9 @@ def test_steps_are_exact_though_the_worker_was_killed(tmp_path: Path) -> None:
 def test_the_events_of_a_job_are_in_order(tmp_path: Path) -> None:
     events: list[Event] = []
     elastic_launch(config(tmp_path, event_sinks=(events.append,)), fail_once_and_report_steps)()
-    told = [event.name for event in events if "step" not in event.name]
+    names = [event.name for event in events if "step" not in event.name]
     once = ["regrow.rendezvous.completed", "regrow.attempt.started"]
-    assert told == [
+    assert names == [
         "regrow.job.started",
         *once,
         "regrow.worker.failed",
@@ -238,9 +238,9 @@ def test_an_invalid_heartbeat_period_is_refused(tmp_path: Path, period: float) -
 
 def test_heartbeats_turn_timers_on_and_are_among_the_bounds(tmp_path: Path) -> None:
     def bounds(**more: Any) -> dict[str, float]:
-        told: list[Event] = []
-        elastic_launch(config(tmp_path, event_sinks=(told.append,), **more), "true")()
-        found: dict[str, float] = told[0].metadata["bounds"]
+        events: list[Event] = []
+        elastic_launch(config(tmp_path, event_sinks=(events.append,), **more), "true")()
+        found: dict[str, float] = events[0].metadata["bounds"]
         return found
 
     with_heartbeats = bounds(heartbeat=10)
@@ -323,21 +323,21 @@ def test_a_worker_stuck_in_uninterruptible_sleep_is_found_after_the_time_out() -
 def test_a_stuck_worker_ends_the_job_without_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everyone = "regrow.agent.features.state_d.process_states"
-    monkeypatch.setattr(everyone, lambda pids: dict.fromkeys(pids, "D"))
-    told: list[Event] = []
+    patched = "regrow.agent.features.state_d.process_states"
+    monkeypatch.setattr(patched, lambda pids: dict.fromkeys(pids, "D"))
+    events: list[Event] = []
     agent = LocalElasticAgent(
         spec("sleep", "1000", max_restarts=3),
         DefaultLogsSpecs(log_dir=str(tmp_path)),
         uninterruptible_state_timeout=0.001,
-        event_sinks=(told.append,),
+        event_sinks=(events.append,),
         shutdown_timeout=1,
     )
     result = agent.run()
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     assert result.state is WorkerState.FAILED
     assert "uninterruptible sleep" in result.failures[0].message
-    assert [each.name for each in told].count("regrow.attempt.started") == 1
+    assert [each.name for each in events].count("regrow.attempt.started") == 1
 
 
 def test_half_a_message_delays_neither_the_next_ones_nor_the_end_of_an_attempt() -> None:
@@ -397,8 +397,8 @@ for line in ({"name": "regrow.inprocess.restarted", "fields": fields}, [], {"nam
 
 def test_no_message_of_a_worker_ends_the_job(tmp_path: Path) -> None:
     seen: list[Event] = []
-    told = config(tmp_path, 1, event_sinks=(seen.append,))
-    elastic_launch(told, sys.executable)("-c", FORGER)
+    settings = config(tmp_path, 1, event_sinks=(seen.append,))
+    elastic_launch(settings, sys.executable)("-c", FORGER)
     (event,) = [event for event in seen if event.name == progress.RESTARTED]
     assert event.metadata["run_id"] == "job"
     assert (event.metadata["attempt"], event.metadata["host"]) == (0, socket.gethostname())

@@ -1,4 +1,4 @@
-"""The loop and the attempt of an agent, each with plain objects in the place of the others."""
+"""The loop and the attempt of an agent, each with simple replacements of the other parts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AtOnce:
 
 
 class Script:
-    """Stands for an attempt whose workers have the given states, one check after the other."""
+    """Replaces an attempt; each check returns the next of the given states."""
 
     def __init__(self, inbox: Inbox, *states: WorkerState | Exception) -> None:
         self._inbox = inbox
@@ -105,7 +105,7 @@ class Jobs:
         return self.loop.run()
 
 
-def test_the_loop_looks_at_the_workers_whenever_something_changes_until_they_succeed() -> None:
+def test_the_loop_checks_the_workers_after_every_change_until_they_succeed() -> None:
     jobs = Jobs(HEALTHY, HEALTHY, SUCCEEDED)
     assert jobs.run().state is SUCCEEDED
     assert jobs.attempt.calls == ["form", "HEALTHY", "HEALTHY", "SUCCEEDED", "barrier"]
@@ -170,7 +170,7 @@ def test_a_call_that_is_waited_for_may_be_cut_short_by_each_signal() -> None:
 
 
 class Hooks:
-    """Stands for the agent: records the calls of torch's hooks."""
+    """Replaces the agent; records the calls of torch's hooks."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -190,7 +190,7 @@ class Hooks:
 
 
 class Calls:
-    """Stands for parts of which a test checks only the calls."""
+    """Replaces parts of an agent; records their calls."""
 
     def __init__(self, calls: list[str], **answers: Any) -> None:
         self._calls, self._answers = calls, answers
@@ -245,10 +245,10 @@ def test_a_round_that_is_over_before_the_lease_begins_is_followed_by_another(hoo
 def test_features_see_the_workers_before_they_are_stopped(hooks: Hooks) -> None:
     class Last(Feature):
         def before_stop(self) -> None:
-            hooks.calls.append("last look")
+            hooks.calls.append("last check")
 
     attempt(hooks, Last()).stop(group())
-    assert hooks.calls == ["last look", "stop True"]
+    assert hooks.calls == ["last check", "stop True"]
 
 
 def test_other_nodes_are_notified_before_workers_are_stopped_for_a_restart(hooks: Hooks) -> None:

@@ -53,7 +53,7 @@ class Nodes:
         handler: PushingRendezvousHandler | None = None,
         **more: Any,
     ) -> int:
-        """Start a node whose worker runs a shell script; return its number."""
+        """Start a node with a worker that runs a shell script; return the node's number."""
         number = len(self.agents)
         handler = handler or DynamicRendezvousHandler(
             FakeDriver(self.rounds),
@@ -83,7 +83,7 @@ class Nodes:
     def _run(self, number: int) -> None:
         try:
             result: RunResult | BaseException = self.agents[number].run()
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
+        except BaseException as error:  # noqa: BLE001 - checked by the test
             result = error
         if not isinstance(result, SignalException):  # as the launcher does
             self.handlers[number].shutdown()
@@ -92,14 +92,14 @@ class Nodes:
             self._changed.notify_all()
 
     def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds that an event or a result makes true."""
+        """Wait until a condition is true; events and results may change it."""
         with self._changed:
             assert self._changed.wait_for(holds, DEADLINE_S), [
                 [event.name for event in events] for events in self.events
             ]
 
     def wait_for_event(self, number: int, name: str, times: int = 1) -> list[dict[str, Any]]:
-        """Wait until a node has emitted an event so often; return the metadata of these events."""
+        """Wait until a node has emitted an event `times` times; return their metadata."""
         self.wait_until(lambda: len(self.of(number, name)) >= times)
         return self.of(number, name)
 
@@ -125,7 +125,7 @@ def nodes(directory: Path, least: int, most: int) -> Iterator[Nodes]:
     try:
         yield job
     finally:
-        for agent in job.agents:  # those of a test that has failed
+        for agent in job.agents:  # agents are left if the test has failed
             agent.interrupt(signal.SIGKILL)
 
 
@@ -253,7 +253,7 @@ def test_a_node_that_has_succeeded_starts_again_with_one_that_has_not(tmp_path: 
     assert len(job.of(waiting, "attempt.started")) == 2
 
 
-def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) -> None:
+def test_an_agent_that_cannot_continue_is_the_root_cause_for_all(tmp_path: Path) -> None:
     with nodes(tmp_path, 2, 2) as job:
         job.start("sleep 1000")
         job.start("sleep 1000", entrypoint="/no/such/program")
@@ -264,7 +264,7 @@ def test_an_agent_that_cannot_go_on_is_the_root_cause_for_all(tmp_path: Path) ->
 
 
 class WithLease(SoloRendezvousHandler):
-    """A handler whose lease the test renews.
+    """A handler with a lease that the test renews.
 
     Args:
         begun: whether the lease has begun; if not, it is over at first.

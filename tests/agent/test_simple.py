@@ -59,7 +59,7 @@ class Rendezvous(PlainHandler):
 
 
 class Agent(SimpleElasticAgent):
-    """An agent whose workers have the given states, one check after the other."""
+    """An agent with scripted workers: each check returns the next of the given states."""
 
     def __init__(
         self, states: list[WorkerState], max_restarts: int = 1, exit_barrier_timeout: float = 300
@@ -78,8 +78,8 @@ class Agent(SimpleElasticAgent):
             ),
             exit_barrier_timeout,
         )
-        self.told: list[Event] = []
-        self.add_event_sinks(self.told.append)
+        self.emitted: list[Event] = []
+        self.add_event_sinks(self.emitted.append)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.calls.append("start")
@@ -125,7 +125,7 @@ def test_a_failure_is_restarted_in_a_new_round_and_spends_the_budget() -> None:
     assert not agent.run().is_failed()
     assert agent.calls == ["start", "stop", "start", "shutdown SIGTERM 30"]
     assert agent.rendezvous.rounds == 2
-    assert agent.told[-1].metadata["restarts_left"] == 0
+    assert agent.emitted[-1].metadata["restarts_left"] == 0
 
 
 def test_a_failure_without_budget_is_the_result() -> None:
@@ -179,7 +179,7 @@ def test_all_nodes_that_are_lost_are_recorded_when_no_further_round_forms() -> N
     agent.rendezvous.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
     with pytest.raises(RendezvousTimeoutError):
         agent.run()
-    (event,) = (each for each in agent.told if each.name == "regrow.round.departed")
+    (event,) = (each for each in agent.emitted if each.name == "regrow.round.departed")
     assert event.metadata["ended_round"] == 1
     assert [node["node"] for node in event.metadata["nodes"]] == ["node1/7/a", "node2/7/b"]
 
@@ -356,9 +356,9 @@ def test_a_lost_rendezvous_is_an_event_with_the_exit_code_that_asks_for_a_retry(
     agent.rendezvous.before = lose
     with pytest.raises(RendezvousConnectionError):
         agent.run()
-    names = [event.name for event in agent.told]
+    names = [event.name for event in agent.emitted]
     assert names[-2:] == ["regrow.rendezvous.lost", "regrow.job.finished"]
-    assert agent.told[-1].metadata["exit_code"] == 75
+    assert agent.emitted[-1].metadata["exit_code"] == 75
 
 
 def test_a_graceful_exit_of_the_rendezvous_ends_the_run_quietly() -> None:
@@ -442,7 +442,7 @@ def test_an_attempt_that_a_signal_interrupts_at_its_start_has_all_its_events(
             return super()._start_workers(worker_group)
 
     agent = Signaled([HEALTHY] * 100)
-    told: list[str] = []
+    emitted: list[str] = []
 
     def sink(event: Event) -> None:
         name = event.name.removeprefix("regrow.")
@@ -450,13 +450,13 @@ def test_an_attempt_that_a_signal_interrupts_at_its_start_has_all_its_events(
             stopping.set()
         else:
             stopped = any(call.startswith("shutdown") for call in agent.calls)
-            told.append(f"{name} stopped" if stopped else name)
+            emitted.append(f"{name} stopped" if stopped else name)
 
     agent.add_event_sinks(sink)
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR1")
     with pytest.raises(SignalException):
         agent.run()
-    assert told == [
+    assert emitted == [
         "job.started",
         "rendezvous.completed",
         "attempt.started",

@@ -100,7 +100,7 @@ def test_workers_do_not_get_a_token_file_that_cannot_be_read(tmp_path: Path) -> 
 
 
 class Server:
-    """Stands for the process of a server."""
+    """Replaces the process of a server."""
 
     pid = 4711
 
@@ -120,7 +120,7 @@ class Server:
 
 
 class Bench:
-    """An activation on a port of its own, and what it has started."""
+    """An activation on a port of its own, and the servers that it has started."""
 
     def __init__(self, *errors: Exception) -> None:
         self.started: list[Server] = []
@@ -140,7 +140,7 @@ class Bench:
         return self.started[-1]
 
     def connect(self) -> Server:
-        """Connect; return the server that starts because of it."""
+        """Connect; return the server that the connection starts."""
         self._guests.append(socket.create_connection(self.address, PATIENCE))
         assert self._connected.acquire(timeout=PATIENCE)
         return self.started[-1]
@@ -156,7 +156,7 @@ class Bench:
 def listens(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, PATIENCE).close()
-    except (ConnectionRefusedError, ConnectionResetError):  # it is closed, or this very moment was
+    except (ConnectionRefusedError, ConnectionResetError):  # it is closed, or was just closed
         return False
     return True
 
@@ -170,7 +170,7 @@ def test_no_server_starts_without_a_connection() -> None:
 def test_the_server_starts_with_the_first_connection_and_ends_with_the_attempt() -> None:
     bench = Bench()
     server = bench.connect()
-    socket.create_connection(bench.address, PATIENCE).close()  # it is the server's now
+    socket.create_connection(bench.address, PATIENCE).close()  # the server accepts it
     bench.close()
     assert server.closed.is_set()
     assert bench.started == [server]
@@ -440,7 +440,7 @@ def test_a_certificate_that_no_server_can_have_is_not_offered(
 
 
 class Agent(SimpleElasticAgent):
-    """Notes what its workers would find, and is done."""
+    """Records the environments that its workers would get, and succeeds."""
 
     def __init__(
         self, store: MemoryStore, rank: int, nodes: int, exit_barrier_timeout: float = 300

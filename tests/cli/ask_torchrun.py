@@ -1,10 +1,10 @@
-"""What torchrun makes of command lines: `python ask_torchrun.py MODULE < questions > answers`.
+"""Print how torchrun parses command lines: `ask_torchrun.py MODULE < questions > answers`.
 
 MODULE is `torch.distributed.run`, or another with its names.
 
 A question is `{"argv": [...], "env": {...}}`. The answer has the launch configuration and the
-command, or the exception's name; beside the answers stand the parser's table of flags, and what
-each abbreviation of one stands for.
+command, or the exception's name. The output also has the parser's table of flags, and the flags
+that each abbreviation may mean.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 from argparse import ArgumentParser
 from typing import Any
 
-# Fields of the configuration that torch's has not.
+# Fields of the configuration that torch's lacks.
 OWN = ("event_sinks", "requeue", "restart_timeout", "timers", "native_stacks", "heartbeat")
 
 
 def table(parser: ArgumentParser) -> dict[str, Any]:
-    """Every flag's spelling with what it does."""
+    """Every flag's spelling with its action."""
     return {
         spelling: {
             "dest": action.dest,
@@ -37,7 +37,7 @@ def table(parser: ArgumentParser) -> dict[str, Any]:
 
 
 def abbreviations(parser: ArgumentParser) -> dict[str, list[str]]:
-    """The flags that every beginning of a spelling may stand for."""
+    """The flags that each prefix of a spelling may mean."""
     return {
         spelling[:end]: sorted(
             {match[0].dest for match in parser._get_option_tuples(spelling[:end])}
@@ -83,7 +83,7 @@ def answer(run: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> Any:
-    """The value as JSON can say it; flags of the workers' streams as numbers."""
+    """Return the value as JSON; flags of the workers' streams become numbers."""
     if isinstance(value, dict):
         return {str(key): shown(item) for key, item in value.items()}
     return int(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -137,7 +137,7 @@ def test_torch_is_not_asked_for_hidden_gpus() -> None:
 
 
 def fake_python(folder: Path, body: str) -> str:
-    """An interpreter whose `torch` is the given module."""
+    """An interpreter with the given module as `torch`."""
     folder.joinpath("torch.py").write_text(body)
     path = folder / "python"
     path.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
@@ -169,7 +169,7 @@ def test_the_workers_interpreter_is_asked_for_what_torch_sees(
     assert [ask_torch(kind) for kind in kinds] == [6, 6, 0, 9, None]
 
 
-def test_an_interpreter_without_torch_says_why(
+def test_an_interpreter_without_torch_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHON_EXEC", fake_python(tmp_path, "raise ImportError('libcudart')"))

@@ -1,4 +1,4 @@
-"""Workers are not given the job's token, and do without it."""
+"""Workers do not get the job's token, and do not need it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_workers_share_a_store_and_start_a_job_of_their_own_without_the_jobs_tok
             for rank in (0, 1)
         ]
         ended = [hosts.ended(agent) for agent in agents]
-    for code, said in ended:
-        assert code == 0, said
-        assert "the token is gone" in said
-        assert "the nested job ended with 0" in said
+    for code, output in ended:
+        assert code == 0, output
+        assert "the token is gone" in output
+        assert "the nested job ended with 0" in output

@@ -1,4 +1,4 @@
-"""What the command line leaves open is taken from the scheduler, and nothing else is."""
+"""Only settings that the command line omits are taken from the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENVIRONMENTS = Path(__file__).parents[1] / "launch" / "environments"
 
 
 class Started:
-    """What `regrow run` would launch, and what it said."""
+    """The launch configurations of `regrow run`, and its output."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
@@ -22,7 +22,7 @@ class Started:
         self.configs: list[LaunchConfig] = []
 
     def __call__(self, environment: str, flags: str, **variables: str) -> str:
-        """Run the command in a recorded environment; return what it says."""
+        """Run the command in a recorded environment; return its output."""
         lines = (ENVIRONMENTS / f"{environment}.env").read_text().splitlines()
         with self._monkeypatch.context() as patch:
             for line in lines:
@@ -62,35 +62,39 @@ def started(
     return fake
 
 
-def test_a_task_of_slurm_needs_no_flag_and_says_what_it_took(started: Started) -> None:
-    said = started("slurm22-step-of-4", "", REGROW_VERBOSE="1")
-    assert said == "regrow: 4 nodes, node rank 2, endpoint n1:20488 from Slurm step 1.0\n"
+def test_a_task_of_slurm_needs_no_flag_and_prints_its_placement(started: Started) -> None:
+    output = started("slurm22-step-of-4", "", REGROW_VERBOSE="1")
+    assert output == "regrow: 4 nodes, node rank 2, endpoint n1:20488 from Slurm step 1.0\n"
     assert (started.config.min_nodes, started.config.max_nodes) == (4, 4)
     assert started.meeting == ("c10d", "n1:20488", 2)
     assert started.config.run_id == "slurm-1.0"
 
 
 def test_a_process_of_open_mpi_needs_no_flag(started: Started) -> None:
-    said = started("openmpi5-rank-1-of-2", "", REGROW_VERBOSE="1")
-    assert said.startswith("regrow: 2 nodes, node rank 1, endpoint f5n18:27322 from Open MPI job ")
+    output = started("openmpi5-rank-1-of-2", "", REGROW_VERBOSE="1")
+    assert output.startswith(
+        "regrow: 2 nodes, node rank 1, endpoint f5n18:27322 from Open MPI job "
+    )
     assert started.meeting == ("c10d", "f5n18:27322", 1)
 
 
-def test_of_agents_that_share_their_output_only_the_first_says_what_it_took(
+def test_of_agents_with_a_common_output_only_the_first_prints_its_placement(
     started: Started,
 ) -> None:
     first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
-    said = started("slurm22-step-of-4", "", **first)
-    assert said == "regrow: 4 nodes, node rank 0, endpoint n1:20488 from Slurm step 1.0\n"
+    output = started("slurm22-step-of-4", "", **first)
+    assert output == "regrow: 4 nodes, node rank 0, endpoint n1:20488 from Slurm step 1.0\n"
     assert started("slurm22-step-of-4", "") == ""
 
 
-def test_a_pod_takes_from_variables_what_its_scheduler_does_not_say(started: Started) -> None:
-    said = started("kubernetes-jobset", "")
-    assert said.startswith("regrow: node rank 1, endpoint pytorch-workers-0-0.pytorch:29400 from ")
+def test_a_pod_takes_from_variables_what_its_scheduler_does_not_provide(started: Started) -> None:
+    output = started("kubernetes-jobset", "")
+    assert output.startswith(
+        "regrow: node rank 1, endpoint pytorch-workers-0-0.pytorch:29400 from "
+    )
     assert started.config.min_nodes == 4
-    said = started("kubernetes-indexed-job", "", PET_NNODES="3", PET_RDZV_ENDPOINT="job-0.svc")
-    assert said == "regrow: node rank 2 from Kubernetes Job example-job\n"
+    output = started("kubernetes-indexed-job", "", PET_NNODES="3", PET_RDZV_ENDPOINT="job-0.svc")
+    assert output == "regrow: node rank 2 from Kubernetes Job example-job\n"
     assert started.meeting == ("c10d", "job-0.svc", 2)
 
 
@@ -153,7 +157,7 @@ def test_a_job_of_one_node_takes_nothing(environment: str, flags: str, started: 
     assert not started.config.run_id.startswith("slurm")
 
 
-def test_what_says_everything_is_torchruns_own_matter(started: Started) -> None:
+def test_settings_that_are_all_given_print_no_placement(started: Started) -> None:
     assert started("kubeflow-trainer", "--nproc-per-node 1") == ""
     assert started.meeting == ("static", "pytorch-node-0-0.pytorch:29400", 1)
     flags = "--nnodes 8 --node-rank 5 --rdzv-backend c10d --rdzv-endpoint n1:1 --rdzv-id mine"
@@ -179,8 +183,8 @@ def test_what_says_everything_is_torchruns_own_matter(started: Started) -> None:
 def test_a_missing_value_is_requested_in_one_line(
     environment: str, flags: str, words: str, started: Started
 ) -> None:
-    said = started(environment, flags)
+    output = started(environment, flags)
     assert started.code == 2
-    assert words in said
-    assert said.count("\n") == 1
+    assert words in output
+    assert output.count("\n") == 1
     assert not started.configs

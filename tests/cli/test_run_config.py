@@ -1,4 +1,4 @@
-"""`config_from_args` beside the installed torchrun's: the same command lines, the same outcome."""
+"""`config_from_args` and that of the installed torchrun parse command lines alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from regrow.cli.args.flags import FLAGS
 
 ASK = Path(__file__).with_name("ask_torchrun.py")
 
-# Flags that torchrun has not.
+# Flags that torchrun lacks.
 OWN = {flag.attribute for flag in FLAGS if flag.added}
 
 # Words of a command line; {tmp} is a folder, {file} a file.
@@ -115,7 +115,7 @@ ENVIRONMENTS: list[dict[str, str]] = [
 
 
 def ask(module: str, questions: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Ask in a process of its own: torch stays out of this one, and so do OMP's variables."""
+    """Ask in another process, so that this one neither loads torch nor gets OMP's variables."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -166,7 +166,7 @@ def test_flags_and_command_lines_mean_what_they_mean_to_torchrun(tmp_path: Path)
         questions, ours["answers"], theirs["answers"], strict=True
     ):
         if question["argv"][:2] == ["--rdzv-backend", "c10d"] and "--node-rank" in question["argv"]:
-            # torchrun warns and forgets the rank; here it is the one that this node would like.
+            # torchrun warns and drops the rank; regrow treats it as the rank that the node prefers.
             expected["config"]["rdzv_configs"]["rank"] = 3
         assert answer == expected, question
 

@@ -1,4 +1,4 @@
-"""The flags of `regrow run`: spellings, variables, abbreviations, and what mistakes look like."""
+"""The flags of `regrow run`: spellings, variables, abbreviations, and errors."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_bad_value_of_a_variable_is_shown_with_the_variable(
     assert f"({variable}='{text}')" in refused(capsys, "train.py")
 
 
-def test_a_bad_variable_does_no_harm_where_the_command_line_says_better(
+def test_a_bad_variable_is_ignored_where_the_command_line_sets_the_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PET_MAX_RESTARTS", "two")

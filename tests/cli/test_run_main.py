@@ -1,4 +1,4 @@
-"""`regrow run` as a command: usage errors, exit codes, and what it says at the end."""
+"""`regrow run` as a command: usage errors, exit codes, and its output at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from regrow.workers import ChildFailedError, ProcessFailure, SignalException
 
 
 class Launcher:
-    """In place of `elastic_launch`: takes note of the call, emits events, raises an error."""
+    """Replaces `elastic_launch`: records the call, emits events, raises an error."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[LaunchConfig, Any, tuple[Any, ...]]] = []
@@ -106,7 +106,7 @@ def finished(state: str) -> Event:
     )
 
 
-def said_one_line(err: str, prog: str = "regrow run") -> str:
+def error_line(err: str, prog: str = "regrow run") -> str:
     assert err.count("\n") == 1, err
     assert err.startswith(f"{prog}: ")
     assert err.rstrip().endswith(f"(see {prog} --help)")
@@ -146,7 +146,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_started(
 ) -> None:
     assert main(["run", *line.split()]) == 2
     out, err = capfd.readouterr()
-    assert words.format(cwd=place) in said_one_line(err)
+    assert words.format(cwd=place) in error_line(err)
     assert out == ""
     assert not launcher.launched
     assert sorted(os.listdir(place)) == ["train.py"]
@@ -191,7 +191,7 @@ def test_a_number_that_makes_no_job_is_one_line_and_exit_code_2(
 ) -> None:
     for value in values:
         assert main(["run", f"{flag}={value}", "train.py"]) == 2, value
-        assert words in said_one_line(capfd.readouterr().err)
+        assert words in error_line(capfd.readouterr().err)
     assert not launcher.launched
 
 
@@ -217,16 +217,16 @@ def test_a_mistake_in_a_variable_names_the_variable(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert main(["run", "train.py"]) == 2
-    assert words in said_one_line(capfd.readouterr().err)
+    assert words in error_line(capfd.readouterr().err)
     assert not launcher.launched
 
 
 def test_a_log_directory_that_cannot_be_made_is_a_mistake_too(
     launcher: Launcher, capfd: pytest.CaptureFixture[str], place: Path
 ) -> None:
-    # A file in the way: permissions would not stop root.
+    # A file blocks the path: permissions would not stop root.
     assert main(["run", "--log-dir", "train.py/logs", "train.py"]) == 2
-    line = said_one_line(capfd.readouterr().err)
+    line = error_line(capfd.readouterr().err)
     assert "train.py/logs" in line
     assert "--log-dir" in line
     assert not launcher.launched
@@ -471,7 +471,7 @@ def test_the_error_file_of_an_outer_launcher_is_written(
     assert "a bug" in written["message"]["message"]
 
 
-def test_a_job_that_succeeds_says_nothing(
+def test_a_job_that_succeeds_prints_nothing(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher.events = [STARTED, event("attempt.started", ranks=[0, 1]), finished("SUCCEEDED")]
@@ -479,7 +479,7 @@ def test_a_job_that_succeeds_says_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_failed_job_tells_its_report_then_its_story_then_where_the_logs_are(
+def test_a_failed_job_prints_its_report_then_its_story_then_the_path_of_the_logs(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher.events = [STARTED, FAILED, finished("FAILED")]
@@ -492,7 +492,7 @@ def test_a_failed_job_tells_its_report_then_its_story_then_where_the_logs_are(
     assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
 
 
-def test_the_story_of_a_stopped_job_follows_the_line_that_says_so(
+def test_the_story_of_a_stopped_job_follows_the_line_about_the_stop(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher.events = [STARTED, finished("SIGNALED")]
@@ -503,7 +503,7 @@ def test_the_story_of_a_stopped_job_follows_the_line_that_says_so(
     assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
 
 
-def test_a_job_that_succeeds_after_a_restart_tells_its_story(
+def test_a_job_that_succeeds_after_a_restart_prints_its_story(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     restarting = event(
@@ -554,7 +554,7 @@ def test_another_system_than_linux_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("environ", "meeting", "told"),
+    ("environ", "meeting", "printed"),
     [
         ({}, "", False),  # a pipe of the user's own
         ({}, "node0:29400 (c10d)", True),
@@ -564,14 +564,14 @@ def test_another_system_than_linux_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ({"REGROW_VERBOSE": "0"}, "node0:29400 (c10d)", False),
     ],
 )
-def test_what_is_promised_stands_in_the_log_of_a_scheduler_and_of_each_of_several_hosts(
-    environ: dict[str, str], meeting: str, told: bool
+def test_the_bounds_are_in_the_log_of_a_scheduler_and_of_each_of_several_hosts(
+    environ: dict[str, str], meeting: str, printed: bool
 ) -> None:
     stream = io.StringIO()
     console = Console(stream, environ, meeting)
     console(STARTED)
     lines = stream.getvalue().splitlines()
-    assert len(lines) == told
+    assert len(lines) == printed
     assert all("a dead worker is acted on within 0.1 s" in line for line in lines)
 
 
@@ -594,7 +594,7 @@ def test_settings_that_the_rendezvous_does_not_take_are_a_mistake(
     flags: str, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *flags.split(), "train.py"]) == 2
-    assert words in said_one_line(capfd.readouterr().err)
+    assert words in error_line(capfd.readouterr().err)
 
 
 @pytest.mark.parametrize("backend", ["c10d", "static", "etcd", "etcd-v2"])
@@ -603,11 +603,11 @@ def test_several_hosts_that_share_no_secret_are_a_mistake(
 ) -> None:
     for name in ("REGROW_TOKEN", "REGROW_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    where = ["--rdzv-endpoint=192.0.2.1:29400"]  # of no host
+    where = ["--rdzv-endpoint=192.0.2.1:29400"]  # no host has this address
     line = ["run", "--nnodes=2", f"--rdzv-backend={backend}", *where, "--no-python", "true"]
     assert main(line) == 2
-    (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("regrow: ")
+    (err,) = capfd.readouterr().err.splitlines()
+    assert err.startswith("regrow: ")
 
 
 def test_a_value_error_of_a_job_that_has_begun_is_no_mistake_of_the_users(
@@ -647,7 +647,7 @@ def test_every_way_to_start_it_answers_a_mistake_alike(
 ) -> None:
     done = command(*words, "no-such.py", module=module, PYTHONWARNINGS="ignore")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no script 'no-such.py'" in said_one_line(done.stderr, prog)
+    assert "there is no script 'no-such.py'" in error_line(done.stderr, prog)
 
 
 def test_the_installed_command_answers_too() -> None:
@@ -658,7 +658,7 @@ def test_the_installed_command_answers_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "expected"),
     [
         (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
         (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
@@ -667,12 +667,12 @@ def test_the_installed_command_answers_too() -> None:
     ],
 )
 def test_an_unknown_command_is_answered_with_a_suggestion(
-    words: list[str], says: str, capfd: pytest.CaptureFixture[str]
+    words: list[str], expected: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     err = capfd.readouterr().err
     assert err.count("\n") == 1
-    assert says in err
+    assert expected in err
 
 
 def test_help_is_printed_where_it_was_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -687,7 +687,7 @@ def test_help_is_printed_where_it_was_asked_for(capfd: pytest.CaptureFixture[str
 def test_ctrl_c_during_the_imports_is_one_line(place: Path) -> None:
     interrupting = place / "interrupting"
     interrupting.mkdir()
-    # Stands in for a module that is imported after the command has begun.
+    # Replaces a module that is imported after the command has begun.
     (interrupting / "argparse.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(99)\n"
     )

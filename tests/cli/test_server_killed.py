@@ -1,4 +1,4 @@
-"""The store server's process is killed beside its agent, as by a host that has no memory left."""
+"""The store server's process is killed while its agent lives, as by a host without free memory."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_the_workers_run_on_the_budget_is_kept_and_the_story_names_the_cause(
         assert store_server_of(agents[0]) != server
         (hosts.folder / f"go-{attempt}").touch()
     ended = [hosts.ended(agent) for agent in agents]
-    for code, said in ended:
-        assert code == 0, said
-        assert "SUCCEEDED" in said
-        assert "with 1 restart\n" in said, "the ends of the server cost none"
+    for code, output in ended:
+        assert code == 0, output
+        assert "SUCCEEDED" in output
+        assert "with 1 restart\n" in output, "the ends of the server cost none"
     story = " ".join(ended[0][1].split())
     assert story.count("was killed by SIGKILL; another one took over after") == 2
     assert "the store server on host" in story
@@ -70,7 +70,7 @@ def test_the_workers_run_on_the_budget_is_kept_and_the_story_names_the_cause(
 
 def test_a_job_whose_server_keeps_ending_fails_with_the_cause(hosts: Hosts) -> None:
     # The lease of a node is four intervals. It must outlast the starts of three servers, which take
-    # seconds on a busy machine: without an answer for that long, the nodes would lose touch first.
+    # seconds on a busy machine. A node without an answer for that long would lose contact first.
     agents = started(hosts, f"--rdzv-conf keep_alive_interval=3 {C10D}")
     hosts.wait_for("attempt-0-0", "attempt-0-1")
     for _ in range(4):
@@ -78,8 +78,8 @@ def test_a_job_whose_server_keeps_ending_fails_with_the_cause(hosts: Hosts) -> N
         os.kill(server, signal.SIGKILL)
         wait_until(lambda: not alive(server), "the end of the server")  # noqa: B023
     for number, agent in enumerate(agents):
-        code, said = hosts.ended(agent)
-        assert code == 75, said
+        code, output = hosts.ended(agent)
+        assert code == 75, output
         if number == 0:
-            story = " ".join(said.split())
+            story = " ".join(output.split())
             assert "was killed by SIGKILL, and no other one took over: 3 have ended" in story

@@ -1,4 +1,4 @@
-"""Four `regrow run` whose output one launcher collects, as under `srun`: who prints what."""
+"""Four `regrow run` with a common output, as under `srun`: which agent prints which line."""
 
 from __future__ import annotations
 
@@ -58,11 +58,12 @@ def below(pid: int) -> list[int]:
 def ended(hosts: Hosts, agents: Agents) -> tuple[list[int], list[list[str]]]:
     """The exit codes, and the lines of each agent without those of its workers.
 
-    Nor is what a loaded machine adds among them: that it has waited for the others for 10 s.
+    The line about a wait of 10 s for the other agents is left out, too: only a loaded machine
+    adds it.
     """
     both = [hosts.ended(agent) for agent in agents]
     others = re.compile(r"rank \d of \d on node|regrow: still waiting for other nodes")
-    lines = [[line for line in said.splitlines() if not others.match(line)] for _, said in both]
+    lines = [[line for line in output.splitlines() if not others.match(line)] for _, output in both]
     return [code for code, _ in both], lines
 
 
@@ -108,7 +109,7 @@ def test_a_job_that_is_stopped_has_one_story_and_one_line_of_each_other_agent(
         assert [line.partition(";")[0] for line in lines] == ["regrow: stopped by SIGTERM"], lines
 
 
-def test_where_the_first_host_is_lost_the_next_one_tells_the_story(hosts: Hosts) -> None:
+def test_where_the_first_host_is_lost_the_next_one_prints_the_story(hosts: Hosts) -> None:
     agents = start(hosts, WAIT)
     hosts.wait_for(*(f"started-{rank}-of-4" for rank in range(NODES)))
     for pid in [*below(agents[0].pid), agents[0].pid]:

@@ -1,4 +1,4 @@
-"""Which agent speaks for the job where one launcher collects the output of all of them."""
+"""The agent that prints for the whole job if all agents have a common output."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_node_rank_1_speaks_when_the_place_to_meet_is_lost_with_the_host_of_rank
     assert speaks(0, met(0, serves=serves), cut_off)
 
 
-# --- what is printed
+# --- output
 
 
 def child_failed() -> ChildFailedError:
@@ -96,8 +96,8 @@ def child_failed() -> ChildFailedError:
     return ChildFailedError(name="train.py", failures={2: failure})
 
 
-def said(rank: int, *events: Event, error: BaseException | None = None) -> tuple[str, str]:
-    """What an agent prints while the job runs, and what the command prints at its end."""
+def printed(rank: int, *events: Event, error: BaseException | None = None) -> tuple[str, str]:
+    """Return the output of an agent while the job runs, and of the command at its end."""
     stream = io.StringIO()
     console = Console(stream, {}, MEETING, Speaker(rank))
     try:
@@ -112,18 +112,18 @@ def said(rank: int, *events: Event, error: BaseException | None = None) -> tuple
 
 
 def test_the_bounds_are_printed_once_by_node_rank_0() -> None:
-    greeting, _ = said(1, STARTED, met(0))
+    greeting, _ = printed(1, STARTED, met(0))
     assert greeting.count("a dead worker is acted on within 0.1 s") == 1
-    assert said(0, STARTED, met(1)) == ("", "")
-    assert said(0, STARTED)[0] == "", "before it is known which agent has node rank 0"
-    assert said(0, STARTED, met(0, attempt=3))[0] == "", "it came late: they were printed before"
+    assert printed(0, STARTED, met(1)) == ("", "")
+    assert printed(0, STARTED)[0] == "", "before it is known which agent has node rank 0"
+    assert printed(0, STARTED, met(0, attempt=3))[0] == "", "it came late: they were printed before"
 
 
 def test_the_report_and_the_story_of_a_failed_job_are_printed_once() -> None:
-    _, told = said(0, STARTED, met(0), FAILED, FINISHED, error=child_failed())
-    assert "train.py FAILED" in told
-    assert "failure 1 (attempt 0): rank 2 on host n2 exited with code 3" in told
-    assert said(2, STARTED, met(2), FAILED, FINISHED, error=child_failed()) == (
+    _, end = printed(0, STARTED, met(0), FAILED, FINISHED, error=child_failed())
+    assert "train.py FAILED" in end
+    assert "failure 1 (attempt 0): rank 2 on host n2 exited with code 3" in end
+    assert printed(2, STARTED, met(2), FAILED, FINISHED, error=child_failed()) == (
         "",
         "regrow: the job has failed: rank 2 on host n2: exit code 3; "
         "logs and events in /logs/job_1",
@@ -132,18 +132,18 @@ def test_the_report_and_the_story_of_a_failed_job_are_printed_once() -> None:
 
 def test_the_story_of_a_job_that_succeeds_after_a_restart_is_printed_once() -> None:
     events = (FAILED, event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED"))
-    assert "SUCCEEDED" in said(0, STARTED, met(0), *events)[0]
-    assert said(1, STARTED, met(1), *events) == ("", "")
+    assert "SUCCEEDED" in printed(0, STARTED, met(0), *events)[0]
+    assert printed(1, STARTED, met(1), *events) == ("", "")
 
 
-def test_an_agent_that_ends_otherwise_says_so_in_one_line() -> None:
+def test_an_agent_that_ends_otherwise_prints_one_line() -> None:
     error = RendezvousConnectionError("the rendezvous 'job' cannot be reached")
-    _, told = said(3, STARTED, met(3), event("rendezvous.lost", why="silence"), error=error)
-    assert told == (
+    _, end = printed(3, STARTED, met(3), event("rendezvous.lost", why="silence"), error=error)
+    assert end == (
         "regrow: the rendezvous 'job' cannot be reached (running the command again may succeed); "
         "logs and events in /logs/job_1"
     )
-    assert "Traceback" in said(3, STARTED, met(3), error=RuntimeError("a bug"))[1]
+    assert "Traceback" in printed(3, STARTED, met(3), error=RuntimeError("a bug"))[1]
 
 
 # --- warnings that all agents have at the same time

@@ -1,4 +1,4 @@
-"""What the status line says: a reducer and a renderer, without a terminal."""
+"""The text of the status line: a reducer and a renderer, without a terminal."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_the_first_failure_stays() -> None:
 
 def test_an_expired_timer_stays_after_the_death_of_its_worker() -> None:
     hung = ("regrow.timer.expired", {"rank": 1, "scope": "step", "signal": "SIGKILL"})
-    told = "rank 1 hangs: timer step"
-    assert f"2/2 alive | world 4 | {told}" in line(STARTED, RUNNING, hung)
-    assert f"1/2 alive | world 4 | {told}" in line(STARTED, RUNNING, hung, KILLED)
+    hang = "rank 1 hangs: timer step"
+    assert f"2/2 alive | world 4 | {hang}" in line(STARTED, RUNNING, hung)
+    assert f"1/2 alive | world 4 | {hang}" in line(STARTED, RUNNING, hung, KILLED)
     assert "rank 1: SIGKILL" in line(STARTED, RUNNING, hung, RUNNING, KILLED)
     unknown = ("regrow.timer.expired", {"rank": None, "scope": "load", "signal": "SIGKILL"})
     assert "a process of a worker hangs: timer load" in line(STARTED, RUNNING, unknown)

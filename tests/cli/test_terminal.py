@@ -1,4 +1,4 @@
-"""The status line on a terminal: a real pty, read by an emulator of what a terminal does."""
+"""The status line on a terminal: a real pty, read by a terminal emulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEADLINE_S = 30.0
 
 
 class Screen:
-    """A terminal of `rows` x `columns` that understands what the status line and workers send."""
+    """A terminal of `rows` x `columns`; understands the output of the status line and workers."""
 
     TOKEN = re.compile(r"\033\[([0-9;]*)([A-Za-z])|\033([78D])|([\r\n])|([ -~])")
 
@@ -254,17 +254,17 @@ def test_a_tiny_terminal_shows_no_line_until_it_grows(terminal: Pty) -> None:
 
 
 def test_the_handler_of_sigwinch_that_was_there_is_called_and_comes_back(terminal: Pty) -> None:
-    heard: list[int] = []
+    received: list[int] = []
 
     def handler(signum: int, frame: object) -> None:
-        heard.append(signum)
+        received.append(signum)
 
     previous = signal.signal(signal.SIGWINCH, handler)
     try:
         with StatusLine(terminal.slave):
             os.kill(os.getpid(), signal.SIGWINCH)
         assert signal.getsignal(signal.SIGWINCH) is handler
-        assert heard == [signal.SIGWINCH]
+        assert received == [signal.SIGWINCH]
     finally:
         signal.signal(signal.SIGWINCH, previous)
 
@@ -334,7 +334,7 @@ def test_the_line_is_for_able_terminals_only(
 
 
 def test_the_library_is_not_loaded_for_a_status_line() -> None:
-    """Guards the start-up time: the modules of the line pull in nothing heavy."""
+    """Guards the start-up time: the modules of the line load nothing heavy."""
     code = (
         "import sys; before = set(sys.modules); import regrow.cli.screen.status_line;"
         "print(*sorted(set(sys.modules) - before))"
@@ -387,8 +387,8 @@ def job(terminal: Pty, tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes
     return start
 
 
-def said(terminal: Pty, job: subprocess.Popen[bytes]) -> list[str]:
-    """All that was printed until the job's end; the terminal is whole again."""
+def output_of(terminal: Pty, job: subprocess.Popen[bytes]) -> list[str]:
+    """Return all output until the job's end; check that the terminal is restored."""
 
     def ended(screen: Screen) -> bool:
         return job.poll() is not None
@@ -415,7 +415,7 @@ def test_ctrl_c_stops_a_job_and_gives_the_terminal_back(
     terminal.until(lambda screen: "2/2 alive" in screen.lines[-1])
     terminal.until(lambda screen: screen.everything.count("ready") == 2)
     os.write(terminal.master, b"\x03")
-    lines = said(terminal, running)
+    lines = output_of(terminal, running)
     assert running.returncode == 130
     assert spoken(lines) == EVERYTHING
     assert "regrow: stopped by SIGINT" in [line.removeprefix("^C") for line in lines]
@@ -425,7 +425,7 @@ def test_a_failed_job_leaves_a_whole_terminal(
     terminal: Pty, job: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     running = job("fail")
-    lines = said(terminal, running)
+    lines = output_of(terminal, running)
     assert running.returncode == 1
     assert f"regrow: logs and events in {tmp_path}" in "".join(lines)  # it may have been wrapped
     assert not any("Traceback" in line for line in lines)

@@ -43,7 +43,7 @@ def test_hosts_with_certificates_meet_under_tls_and_have_the_ranks_that_they_ask
         (0, "rank 1 of 2 on node 1\n"),
         (0, "rank 0 of 2 on node 0\n"),
     ]
-    # No token was given: those on one host have one of their own.
+    # No token was given: agents on one host create their own.
     assert (hosts.folder / ".local" / "state" / "regrow" / "token").exists()
 
 
@@ -63,16 +63,16 @@ def test_hosts_whose_number_is_fixed_stop_at_once_when_one_is_lost(hosts: Hosts)
     agents = [hosts.start(f"{meet} {rank}", WAIT) for rank in (0, 1)]
     hosts.wait_for("started-0-of-2", "started-1-of-2")
     agents[0].send_signal(signal.SIGKILL)  # also when it is the one that serves the others
-    code, said = hosts.ended(agents[1])
-    assert code == 75, said
-    assert "its nodes are fixed, so no other node takes that place" in said
+    code, output = hosts.ended(agents[1])
+    assert code == 75, output
+    assert "its nodes are fixed, so no other node takes that place" in output
 
 
 def hang_together(hosts: Hosts, trial: int) -> list[str]:
-    """Rank 2 keeps the others waiting, of whom one of the other host is out of time first.
+    """Let the other ranks wait for rank 2; a rank on the other host times out first.
 
     Returns:
-        What each agent said.
+        The output of each agent.
     """
     hangs = f"""\
 import time
@@ -93,25 +93,25 @@ with expires(after=0.2 if rank == "1" else 1000, scope="step"):
     agents = [hosts.start(f"{flags} {logs}-{n} --node-rank {n}", hangs) for n in (0, 1)]
     ended = [hosts.ended(agent) for agent in agents]
     assert [code for code, _ in ended] == [1, 1], ended
-    return [said for _, said in ended]
+    return [output for _, output in ended]
 
 
-def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_is_named(
+def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_out_is_named(
     hosts: Hosts,
 ) -> None:
     for trial in range(5):  # on a busy machine a rank may have no processor within the 50 ms
         both = hang_together(hosts, trial)
-        if not any("could not be asked" in said for said in both):
+        if not any("could not be asked" in output for output in both):
             break
-    for number, said in enumerate(both):
-        assert "rank      : 1 (local_rank: 1)" in said
-        assert re.search(r"traceback : timer step of 0\.[0-2]\d* s was exceeded by", said)
-        assert 'train.py", line' in said
-        # Of the last attempt, the host of the root cause hears no more.
-        story = said[said.index("failure 1 (attempt 0)") :].splitlines()
+    for number, output in enumerate(both):
+        assert "rank      : 1 (local_rank: 1)" in output
+        assert re.search(r"traceback : timer step of 0\.[0-2]\d* s was exceeded by", output)
+        assert 'train.py", line' in output
+        # The host of the root cause receives nothing more about the last attempt.
+        story = output[output.index("failure 1 (attempt 0)") :].splitlines()
         odd = "rank 2 alone is in load_batch (train.py:9)"
-        assert sum(line.endswith(odd) for line in story) == number + 1, said
-        assert "compared         ranks 0, 1, 3 are in all_reduce (train.py:10)" in said
+        assert sum(line.endswith(odd) for line in story) == number + 1, output
+        assert "compared         ranks 0, 1, 3 are in all_reduce (train.py:10)" in output
     stacks = hosts.folder.glob(f"logs-{trial}-1/*/attempt_0/[01]/stacks.*.txt")
     assert len(list(stacks)) == 2
 
@@ -119,11 +119,11 @@ def test_a_worker_that_hangs_is_the_root_cause_on_every_node_and_the_odd_one_is_
 def test_a_worker_that_fails_for_good_ends_all_agents_with_its_report(hosts: Hosts) -> None:
     fails = f'if rank == "1": sys.exit(3)\n{WAIT}'
     agents = [hosts.start(f"--nnodes 2 {C10D} --node-rank {rank}", fails) for rank in (0, 1)]
-    for code, said in map(hosts.ended, agents):
-        assert code == 1, said
-        assert "train.py FAILED" in said
-        assert "rank      : 1 (local_rank: 0)" in said
-        assert "exitcode  : 3" in said
+    for code, output in map(hosts.ended, agents):
+        assert code == 1, output
+        assert "train.py FAILED" in output
+        assert "rank      : 1 (local_rank: 0)" in output
+        assert "exitcode  : 3" in output
 
 
 def test_the_job_continues_without_the_host_of_a_killed_agent(hosts: Hosts) -> None:
@@ -131,12 +131,12 @@ def test_the_job_continues_without_the_host_of_a_killed_agent(hosts: Hosts) -> N
     agents = [hosts.start(f"--nnodes 1:2 {C10D} --node-rank {rank}", waits) for rank in (0, 1)]
     hosts.wait_for("started-0-of-2", "started-1-of-2")
     agents[1].send_signal(signal.SIGKILL)
-    code, said = hosts.ended(agents[0])
-    assert code == 0, said
-    assert "rank 0 of 1 on node 0" in said
-    # The story, in lines as wide as they may be, says why there was a restart.
-    # Its kernel resets the connection if it had an answer to read yet: then silence tells.
-    story = " ".join(said.split())
+    code, output = hosts.ended(agents[0])
+    assert code == 0, output
+    assert "rank 0 of 1 on node 0" in output
+    # The story gives the reason of the restart, in lines of full width. The kernel resets the
+    # connection if the agent had an unread answer; then missed heartbeats show the loss.
+    story = " ".join(output.split())
     assert "its connection broke" in story or "no heartbeat arrived" in story
 
 
@@ -156,7 +156,7 @@ while True:
 """
 
 
-def test_a_schedulers_notice_to_every_process_leaves_workers_the_grace_that_was_promised(
+def test_a_schedulers_notice_to_every_process_leaves_workers_their_whole_grace(
     hosts: Hosts,
 ) -> None:
     grace = "--shutdown-timeout 60"
@@ -164,12 +164,12 @@ def test_a_schedulers_notice_to_every_process_leaves_workers_the_grace_that_was_
     hosts.wait_for("ready-0", "ready-1")
     family = [pid for pid in marked(str(hosts.folder)) if pid not in [a.pid for a in agents]]
     assert len(family) == 5  # two workers, two guardians, one store server
-    for pid in [*family, *(agent.pid for agent in agents)]:  # as bad as the order can be
+    for pid in [*family, *(agent.pid for agent in agents)]:  # the worst order
         os.kill(pid, signal.SIGTERM)
-    for code, said in map(hosts.ended, agents):
-        assert code == 143, said
-        assert (hosts.folder / "saved-0").exists(), said
-        assert (hosts.folder / "saved-1").exists(), said
+    for code, output in map(hosts.ended, agents):
+        assert code == 143, output
+        assert (hosts.folder / "saved-0").exists(), output
+        assert (hosts.folder / "saved-1").exists(), output
 
 
 BRIEF_SAVE = """\
@@ -194,10 +194,10 @@ def test_a_host_that_leaves_with_notice_leaves_the_others_time_to_save(hosts: Ho
     hosts.wait_for("ready-0-of-2", "ready-1-of-2")
     agents[1].send_signal(signal.SIGTERM)
     assert hosts.ended(agents[1])[0] == 143
-    code, said = hosts.ended(agents[0])
-    assert code == 0, said
-    assert (hosts.folder / "saved-1-of-2").exists(), said
-    assert (hosts.folder / "saved-0-of-2").exists(), said
+    code, output = hosts.ended(agents[0])
+    assert code == 0, output
+    assert (hosts.folder / "saved-1-of-2").exists(), output
+    assert (hosts.folder / "saved-0-of-2").exists(), output
 
 
 def test_a_host_that_joins_leaves_those_that_run_time_to_save(hosts: Hosts) -> None:
@@ -205,10 +205,10 @@ def test_a_host_that_joins_leaves_those_that_run_time_to_save(hosts: Hosts) -> N
     agents = [hosts.start(f"{flags} --node-rank {n}", BRIEF_SAVE) for n in (0, 1)]
     hosts.wait_for("ready-0-of-2", "ready-1-of-2")
     agents.append(hosts.start(f"{flags} --node-rank 2", BRIEF_SAVE))
-    for code, said in map(hosts.ended, agents):
-        assert code == 0, said
-        assert (hosts.folder / "saved-0-of-2").exists(), said
-        assert (hosts.folder / "saved-1-of-2").exists(), said
+    for code, output in map(hosts.ended, agents):
+        assert code == 0, output
+        assert (hosts.folder / "saved-0-of-2").exists(), output
+        assert (hosts.folder / "saved-1-of-2").exists(), output
 
 
 def test_the_loss_of_a_host_does_not_wait_for_workers_that_cannot_save(hosts: Hosts) -> None:
@@ -217,8 +217,8 @@ def test_the_loss_of_a_host_does_not_wait_for_workers_that_cannot_save(hosts: Ho
     agents = [hosts.start(f"{flags} --node-rank {n}", hangs) for n in (0, 1)]
     hosts.wait_for("started-0-of-2", "started-1-of-2")
     agents[1].send_signal(signal.SIGKILL)
-    code, said = hosts.ended(agents[0])  # by its deadline, of far less than 1000 s
-    assert code == 0, said
+    code, output = hosts.ended(agents[0])  # by its deadline, of far less than 1000 s
+    assert code == 0, output
 
 
 def test_all_hosts_of_agents_killed_at_once_are_named_with_the_cost(
@@ -231,10 +231,10 @@ def test_all_hosts_of_agents_killed_at_once_are_named_with_the_cost(
     hosts.wait_for("started-0-of-3", "started-1-of-3", "started-2-of-3")
     for agent in agents[1:]:
         agent.send_signal(signal.SIGKILL)
-    code, said = hosts.ended(agents[0])
-    assert code == 0, said
-    story = said[said.index("failure 1 (attempt 0): ") :]
-    assert sorted(re.findall(r"node rank (\d) \(127.0.0.1\)", story)) == ["1", "2"], said
+    code, output = hosts.ended(agents[0])
+    assert code == 0, output
+    story = output[output.index("failure 1 (attempt 0): ") :]
+    assert sorted(re.findall(r"node rank (\d) \(127.0.0.1\)", story)) == ["1", "2"], output
     assert "also lost        node rank" in story
     assert re.search(
         r"restarted after .* \(since this host was notified; the one worker started again\)", story
@@ -244,7 +244,7 @@ def test_all_hosts_of_agents_killed_at_once_are_named_with_the_cost(
 def test_several_hosts_without_a_token_get_the_command_to_type(hosts: Hosts) -> None:
     environ = {"REGROW_TOKEN": "", "REGROW_TOKEN_FILE": ""}
     flags = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 192.0.2.1:PORT"
-    code, said = hosts.ended(hosts.start(flags, **environ))
+    code, output = hosts.ended(hosts.start(flags, **environ))
     assert code == 2
-    assert "regrow token ~/job.token" in said
-    assert "--rdzv-token-file ~/job.token" in said
+    assert "regrow token ~/job.token" in output
+    assert "--rdzv-token-file ~/job.token" in output

@@ -1,4 +1,4 @@
-"""That an agent waits for others is said after a while, and only while it is so."""
+"""The line about a wait for other agents: printed after a while, and only during the wait."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def timers() -> list[threading.Timer]:
 
 
 def test_the_line_is_printed_once_for_every_wait() -> None:
-    said: queue.Queue[str] = queue.Queue()
-    waiting = Waiting(said.put, "node0:29400 (c10d)", AT_ONCE)
+    printed: queue.Queue[str] = queue.Queue()
+    waiting = Waiting(printed.put, "node0:29400 (c10d)", AT_ONCE)
     line = "regrow: still waiting for other nodes at node0:29400 (c10d)"
     waiting.begin()
-    assert said.get(timeout=PATIENCE) == line
+    assert printed.get(timeout=PATIENCE) == line
     waiting(MET)
     waiting(RESTARTING)
-    assert said.get(timeout=PATIENCE) == line
+    assert printed.get(timeout=PATIENCE) == line
     waiting(MET)
-    assert said.empty()
+    assert printed.empty()
 
 
 @pytest.mark.parametrize("end", [MET, event("job.finished", state="SUCCEEDED")])

@@ -1,4 +1,4 @@
-"""What docs/guides/heartbeats.md says is what there is: arguments, kinds, figures."""
+"""docs/guides/heartbeats.md agrees with the program: arguments, kinds, figures."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_the_names_of_the_page_are_there() -> None:
 
 
 def test_the_arguments_of_start_are_those_of_the_page() -> None:
-    told = {name for row in ROWS for name in re.findall(r"`([a-z_]+)`", row[0]) if len(row) == 3}
+    listed = {name for row in ROWS for name in re.findall(r"`([a-z_]+)`", row[0]) if len(row) == 3}
     parameters = inspect.signature(heartbeat.start).parameters
-    assert set(parameters) - {"rank", "world_size"} <= told
+    assert set(parameters) - {"rank", "world_size"} <= listed
     assert all(f"`{name}`" in PAGE for name in parameters)
 
 
 def test_every_kind_of_failure_is_on_the_page() -> None:
-    told = {row[0].strip(" `") for row in ROWS if len(row) == 3}
-    assert set(get_args(Kind)) <= told
+    listed = {row[0].strip(" `") for row in ROWS if len(row) == 3}
+    assert set(get_args(Kind)) <= listed
 
 
 def test_the_figures_are_those_of_the_program() -> None:

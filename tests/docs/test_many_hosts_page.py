@@ -1,4 +1,4 @@
-"""What the pages about many hosts say is what the command does: manifests, scripts, keys."""
+"""The pages about many hosts agree with the command: manifests, scripts, keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flags(command: str) -> GivenFlags:
 
 
 def containers(found: Any) -> list[dict[str, Any]]:
-    """The containers of a manifest, however deep they are in it."""
+    """The containers of a manifest, at any depth."""
     if isinstance(found, list):
         return [c for item in found for c in containers(item)]
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""What the pages show is what happens: links lead somewhere, commands and Python blocks run."""
+"""The pages are correct: links have targets, commands and Python blocks run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SEVERAL = re.compile(r"regrow run .*--nnodes")
 ELSEWHERE = {
     # run word for word by tests/schedulers
     *(command for command in UNDER_SCHEDULERS if command.startswith("mpirun")),
-    # by tests/docs/test_readme.py, and by everybody who runs this test
+    # by tests/docs/test_readme.py, and before this test can run
     *(c for c in commands("README.md") if c.startswith(("make ", "pip ", "srun ", "regrow token"))),
     # by tests/inprocess/test_under_mpirun.py
     *(
@@ -90,12 +90,12 @@ def test_the_commands_of_one_host_run(page: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     alone = [command for command in commands(page) if ALONE.match(command)]
     if not any("--log-dir runs" in command for command in alone):
-        alone.insert(0, "regrow run --standalone --log-dir runs train.py")  # a job to tell of
+        alone.insert(0, "regrow run --standalone --log-dir runs train.py")  # a job for the story
     for command in alone:
         ended = typed(command, tmp_path)
         assert ended.code == 0, f"{command}\n{ended.output}"
-        said = "SUCCEEDED" if command.startswith("regrow events") else "hello from rank 0 of "
-        assert said in ended.output, command
+        expected = "SUCCEEDED" if command.startswith("regrow events") else "hello from rank 0 of "
+        assert expected in ended.output, command
 
 
 def several() -> list[str]:
@@ -106,7 +106,7 @@ def several() -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", several())
 def test_a_command_for_several_hosts_makes_one_job_of_them(command: str, tmp_path: Path) -> None:
-    """With an agent a host, all of them on this one, with one worker each."""
+    """Run one agent with one worker for each host, all on this host."""
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "shared" / "rendezvous").mkdir(parents=True)
     most = int(re.search(r"--nnodes (?:\d+:)?(\d+)", command)[1])  # type: ignore[index]
@@ -131,8 +131,8 @@ def test_a_command_for_several_hosts_makes_one_job_of_them(command: str, tmp_pat
         else:
             ended = list(agents.map(lambda _: typed(line, tmp_path), range(most)))
     assert [each.code for each in ended] == [0] * most, ended
-    said = "".join(each.output for each in ended)
-    hello = sorted(re.findall(r"hello from rank (\d+) of (\d+)", said))
+    output = "".join(each.output for each in ended)
+    hello = sorted(re.findall(r"hello from rank (\d+) of (\d+)", output))
     assert hello == [(str(rank), str(most)) for rank in range(most)]
 
 
@@ -162,7 +162,7 @@ STORE = (
     "import os, torch.distributed as dist\n"
     "from regrow.store import worker_store\nfrom regrow.store.torch import TorchStore\n"
 )
-#: What each block needs before it, the flags of its job ("": it is run alone), and what is printed.
+#: Code to run before each block, flags of its job ("": it runs alone), and its output.
 PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/getting-started.md", 0): ("", "--nproc-per-node 2", "hello from rank 1 of 2"),
     ("docs/getting-started.md", 1): ("", "--nproc-per-node 2", ""),
@@ -174,7 +174,7 @@ PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/heartbeats.md", 0): (LOOP, "--nproc-per-node 2", ""),
     ("docs/guides/from-nvidia-resiliency-ext.md", 0): ("", "--nproc-per-node 2", ""),
 }
-#: The same for those that load torch.
+#: The same for blocks that load torch.
 TRAINING: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/heartbeats.md", 1): (GLOO, "--nproc-per-node 2", ""),
     ("docs/guides/in-process-restart.md", 0): ("", "--nproc-per-node 2", ""),

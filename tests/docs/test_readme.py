@@ -1,4 +1,4 @@
-"""What the README and the reference pages say is what there is: commands, codes, variables."""
+"""The README and the reference pages agree with the program: commands, codes, variables."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_make_knows_its_targets(tmp_path: Path) -> None:
-    # The targets themselves are run by the tests of the Makefile, of the demo, and by whoever
-    # runs this test.
+    # The tests of the Makefile and of the demo run the targets; so does a run of this test.
     for name in ("Makefile", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
     named = {target for page in PAGES.values() for target in re.findall(r"`(make [a-z]+)", page)}
@@ -36,7 +35,7 @@ def test_make_knows_its_targets(tmp_path: Path) -> None:
 
 
 def test_the_installed_project_has_the_command() -> None:
-    assert "pip install ." in commands("README.md")  # that it was, is what brought us here
+    assert "pip install ." in commands("README.md")  # this test needs it, too
     (command,) = entry_points(group="console_scripts", name="regrow")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert command.value == project["scripts"]["regrow"]
@@ -44,7 +43,7 @@ def test_the_installed_project_has_the_command() -> None:
     assert command.dist.version == project["version"]
 
 
-# What `srun -N2` does, on one host that has the addresses of two.
+# Acts as `srun -N2` on one host that has the addresses of two.
 SRUN = """\
 #!/bin/bash
 [[ $1 == --ntasks-per-node=1 ]] && shift || exit 1

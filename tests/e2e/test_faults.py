@@ -1,4 +1,4 @@
-"""Every fault a single host can throw at a job, and the outcome its user would want."""
+"""Every fault of a single host, and the outcome that the user of the job wants."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from regrow.utils import PortReservation
 Launch = Callable[..., Job]
 
 HOLD_FIRST_ATTEMPT = """
-tell("pid", os.getpid())
+report("pid", os.getpid())
 if ATTEMPT == 0:
     forever()
 """
 
 
 def pids(job: Job, count: int = 2) -> dict[int, int]:
-    return {int(rank): int(pid) for rank, _, _, pid in job.news(count)}
+    return {int(rank): int(pid) for rank, _, _, pid in job.reports(count)}
 
 
 def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
@@ -44,29 +44,29 @@ def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
     assert "SIGKILL" in job.stderr
 
 
-# Rank 0 takes its time to stop, and tells that it has begun to.
+# Rank 0 stops slowly, and reports that it has begun to stop.
 LINGERS = """
 def linger(*_):
-    tell("stops")
-    while not os.path.exists(os.environ["NEWS"] + ".end"):
+    report("stops")
+    while not os.path.exists(os.environ["REPORTS"] + ".end"):
         time.sleep(0.01)
     sys.exit(0)
 signal.signal(signal.SIGTERM, linger)
-tell("pid", os.getpid())
+report("pid", os.getpid())
 while True:
     time.sleep(0.05)
 """
 
 
-def test_a_failure_is_told_also_when_a_signal_comes_while_the_others_are_being_stopped(
+def test_a_failure_is_reported_even_if_a_signal_arrives_while_the_others_are_being_stopped(
     launch: Launch,
 ) -> None:
     job = launch(LINGERS, "--max-restarts=1", "--restart-timeout=30")
     os.kill(pids(job)[1], signal.SIGSEGV)
-    assert job.news() == [["0", "0", "stops"]]
+    assert job.reports() == [["0", "0", "stops"]]
     job.signal(signal.SIGTERM)
-    assert job.news() == [["0", "0", "stops"]]  # it has the signal from the agent as well
-    (job.script.parent / "news.end").touch()
+    assert job.reports() == [["0", "0", "stops"]]  # it has the signal from the agent as well
+    (job.script.parent / "reports.end").touch()
     assert job.finish() == 143, job.output
     (failure,) = job.events("worker.failed")
     assert (failure["rank"], failure["signal"], failure["root_cause"]) == (1, "SIGSEGV", True)
@@ -91,26 +91,26 @@ def test_no_worker_nor_any_of_its_children_outlives_an_agent_killed_by_sigkill(
 import subprocess
 child = subprocess.Popen(["sleep", "1000"])
 daemon = subprocess.Popen(["setsid", "sh", "-c", "sleep 1000 & sleep 1000"])
-tell("pid", os.getpid())
-tell("pid", child.pid)
-tell("pid", daemon.pid)
+report("pid", os.getpid())
+report("pid", child.pid)
+report("pid", daemon.pid)
 forever()
 """
     )
-    told = [int(pid) for _, _, _, pid in job.news(6)]
+    started = [int(pid) for _, _, _, pid in job.reports(6)]
     job.signal(signal.SIGKILL)
     assert job.finish() == -signal.SIGKILL
-    for pid in told:
+    for pid in started:
         wait_gone(pid)
 
 
 @pytest.mark.thorough
-def test_a_workers_child_that_is_killed_is_the_workers_own_affair(launch: Launch) -> None:
+def test_the_agent_ignores_a_killed_child_of_a_worker(launch: Launch) -> None:
     job = launch(
         """
 import subprocess
 child = subprocess.Popen(["sleep", "1000"])
-tell("pid", child.pid)
+report("pid", child.pid)
 sys.exit(0 if child.wait() == -signal.SIGKILL else 4)
 """
     )
@@ -127,16 +127,16 @@ def test_the_children_of_a_worker_that_died_are_stopped_before_the_next_attempt(
         """
 import subprocess
 if ATTEMPT == 0:
-    tell(os.getpid(), subprocess.Popen(["sleep", "1000"]).pid)
+    report(os.getpid(), subprocess.Popen(["sleep", "1000"]).pid)
 else:
-    tell("started")
+    report("started")
 forever()
 """,
         "--max-restarts=1",
     )
-    first = [[int(word) for word in words] for words in job.news(2)]
+    first = [[int(word) for word in words] for words in job.reports(2)]
     os.kill(first[0][2], signal.SIGKILL)
-    assert all(words == ["started"] for _, _, *words in job.news(2))
+    assert all(words == ["started"] for _, _, *words in job.reports(2))
     for _, _, worker, child in first:
         assert _is_gone(worker)
         assert _is_gone(child)
@@ -152,7 +152,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch) -> None:
-    job = launch("tell('pid', os.getpid())\nforever()\n", nproc=2)
+    job = launch("report('pid', os.getpid())\nforever()\n", nproc=2)
     stopped = pids(job)[1]
     os.kill(stopped, signal.SIGSTOP)
     event = job.await_event("worker.suspended")
@@ -162,7 +162,7 @@ def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch
 
 
 @pytest.mark.thorough
-def test_a_stopped_worker_that_goes_on_costs_nothing(launch: Launch) -> None:
+def test_a_stopped_worker_that_continues_costs_nothing(launch: Launch) -> None:
     job = launch(
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\ntell('pid', os.getpid())\nforever()"
     )
@@ -182,16 +182,16 @@ def test_a_signal_reaches_every_worker_with_its_grace_and_ends_the_job(
     job = launch(
         f"""
 def checkpoint(*_):
-    tell("checkpoint")
+    report("checkpoint")
     sys.exit(0)
 signal.signal({int(signum)}, checkpoint)
-tell("pid", os.getpid())
+report("pid", os.getpid())
 forever()
 """
     )
     pids(job)
     job.signal(signum)
-    assert sorted(rank for rank, _, word in job.news(2) if word == "checkpoint") == ["0", "1"]
+    assert sorted(rank for rank, _, word in job.reports(2) if word == "checkpoint") == ["0", "1"]
     assert job.finish() == 128 + signum, job.output
     (finished,) = job.events("job.finished")
     assert (finished["state"], finished["signal"]) == ("SIGNALED", signum.name)
@@ -204,13 +204,13 @@ def test_a_signal_at_the_very_start_leaves_nothing_behind(
     launch: Launch, signum: signal.Signals
 ) -> None:
     # As soon as the launcher exists, and again when its guardian or its first worker does.
-    early = launch("tell('pid', os.getpid())\nforever()\n")
+    early = launch("report('pid', os.getpid())\nforever()\n")
     early.signal(signum)
-    later = launch("tell('pid', os.getpid())\nforever()\n", nproc=4)
-    later.news(1)
+    later = launch("report('pid', os.getpid())\nforever()\n", nproc=4)
+    later.reports(1)
     later.signal(signum)
     code = early.finish()
-    # Before our first line it is Python that is interrupted: it shows where, and ends with 1.
+    # Before our first line Python itself is interrupted: it prints a traceback and exits with 1.
     interrupted = "KeyboardInterrupt" in early.stderr and "/src/regrow/" not in early.stderr
     assert code in (128 + signum, -signum) or (code == 1 and interrupted), early.output
     assert later.finish() == 128 + signum, later.output
@@ -224,17 +224,17 @@ def test_a_signal_while_the_workers_are_being_stopped_for_a_restart_ends_the_job
     job = launch(
         """
 def stubborn(*_):
-    tell("stopping")
+    report("stopping")
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, stubborn)
-tell("pid", os.getpid())
+report("pid", os.getpid())
 forever()
 """,
         "--max-restarts=3",
         "--shutdown-timeout=1",
     )
     os.kill(pids(job)[0], signal.SIGKILL)
-    assert job.news(1)[0][2] == "stopping"
+    assert job.reports(1)[0][2] == "stopping"
     job.signal(signum)
     assert job.finish() == 128 + signum, job.output
     assert len(job.events("attempt.started")) == 1
@@ -245,8 +245,8 @@ forever()
 def test_a_signal_during_the_back_off_of_a_crash_loop_ends_the_job(
     launch: Launch, signum: signal.Signals
 ) -> None:
-    job = launch("tell('x')\nsys.exit(1)\n", "--max-restarts=100", nproc=1)
-    job.news(2)
+    job = launch("report('x')\nsys.exit(1)\n", "--max-restarts=100", nproc=1)
+    job.reports(2)
     job.await_event("job.restarting", lambda event: event["delay_s"] > 0)
     job.signal(signum)
     assert job.finish() == 128 + signum, job.output
@@ -260,7 +260,7 @@ def test_a_signal_while_the_others_are_waited_for_ends_the_job(
     home = {"HOME": str(tmp_path)}  # where agents of one user have their common secret
     with PortReservation() as port:
         meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port.port}"]
-        job = launch("tell('started')", *meeting, nproc=1, env=home, standalone=False)
+        job = launch("report('started')", *meeting, nproc=1, env=home, standalone=False)
         job.await_event("job.started")
         job.signal(signum)
         assert job.finish() == 128 + signum, job.output
@@ -272,15 +272,15 @@ def test_a_signal_while_the_others_are_waited_for_ends_the_job(
 def test_a_second_ctrl_c_ends_the_grace_at_once(launch: Launch) -> None:
     job = launch(
         """
-signal.signal(signal.SIGINT, lambda *_: tell("ignored"))
-tell("pid", os.getpid())
+signal.signal(signal.SIGINT, lambda *_: report("ignored"))
+report("pid", os.getpid())
 forever()
 """,
         "--shutdown-timeout=3600",
     )
     pids(job)
     job.signal(signal.SIGINT)
-    job.news(2)
+    job.reports(2)
     job.signal(signal.SIGINT)
     assert job.finish() == 128 + signal.SIGINT, job.output
 
@@ -290,7 +290,7 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch)
     job = launch(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-tell("pid", os.getpid())
+report("pid", os.getpid())
 forever()
 """,
         "--shutdown-timeout=1",
@@ -303,7 +303,7 @@ forever()
 @pytest.mark.thorough
 def test_a_worker_that_closes_its_stdout_runs_on(launch: Launch) -> None:
     job = launch("os.close(1)\nos.close(2)\ntell('on')\n", "--redirects=3")
-    assert len(job.news(2)) == 2
+    assert len(job.reports(2)) == 2
     assert job.finish() == 0, job.output
 
 
@@ -346,7 +346,7 @@ def test_a_full_disk_under_the_logs_costs_no_training_and_no_line(
 if ATTEMPT == 0:
     for i in range(20000):
         print("line", i, "of rank", RANK)
-    tell("pid", os.getpid())
+    report("pid", os.getpid())
     forever()
 """,
         f"--log-dir={tiny_disk}",
@@ -358,7 +358,7 @@ if ATTEMPT == 0:
     assert "No space left on device" in job.stderr
     for rank in (0, 1):
         (log,) = tiny_disk.glob(f"*/attempt_0/{rank}/stdout.log")
-        # It was cut off anywhere in a line, and the console goes on from there.
+        # The file may end within a line; the console continues from there.
         shown = re.findall(rf"^\[default{rank}\]:(.*\n)", job.stdout, re.MULTILINE)
         assert log.read_text() + "".join(shown) == "".join(
             f"line {i} of rank {rank}\n" for i in range(20000)
@@ -366,7 +366,7 @@ if ATTEMPT == 0:
 
 
 @pytest.mark.parametrize("tiny_disk", ["128k", "16k"], indirect=True)
-def test_a_job_that_ends_on_a_full_disk_is_told_with_its_end(
+def test_the_story_of_a_job_that_ends_on_a_full_disk_has_its_end(
     launch: Launch, tiny_disk: Path
 ) -> None:
     job = launch(
@@ -385,10 +385,10 @@ for piece in (4096, 1):  # blank lines, so that no page of the log has room for 
         nproc=1,
     )
     assert job.finish() == 0, job.output
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "regrow", "events", tiny_disk], capture_output=True, text=True
     )
-    assert "SUCCEEDED after" in told.stdout, told
+    assert "SUCCEEDED after" in done.stdout, done
 
 
 def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch) -> None:
@@ -410,7 +410,7 @@ def test_a_script_that_does_not_exist_is_one_line_and_exit_code_2(launch: Launch
         ("sys.exit(3)", "exitcode  : 3"),
     ],
 )
-def test_a_script_that_fails_by_itself_ends_the_job_with_exit_code_1_and_says_why(
+def test_a_script_that_fails_by_itself_ends_the_job_with_exit_code_1_and_the_reason(
     launch: Launch, script: str, shown: str
 ) -> None:
     job = launch(script, nproc=1)
@@ -469,15 +469,15 @@ if content is None:
     os.mkdir(path)
 else:
     open(path, "wb").write(content)
-tell("pid", os.getpid())
+report("pid", os.getpid())
 forever()
 """,
         nproc=6,
     )
     os.kill(pids(job, 6)[0], signal.SIGKILL)
     assert job.finish() == 1, job.output
-    said = {event["rank"]: event["message"] for event in job.events("worker.failed")}
-    assert said.pop(0).startswith("Signal 9 (SIGKILL)")
+    messages = {event["rank"]: event["message"] for event in job.events("worker.failed")}
+    assert messages.pop(0).startswith("Signal 9 (SIGKILL)")
     broken = [
         "is not valid JSON: 'utf-8' codec can't decode",
         "is not valid JSON: Unterminated string",
@@ -485,5 +485,5 @@ forever()
         "is not valid JSON: 'utf-8' codec can't decode",
         "half a pair",
     ]
-    assert all(why in said[rank] for rank, why in enumerate(broken, 1)), said
+    assert all(why in messages[rank] for rank, why in enumerate(broken, 1)), messages
     assert "Root Cause (first observed failure):" in job.stderr

@@ -1,4 +1,4 @@
-"""How long workers have to stop: for a restart after a failure, and where the job ends."""
+"""Time that workers have to stop: for a restart after a failure, and at the end of the job."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from helpers.jobs.e2e_job import Job
 
 Launch = Callable[..., Job]
 
-# Rank 0 hangs where nothing but SIGKILL ends it, as in a collective; rank 1 fails beside it.
+# Rank 0 hangs as in a collective: only SIGKILL ends it. Rank 1 fails.
 STUCK = """
 if ATTEMPT == 0 and RANK == 0:
     signal.signal(signal.SIGTERM, lambda *_: None)
-    tell("stuck")
+    report("stuck")
     while True:
         time.sleep(0.1)
 if ATTEMPT == 0:
-    while not os.path.exists(os.environ["NEWS"] + ".fail"):
+    while not os.path.exists(os.environ["REPORTS"] + ".fail"):
         time.sleep(0.01)
     sys.exit(3)
 """
 
-# Rank 0 saves for a second when it is stopped; rank 1 fails beside it.
+# Rank 0 saves for a second when it is stopped; rank 1 fails.
 SAVES = """
 def save(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end = time.monotonic() + 1.0
     while time.monotonic() < end:
         time.sleep(0.05)
-    tell("saved")
+    report("saved")
     sys.exit(0)
 if RANK == 0:
     signal.signal(signal.SIGTERM, save)
-    tell("ready")
+    report("ready")
     while True:
         time.sleep(0.1)
-while not os.path.exists(os.environ["NEWS"] + ".fail"):
+while not os.path.exists(os.environ["REPORTS"] + ".fail"):
     time.sleep(0.01)
 sys.exit(3)
 """
 
 
 def fail(job: Job) -> None:
-    """Let rank 1 fail, once rank 0 has told that it is ready."""
-    job.news()
-    (job.script.parent / "news.fail").touch()
+    """Let rank 1 fail, once rank 0 has reported that it is ready."""
+    job.reports()
+    (job.script.parent / "reports.fail").touch()
 
 
 def test_a_restart_after_a_failure_takes_the_restart_timeout_and_not_that_of_a_save(
@@ -66,7 +66,7 @@ def test_a_restart_after_a_failure_takes_the_restart_timeout_and_not_that_of_a_s
 def test_workers_have_the_whole_grace_where_a_failure_ends_the_job(launch: Launch) -> None:
     job = launch(SAVES, "--restart-timeout=0")
     fail(job)
-    assert job.news() == [["0", "0", "saved"]]
+    assert job.reports() == [["0", "0", "saved"]]
     assert job.finish() == 1, job.output
 
 
@@ -74,23 +74,23 @@ def test_workers_have_the_whole_grace_where_a_failure_ends_the_job(launch: Launc
 def test_a_signal_that_ends_the_job_gives_workers_the_whole_grace_after_all(
     launch: Launch,
 ) -> None:
-    # Rank 0 needs twice the short grace, and is heard of when that has begun.
-    slow = SAVES.replace("+ 1.0", "+ 4.0").replace("    end =", '    tell("saves")\n    end =')
+    # Rank 0 needs twice the short grace, and reports when the grace has begun.
+    slow = SAVES.replace("+ 1.0", "+ 4.0").replace("    end =", '    report("saves")\n    end =')
     job = launch(slow, "--max-restarts=1", "--restart-timeout=2")
     fail(job)
-    assert job.news() == [["0", "0", "saves"]]
+    assert job.reports() == [["0", "0", "saves"]]
     job.signal(signal.SIGTERM)
-    assert job.news() == [["0", "0", "saved"]]
+    assert job.reports() == [["0", "0", "saved"]]
     assert job.finish() == 143, job.output
 
 
 NOTICED = """
 def save(*_):
     time.sleep(0.5)
-    tell("saved")
+    report("saved")
     sys.exit(0)
 signal.signal(signal.SIGUSR1, save)
-tell("ready", os.getpid())
+report("ready", os.getpid())
 while True:
     time.sleep(0.1)
 """
@@ -100,8 +100,8 @@ def test_a_notice_by_another_signal_to_every_process_is_for_the_workers_alone(
     launch: Launch,
 ) -> None:
     job = launch(NOTICED)
-    workers = [int(pid) for *_, pid in job.news(2)]
+    workers = [int(pid) for *_, pid in job.reports(2)]
     for pid in (job.process.pid, *workers):
         os.kill(pid, signal.SIGUSR1)
-    assert sorted(job.news(2)) == [["0", "0", "saved"], ["1", "0", "saved"]]
+    assert sorted(job.reports(2)) == [["0", "0", "saved"], ["1", "0", "saved"]]
     assert job.finish() == 0, job.output

@@ -1,4 +1,4 @@
-"""Every way in which a training stops without ending, and that it goes on, with the reason told."""
+"""Every way in which a training hangs; it continues afterwards, and the reason is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers.jobs.e2e_job import Job, wait_gone
 from helpers.processes import wait_until
 from regrow.events import read_events, story
 
-# Of 0.1 or 0.2 s, and less by the time that a busy machine took from there to the timer.
+# 0.1 or 0.2 s, less the time that a busy machine took from there to the timer.
 OVER = r"timer step of 0\.[0-2]\d* s was exceeded by"
 
 Launch = Callable[..., Job]
@@ -33,12 +33,12 @@ def wait():
 def step():
     with expires(after=0.2, scope="step"):
         wait()
-tell("pid", os.getpid())
+report("pid", os.getpid())
 if ATTEMPT == 0:
     if RANK in {ranks}:
         step()
     forever()
-tell("done")
+report("done")
 """
 
 ENDLESS_LOOP = "while True: pass"
@@ -80,7 +80,7 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     launch: Launch, record_property: Record, wait: str, stood: str
 ) -> None:
     job = launch(hang(wait), "--timers", "--max-restarts=1", nproc=1)
-    ((_, _, _, pid), *_) = job.news(2)
+    ((_, _, _, pid), *_) = job.reports(2)
     assert job.finish() == 0, job.output
     (expired,), (failed,) = job.events("timer.expired"), job.events("worker.failed")
     assert (expired["rank"], expired["pid"], expired["scope"]) == (0, int(pid), "step")
@@ -91,9 +91,9 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
     assert failed["failed_monotonic"] == deadline
     record_property("from deadline to death, s", dead - deadline)
     assert story(read_events(job.log_dir)).render() in job.stderr
-    told = " ".join(job.stderr.split())
-    assert re.search(rf"rank 0 .* hung: {OVER} .* killed by SIGKILL", told)
-    assert f"location {stood}" in told
+    output = " ".join(job.stderr.split())
+    assert re.search(rf"rank 0 .* hung: {OVER} .* killed by SIGKILL", output)
+    assert f"location {stood}" in output
     if wait != SUSPENDED:
         assert "in wait" in stacks_of(job)
         assert "in step" in stacks_of(job)
@@ -102,7 +102,7 @@ def test_a_hung_worker_is_reaped_explained_and_started_again(
 TORCH = """
 from regrow.timer import expires
 if ATTEMPT:
-    tell("done")
+    report("done")
     sys.exit()
 import torch, torch.distributed
 torch.distributed.init_process_group("gloo")
@@ -143,7 +143,7 @@ def test_without_restarts_left_the_stack_is_the_traceback_of_the_root_cause(
 TOGETHER = """
 from regrow.timer import expires
 def all_reduce():
-    tell("waits")
+    report("waits")
     time.sleep(1000)
 def load():
     time.sleep(1000)
@@ -156,11 +156,13 @@ if ATTEMPT == 0:
 
 
 @pytest.mark.thorough
-def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_path: Path) -> None:
+def test_of_ranks_that_hang_together_the_odd_one_out_is_named(
+    launch: Launch, tmp_path: Path
+) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     job = launch(TOGETHER, "--timers", "--max-restarts=1", nproc=3, env={"GATE": str(gate)})
-    job.news(2)
+    job.reports(2)
     gate.open("w").close()
     assert job.finish() == 0, job.output
     compared = job.events("timer.expired")[0]["compared"]
@@ -168,12 +170,12 @@ def test_of_ranks_that_hang_together_the_odd_one_is_named(launch: Launch, tmp_pa
         "ranks 0, 2 are in all_reduce",
         "rank 1 alone is in load",
     ]
-    told = " ".join(job.stderr.split())
-    assert " ".join(compared) in told
+    output = " ".join(job.stderr.split())
+    assert " ".join(compared) in output
 
 
 @pytest.mark.thorough
-def test_a_timer_that_asks_for_no_signal_is_reported_and_the_worker_goes_on(
+def test_a_timer_without_a_signal_is_reported_and_the_worker_continues(
     launch: Launch, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
@@ -199,7 +201,9 @@ with expires(after=0.05, scope="slow"), open(os.environ["GATE"]) as gate:
 
 
 @pytest.mark.thorough
-def test_a_helper_that_a_worker_forked_is_reaped_alone_and_told_apart(launch: Launch) -> None:
+def test_a_helper_that_a_worker_forked_is_reaped_alone_and_reported_as_a_helper(
+    launch: Launch,
+) -> None:
     job = launch(
         """
 from regrow.timer import expires
@@ -209,12 +213,12 @@ with expires(after=60):
         with expires(after=0.1, scope="load"):
             time.sleep(1000)
     _, status = os.waitpid(pid, 0)
-tell(pid, os.waitstatus_to_exitcode(status))
+report(pid, os.waitstatus_to_exitcode(status))
 """,
         "--timers",
         nproc=1,
     )
-    ((_, _, pid, status),) = job.news()
+    ((_, _, pid, status),) = job.reports()
     assert job.finish() == 0, job.output
     assert int(status) == -signal.SIGKILL
     (expired,) = job.events("timer.expired")
@@ -223,7 +227,7 @@ tell(pid, os.waitstatus_to_exitcode(status))
     assert f"a process that rank 0 on host {expired['host']} had started" in job.stderr
 
 
-def test_torchs_variables_turn_the_timers_on_and_say_where_the_pipe_is(
+def test_torchs_variables_turn_the_timers_on_and_set_the_path_of_the_pipe(
     launch: Launch, tmp_path: Path
 ) -> None:
     pipe = tmp_path / "timers"
@@ -232,7 +236,7 @@ def test_torchs_variables_turn_the_timers_on_and_say_where_the_pipe_is(
         nproc=1,
         env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TORCHELASTIC_TIMER_FILE": str(pipe)},
     )
-    job.news()
+    job.reports()
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert job.finish() == 1, job.output
     assert len(job.events("timer.expired")) == 1
@@ -256,10 +260,10 @@ def test_a_pipe_that_cannot_be_made_ends_the_job_before_it_begins(
 
 
 @pytest.mark.thorough
-def test_a_killed_agents_pipe_is_no_trouble_to_the_next_job(launch: Launch, tmp_path: Path) -> None:
+def test_a_killed_agents_pipe_does_not_disturb_the_next_job(launch: Launch, tmp_path: Path) -> None:
     pipe = {"TORCHELASTIC_TIMER_FILE": str(tmp_path / "timers")}
-    killed = launch("tell('pid'); forever()", "--timers", nproc=1, env=pipe)
-    killed.news()
+    killed = launch("report('pid'); forever()", "--timers", nproc=1, env=pipe)
+    killed.reports()
     killed.signal(signal.SIGKILL)
     assert killed.finish() == -signal.SIGKILL
     job = launch(hang(SLEEP), "--timers", "--max-restarts=1", nproc=1, env=pipe)
@@ -268,7 +272,7 @@ def test_a_killed_agents_pipe_is_no_trouble_to_the_next_job(launch: Launch, tmp_
 
 
 @pytest.mark.thorough
-def test_what_others_write_into_the_pipe_harms_nobody(launch: Launch) -> None:
+def test_data_of_other_processes_in_the_pipe_harms_no_worker(launch: Launch) -> None:
     job = launch(
         """
 import json, random
@@ -285,13 +289,13 @@ for junk in (b"\\n" * 99, b"[" * 4000 + b"\\n", b"{}\\n", b"\\xff\\n", b'{"versi
 if ATTEMPT == 0:
     with expires(after=0.2, scope="step"):
         time.sleep(1000)
-tell("done")
+report("done")
 """,
         "--timers",
         "--max-restarts=1",
         nproc=1,
     )
-    assert job.news() == [["0", "1", "done"]], job.output
+    assert job.reports() == [["0", "1", "done"]], job.output
     assert job.finish() == 0, job.output
     (expired,) = job.events("timer.expired")
     assert expired["scope"] == "step"
@@ -330,7 +334,9 @@ def test_functions_have_timers_too(tmp_path: Path, method: str) -> None:
 
 
 @pytest.mark.thorough
-def test_what_a_worker_says_when_being_asked_has_woken_it_is_no_explanation(launch: Launch) -> None:
+def test_an_error_of_a_worker_that_the_request_for_stacks_woke_is_no_explanation(
+    launch: Launch,
+) -> None:
     job = launch(
         """
 from regrow.timer import expires
@@ -350,14 +356,14 @@ main()
     assert "location         in main (train.py:" in job.stderr
 
 
-def test_a_worker_that_ends_of_being_asked_before_that_is_written_down_is_explained(
+def test_a_worker_that_the_request_for_stacks_ends_early_is_explained(
     launch: Launch,
 ) -> None:
     job = launch(
         """
 from regrow.timer import expires
 folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
-# To open a pipe that nobody reads takes for ever; that is waited for until it is given up.
+# Opening a pipe without a reader never returns; the agent gives up its wait for that.
 os.mkfifo(os.path.join(folder, f"stacks.{os.getpid()}.txt"))
 with expires(after=0.2, scope="step"):
     signal.pause()  # returns when the process is asked for its stacks
@@ -410,12 +416,12 @@ def test_a_worker_that_handles_its_timers_signal_may_fail_of_something_else(
 from regrow.timer import FileTimerClient, configure, expires
 from regrow.workers.errors import record
 configure(FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal=signal.SIGUSR1))
-signal.signal(signal.SIGUSR1, lambda *_: told.append("go on"))
-told = []
+signal.signal(signal.SIGUSR1, lambda *_: signals.append("go on"))
+signals = []
 @record
 def main():
     with expires(after=0.1, scope="step"):
-        while not told:
+        while not signals:
             time.sleep(0.01)
     raise ValueError("of something else")
 main()
@@ -430,7 +436,7 @@ main()
 
 
 @pytest.mark.thorough
-def test_an_agent_whose_terminal_takes_nothing_reaps_on_time(tmp_path: Path) -> None:
+def test_an_agent_with_a_blocked_terminal_reaps_on_time(tmp_path: Path) -> None:
     script, pid_file = tmp_path / "train.py", tmp_path / "pid"
     script.write_text(
         "import os, sys, time, regrow\n"

@@ -1,4 +1,4 @@
-"""Workers that hang past the hard time-out, under an agent: their monitor is of all of them."""
+"""Workers that hang past the hard time-out, under an agent: all workers share one monitor."""
 
 from __future__ import annotations
 

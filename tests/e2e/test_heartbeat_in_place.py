@@ -1,4 +1,4 @@
-"""Workers that beat and restart in place: a loss is the restarter's to heal, and ends nobody."""
+"""Heartbeats with in-process restart: the restarter handles a loss; no other worker ends."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def train(call: CallWrapper):
         if RANK == 1:
             fault()
         time.sleep(60)
-    # What the heartbeat has to say of it comes as soon, or sooner.
+    # The report of the heartbeat arrives at the same time, or earlier.
     assert event.wait(20)
-    tell("done", os.environ["RANK"], os.environ["WORLD_SIZE"])
+    report("done", os.environ["RANK"], os.environ["WORLD_SIZE"])
 event = heartbeat.start(60, start_timeout=30)
 """
 
 
 @pytest.mark.parametrize("signum", ["SIGKILL", "SIGSTOP"])
-def test_the_others_restart_in_place_without_a_worker_that_is_lost_or_hangs(
+def test_the_others_restart_in_process_without_a_worker_that_is_lost_or_hangs(
     launch: Launch, signum: str
 ) -> None:
-    """One that hangs is killed by its agent, as it does not beat."""
+    """The agent kills a worker that hangs, because it sends no heartbeats."""
     job = launch(
         WRAPPED
         + f"""
@@ -46,12 +46,12 @@ train()
         "--heartbeat=0.1",
     )
     assert job.finish() == 0, job.output
-    assert sorted(job.news(2)) == [["0", "0", "done", "0", "2"], ["2", "0", "done", "1", "2"]]
+    assert sorted(job.reports(2)) == [["0", "0", "done", "0", "2"], ["2", "0", "done", "1", "2"]]
     assert [event["rank"] for event in job.events("inprocess.lost")] == [1]
     assert len(job.events("timer.expired")) == (signum == "SIGSTOP")
     assert job.events("worker.failed") == job.events("heartbeat.failed") == []
-    told = " ".join(job.stderr.split())
+    output = " ".join(job.stderr.split())
     assert (
-        told.count("in-process restart handles this fault; heartbeats stop until the workers are")
+        output.count("in-process restart handles this fault; heartbeats stop until the workers are")
         == 1
     )

@@ -1,4 +1,4 @@
-"""Workers that beat, under an agent: whoever was the cause is named first."""
+"""Workers with heartbeats, under an agent: the rank that is the cause is named first."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def hold_the_gil():
 
 
 @pytest.mark.thorough
-def test_a_worker_that_hangs_is_killed_by_its_agent_before_the_others_give_it_up(
+def test_a_worker_that_hangs_is_killed_by_its_agent_before_the_others_detect_it(
     launch: Launch,
 ) -> None:
     job = launch(
         BEATING
         + """
 hangs = (ATTEMPT, RANK) in ((0, 1), (1, 0))
-# The other one does not end of it: on a machine that is too busy it might be first.
+# The other worker survives it: on a busy machine it might end first.
 heartbeat.start(0.1, timeout=0.9, on_failure=None if hangs else print)
 if ATTEMPT == 0 and RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -52,17 +52,17 @@ if ATTEMPT < 2:
         (True, 1),
         (True, 0),
     ]
-    told = " ".join(job.stderr.split())
-    assert "hung: no heartbeat for" in told
-    assert "in hold_the_gil (train.py:" in told
+    output = " ".join(job.stderr.split())
+    assert "hung: no heartbeat for" in output
+    assert "in hold_the_gil (train.py:" in output
 
 
 @pytest.mark.thorough
-def test_who_is_missing_is_the_root_cause_and_not_who_noticed(launch: Launch) -> None:
+def test_the_missing_worker_is_the_root_cause_and_not_the_one_that_noticed(launch: Launch) -> None:
     job = launch(
         BEATING
         + """
-# Who says what to do is not ended by the kernel, who would be first on a machine that is too busy.
+# With on_failure, no kernel timer ends the worker; on a busy machine the timer would be first.
 heartbeat.start(0.1, timeout=0.4, on_failure=print if RANK == 1 else None)
 if RANK == 1:
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -82,7 +82,7 @@ forever()
     assert "rank      : 1 (local_rank: 1)" in root
 
 
-def test_every_worker_beats_without_a_line_of_code_and_what_it_starts_does_not(
+def test_every_worker_sends_heartbeats_without_any_code_and_its_children_do_not(
     launch: Launch,
 ) -> None:
     job = launch(
@@ -96,21 +96,21 @@ started = subprocess.run(
     [sys.executable, "-c", CHILD], capture_output=True, text=True, start_new_session=RANK == 0
 )
 event = heartbeat.start(60)  # one runs already
-tell(started.stdout.strip(), started.stderr.strip())
+report(started.stdout.strip(), started.stderr.strip())
 heartbeat.step(RANK)
 if RANK == 0:
     event.wait(30)  # until the other one leaves
-else:  # which it does when the first one is at its side
+else:  # leaves when both have reported a step
     while [row.step for row in heartbeat.progress()] != [0, 1]:
         time.sleep(0.005)
-tell(event.is_set())
+report(event.is_set())
 """,
         "--heartbeat=1",
     )
-    news = job.news(4)
+    reports = job.reports(4)
     assert job.finish() == 0, job.output
-    assert sorted(news[:3])[:2] == [["0", "0", "['MainThread']"], ["1", "0", "False"]]
-    assert news[3] == ["0", "0", "True"]
+    assert sorted(reports[:3])[:2] == [["0", "0", "['MainThread']"], ["1", "0", "False"]]
+    assert reports[3] == ["0", "0", "True"]
     assert job.events("worker.failed") == []
     assert job.stderr.count("heartbeat: `regrow run --heartbeat` has already started") == 2
     bounds = job.events("job.started")[0]["bounds"]
@@ -126,13 +126,13 @@ def test_a_worker_that_is_slower_than_a_whole_other_one_is_not_held_by_its_first
 if RANK == 0:  # until the other one has left
     while any(thread.name.startswith("regrow-heartbeat") for thread in threading.enumerate()):
         time.sleep(0.005)
-    tell(heartbeat.start(60, on_failure=print).wait(30))
+    report(heartbeat.start(60, on_failure=print).wait(30))
 else:
     heartbeat.start(60, start_timeout=30)
 """,
         "--heartbeat=0.2",
     )
-    assert job.news() == [["0", "0", "True"]]
+    assert job.reports() == [["0", "0", "True"]]
     assert job.finish() == 0, job.output
     assert "has ended, because rank 1 left" in " ".join(job.stderr.split())
 
@@ -147,13 +147,13 @@ def test_a_stall_is_reported_and_workers_that_are_stopped_are_left_their_grace_t
 event = heartbeat.start(0.1, timeout=20, stalled_after=2)
 def save(*_):
     event.wait(30)  # until it is known that the other one is lost
-    tell("saved", event.is_set())
+    report("saved", event.is_set())
     sys.exit()
 signal.signal(signal.SIGTERM, save)
 def load_batch():
     time.sleep(1000)
 heartbeat.step(0, "loading")
-tell("ready", os.getpid())
+report("ready", os.getpid())
 if RANK == 1:
     load_batch()
 while True:
@@ -162,19 +162,19 @@ while True:
 """,
         "--timers",
     )
-    pids = {rank: int(pid) for rank, _, _, pid in job.news(2)}
+    pids = {rank: int(pid) for rank, _, _, pid in job.reports(2)}
     stalled = job.await_event("heartbeat.stalled")
     assert (stalled["rank"], stalled["pid"]) == (1, pids["1"])
     assert stalled["message"].startswith("rank 1 sends heartbeats, but stays at step 0 in phase")
     assert stalled["stood"].startswith("in load_batch (train.py:")
     os.kill(pids["1"], signal.SIGKILL)
-    assert job.news() == [["0", "0", "saved", "True"]]
+    assert job.reports() == [["0", "0", "saved", "True"]]
     assert job.finish() == 1, job.output
     assert [event["rank"] for event in job.events("worker.failed")] == [1]
-    told = " ".join(job.stderr.split())
+    output = " ".join(job.stderr.split())
     assert (
         f"rank 1 on host {stalled['host']} (pid {pids['1']}) stalled: rank 1 sends heartbeats, but"
-        in told
+        in output
     )
 
 
@@ -189,7 +189,7 @@ def train():
     heartbeat.step(rank)
     if rank == 0:
         event.wait(30)  # until the other one leaves
-    else:  # which it does when the first one is at its side
+    else:  # leaves when both have reported a step
         while [row.step for row in heartbeat.progress()] != [0, 1]:
             time.sleep(0.005)
     return event.is_set()
@@ -203,7 +203,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-def test_functions_beat_too_and_leave_when_they_return(tmp_path: Path) -> None:
+def test_functions_send_heartbeats_too_and_leave_when_they_return(tmp_path: Path) -> None:
     script = tmp_path / "functions.py"
     script.write_text(FUNCTIONS)
     ended = run([sys.executable, script, tmp_path / "logs"])

@@ -1,4 +1,4 @@
-"""Workers that restart in place, under an agent: it tells of a loss and stops nobody for it."""
+"""In-process restart under an agent: the agent reports a loss and stops no other worker."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WRAPPED = """
 from regrow.inprocess import CallWrapper, Wrapper
 @Wrapper()
 def train(call: CallWrapper):
-    tell("called", call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"])
+    report("called", call.iteration, os.environ["RANK"], os.environ["WORLD_SIZE"])
     fail(call.iteration)
     if call.iteration == 0:
         time.sleep(60)
 """
 
 
-def test_the_others_restart_in_place_without_a_worker_that_was_killed(launch: Launch) -> None:
+def test_the_others_restart_in_process_without_a_worker_that_was_killed(launch: Launch) -> None:
     job = launch(
         WRAPPED
         + """
@@ -47,7 +47,7 @@ train()
 
 
 @pytest.mark.thorough
-def test_a_failure_after_the_wrapper_is_one_as_ever_and_so_are_losses_of_all(
+def test_a_failure_after_the_wrapper_fails_the_attempt_and_so_does_the_loss_of_all_workers(
     launch: Launch,
 ) -> None:
     job = launch(
@@ -57,7 +57,7 @@ def fail(iteration):
     if ATTEMPT == 0:
         sys.exit(4)
     if RANK == 1:
-        os.kill(os.getpid(), signal.SIGKILL)  # seen before the other one goes on
+        os.kill(os.getpid(), signal.SIGKILL)  # the death is seen before the other worker continues
 train()
 sys.exit(6)
 """,

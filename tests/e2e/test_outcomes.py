@@ -1,8 +1,8 @@
-"""What a job's exit code says of its results, wherever and however one rank ends or hangs.
+"""A job's exit code agrees with its results, for every way in which one rank ends or hangs.
 
-Three ranks make two calls of a wrapped function. One of them ends or hangs at one place. Two things
-must hold of every such job: it ends, and it ends with 0 only if each worker that ended with 0 has
-its results. A rank that ends otherwise may be lost without the others failing.
+Three ranks make two calls of a wrapped function. One of them ends or hangs at one place. Every
+such job must end, and it may end with 0 only if each worker that ended with 0 has its results. A
+rank that ends otherwise may be lost, and the others may still succeed.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Leaves(BaseException):
 def act(place):
     if RANK != 1 or place != PLACE or met:
         return
-    if place == "completion" and not results:  # of the last call, after which nobody waits
+    if place == "completion" and not results:  # of the last call, after which no rank waits
         return
     met.append(place)
-    tell("acts")
+    report("acts")
     match HOW:
         case "exit 0":
             sys.exit()
@@ -118,7 +118,7 @@ results.append(train())
 act("between")
 results.append(train())
 if results == [True, True]:
-    tell("result")
+    report("result")
 act("after")
 """
 
@@ -145,17 +145,17 @@ FAILS = {
     "completion": {*HOWS} - {"return", "raise"},
     "abort": {"_exit 0"},
     "waiting": {"_exit 0"},
-    # The others wait for a rank that makes progress and does not come, until `barrier_timeout`.
+    # The others wait until `barrier_timeout` for a rank that makes progress and never arrives.
     "first rank assignment": {*WITH_0, "loop"},
     "finalize": {*WITH_0, "loop"},
     "health check": {*WITH_0, "loop"},
     "rank assignment": {*WITH_0, "loop"},
 }
-"""By place: how one rank ends or hangs so that the job fails; everywhere else that with 0."""
+"""By place: ends and hangs of one rank that fail the job; elsewhere only an exit with 0 does."""
 
 FAST = {("function", "_exit 0"), ("completion", "signal")}
 IN_A_THREAD = {"_exit 0", "signal", "stop"}
-"""What can be done by another thread while the main one waits."""
+"""Ends and hangs that another thread can cause while the main thread waits."""
 
 
 def combinations() -> list[Any]:
@@ -179,17 +179,17 @@ def test_a_job_ends_with_0_only_if_each_worker_that_ended_with_0_has_its_results
         env={"PLACE": place, "HOW": how},
     )
     if place == "after" and how in ("stop", "hang", "loop"):  # no bound is printed for these
-        results = [words[2] for words in job.news(4)]
+        results = [words[2] for words in job.reports(4)]
         assert sorted(results) == ["acts", "result", "result", "result"]
         job.signal(signal.SIGTERM)
         assert job.finish() == 128 + signal.SIGTERM, job.output
         return
     code = job.finish()
-    told = job.heard()
-    with_results = {int(rank) for rank, _, word in told if word == "result"}
+    reports = job.unread_reports()
+    with_results = {int(rank) for rank, _, word in reports if word == "result"}
     lost = {event["rank"] for event in job.events("inprocess.lost") if event["exitcode"] != 0}
     if code == 0:
         assert with_results | lost == {0, 1, 2}, job.output
         assert with_results, job.output
     assert (code != 0) == (how in FAILS.get(place, WITH_0)), job.output
-    assert how == "return" or ["1", "0", "acts"] in told, job.output
+    assert how == "return" or ["1", "0", "acts"] in reports, job.output

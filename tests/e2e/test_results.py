@@ -1,4 +1,4 @@
-"""A result that is lost is a failure of the attempt, and told; one that others make good is not."""
+"""A lost result fails the attempt and is reported, unless other ranks compensate for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_rank_that_never_calls_the_function_fails_the_attempt_of_those_that_wa
         + """
 @Wrapper(**SHORT)
 def train():
-    tell("called")
+    report("called")
 if (RANK, ATTEMPT) == (2, 0):
     forever()
 train()
@@ -51,7 +51,7 @@ train()
         "--max-restarts=1",
     )
     assert job.finish() == 0, job.output
-    assert sorted(job.heard()) == [[str(rank), "1", "called"] for rank in range(3)]
+    assert sorted(job.unread_reports()) == [[str(rank), "1", "called"] for rank in range(3)]
     (failed, *_) = job.events("worker.failed")
     assert failed["attempt"] == 0
     assert "1 of 3 ranks (2) did not arrive at the barrier 'joined'" in job.stderr
@@ -81,7 +81,7 @@ def train():
     return True
 
 assert train()
-tell("result")
+report("result")
 """
 
 
@@ -94,21 +94,21 @@ def test_a_rank_that_is_killed_when_the_call_is_over_is_a_failure_of_the_attempt
     (failed,) = job.events("worker.failed")
     assert (failed["rank"], failed["attempt"], failed["exit_code"]) == (1, 0, -9)
     assert job.events("inprocess.lost") == []
-    again = [told for told in job.heard() if told[1:] == ["1", "result"]]
-    assert sorted(told[0] for told in again) == ["0", "1", "2"]
+    again = [report for report in job.unread_reports() if report[1:] == ["1", "result"]]
+    assert sorted(report[0] for report in again) == ["0", "1", "2"]
 
 
-def test_the_others_make_good_for_a_rank_that_is_killed_before_the_call_is_over(
+def test_the_others_compensate_for_a_rank_that_is_killed_before_the_call_is_over(
     launch: Launch,
 ) -> None:
     where = {"WHERE": "before it confirms"}
     job = launch(SHORT + KILLED, "--nproc-per-node=3", "--max-restarts=0", env=where)
     assert job.finish() == 0, job.output
     assert [event["rank"] for event in job.events("inprocess.lost")] == [1]
-    assert sorted(job.heard()) == [["0", "0", "result"], ["2", "0", "result"]]
+    assert sorted(job.unread_reports()) == [["0", "0", "result"], ["2", "0", "result"]]
 
 
-def test_an_exit_with_0_in_the_function_is_a_failure_that_says_so(launch: Launch) -> None:
+def test_an_exit_with_0_in_the_function_is_a_failure_with_this_reason(launch: Launch) -> None:
     job = launch(
         SHORT
         + """

@@ -1,4 +1,4 @@
-"""Jobs in odd surroundings: streams that are closed, a hang-up, a host that says no."""
+"""Jobs in unusual environments: closed streams, a hang-up, a host that refuses calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Launch = Callable[..., Job]
 def regrow_run(
     tmp_path: Path, *arguments: str, closed: str = "", **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """`regrow run` to its end, its standard streams redirected as the shell's `closed` says."""
+    """Run `regrow run` to its end; the shell text `closed` redirects its standard streams."""
     command = [sys.executable, "-m", "regrow.run", "--standalone", f"--log-dir={tmp_path}/logs"]
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {closed}', "sh", *command, *arguments],
@@ -63,18 +63,18 @@ print("err", file=sys.stderr)
 def test_a_job_under_nohup_survives_a_hangup(launch: Launch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        job = launch("tell('pid')\nforever()\n", nproc=1)
+        job = launch("report('pid')\nforever()\n", nproc=1)
     finally:
         signal.signal(signal.SIGHUP, before)
-    job.news(1)
+    job.reports(1)
     job.signal(signal.SIGHUP)
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
 
 
 def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: Launch) -> None:
-    job = launch("tell(os.getppid())\nforever()\n", nproc=2)
-    guardian = int(job.news(2)[0][2])
+    job = launch("report(os.getppid())\nforever()\n", nproc=2)
+    guardian = int(job.reports(2)[0][2])
     os.kill(guardian, signal.SIGSTOP)
     job.signal(signal.SIGTERM)
     assert job.finish() == 128 + signal.SIGTERM, job.output
@@ -82,8 +82,8 @@ def test_a_guardian_that_is_suspended_does_not_keep_the_job_from_ending(launch: 
 
 
 def test_a_guardian_that_is_killed_is_named_as_what_ended_the_attempt(launch: Launch) -> None:
-    job = launch("tell(os.getppid())\nif ATTEMPT == 0: forever()\n", "--max-restarts=1", nproc=2)
-    guardian = int(job.news(2)[0][2])
+    job = launch("report(os.getppid())\nif ATTEMPT == 0: forever()\n", "--max-restarts=1", nproc=2)
+    guardian = int(job.reports(2)[0][2])
     os.kill(guardian, signal.SIGKILL)
     assert job.finish() == 0, job.output
     named = f"the guardian (pid {guardian}) was killed by SIGKILL, and the workers of this host"
@@ -92,11 +92,13 @@ def test_a_guardian_that_is_killed_is_named_as_what_ended_the_attempt(launch: La
     assert "rank 0" not in story
 
 
-def test_a_death_that_a_suspended_guardian_noticed_late_is_told_as_late(launch: Launch) -> None:
+def test_a_death_that_a_suspended_guardian_noticed_late_is_reported_as_late(launch: Launch) -> None:
     job = launch(
-        "tell(os.getppid(), os.getpid())\nif ATTEMPT == 0: forever()\n", "--max-restarts=1", nproc=1
+        "report(os.getppid(), os.getpid())\nif ATTEMPT == 0: forever()\n",
+        "--max-restarts=1",
+        nproc=1,
     )
-    guardian, worker = map(int, job.news(1)[0][2:4])
+    guardian, worker = map(int, job.reports(1)[0][2:4])
     os.kill(guardian, signal.SIGSTOP)
     wait_until(lambda: state_of(guardian) == "T", "the guardian is stopped")
     os.kill(worker, signal.SIGKILL)
@@ -106,11 +108,13 @@ def test_a_death_that_a_suspended_guardian_noticed_late_is_told_as_late(launch: 
     assert "detected after   an unknown delay" in job.stderr, job.stderr
 
 
-def test_nor_does_one_that_is_suspended_while_it_starts_the_workers(launch: Launch) -> None:
-    job = launch("tell('is there')\nforever()\n", nproc=2)
+def test_a_guardian_that_is_suspended_while_it_starts_workers_does_not_keep_the_job_from_ending(
+    launch: Launch,
+) -> None:
+    job = launch("report('is there')\nforever()\n", nproc=2)
     guardians: list[int] = []
 
-    def is_started() -> bool:  # before it is, its agent would stand still as well
+    def is_started() -> bool:  # earlier, a stop would block its agent as well
         words = b"regrow_guardian"
         started = children_of(job.process.pid)
         guardians[:] = [p for p in started if words in Path(f"/proc/{p}/cmdline").read_bytes()]
@@ -181,7 +185,7 @@ if __name__ == "__main__":
     elastic_launch(config, work)()
 """
     )
-    # To the end of its output, which every process that it started holds open.
+    # Reads to the end of its output, which every process that it started holds open.
     done = subprocess.run(
         [sys.executable, str(program)], capture_output=True, timeout=DEADLINE_S, check=False
     )

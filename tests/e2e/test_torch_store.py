@@ -1,4 +1,4 @@
-"""Worker rank 0 serves torch's store: what that allows, and what needs the agent's store."""
+"""Worker rank 0 serves torch's store: uses that work, and uses that need the agent's store."""
 
 from __future__ import annotations
 

@@ -21,21 +21,21 @@ store = worker_store()
 store.set(f"attempt {ATTEMPT} rank {RANK}", "here")
 store.wait([f"attempt {ATTEMPT} rank {rank}" for rank in (0, 1)], 30)
 keys = [change.key for change in store.watch(["attempt"], prefix=True).changes]
-tell(os.environ["REGROW_STORE"], len(keys))
+report(os.environ["REGROW_STORE"], len(keys))
 if ATTEMPT == 0 and RANK == 0:
-    store.set("told", "")
+    store.set("ready", "")
     forever()
 if ATTEMPT == 0:
-    store.wait(["told"], 30)
+    store.wait(["ready"], 30)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_workers_meet_in_a_store_that_ends_with_their_attempt(launch: Launch) -> None:
     job = launch(MEET, "--max-restarts=1")
-    first, second = job.news(2), job.news(2)
+    first, second = job.reports(2), job.reports(2)
     assert job.finish() == 0, job.output
-    assert [line[3] for line in (*first, *second)] == ["2"] * 4  # nothing of the attempt before
+    assert [line[3] for line in (*first, *second)] == ["2"] * 4  # nothing from the previous attempt
     places = {tuple(line[2] for line in attempt) for attempt in (first, second)}
     assert len(places) == 2
     for place, other in places:
@@ -66,8 +66,8 @@ def test_workers_of_several_nodes_meet_in_one(tmp_path: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [node.communicate(timeout=DEADLINE_S) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], told
-    one, other = [json.loads(out) for out, _ in told]
+    ended = [node.communicate(timeout=DEADLINE_S) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], ended
+    one, other = [json.loads(out) for out, _ in ended]
     assert one == other
     assert one[0].startswith("[::1]:")

@@ -19,14 +19,14 @@ from regrow.events import Event, EventSource, NodeState, RdzvEvent, handlers
 
 
 class Listener(logging.Handler):
-    """Keeps what it is told."""
+    """Keeps the lines that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
+        self.lines.append(record.getMessage())
 
 
 LOG_HANDLERS = handlers._log_handlers  # programs written for torch put their handlers here
@@ -97,7 +97,7 @@ def test_an_event_reaches_the_handler_that_is_named_and_no_other(
     event = Event("x", EventSource.AGENT)
     events.record(event, "mine")
     events.record(event)
-    assert listen.heard == [event.serialize()]
+    assert listen.lines == [event.serialize()]
     assert caplog.records == []
 
 
@@ -106,7 +106,7 @@ def test_a_replaced_handler_receives_no_event(listen: Listener) -> None:
     other = Listener()
     events.register_logging_handler("mine", other)
     events.record(Event("y", EventSource.AGENT), "mine")
-    assert [len(listen.heard), len(other.heard)] == [1, 1]
+    assert [len(listen.lines), len(other.lines)] == [1, 1]
 
 
 def test_the_console_handler_writes_to_stderr() -> None:
@@ -130,14 +130,14 @@ def test_the_file_handler_appends_to_the_file_that_the_environment_names(
 ) -> None:
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv("REGROW_EVENT_FILE", str(path))
-    monkeypatch.setenv("LOGLEVEL", "ERROR")  # what goes to the screen, not what is kept
+    monkeypatch.setenv("LOGLEVEL", "ERROR")  # affects the screen, not the file
     monkeypatch.setitem(LOG_HANDLERS, "file", handlers.EventFileHandler())
     events.record(Event("x", EventSource.WORKER, metadata={"rank": 3}), "file")
     (line,) = events.read_events(path)
     assert (line["name"], line["source"], line["rank"]) == ("x", "WORKER", 3)
 
 
-def test_the_file_handler_without_a_file_warns_once_and_goes_on(
+def test_the_file_handler_without_a_file_warns_once_and_continues(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("REGROW_EVENT_FILE", raising=False)
@@ -169,7 +169,7 @@ def test_rendezvous_events_without_a_handler_cost_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_args: object, **_fields: object) -> None:
-        pytest.fail("an event was built for nobody")
+        pytest.fail("an event was built without a handler")
 
     monkeypatch.setattr("regrow.events.recording.RdzvEvent", refuse)
     events.construct_and_record_rdzv_event("job", "text", NodeState.RUNNING)
@@ -184,7 +184,7 @@ def test_a_rendezvous_event_contains_the_caller_and_the_traceback(
     except RuntimeError:
         events.construct_and_record_rdzv_event("job", "text", NodeState.FAILED, rank=1)
     logging.getLogger("torchelastic-events-dynamic_rendezvous").handlers.clear()
-    event = RdzvEvent.deserialize(listen.heard[0])
+    event = RdzvEvent.deserialize(listen.lines[0])
     here = "test_a_rendezvous_event_contains_the_caller_and_the_traceback"
     assert event.name == f"test_event_api.py:{here}"
     assert (event.pid, event.rank, event.hostname) == (os.getpid(), 1, os.uname().nodename)

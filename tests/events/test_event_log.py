@@ -110,9 +110,9 @@ def test_of_several_runs_the_newest_is_read_and_named(tmp_path: Path) -> None:
     newest = write_run(tmp_path, "job_a", 3)
     write_run(tmp_path, "job_m", 2)
     (tmp_path / "unrelated").mkdir()
-    told: list[str] = []
-    assert [line["name"] for line in read_events(tmp_path, told.append)] == ["job_a"]
-    assert told == [f"3 runs in {tmp_path}; this is the newest, {newest}"]
+    remarks: list[str] = []
+    assert [line["name"] for line in read_events(tmp_path, remarks.append)] == ["job_a"]
+    assert remarks == [f"3 runs in {tmp_path}; this is the newest, {newest}"]
     assert [Path(p).parent.name for p in find_event_file(tmp_path).older] == ["job_m", "job_z"]
 
 
@@ -122,10 +122,10 @@ def test_broken_lines_are_reported_once_each_and_the_others_are_read(
     path = tmp_path / "events.jsonl"
     path.write_text('{"name": "a"}\nrubbish\n{"name": "b"}\n{"name": "c')
     assert [line["name"] for line in read_events(tmp_path)] == ["a", "b"]
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 2
-    assert f"{path}: line 2 left out: not JSON" in said[0]
-    assert f"{path}: line 4 left out: incomplete" in said[1]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert f"{path}: line 2 left out: not JSON" in lines[0]
+    assert f"{path}: line 4 left out: incomplete" in lines[1]
 
 
 @pytest.mark.parametrize(("place", "text"), [("", "no events.jsonl"), ("gone", "no such file")])

@@ -47,11 +47,11 @@ def test_a_stopped_process_ends_within_the_grace() -> None:
 
 
 def test_a_process_that_ignores_sigterm_is_killed_after_the_grace() -> None:
-    told = []
+    seen = []
     with child(_IGNORES_SIGTERM) as pidfd:
-        assert end_process(pidfd, 0.01, lambda: told.append(ends_within(pidfd, 0)))
+        assert end_process(pidfd, 0.01, lambda: seen.append(ends_within(pidfd, 0)))
         assert reap(pidfd) == -signal.SIGKILL
-    assert told == [False]
+    assert seen == [False]
 
 
 def test_without_a_grace_a_process_is_killed_at_once() -> None:

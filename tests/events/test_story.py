@@ -1,4 +1,4 @@
-"""The story of a job: what it says, and that nothing in a log makes it fail."""
+"""The story of a job: its text, and that no content of a log makes it fail."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def finished(number: int, at: float, state: str = "SUCCEEDED", **fields: Any) ->
 
 
 def recovered() -> list[Line]:
-    """Two workers, one of which is killed at 110 s and costs 17 steps."""
+    """Two workers; one is killed at 110 s, which costs 17 steps."""
     return [
         started(),
         line("rendezvous.completed", 0, 100.01, group_world_size=1, world_size=2),
@@ -99,12 +99,12 @@ def recovered() -> list[Line]:
     ]
 
 
-def told(lines: list[Line], width: int = 100) -> str:
+def rendered(lines: list[Line], width: int = 100) -> str:
     return story(lines).render(width)
 
 
 def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> None:
-    assert told(recovered()) == (
+    assert rendered(recovered()) == (
         "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
         "SUCCEEDED after 31.2 s with 1 restart\n"
         "  failure 1 (attempt 0): rank 1 on host foo (pid 4242) was killed by SIGKILL\n"
@@ -141,7 +141,7 @@ def test_the_order_of_the_lines_does_not_change_the_figures() -> None:
 
 def test_a_job_without_a_failure_is_one_line() -> None:
     lines = [started(), attempt(0, 100.1), finished(0, 131.2, restarts=0)]
-    assert told(lines) == (
+    assert rendered(lines) == (
         "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) SUCCEEDED after 31.2 s"
     )
 
@@ -154,7 +154,7 @@ def test_an_exception_is_shown_as_one_line_and_the_file_with_the_rest() -> None:
         "ValueError: loss is nan:\n"
         "step 17: nan\n"
     )
-    text = told([started(), raised(0, 101.0, traceback, error_file="/logs/0/1/error.json")])
+    text = rendered([started(), raised(0, 101.0, traceback, error_file="/logs/0/1/error.json")])
     assert "(pid 4242) exited with code 1: ValueError: loss is nan:\n" in text
     assert "    error file       /logs/0/1/error.json\n" in text
 
@@ -189,7 +189,7 @@ def test_the_first_failure_is_the_cause_and_later_ones_get_a_line_each() -> None
     crash = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Connection reset\n"
     lines = [raised(0, 101.003, crash, rank=0, pid=41, root_cause=False), failed(0, 101.0)]
     lines += [failed(0, 101.0 + n, rank=n, pid=n, root_cause=False) for n in range(2, 7)]
-    text = told([started(), *lines])
+    text = rendered([started(), *lines])
     assert "failure 1 (attempt 0): rank 1 on host foo" in text
     assert (
         "    then also        rank 0 on host foo (pid 41) exited with code 1: "
@@ -206,7 +206,7 @@ def test_without_a_mark_the_earliest_failure_is_the_cause() -> None:
 
 def test_an_attempt_that_failed_without_a_failed_worker_has_a_reason() -> None:
     lines = [started(), attempt(0, 100.1), ended(0, 105.0, "FAILED", reason="the guardian is gone")]
-    assert "  failure 1 (attempt 0): on host foo: the guardian is gone\n" in told(lines)
+    assert "  failure 1 (attempt 0): on host foo: the guardian is gone\n" in rendered(lines)
 
 
 def test_used_up_restarts_are_shown() -> None:
@@ -215,7 +215,7 @@ def test_used_up_restarts_are_shown() -> None:
         *(attempt(0, 100.1), failed(0, 101.0), attempt(1, 101.1), failed(1, 102.0)),
         finished(1, 103.0, "FAILED", exit_code=1, restarts=1, reason="was killed by SIGKILL"),
     ]
-    text = told(lines, width=120)
+    text = rendered(lines, width=120)
     assert text.startswith(
         "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
         "FAILED (exit code 1) after 3.00 s with 1 restart\n"
@@ -231,32 +231,34 @@ def test_a_failure_in_a_closed_rendezvous_names_the_node_that_closed_it() -> Non
         line("rendezvous.closed", 0, 101.1, node="a/7/1", why="it closed the rendezvous"),
         finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=3),
     ]
-    text = told(lines, width=120)
+    text = rendered(lines, width=120)
     assert (
         "not restarted    the rendezvous is closed (node a/7/1: it closed the rendezvous)" in text
     )
     lines[-1] = finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=0)
-    assert "not restarted    no restarts left (--max-restarts=3)" in told(lines)
+    assert "not restarted    no restarts left (--max-restarts=3)" in rendered(lines)
 
 
-def test_a_job_that_was_allowed_no_restart_says_so() -> None:
+def test_a_job_without_restarts_shows_this_reason() -> None:
     lines = [started(max_restarts=0), failed(0, 101.0), finished(0, 102.0, "FAILED")]
-    assert "not restarted    no restarts allowed (--max-restarts=0)" in told(lines)
+    assert "not restarted    no restarts allowed (--max-restarts=0)" in rendered(lines)
 
 
 def test_a_job_that_a_signal_stopped_names_the_signal() -> None:
     lines = [started(), finished(0, 103.2, "SIGNALED", signal="SIGTERM", exit_code=143)]
-    assert told(lines) == "regrow: job 7f3a (train_digits.py) was stopped by SIGTERM after 3.20 s"
+    assert (
+        rendered(lines) == "regrow: job 7f3a (train_digits.py) was stopped by SIGTERM after 3.20 s"
+    )
 
 
 def test_a_job_that_ended_by_an_error_of_the_launcher_gives_its_text() -> None:
     reason = "RendezvousTimeoutError: 1 of 2 nodes came"
     lines = [started(), finished(0, 103.2, "ERROR", reason=reason)]
-    assert told(lines, width=200).endswith(f"ended with an ERROR after 3.20 s: {reason}")
+    assert rendered(lines, width=200).endswith(f"ended with an ERROR after 3.20 s: {reason}")
 
 
 def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
-    text = told(recovered()[:7], width=300)
+    text = rendered(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
         "is UNFINISHED, 10.0 s after its start: "
         "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
@@ -269,19 +271,21 @@ def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:
     lines[6] = line("job.restarting", 0, 110.011, delay_s=2.0)
     lines[7] = attempt(1, 112.02)
     assert story(lines).failures[0].backoff_s == 2.0
-    assert "2.02 s     (all 2 workers started again; including a pause of 2.00 s)" in told(lines)
+    assert "2.02 s     (all 2 workers started again; including a pause of 2.00 s)" in rendered(
+        lines
+    )
 
 
 def test_a_failure_without_an_error_file_shows_none() -> None:
     lines = [started(), failed(0, 101.0, error_file="<N/A>")]
     assert story(lines).failures[0].error_file is None
-    assert "error file" not in told(lines)
+    assert "error file" not in rendered(lines)
 
 
 def test_a_script_without_steps_gets_advice() -> None:
     lines = [entry for entry in recovered() if "step" not in entry["name"]]
     lines = [{**entry, "last_steps": {}} for entry in lines]
-    text = told(lines)
+    text = rendered(lines)
     assert "    work lost        unknown: the script does not call regrow.step" in text
     assert "first step after" not in text
 
@@ -294,7 +298,7 @@ def test_an_attempt_that_failed_before_its_first_step_lost_no_work() -> None:
     assert (first.work_lost, second.work_lost) == (17, 0)
     assert first.first_step_after_s == pytest.approx(4.0)
     assert second.first_step_after_s == pytest.approx(3.0)
-    text = told(lines)
+    text = rendered(lines)
     assert "first step after 4.00 s     (rank 0, step 121, attempt 2)" in text
     assert "work lost        0 steps    (the attempt made no step)" in text
 
@@ -304,7 +308,7 @@ def test_a_script_without_a_checkpoint_started_over(first: int, lost: int) -> No
     lines = recovered()
     lines[8] = stepped(1, 112.31, first)
     lines[9] = ended(1, 131.0, "SUCCEEDED", first, 400)
-    assert f"{lost} steps  (step 137 reached, started over; about" in told(lines)
+    assert f"{lost} steps  (step 137 reached, started over; about" in rendered(lines)
 
 
 def test_a_script_that_reports_only_some_steps_never_loses_negative_work() -> None:
@@ -322,7 +326,7 @@ def test_durations_are_never_taken_between_the_clocks_of_two_hosts() -> None:
     (failure,) = story(lines).failures
     assert (failure.restarted_attempt, failure.restarted_after_s) == (1, None)
     assert (failure.first_step_after_s, failure.work_lost) == (None, 17)
-    assert "restarted after  unknown" in told(lines)
+    assert "restarted after  unknown" in rendered(lines)
 
 
 def test_a_planned_restart_is_shown_with_its_reason() -> None:
@@ -334,7 +338,7 @@ def test_a_planned_restart_is_shown_with_its_reason() -> None:
         attempt(1, 106.0, world_size=4),
         finished(1, 110.0, restarts=1),
     ]
-    assert told(lines) == (
+    assert rendered(lines) == (
         "regrow: job 7f3a (train_digits.py, 2 to 4 workers on 1 node) "
         "SUCCEEDED after 10.0 s with 1 restart\n"
         "  attempt 0 was stopped without a failure: 1 node waits to join\n"
@@ -354,7 +358,7 @@ def test_the_cost_of_a_planned_restart_is_shown_as_for_a_failure() -> None:
         stepped(1, 108.0, 31),
         finished(1, 110.0, restarts=1),
     ]
-    assert told(lines).splitlines()[2:] == [
+    assert rendered(lines).splitlines()[2:] == [
         "    restarted after  900.0 ms   (all 4 workers started again)",
         "    first step after 2.90 s     (rank 0, step 31)",
         "    work lost        10 steps   (step 40 reached, resumed from step 30; "
@@ -369,14 +373,14 @@ def test_suspended_workers_are_shown_with_the_duration() -> None:
         line("worker.resumed", 0, 104.0, **suspended),
         line("worker.suspended", 0, 105.0, **suspended),
     ]
-    text = told([started(), *lines])
+    text = rendered([started(), *lines])
     assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP for 3.00 s (attempt 0)" in text
     assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP and not resumed" in text
 
 
 def test_events_that_could_not_be_written_are_counted() -> None:
     lines = [*recovered(), {"name": "regrow.log.gap", "lost": 3}]
-    assert told(lines).endswith("  3 events could not be written to the log")
+    assert rendered(lines).endswith("  3 events could not be written to the log")
 
 
 def test_the_events_of_another_job_in_the_same_file_are_left_out() -> None:
@@ -403,7 +407,7 @@ def test_a_job_is_called_by_the_name_of_what_it_runs(command: object, script: st
 
 def test_texts_of_the_job_cannot_play_with_the_terminal() -> None:
     evil = "Traceback (most recent call last):\n x\nE: \x1b[2J\u2028\u00e9\x07" + "x" * 10_000
-    text = told([started(), raised(0, 101.0, evil, host="h\x1b[0m")])
+    text = rendered([started(), raised(0, 101.0, evil, host="h\x1b[0m")])
     assert text.isascii()
     assert all(part.isprintable() for part in text.splitlines())
     assert len(text) < 2000
@@ -413,7 +417,7 @@ def test_a_crash_loop_is_shown_by_its_beginning_and_its_end() -> None:
     lines = [started()]
     for number in range(500):
         lines += [attempt(number, 101.0 + number), failed(number, 101.5 + number)]
-    text = told(lines)
+    text = rendered(lines)
     assert "failure 1 (attempt 0)" in text
     assert "failure 500 (attempt 499)" in text
     assert "  ... 480 more failures ...\n" in text
@@ -422,7 +426,7 @@ def test_a_crash_loop_is_shown_by_its_beginning_and_its_end() -> None:
 
 @pytest.mark.parametrize("width", [48, 60, 80, 100])
 def test_no_line_is_wider_than_asked_for(width: int) -> None:
-    assert max(map(len, told(recovered(), width).splitlines())) <= width
+    assert max(map(len, rendered(recovered(), width).splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -496,7 +500,7 @@ def test_the_figures_of_a_job_do_not_depend_on_the_order_of_its_events(lines: li
 
 @pytest.mark.parametrize("length", range(len(_ALL)))
 def test_a_log_may_end_after_any_line(length: int) -> None:
-    assert told(_ALL[:length]).startswith("regrow: job ")
+    assert rendered(_ALL[:length]).startswith("regrow: job ")
 
 
 def test_print_story_prints_text_or_json_and_remarks_to_stderr(
@@ -512,7 +516,7 @@ def test_print_story_prints_text_or_json_and_remarks_to_stderr(
 
     out = io.StringIO()
     assert print_story(tmp_path, as_json=False, out=out) == 0
-    assert out.getvalue() == told(recovered()) + "\n"
+    assert out.getvalue() == rendered(recovered()) + "\n"
     assert "line 12 left out: incomplete" in capsys.readouterr().err
 
     out = io.StringIO()
@@ -529,6 +533,6 @@ def test_print_story_without_a_log_is_a_line_and_exit_code_2(
     out = io.StringIO()
     assert print_story(tmp_path, as_json=False, out=out) == 2
     assert out.getvalue() == ""
-    said = capsys.readouterr().err.splitlines()
-    assert str(tmp_path) in said[-1]
-    assert ("no event" in said[-1]) or ("no events.jsonl" in said[-1])
+    err = capsys.readouterr().err.splitlines()
+    assert str(tmp_path) in err[-1]
+    assert ("no event" in err[-1]) or ("no events.jsonl" in err[-1])

@@ -1,4 +1,4 @@
-"""What the story says where the guardian, which watches the workers, was killed or stopped."""
+"""The story of a job with a guardian that was killed or stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def failed(rank: int, at: float, **fields: Any) -> Line:
     return line("worker.failed", 0, at + 0.01, **known, **times, message="Signal 9", **fields)
 
 
-def told(*failures: Line) -> list[str]:
+def rendered(*failures: Line) -> list[str]:
     lines = [
         line("job.started", 0, 100.0, command=["python", "train.py"], max_restarts=1),
         line("attempt.started", 0, 100.1, world_size=2),
@@ -36,7 +36,7 @@ def told(*failures: Line) -> list[str]:
 
 def test_a_killed_guardian_is_the_cause_and_not_the_death_of_rank_0() -> None:
     both = (failed(rank, 110.0, killed_with=KILLED, root_cause=rank == 0) for rank in (0, 1))
-    assert told(*both) == [
+    assert rendered(*both) == [
         f"  failure 1 (attempt 0): on host here: {KILLED}, and the workers of this host with it",
         "    detected after   3.0 ms",
         "    restarted after  500.0 ms   (all 2 workers started again)",
@@ -47,12 +47,12 @@ def test_a_killed_guardian_is_the_cause_and_not_the_death_of_rank_0() -> None:
 def test_a_failed_worker_of_another_host_gets_a_line() -> None:
     first = failed(0, 110.0, killed_with=KILLED, root_cause=True)
     other = failed(1, 110.2, host="there", killed_with="the guardian (pid 9) was killed by SIGKILL")
-    text = "\n".join(told(first, other))
+    text = "\n".join(rendered(first, other))
     assert "then also        rank 1 on host there (pid 11) the guardian (pid 9) was killed" in text
 
 
 def test_a_death_during_a_suspension_of_the_guardian_has_an_unknown_delay() -> None:
-    assert told(failed(0, 110.0, noticed_late=True, root_cause=True)) == [
+    assert rendered(failed(0, 110.0, noticed_late=True, root_cause=True)) == [
         "  failure 1 (attempt 0): rank 0 on host here (pid 10) was killed by SIGKILL",
         "    detected after   an unknown delay: the guardian, which watches the workers, was "
         "suspended",

@@ -1,4 +1,4 @@
-"""The story of missed heartbeats: who is named first, what the others say, and who stood still."""
+"""The story of missed heartbeats: the rank named first, the reports of the others, stalls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def line(name: str, monotonic: float, **fields: Any) -> Line:
     return {"name": f"regrow.{name}", **common, **fields}
 
 
-def told(*events: Line) -> list[str]:
+def rendered(*events: Line) -> list[str]:
     job = [
         line("job.started", 100.0, command=["python3", "train.py"], max_restarts=0),
         line("attempt.started", 101.0, world_size=3),
@@ -61,7 +61,7 @@ def expired(message: str, scope: str, **fields: Any) -> Line:
 
 def test_a_missed_heartbeat_is_shown_as_such() -> None:
     message = "no heartbeat for 8.1 s: stopped by a signal"
-    about = told(
+    about = rendered(
         expired(message, "regrow.heartbeat", heartbeat=True),
         failed(2, 110.0, "SIGKILL", message, root=True),
     )
@@ -76,7 +76,7 @@ def test_a_timer_of_that_name_is_a_timer() -> None:
     message = (
         "timer regrow.heartbeat of 8.1 s was exceeded by 2.0 ms; location: stopped by a signal"
     )
-    about = told(
+    about = rendered(
         expired(message, "regrow.heartbeat"), failed(2, 110.0, "SIGKILL", message, root=True)
     )
     assert "hung: timer regrow.heartbeat of 8.1 s was exceeded by 2.0 ms" in about[1]
@@ -84,7 +84,9 @@ def test_a_timer_of_that_name_is_a_timer() -> None:
 
 def test_the_missing_rank_is_named_before_the_rank_that_detected_it() -> None:
     missing = f"rank 0 ended because of this rank: {SAID}"
-    about = told(failed(0, 110.0, "SIGABRT", SAID), failed(2, 110.0, "SIGTERM", missing, root=True))
+    about = rendered(
+        failed(0, 110.0, "SIGABRT", SAID), failed(2, 110.0, "SIGTERM", missing, root=True)
+    )
     assert about[1].startswith("failure 1 (attempt 0): rank 2 on host foo (pid 42) was killed by")
     assert (
         about[-1]
@@ -98,7 +100,9 @@ def stalled(**fields: Any) -> Line:
 
 def test_a_stall_is_shown_with_the_place_of_the_worker() -> None:
     what = "rank 1 beats, but stands still at step 5 for 6 beats; the others are at up to step 9"
-    about = told(stalled(rank=1, pid=41, message=what, stood="in load (data.py:7)", stacks="s.txt"))
+    about = rendered(
+        stalled(rank=1, pid=41, message=what, stood="in load (data.py:7)", stacks="s.txt")
+    )
     assert about[1:] == [
         f"rank 1 on host foo (pid 41) stalled: {what} (attempt 0)",
         "location in load (data.py:7)",
@@ -107,6 +111,6 @@ def test_a_stall_is_shown_with_the_place_of_the_worker() -> None:
 
 
 def test_many_stalls_are_cut_and_a_stall_without_fields_is_shown() -> None:
-    about = told(*[stalled() for _ in range(10)])
+    about = rendered(*[stalled() for _ in range(10)])
     assert about[1] == "a worker on host foo stalled: it made no progress (attempt 0)"
     assert about[-1] == "... 2 more stalls"

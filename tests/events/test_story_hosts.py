@@ -1,4 +1,4 @@
-"""What one node's story says of the others: whose fault it was, whoever noticed it first."""
+"""Failures of other nodes in one node's story: the cause is named, not the first observer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def failed(at: float, **fields: Any) -> Line:
 
 def failed_elsewhere(at: float) -> Line:
     fields = {"host": "there", "rank": 5, "pid": 99, "exit_code": -9, "signal": "SIGKILL"}
-    told = {"told_monotonic": at, "told_host": "here", "root_cause": True}
-    return line("worker.failed", 0, at, **fields, **told)
+    notified = {"told_monotonic": at, "told_host": "here", "root_cause": True}
+    return line("worker.failed", 0, at, **fields, **notified)
 
 
 def round_over(at: float, why: str, *, by_failure: bool) -> Line:
@@ -34,23 +34,23 @@ def judged(at: float, why: str, *, charged: bool) -> Line:
     return line("round.judged", 0, at, node="there/1/a", why=why, charged=charged)
 
 
-def tell(*events: Line) -> str:
+def rendered(*events: Line) -> str:
     started = [
         line("job.started", 0, 100.0, command=["python", "train.py"], max_restarts=0),
         line("rendezvous.completed", 0, 100.0, group_world_size=2),
         line("attempt.started", 0, 100.1, world_size=4),
     ]
-    went_on = [
+    continued = [
         line("job.restarting", 0, 110.01, delay_s=0, reason="round 1 is over"),
         line("attempt.started", 1, 110.5, world_size=2),
         line("job.finished", 1, 120.0, state="SUCCEEDED", restarts=1),
     ]
-    return story([*started, *events, *went_on]).render(200).partition("\n")[2]
+    return story([*started, *events, *continued]).render(200).partition("\n")[2]
 
 
 def test_a_failure_on_another_host_is_timed_from_the_notification() -> None:
     why = "its workers failed"
-    assert tell(round_over(110.0, why, by_failure=True), failed_elsewhere(110.0)) == (
+    assert rendered(round_over(110.0, why, by_failure=True), failed_elsewhere(110.0)) == (
         "  failure 1 (attempt 0): rank 5 on host there (pid 99) was killed by SIGKILL\n"
         "    restarted after  500.0 ms   "
         "(since this host was notified; all 2 workers started again)\n"
@@ -59,7 +59,7 @@ def test_a_failure_on_another_host_is_timed_from_the_notification() -> None:
 
 
 def test_a_local_failure_after_a_remote_one_is_a_consequence() -> None:
-    text = tell(
+    text = rendered(
         failed(109.9), round_over(110.0, "its workers failed", by_failure=True),
         judged(110.0, "its workers failed", charged=True), failed_elsewhere(110.0),
     )  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_local_failure_after_a_remote_one_is_a_consequence() -> None:
 
 def test_a_lost_host_is_the_cause_of_the_failures_that_it_left_behind() -> None:
     why = "its connection broke"
-    text = tell(failed(109.9), judged(110.0, why, charged=False))
+    text = rendered(failed(109.9), judged(110.0, why, charged=False))
     assert text.startswith("  failure 1 (attempt 0): node there/1/a: its connection broke\n")
     assert (
         "restarted after  500.0 ms   (since this host was notified; all 2 workers started again)"
@@ -79,7 +79,7 @@ def test_a_lost_host_is_the_cause_of_the_failures_that_it_left_behind() -> None:
 
 
 def test_a_verdict_corrects_the_first_report() -> None:
-    text = tell(
+    text = rendered(
         round_over(110.0, "its workers failed", by_failure=True),
         failed_elsewhere(110.0),
         judged(110.1, "no heartbeat arrived for 4 s", charged=False),
@@ -89,7 +89,7 @@ def test_a_verdict_corrects_the_first_report() -> None:
 
 
 def test_a_round_that_a_node_ends_without_being_lost_is_a_move_with_its_reason() -> None:
-    assert tell(round_over(110.0, "1 node waits to join", by_failure=False)) == (
+    assert rendered(round_over(110.0, "1 node waits to join", by_failure=False)) == (
         "  attempt 0 was stopped without a failure: round 1 is over\n"
         "    restarted after  490.0 ms   (all 2 workers started again)\n"
         "    work lost        unknown: the script does not call regrow.step"
@@ -105,8 +105,8 @@ COST = [
 def test_the_cost_of_a_lost_host_does_not_depend_on_local_failures() -> None:
     over = round_over(110.0, "no heartbeat arrived for 4 s", by_failure=False) | {"lost": True}
     heading = "  failure 1 (attempt 0): node there/1/a: no heartbeat arrived for 4 s"
-    assert tell(over).splitlines() == [heading, *COST]
-    assert tell(failed(109.9), over).splitlines() == [
+    assert rendered(over).splitlines() == [heading, *COST]
+    assert rendered(failed(109.9), over).splitlines() == [
         heading,
         *COST,
         "    then also        rank 0 on host here (pid 7) exited with code 1",
@@ -120,7 +120,7 @@ def departed(at: float, *nodes: tuple[str, int, str]) -> Line:
 
 def test_all_hosts_that_were_lost_at_once_are_named() -> None:
     silent = "no heartbeat arrived for 4 s"
-    text = tell(
+    text = rendered(
         round_over(110.0, silent, by_failure=False) | {"lost": True},
         departed(
             110.4, ("there/1/a", 1, silent), ("far/1/b", 2, silent), ("off/1/c", 3, "it left")
@@ -135,7 +135,7 @@ def test_all_hosts_that_were_lost_at_once_are_named() -> None:
 
 
 def test_a_host_that_is_lost_while_another_one_lets_nodes_in_is_the_one_to_name() -> None:
-    text = tell(
+    text = rendered(
         round_over(110.0, "1 node waits to join", by_failure=False),
         departed(110.4, ("far/1/b", 2, "its connection broke")),
     )
@@ -143,7 +143,7 @@ def test_a_host_that_is_lost_while_another_one_lets_nodes_in_is_the_one_to_name(
 
 
 def test_a_host_that_is_lost_after_a_worker_failed_is_named_beside_the_worker() -> None:
-    text = tell(
+    text = rendered(
         failed(109.9, root_cause=True),
         departed(110.4, ("far/1/b", 2, "its connection broke")),
     )
@@ -151,7 +151,9 @@ def test_a_host_that_is_lost_after_a_worker_failed_is_named_beside_the_worker() 
     assert "also lost        node rank 2 (far): its connection broke" in text
 
 
-def test_what_a_log_says_of_lost_nodes_may_be_of_any_type() -> None:
+def test_lost_nodes_in_a_log_may_be_of_any_type() -> None:
     unusable: tuple[object, ...] = ("x", [1], [{"node": 3}], [{}], None)
     for nodes in unusable:
-        assert "also lost" not in tell(failed(109.9), line("round.departed", 0, 110.0, nodes=nodes))
+        assert "also lost" not in rendered(
+            failed(109.9), line("round.departed", 0, 110.0, nodes=nodes)
+        )

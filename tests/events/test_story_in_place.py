@@ -1,4 +1,4 @@
-"""The story of restarts in place: whose fault, without whom, and how long each part took."""
+"""The story of in-process restarts: faulty rank, lost ranks, duration of each phase."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from regrow.events import story
 Line = dict[str, Any]
 
 
-def told(*events: Line) -> list[str]:
+def rendered(*events: Line) -> list[str]:
     common = {"run_id": "7f3a", "host": "foo", "attempt": 0}
     lines = [
         {"name": "regrow.job.started", "monotonic": 100.0, "command": ["python3", "train.py"]},
         *events,
         {"name": "regrow.job.finished", "monotonic": 120.0, "state": "SUCCEEDED"},
     ]
-    told = story(common | line for line in lines).render(1000)
-    return [" ".join(each.split()) for each in told.splitlines()]
+    text = story(common | line for line in lines).render(1000)
+    return [" ".join(each.split()) for each in text.splitlines()]
 
 
 def restarted(iteration: int, **fields: Any) -> Line:
@@ -39,20 +39,20 @@ def restarted(iteration: int, **fields: Any) -> Line:
 
 
 def test_the_faulty_rank_and_the_end_of_each_phase_are_shown() -> None:
-    lines = told(restarted(1))
+    lines = rendered(restarted(1))
     assert "in-process restart (iteration 1): rank 2: EXCEPTION: ValueError('x')" in lines
     assert "called after 5.0 ms (detected 0.5 ms, notified 1.0 ms, met 4.0 ms)" in lines
     assert not any(line.startswith("without") for line in lines)
 
 
 def test_the_lost_ranks_and_the_number_of_the_others_are_shown() -> None:
-    assert "without rank 2; 3 continue" in told(restarted(1, lost=[2], lost_count=1))
+    assert "without rank 2; 3 continue" in rendered(restarted(1, lost=[2], lost_count=1))
     many = restarted(1, lost=[4, 5], lost_count=9)
-    assert "without ranks 4, 5 and 7 more; 3 continue" in told(many)
+    assert "without ranks 4, 5 and 7 more; 3 continue" in rendered(many)
 
 
 def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:
-    lines = told(*(restarted(n) for n in range(1, 100)))
+    lines = rendered(*(restarted(n) for n in range(1, 100)))
     assert "... 79 more in-process restarts ..." in lines
     assert sum(line.startswith("in-process restart") for line in lines) == 20
 
@@ -61,4 +61,4 @@ def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:
     "fields", [{"lost": None}, {"seconds": 3}, {"rank": "one"}, {"kind": None, "message": None}]
 )
 def test_a_malformed_event_is_shown_as_far_as_possible(fields: Line) -> None:
-    assert any(line.startswith("in-process restart") for line in told(restarted(1, **fields)))
+    assert any(line.startswith("in-process restart") for line in rendered(restarted(1, **fields)))

@@ -1,4 +1,4 @@
-"""The story of timers that ran out: which rank, which timer, how long over, where it stood."""
+"""The story of expired timers: rank, timer, delay, and the place of the hang."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def job(*events: Line, state: str = "SUCCEEDED") -> list[Line]:
     ]
 
 
-def told(*events: Line, width: int = 200) -> list[str]:
+def rendered(*events: Line, width: int = 200) -> list[str]:
     return story(job(*events)).render(width).splitlines()
 
 
 def test_a_hang_is_shown_with_its_timer_its_place_and_the_other_workers() -> None:
-    assert told(expired(), failed())[1:] == [
+    assert rendered(expired(), failed())[1:] == [
         "  failure 1 (attempt 0): rank 1 on host foo (pid 42) hung: timer step of 2 s was exceeded "
         "by 12.3 ms, so it was killed by SIGKILL",
         "    location         in load (data.py:7), called by step (train.py:42)",
@@ -97,7 +97,7 @@ def test_the_timer_of_a_failure_is_not_repeated() -> None:
 def test_ranks_that_were_reaped_together_are_one_failure() -> None:
     other: dict[str, Any] = {"rank": 2, "pid": 43, "message": MESSAGE.replace("load", "recv")}
     second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
-    lines = told(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
+    lines = rendered(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
     assert sum("hung" in each for each in lines) == 1
     assert lines[-1].startswith(
         "    then also        rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s"
@@ -108,14 +108,14 @@ def test_ranks_that_were_reaped_together_are_one_failure() -> None:
 def test_ranks_with_timers_that_expired_during_the_stop_share_a_line() -> None:
     late = [expired(110.02, rank=rank, pid=50 + rank, worker_pid=50 + rank) for rank in (2, 0)]
     events = [expired(), *late, failed()]
-    assert told(*events)[-1] == "    also hung        ranks 0, 2"
+    assert rendered(*events)[-1] == "    also hung        ranks 0, 2"
     made = story(job(*events))
     assert [each.rank for each in made.failures[0].hung_too] == [2, 0]
     assert made.expiries == ()
 
 
 def test_a_timer_that_is_only_reported_is_no_failure() -> None:
-    lines = told(expired(signal=None, compared=[]))
+    lines = rendered(expired(signal=None, compared=[]))
     assert lines[-3:] == [
         "  rank 1 on host foo (pid 42): timer step of 2 s was exceeded by 12.3 ms, which is only "
         "reported (attempt 0)",
@@ -125,7 +125,7 @@ def test_a_timer_that_is_only_reported_is_no_failure() -> None:
 
 
 def test_a_process_that_a_worker_started_is_shown_as_such() -> None:
-    lines = told(expired(pid=50, compared=[]))
+    lines = rendered(expired(pid=50, compared=[]))
     assert any(
         each.startswith("  a process that rank 1 on host foo had started (pid 50): timer step")
         and "so it was sent SIGKILL" in each
@@ -143,12 +143,12 @@ def test_a_hang_on_another_node_is_shown_by_its_message() -> None:
     away = failed(host="bar", told_monotonic=110.03, told_host="foo", failed_monotonic=None)
     assert any(
         each.endswith(f"rank 1 on host bar (pid 42) was killed by SIGKILL: {MESSAGE}")
-        for each in told(away)
+        for each in rendered(away)
     )
 
 
 def test_a_crowd_of_timers_is_cut_and_counted() -> None:
-    lines = told(*(expired(signal=None, pid=n, message=None) for n in range(20)))
+    lines = rendered(*(expired(signal=None, pid=n, message=None) for n in range(20)))
     assert sum("which is only reported" in each for each in lines) == 8
     assert "  ... 12 more expired timers" in lines
 
@@ -166,12 +166,12 @@ def test_no_field_of_a_timer_makes_the_story_fail(field: str, value: object) -> 
 
 
 @pytest.mark.parametrize("away", [False, True])
-def test_a_comparison_of_several_hosts_stands_for_that_of_one(away: bool) -> None:
+def test_a_comparison_of_several_hosts_replaces_that_of_one(away: bool) -> None:
     events = [line("timer.compared", 0, 110.02, ranks=range(3), compared=["rank 7 alone is away"])]
     events += [line("timer.compared", 0, 110.03, ranks=[1], compared=["less"])]
     events += [line("timer.compared", 1, 110.04, ranks=range(9), compared=["of another attempt"])]
     told_of = {"host": "bar", "told_monotonic": 110.03, "failed_monotonic": None} if away else {}
-    lines = told(*events, failed(**told_of), *([] if away else [expired()]))
+    lines = rendered(*events, failed(**told_of), *([] if away else [expired()]))
     rows = [each for each in lines if "compared" in each or "alone" in each]
     assert rows == ["    compared         rank 7 alone is away"]
 

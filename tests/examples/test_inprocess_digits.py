@@ -1,4 +1,4 @@
-"""The example of a training that restarts in its processes, run as a user runs it."""
+"""The example of a training with in-process restart, run as a user runs it."""
 
 from __future__ import annotations
 

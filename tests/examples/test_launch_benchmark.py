@@ -1,4 +1,4 @@
-"""The benchmark of the launcher measures what it says; the bounds are its own `--check`'s."""
+"""The benchmark of the launcher measures correctly; its own `--check` tests the bounds."""
 
 from __future__ import annotations
 

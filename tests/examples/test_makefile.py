@@ -1,4 +1,4 @@
-"""The Makefile and `.ci/run` on machines unlike this one: scripts play their Pythons."""
+"""The Makefile and `.ci/run` on other machines: scripts act as their Pythons."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from helpers.commands import ROOT, Ended, run
 
-# A python3 that fails where FAIL_ON appears in its arguments; asked for an environment it makes
-# one whose python does the same. Whatever is run is noted in `calls`. It has the version VERSION.
+# A python3 of the version VERSION that fails if FAIL_ON is in its arguments. It creates
+# environments with a python that does the same. All calls are recorded in `calls`.
 FAKE_PYTHON = """\
 #!/bin/sh
 echo "$*" >> {calls}
@@ -34,7 +34,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def play_python(project: Path, name: str, version: str) -> None:
-    """Make a script in `project` that plays a Python."""
+    """Make a script in `project` that acts as a Python."""
     write_script(project / name, FAKE_PYTHON.format(calls=project / "calls", version=version))
 
 
@@ -55,19 +55,19 @@ def make(
 
 
 @pytest.mark.parametrize(
-    ("fail_on", "said"),
+    ("fail_on", "message"),
     [
         ("version_info", "needs Python 3.11 or newer, 'python3' is 3.9.1"),
         ("ensurepip", "apt-get install python3-venv"),
     ],
 )
 @pytest.mark.parametrize("target", ["test", "demo"])
-def test_a_python_that_will_not_do_is_said_before_anything_is_made(
-    project: Path, target: str, fail_on: str, said: str
+def test_an_unsuitable_python_is_reported_before_anything_is_created(
+    project: Path, target: str, fail_on: str, message: str
 ) -> None:
     ended = make(project, target, fail_on)
     assert ended.code != 0
-    assert said in ended.output
+    assert message in ended.output
     assert not list(project.glob(".venv*"))
 
 
@@ -101,7 +101,7 @@ def test_an_interrupted_installation_is_taken_up_again(project: Path) -> None:
     assert "pip install" in (project / "calls").read_text()
 
 
-def test_a_suite_that_cannot_be_collected_is_run_to_say_so(project: Path) -> None:
+def test_a_suite_that_cannot_be_collected_is_run_to_report_the_error(project: Path) -> None:
     assert make(project, "test", fail_on="--collect-only").code == 0
     assert make(project, "test").code == 0
     calls = (project / "calls").read_text().splitlines()
@@ -128,7 +128,7 @@ def test_each_python_has_environments_of_its_own(project: Path) -> None:
 
 
 def test_a_python_that_does_not_run_is_named(project: Path) -> None:
-    # As the names that pyenv puts on the PATH for versions that are not selected.
+    # pyenv puts such names on the PATH for versions that are not selected.
     write_script(project / "python3.13", "#!/bin/sh\nexit 127\n")
     assert make(project, "test").code == 0  # its environment is not used instead
     ended = make(project, "test", python="python3.13")

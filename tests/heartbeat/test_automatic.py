@@ -93,7 +93,7 @@ def start_worker(*command: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def told(worker: subprocess.Popen[str]) -> list[str]:
+def printed(worker: subprocess.Popen[str]) -> list[str]:
     """Return the words that a worker has printed by its end."""
     with worker:
         try:
@@ -121,12 +121,12 @@ def shell(*command: str) -> tuple[str, ...]:
 
 HOLDS = python("""
 import atexit, os
-def tell():
+def report():
     print(automatic.is_held(automatic.claim(os.environ)))
-atexit.register(tell)  # runs after those of regrow
+atexit.register(report)  # runs after those of regrow
 import regrow
 from regrow.heartbeat import automatic
-tell()
+report()
 """)
 
 
@@ -138,7 +138,7 @@ tell()
 def test_only_the_own_process_of_a_worker_takes_the_rank_at_once(
     command: tuple[str, ...], holds: bool
 ) -> None:
-    assert told(start_worker(*command)) == [str(holds)] * 2
+    assert printed(start_worker(*command)) == [str(holds)] * 2
 
 
 BEATS = 'import threading; print("regrow-heartbeat" in [t.name for t in threading.enumerate()])'
@@ -156,7 +156,7 @@ with subprocess.Popen(helper, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as 
 
 
 def test_a_helper_that_imports_regrow_first_leaves_the_rank_to_its_worker() -> None:
-    assert told(start_worker(*python(STARTS_A_HELPER))) == ["True"]
+    assert printed(start_worker(*python(STARTS_A_HELPER))) == ["True"]
 
 
 BEGINS = """
@@ -181,7 +181,7 @@ def test_a_training_below_a_launcher_beats(
     launcher: Callable[..., tuple[str, ...]], delay: float, then: str
 ) -> None:
     training = BEGINS.format(delay=delay, then=then) + BEATS
-    assert told(start_worker(*launcher(*python(training)))) == ["True"]
+    assert printed(start_worker(*launcher(*python(training)))) == ["True"]
 
 
 TOOL_THEN_TRAINING = """
@@ -194,10 +194,10 @@ exit $?
 def test_a_tool_that_a_shell_script_runs_first_leaves_the_rank_to_the_training() -> None:
     training = BEGINS.format(delay=0.01, then="automatic.starting.join()") + BEATS
     worker = start_worker("sh", "-c", TOOL_THEN_TRAINING, sys.executable, HOLDS[-1], training)
-    assert told(worker) == ["False", "False", "True"]
+    assert printed(worker) == ["False", "False", "True"]
 
 
-# The thread that begins the heartbeat stands in an import while this process goes on.
+# The thread that begins the heartbeat is in an import while this process continues.
 IMPORTS = """
 import os, signal, sys, threading
 importing, forked = threading.Event(), threading.Event()
@@ -226,11 +226,11 @@ print(os.waitpid(pid, 0)[1])
 
 
 def test_the_child_of_a_fork_can_import_what_the_heartbeat_needs() -> None:
-    assert told(start_worker(*python(IMPORTS + FORKS))) == ["imported", "0"]
+    assert printed(start_worker(*python(IMPORTS + FORKS))) == ["imported", "0"]
 
 
 def test_a_program_ends_after_the_imports_of_the_heartbeat() -> None:
-    assert told(start_worker(*python(IMPORTS))) == ["imported"]
+    assert printed(start_worker(*python(IMPORTS))) == ["imported"]
 
 
 LISTS_IMPORTS = """
@@ -264,4 +264,4 @@ def test_the_starting_thread_imports_all_modules_of_the_heartbeat(
         more |= {"REGROW_STORE": server.endpoint, "REGROW_STORE_TOKEN": token, "WORLD_SIZE": "2"}
         more["REGROW_PROGRESS"] = "/no memory|/no pipe|0"
         workers = [start_worker(*python(LISTS_IMPORTS), RANK=rank, **more) for rank in "01"]
-        assert [told(worker) for worker in workers] == [["{}"], ["{}"]]
+        assert [printed(worker) for worker in workers] == [["{}"], ["{}"]]

@@ -197,7 +197,7 @@ def test_the_last_failure_is_never_after_the_bound_and_there_is_one_try_a_window
 
 
 @pytest.mark.parametrize(
-    ("outcome", "kind", "said"),
+    ("outcome", "kind", "text"),
     [
         (Broken("out of step", Ranks.of([2])), "out of step", "rank 2 shows another token"),
         (
@@ -227,10 +227,10 @@ def test_the_last_failure_is_never_after_the_bound_and_there_is_one_try_a_window
         ),
     ],
 )
-def test_a_broken_group_is_fatal_at_once(outcome: Broken, kind: str, said: str) -> None:
+def test_a_broken_group_is_fatal_at_once(outcome: Broken, kind: str, text: str) -> None:
     failure = failure_of(step(joined(), Result(outcome, T0 + 4.0)))
     assert (failure.kind, failure.ranks, failure.beat) == (kind, outcome.ranks.named, 1)
-    assert said in str(failure)
+    assert text in str(failure)
     assert (failure.rank, failure.world_size, failure.seconds) == (1, 4, 4.0)
 
 
@@ -295,10 +295,10 @@ def test_a_patient_worker_waits_without_limit_and_logs_the_missing_ranks() -> No
     for _ in range(50):
         now = state.asked + 30.0
         state, actions = result = step(state, Result(MISSING, now))
-        said = one(result, LogLine).text
-        assert said.startswith("heartbeat: rank 3 of 4 has not started heartbeats, ")
-        assert "A worker starts its heartbeat when it imports regrow" in said
-        assert "start_timeout" in said
+        text = one(result, LogLine).text
+        assert text.startswith("heartbeat: rank 3 of 4 has not started heartbeats, ")
+        assert "A worker starts its heartbeat when it imports regrow" in text
+        assert "start_timeout" in text
         assert actions[-1] == Sleep(now)
         state, actions = step(state, Woke(now))
         assert actions == (TryExchange(30.0, final=False),)
@@ -333,7 +333,7 @@ def test_a_worker_that_has_not_joined_ends_at_once() -> None:
     assert step(state, LeaveRequest(T0 + 1.0))[1] == ()
 
 
-# --- standing still
+# --- stalls
 
 STALLED = StalledSteps(6, Ranks.of([2]), 5, "load", 90)
 

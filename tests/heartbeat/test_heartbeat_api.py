@@ -164,34 +164,34 @@ def test_rank_and_size_are_those_of_the_launcher(monkeypatch: pytest.MonkeyPatch
 
 
 def test_on_failure_is_called_in_the_heartbeats_thread() -> None:
-    exchange, told = Scripted(), list[tuple[str, HeartbeatFailure]]()
+    exchange, failures = Scripted(), list[tuple[str, HeartbeatFailure]]()
 
     def on_failure(failure: HeartbeatFailure) -> None:
-        told.append((threading.current_thread().name, failure))
+        failures.append((threading.current_thread().name, failure))
 
     event = alone(
         0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
     )
     exchange.failing = 1
     assert event.wait(PATIENCE)
-    [(thread, failure)] = told
+    [(thread, failure)] = failures
     assert (thread, failure.kind) == ("regrow-heartbeat", "no exchange")
     assert "the script says so" in str(failure)
 
 
 def test_on_failure_may_start_a_new_heartbeat() -> None:
     exchange, events = Scripted(), list[threading.Event]()
-    told = threading.Event()
+    called = threading.Event()
 
     def on_failure(failure: HeartbeatFailure) -> None:
         events.append(alone(exchange=same))
-        told.set()
+        called.set()
 
     first = alone(
         0.01, timeout=4.0, failures=1, exchange=exchange, on_failure=on_failure, start_timeout=9.0
     )
     exchange.failing = 1
-    assert told.wait(PATIENCE)
+    assert called.wait(PATIENCE)
     assert events[0] is not first
     assert not events[0].is_set()
 
@@ -433,7 +433,7 @@ def test_the_third_failed_exchange_in_a_row_is_fatal_for_all_workers() -> None:
 def test_an_error_in_the_heartbeats_thread_is_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def listen(self: VectorMeeting, tell: object) -> None:
+    def listen(self: VectorMeeting, notify: object) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(VectorMeeting, "listen", listen)
@@ -490,18 +490,18 @@ class FirstMeeting:
 
     def __init__(self) -> None:
         self.asked, self.over = threading.Event(), threading.Event()
-        self.said: list[Beat] = []
+        self.received: list[Beat] = []
 
     def beat(self, beat: Beat, timeout: float) -> Outcome:
         if beat.leaving:
-            self.said.append(beat)
+            self.received.append(beat)
             return WorkersLeft(Ranks.of([beat.rank]))
         self.asked.set()
         assert self.over.wait(PATIENCE)
         return Agreed(7)
 
     def leave(self, beat: Beat) -> None:
-        self.said.append(beat)
+        self.received.append(beat)
         self.over.set()
 
     def listen(self, notify: Callable[[Outcome], None]) -> None: ...
@@ -520,4 +520,4 @@ def test_a_worker_that_leaves_during_its_first_beat_notifies_the_others() -> Non
     assert meeting.asked.wait(PATIENCE)
     beater.leave()
     assert not beater.alive
-    assert [beat.leaving for beat in meeting.said] == [True, True]
+    assert [beat.leaving for beat in meeting.received] == [True, True]

@@ -30,7 +30,7 @@ STALLED = StalledSteps(1000, Ranks.of([1]), 1, "", 9)
 
 
 class Others:
-    """A `Meeting` with two more workers, whose outcome the test sets."""
+    """A `Meeting` with two more workers; the test sets its outcome."""
 
     def __init__(self) -> None:
         self.outcome: Outcome = ExchangeFailed("rank 2 did not arrive", Ranks.of([2]))
@@ -45,7 +45,7 @@ class Others:
     def leave(self, beat: Beat) -> None: ...
 
     def listen(self, notify: Callable[[Outcome], None]) -> None:
-        self.tell = notify
+        self.notify = notify
 
     def table(self, timeout: float) -> list[Progress]:
         return self.rows
@@ -126,10 +126,10 @@ def test_a_script_sets_on_failure_of_an_automatic_heartbeat(
     before = timers()
     event = heartbeat.start(60, on_failure=on_failure)
     assert "`regrow run --heartbeat` has already started a heartbeat every 0.05 s" in caplog.text
-    assert timers() == before - 2  # the kernel does not end it any more
+    assert timers() == before - 2  # no kernel timer ends it any more
     assert heartbeat.start(60, on_failure=print) is event
     assert "this call of heartbeat.start is ignored" in caplog.text
-    others.tell(Broken("lost", Ranks.of([2])))
+    others.notify(Broken("lost", Ranks.of([2])))
     assert failed.wait(PATIENCE)
     assert [failure.kind for failure in failures] == ["lost"]
     assert event.wait(PATIENCE)
@@ -144,7 +144,7 @@ def test_without_on_failure_an_automatic_heartbeat_ends_the_process(
     heartbeat.start(60)
     heartbeat.start(60, on_failure=print)  # a second one, which changes nothing
     assert timers() == before
-    others.tell(Broken("lost", Ranks.of([2])))
+    others.notify(Broken("lost", Ranks.of([2])))
     assert deaths.begun.wait(PATIENCE)
 
 
@@ -152,7 +152,7 @@ def test_a_late_start_does_not_wait_for_a_worker_that_has_left(
     others: Others, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrive(others)
-    others.tell(WorkersLeft(Ranks.of([1])))
+    others.notify(WorkersLeft(Ranks.of([1])))
     beater = (api.running or pytest.fail("it has not begun")).beater
     assert beater.event.wait(PATIENCE)
     beats = others.beats
@@ -167,7 +167,7 @@ def test_a_script_may_start_a_new_heartbeat_after_the_first_one_ended(
 ) -> None:
     arrive(others)
     first = heartbeat.start(60)
-    others.tell(WorkersLeft(Ranks.of([1])))
+    others.notify(WorkersLeft(Ranks.of([1])))
     assert first.wait(PATIENCE)
     second = heartbeat.start(60)
     assert second is not first

@@ -56,7 +56,7 @@ def decoded(answers: list[Answer]) -> dict[str, Any]:
 
 
 def beat(rank: int, **fields: Any) -> BeatQuestion:
-    """The question of a worker of three after some beats; `fields` replaces some of them."""
+    """The question of one of three workers after some beats; `fields` replaces parts."""
     question: dict[str, Any] = {"group": "job", "size": 3, "seen": 0, "wait": 2.0}
     question |= {name: fields.pop(name) for name in question.keys() & fields.keys()}
     return BeatQuestion(beat=Beat(**{**fields_of(rank), **fields}), **question)
@@ -75,8 +75,8 @@ def desk() -> Desk:
     """Three workers that have beaten once, and follow the group under sessions of their own."""
     desk = Desk()
     for rank in range(3):
-        told = desk.beat(rank, joined=False, token=TOKEN if rank == 0 else 0)
-    assert told == {f"s{rank}": InStep(1, Agreed(TOKEN, None, 0.0)) for rank in range(3)}
+        answers = desk.beat(rank, joined=False, token=TOKEN if rank == 0 else 0)
+    assert answers == {f"s{rank}": InStep(1, Agreed(TOKEN, None, 0.0)) for rank in range(3)}
     for rank in range(3):
         assert desk.ask(f"s{rank}", follow(rank)) == {}
     return desk
@@ -88,9 +88,9 @@ def test_all_workers_get_the_answer_when_the_last_one_has_arrived(desk: Desk) ->
     assert set(desk.beat(1, seen=1)) == {"s0", "s1", "s2"}
     desk.beat(2, seen=2, step=4)
     desk.beat(0, seen=2, step=5)
-    told = desk.beat(1, seen=2)
+    answers = desk.beat(1, seen=2)
     stalled = StalledSteps(1, Ranks.of([2]), 4, "", 5)
-    assert told["s0"] == InStep(3, Agreed(TOKEN, stalled, 0.0))
+    assert answers["s0"] == InStep(3, Agreed(TOKEN, stalled, 0.0))
 
 
 def test_the_length_of_an_answer_does_not_depend_on_the_number_of_workers() -> None:
@@ -136,8 +136,8 @@ def test_the_first_worker_with_a_final_failure_ends_the_group(desk: Desk) -> Non
     desk.beat(0, seen=1, final=True)
     desk.beat(1, seen=1, wait=9.0)
     verdict = Broken("missing", Ranks.of([2]))
-    told = desk.due()
-    assert told == {"s0": verdict, "s1": verdict, "s2": verdict}
+    answers = desk.due()
+    assert answers == {"s0": verdict, "s1": verdict, "s2": verdict}
     assert desk.beat(2, seen=1) == {"s2": verdict}  # too late
 
 
@@ -158,8 +158,8 @@ def test_workers_that_take_turns_are_not_called_missing(desk: Desk) -> None:
 def test_all_workers_learn_at_once_of_an_ended_process(desk: Desk) -> None:
     desk.beat(0, seen=1)
     lost = Broken("lost", Ranks.of([2]), "its connection broke")
-    told = decoded(desk.service.ended("s2", "its connection broke", True, desk.now))
-    assert told == {"s0": lost, "s1": lost}
+    answers = decoded(desk.service.ended("s2", "its connection broke", True, desk.now))
+    assert answers == {"s0": lost, "s1": lost}
     assert desk.beat(1, seen=1) == {"s1": lost}  # a worker that did not follow
 
 
@@ -195,14 +195,14 @@ def test_a_lost_first_answer_makes_no_new_process(desk: Desk) -> None:
 
 def test_a_new_process_of_a_running_rank_ends_the_group(desk: Desk) -> None:
     verdict = Broken("restarted", Ranks.of([2]))
-    told = desk.beat(2, "new", incarnation=7, joined=False, token=0)
-    assert told == {"new": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
+    answers = desk.beat(2, "new", incarnation=7, joined=False, token=0)
+    assert answers == {"new": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
 
 
 def test_a_process_of_another_run_is_out_of_step_and_not_restarted(desk: Desk) -> None:
     verdict = Broken("out of step", Ranks.of([2]), f"the others show {TOKEN}")
-    told = desk.beat(2, "old", incarnation=7, token=TOKEN + 1)
-    assert told == {"old": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
+    answers = desk.beat(2, "old", incarnation=7, token=TOKEN + 1)
+    assert answers == {"old": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
 
 
 def test_the_newer_process_of_a_rank_counts_while_the_group_forms() -> None:
@@ -227,8 +227,8 @@ def test_a_process_that_ends_while_the_group_forms_can_be_replaced() -> None:
 @pytest.mark.parametrize("rank", [2, 5])
 def test_another_world_size_ends_the_group(desk: Desk, rank: int) -> None:
     verdict = Broken("wrong world size", Ranks.of([rank]), "8 instead of 3")
-    told = desk.beat(rank, "new", size=8, incarnation=7, joined=False)
-    assert told == {"new": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
+    answers = desk.beat(rank, "new", size=8, incarnation=7, joined=False)
+    assert answers == {"new": verdict, "s0": verdict, "s1": verdict, "s2": verdict}
 
 
 def test_all_workers_learn_that_one_leaves(desk: Desk) -> None:
@@ -261,9 +261,9 @@ def test_a_new_group_can_use_the_name_of_an_ended_group(desk: Desk) -> None:
     desk.beat(1, leaving=True)
     for rank in range(2):
         desk.beat(rank, "new", incarnation=rank + 1, joined=False, size=2)
-    told = desk.beat(0, "new", incarnation=1, size=2, wait=1.0)
+    answers = desk.beat(0, "new", incarnation=1, size=2, wait=1.0)
     assert desk.beat(2, seen=1) == {"s2": WorkersLeft(Ranks.of([1]))}  # one of the old group
-    assert desk.due() == {"new": Missing(Ranks.of([1]))} or told
+    assert desk.due() == {"new": Missing(Ranks.of([1]))} or answers
 
 
 def test_workers_continue_with_a_restarted_server() -> None:

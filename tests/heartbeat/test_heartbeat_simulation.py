@@ -96,7 +96,7 @@ def test_workers_meet_again_after_some_lost_an_answer() -> None:
             world.run(2 * BOUND)
             assert alarms(world) == []
             return
-    raise AssertionError("the other one was always told first")
+    raise AssertionError("the other one always received it first")
 
 
 @given(SIZES, SEEDS, st.integers(1, 8))

@@ -186,8 +186,8 @@ def test_a_job_of_jax_beats_through_failures_and_beside_a_stuck_collective() -> 
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=55)[0] for process in processes]
-    found = [json.loads(text.splitlines()[-1]) for text in said]  # gloo's own lines come before
+    outputs = [process.communicate(timeout=55)[0] for process in processes]
+    found = [json.loads(text.splitlines()[-1]) for text in outputs]  # gloo's own lines come before
     sums = [2**40, 2**40 + 1]
     for each in found:
         assert each["first"] == each["after"] == each["while the training is stuck"] == sums

@@ -132,7 +132,7 @@ def test_a_final_set_leaves_the_memory_unchanged() -> None:
 
 @dataclass
 class Job:
-    """A group whose workers report steps."""
+    """A group of workers that report steps."""
 
     memory: Memory = ()
 

@@ -59,7 +59,7 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         each.close()
 
 
-def crew(size: int) -> list[Beat]:
+def beats_of_ranks(size: int) -> list[Beat]:
     """A beat of each rank, all in step."""
     return [Beat(rank, TOKEN, rank + 1, True, step=rank) for rank in range(size)]
 
@@ -76,8 +76,8 @@ def adding(others: Sequence[Beat], size: int) -> Callable[[Sequence[int], float]
 
 @given(st.lists(beats, min_size=1, max_size=5))
 def test_the_sum_holds_the_beats_of_all_workers(crowd: list[Beat]) -> None:
-    said = [beat._replace(rank=rank) for rank, beat in enumerate(crowd)]
-    assert beats_of(total([vector_of(beat, len(said)) for beat in said])) == said
+    numbered = [beat._replace(rank=rank) for rank, beat in enumerate(crowd)]
+    assert beats_of(total([vector_of(beat, len(numbered)) for beat in numbered])) == numbered
 
 
 @given(beats)
@@ -88,14 +88,14 @@ def test_an_exchange_in_double_precision_loses_nothing(beat: Beat) -> None:
 
 
 def test_a_plain_function_is_an_exchange() -> None:
-    first, *others = crew(3)
+    first, *others = beats_of_ranks(3)
     outcome = VectorMeeting(adding(others, 3), 3).beat(first, LONG)
     assert isinstance(outcome, Agreed)
     assert outcome.token == TOKEN
 
 
 def test_a_new_process_shows_by_its_incarnation() -> None:
-    first, second = crew(2)
+    first, second = beats_of_ranks(2)
     others = [second]
     meeting = VectorMeeting(lambda vector, timeout: adding(others, 2)(vector, timeout), 2)
     assert isinstance(meeting.beat(first, LONG), Agreed)
@@ -104,13 +104,13 @@ def test_a_new_process_shows_by_its_incarnation() -> None:
 
 
 def test_the_others_learn_that_a_worker_leaves() -> None:
-    first, second = crew(2)
+    first, second = beats_of_ranks(2)
     meeting = VectorMeeting(adding([second._replace(leaving=True)], 2), 2)
     assert meeting.beat(first, LONG) == WorkersLeft(Ranks.of([1]))
 
 
 def test_all_workers_detect_two_processes_of_one_rank() -> None:
-    first, second, third = crew(3)
+    first, second, third = beats_of_ranks(3)
     others = [second, second._replace(incarnation=99), third]
     assert VectorMeeting(adding(others, 3), 3).beat(first, LONG) == Broken("twice", Ranks.of([1]))
     assert VectorMeeting(adding([first, second, third], 3), 3).beat(second, LONG) == Broken(
@@ -119,13 +119,13 @@ def test_all_workers_detect_two_processes_of_one_rank() -> None:
 
 
 def test_an_exchange_without_some_workers_fails() -> None:
-    first, second, _ = crew(3)
+    first, second, _ = beats_of_ranks(3)
     outcome = VectorMeeting(adding([second], 3), 3).beat(first, LONG)
     assert outcome == ExchangeFailed("some workers did not take part", Ranks.of([2]))
 
 
 def test_an_exchange_that_loses_digits_fails() -> None:
-    (only,) = crew(1)
+    (only,) = beats_of_ranks(1)
     lossy = VectorMeeting(lambda vector, timeout: [word % 2**32 for word in vector], 1)
     outcome = lossy.beat(only, LONG)
     assert isinstance(outcome, ExchangeFailed)
@@ -134,7 +134,7 @@ def test_an_exchange_that_loses_digits_fails() -> None:
 
 
 def test_an_exchange_that_returns_too_few_numbers_fails() -> None:
-    (only,) = crew(1)
+    (only,) = beats_of_ranks(1)
     outcome = VectorMeeting(lambda vector, timeout: vector[1:], 1).beat(only, LONG)
     assert outcome == ExchangeFailed(
         "the exchange got 8 numbers and returned 7: it must return all"
@@ -148,7 +148,7 @@ def test_the_error_of_an_exchange_names_its_missing_ranks() -> None:
     def breaks(vector: Sequence[int], timeout: float) -> Sequence[int]:
         raise ZeroDivisionError("by zero")
 
-    (only,) = crew(1)
+    (only,) = beats_of_ranks(1)
     failed = VectorMeeting(fails, 1).beat(only, LONG)
     assert failed == ExchangeFailed("MissingRanks: no answer", Ranks.of([1, 2]))
     assert VectorMeeting(breaks, 1).beat(only, LONG) == ExchangeFailed(
@@ -157,7 +157,7 @@ def test_the_error_of_an_exchange_names_its_missing_ranks() -> None:
 
 
 def test_a_failed_exchange_leaves_the_memory_unchanged() -> None:
-    first, second = crew(2)
+    first, second = beats_of_ranks(2)
     failing = [True, True, False]
 
     def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
@@ -171,7 +171,7 @@ def test_a_failed_exchange_leaves_the_memory_unchanged() -> None:
 
 
 def test_every_beat_fails_until_a_stuck_exchange_returns() -> None:
-    (only,) = crew(1)
+    (only,) = beats_of_ranks(1)
     back = threading.Event()
     calls = []
 
@@ -209,7 +209,7 @@ class Stuck:
 def test_close_does_not_wait_for_a_stuck_exchange() -> None:
     stuck = Stuck()
     meeting = VectorMeeting(stuck, 1)
-    assert isinstance(meeting.beat(crew(1)[0], SHORT), ExchangeFailed)
+    assert isinstance(meeting.beat(beats_of_ranks(1)[0], SHORT), ExchangeFailed)
     meeting.close()
     assert not stuck.returned
     stuck.may.set()
@@ -229,7 +229,7 @@ def test_close_does_not_wait_for_an_interrupted_exchange() -> None:
 
     meeting = VectorMeeting(stuck, 1, clock)
     with pytest.raises(KeyboardInterrupt):
-        meeting.beat(crew(1)[0], LONG)
+        meeting.beat(beats_of_ranks(1)[0], LONG)
     meeting.close()
     assert not stuck.returned
     stuck.may.set()
@@ -240,7 +240,7 @@ def test_a_base_exception_is_a_failed_exchange(error: BaseException) -> None:
     def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
         raise error
 
-    outcome = VectorMeeting(exchange, 1).beat(crew(1)[0], LONG)
+    outcome = VectorMeeting(exchange, 1).beat(beats_of_ranks(1)[0], LONG)
     assert outcome == ExchangeFailed(f"RuntimeError: the exchange raised {error!r}")
 
 
@@ -258,7 +258,7 @@ def test_an_exchange_is_closed_in_the_thread_that_called_it() -> None:
     exchange = Closing()
     assert isinstance(exchange, AllReduceExchange)
     meeting = VectorMeeting(exchange, 1)
-    meeting.beat(crew(1)[0], LONG)
+    meeting.beat(beats_of_ranks(1)[0], LONG)
     meeting.close()
     called, closed = threads
     assert called is closed
@@ -281,7 +281,7 @@ def test_a_meeting_without_beats_closes_its_exchange() -> None:
 
 def test_the_table_is_that_of_the_last_complete_beat() -> None:
     now = [100.0]
-    first, second = crew(2)
+    first, second = beats_of_ranks(2)
     others = adding([second._replace(step=NO_STEP, phase="eval")], 2)
     meeting = VectorMeeting(others, 2, clock=lambda: now[0])
     assert meeting.table(LONG) == []
@@ -295,10 +295,10 @@ def test_the_table_is_that_of_the_last_complete_beat() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_gets_the_same_result(rank: int) -> None:
-    everyone = crew(3)
-    others = [beat for beat in everyone if beat.rank != rank]
-    standing = VectorMeeting(adding(others, 3), 3).beat(everyone[rank], LONG)
-    assert standing == VectorMeeting(adding(everyone[1:], 3), 3).beat(everyone[0], LONG)
+    all_beats = beats_of_ranks(3)
+    others = [beat for beat in all_beats if beat.rank != rank]
+    result = VectorMeeting(adding(others, 3), 3).beat(all_beats[rank], LONG)
+    assert result == VectorMeeting(adding(all_beats[1:], 3), 3).beat(all_beats[0], LONG)
 
 
 @pytest.mark.parametrize("kind", UNSPEAKABLE)
@@ -306,7 +306,7 @@ def test_an_exchange_may_raise_an_error_without_a_text(kind: type[Exception]) ->
     def exchange(vector: Sequence[int], timeout: float) -> Sequence[int]:
         raise kind
 
-    (beat,) = crew(1)
+    (beat,) = beats_of_ranks(1)
     outcome = VectorMeeting(exchange, 1).beat(beat, LONG)
     assert isinstance(outcome, ExchangeFailed)
     assert kind.__name__ in outcome.why

@@ -25,7 +25,7 @@ _SOURCE = r"""
 
 static long jump(void) {
     static _Atomic unsigned looks;
-    unsigned n = looks++ * 2654435761u;  // forth and back, in no order that anybody keeps to
+    unsigned n = looks++ * 2654435761u;  // forth and back, in no regular order
     long days = 1 + n % 1000;
     return 86400 * (n >> 31 ? days : -days);
 }

@@ -35,7 +35,7 @@ GROUP_SIGNALS = (
 def wait_until(
     condition: Callable[[], T | None],
     what: str | Callable[[], str],
-    patience: float = PATIENCE,
+    timeout: float = PATIENCE,
     pause: float = 0.005,
 ) -> T:
     """Poll a condition, and return its first true result.
@@ -43,10 +43,10 @@ def wait_until(
     Args:
         condition: called after each pause.
         what: the text of the failure after a time-out, or a function that returns it.
-        patience: seconds until the test fails.
+        timeout: seconds until the test fails.
         pause: seconds between two calls.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while not (result := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"never: {what if isinstance(what, str) else what()}")
@@ -75,8 +75,8 @@ def state_of(pid: int) -> str:
 
 def children_of(pid: int) -> list[int]:
     """Return all children of a process, zombies included."""
-    everyone = (int(name) for name in os.listdir("/proc") if name.isdecimal())
-    found = ((other, procfs.stat(other)) for other in everyone)
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    found = ((other, procfs.stat(other)) for other in pids)
     return [other for other, entry in found if entry is not None and entry.parent == pid]
 
 

@@ -1,4 +1,4 @@
-"""Jobs on three hosts whose workers import nothing."""
+"""Jobs on three hosts, with workers that import nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def three() -> Iterator[list[Host]]:
-    """Three hosts on a switch, where whoever asks for a name waits in vain."""
+    """Three hosts on a switch without answers to name lookups."""
     require_hosts()
     with Network(names="silent") as network:
         yield [network.host() for _ in range(3)]
@@ -38,7 +38,7 @@ def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_re
     assert after.restarts == 0, job
     node, why = job.blamed(world, first)
     assert node.split("/")[0] == three[1].addr, job
-    # Its kernel resets the connection where the agent had not read all that was sent to it.
+    # The kernel resets the connection if the agent had unread data.
     assert "connection" in why or "no heartbeat" in why, job
     job.finish(first, standby)
 

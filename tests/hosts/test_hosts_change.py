@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 Form = Callable[..., tuple[Job, list[Agent], World]]
 
 
-def nobody_failed(job: Job, *why: str) -> None:
+def no_worker_failed(job: Job, *why: str) -> None:
     """Check that no worker is to blame, and that every round has ended for this reason."""
     for agent in job.agents:
         assert agent.root_causes() == [], agent
@@ -36,7 +36,7 @@ def test_a_node_that_joins_a_running_job_is_taken_in(
     fault.healed(after)
     assert after.hosts == (*world.hosts, "node4"), job
     assert after.restarts == 0, job
-    nobody_failed(job, "1 node waits to join")
+    no_worker_failed(job, "1 node waits to join")
     job.finish(*agents)
 
 
@@ -75,7 +75,7 @@ def test_a_node_that_comes_during_the_last_call_is_in_the_round(
     fault.healed(world)
     assert sorted(world.hosts) == ["node1", "node2", "node3", "node4"], job
     assert world.round == 1, job
-    nobody_failed(job)
+    no_worker_failed(job)
     job.finish(*agents)
     assert {record.round for record in job.records("started")} == {1}, job
 

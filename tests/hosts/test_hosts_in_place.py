@@ -1,4 +1,4 @@
-"""Restarts in place over two hosts: a fault costs no process, but the loss of a host does."""
+"""In-process restarts over two hosts: a fault costs no process, but the loss of a host does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
 
 def called(job: Job, world: World, iteration: int) -> list[tuple[str, int]]:
-    """Wait until all of a world are in an iteration; host and pid of each rank."""
+    """Wait until all ranks are in an iteration; return host and pid of each rank."""
 
     def ranks() -> list[tuple[str, int]] | None:
         records = [r for r in job.records(f"iteration {iteration}") if r.round == world.round]
@@ -29,7 +29,7 @@ def called(job: Job, world: World, iteration: int) -> list[tuple[str, int]]:
 
 @pytest.fixture
 def two(start_job: Callable[..., Job], hosts: list[Host]) -> tuple[Job, list[Agent], World]:
-    """A job with a wrapped worker on each of two hosts, whose function an exception restarted."""
+    """A job with a wrapped worker on each of two hosts; an exception restarted the function."""
     job = start_job(hosts[0], nodes="1:2", mode="wrapped", max_restarts=1)
     agents = [job.agent(host) for host in hosts[:2]]
     world = job.world(2)

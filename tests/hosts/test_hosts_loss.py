@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
 Form = Callable[..., tuple[Job, list[Agent], World]]
 
-# What is said of a node whose agent was killed. etcd, whose clients have no connection that lasts,
-# only misses its heartbeats. The server sees the connection closed; but where the agent had not
-# read all that was sent to it, its kernel resets the connection, and a reset that comes from
-# another host does not show that a process has ended. Then the server misses its heartbeats, too.
+# Evidence of the loss of a node after its agent was killed. Clients of etcd have no lasting
+# connection, so only missed heartbeats show the loss. The server sees that the connection closes.
+# But the kernel resets the connection if the agent had unread data. A reset from another host does
+# not show that a process has ended, so the server waits for missed heartbeats, too.
 SILENT = "no heartbeat"
 CLOSED = "connection"
 KILLED = {"server": (CLOSED, SILENT), "etcd": (SILENT,)}
@@ -37,7 +37,7 @@ ALLOWANCE_S = 4.0
 
 
 def survived(job: Job, world: World, lost: Agent, after: World, *why: str) -> None:
-    """Check what the others believe after the loss of a node: `why` is what they may say of it."""
+    """Check the others' records of a lost node; `why` lists the allowed reasons."""
     name = lost.host.name
     assert sorted(after.hosts) == sorted({*world.hosts} - {name}), job
     for rank, host in enumerate(world.hosts[: len(after.hosts)]):
@@ -94,7 +94,7 @@ def test_kill_9_of_an_agent_and_all_its_workers(form: Form, fault: Fault, backen
 
 
 @pytest.mark.parametrize("cut", ["link", "out", "in"])
-def test_a_host_that_cannot_be_heard_is_replaced_and_comes_back(
+def test_a_host_that_cannot_send_is_replaced_and_comes_back(
     form: Form, fault: Fault, network: Network, backend: str, cut: str
 ) -> None:
     job, agents, world = form(backend, conf="reconnect_timeout=60")
@@ -116,7 +116,7 @@ def test_a_host_that_cannot_be_heard_is_replaced_and_comes_back(
     job.finish(*agents)
 
 
-def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_expel_nobody_and_hide_no_loss(
+def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_evict_no_node_and_hide_no_loss(
     form: Form, fault: Fault, network: Network, backend: str
 ) -> None:
     network.impair_all(delay_s=0.2, loss=0.05)  # what netem would do at every host's interface

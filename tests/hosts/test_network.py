@@ -14,7 +14,7 @@ pytestmark = pytest.mark.hosts
 
 DEADLINE_S = 30.0
 
-# A host's end of a conversation: writes what comes in by UDP, sends what stdin says.
+# A host's end of a conversation: prints words that arrive by UDP, sends words from stdin.
 _TALK = """
 import select, socket, sys
 talk = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -27,12 +27,12 @@ while True:
         else:
             word, to = input().split()
             talk.sendto(word.encode(), (to, 5000))
-            print("said", flush=True)
+            print("sent", flush=True)
 """
 
 
 class Talker:
-    """A program on a host that says words to others and repeats what it hears."""
+    """A program on a host that sends words to others and prints the words that it receives."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -43,28 +43,30 @@ class Talker:
             text=True,
             bufsize=1,
         )
-        self.hears("ready")
+        self.receives("ready")
 
-    def say(self, word: str, to: Talker) -> None:
+    def send(self, word: str, to: Talker) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word} {to.host.addr}\n")
-        self.hears("said")
+        self.receives("sent")
 
-    def hears(self, word: str) -> None:
-        """The next thing it hears must be this."""
+    def receives(self, word: str) -> None:
+        """Check that this is the next word that it receives."""
         assert self._process.stdout is not None
-        assert select.select([self._process.stdout], [], [], DEADLINE_S)[0], f"{word} is not heard"
+        assert select.select([self._process.stdout], [], [], DEADLINE_S)[0], (
+            f"{word} is not received"
+        )
         assert self._process.stdout.readline() == f"{word}\n"
 
 
 @pytest.fixture
 def talkers(network: Network) -> tuple[Talker, Talker]:
-    """Two of them that know each other's hardware address."""
+    """Two programs that know each other's hardware address."""
     one, two = Talker(network.host()), Talker(network.host())
-    one.say("hello", two)
-    two.hears("hello")
-    two.say("hello", one)
-    one.hears("hello")
+    one.send("hello", two)
+    two.receives("hello")
+    two.send("hello", one)
+    one.receives("hello")
     return one, two
 
 
@@ -73,17 +75,17 @@ def test_a_line_that_is_cut_one_way_still_leads_the_other_way(
 ) -> None:
     one, two = talkers
     network.cut(two.host, "in")
-    one.say("lost", two)
-    two.say("first", one)
-    one.hears("first")
+    one.send("lost", two)
+    two.send("first", one)
+    one.receives("first")
     network.mend(two.host)
     network.cut(two.host, "out")
-    two.say("lost", one)
-    one.say("second", two)
-    two.hears("second")
+    two.send("lost", one)
+    one.send("second", two)
+    two.receives("second")
     network.mend(two.host)
-    two.say("third", one)
-    one.hears("third")
+    two.send("third", one)
+    one.receives("third")
 
 
 def test_what_was_on_its_way_when_a_line_was_cut_does_not_arrive(
@@ -91,15 +93,15 @@ def test_what_was_on_its_way_when_a_line_was_cut_does_not_arrive(
 ) -> None:
     one, two = talkers
     network.impair(two.host, delay_s=0.5, loss=0.0)
-    one.say("slow", two)
-    two.hears("slow")
-    one.say("lost", two)
+    one.send("slow", two)
+    two.receives("slow")
+    one.send("lost", two)
     network.cut(two.host, "in")
-    two.say("after", one)
-    one.hears("after")
+    two.send("after", one)
+    one.receives("after")
     network.mend(two.host)
-    one.say("later", two)
-    two.hears("later")
+    one.send("later", two)
+    two.receives("later")
 
 
 def test_a_lossy_line_loses_some_and_not_all(
@@ -107,30 +109,30 @@ def test_a_lossy_line_loses_some_and_not_all(
 ) -> None:
     one, two = talkers
     network.impair(two.host, delay_s=0.0, loss=0.5)
-    heard = one.host.run(sys.executable, "-S", "-c", _COUNT_ECHOES, one.host.addr, two.host.addr)
-    assert 0 < int(heard) < 50
+    count = one.host.run(sys.executable, "-S", "-c", _COUNT_ECHOES, one.host.addr, two.host.addr)
+    assert 0 < int(count) < 50
 
 
-def test_what_is_said_of_all_lines_holds_for_each_but_those_of_which_more_was_said(
+def test_settings_of_all_lines_apply_to_each_line_without_settings_of_its_own(
     network: Network, talkers: tuple[Talker, Talker]
 ) -> None:
     one, two = talkers
     network.impair_all(delay_s=0.0, loss=1.0)
-    one.say("lost", two)
-    two.say("lost", one)
+    one.send("lost", two)
+    two.send("lost", one)
     network.impair(two.host, delay_s=0.0, loss=0.0, directions="in")
-    one.say("heard", two)
-    two.hears("heard")
-    two.say("lost", one)
+    one.send("passes", two)
+    two.receives("passes")
+    two.send("lost", one)
     network.impair_all(delay_s=0.0, loss=0.0)
-    two.say("heard", one)
-    one.hears("heard")
+    two.send("passes", one)
+    one.receives("passes")
 
 
 # Sends datagrams to a port without a listener, and counts the refusals.
 _COUNT_ECHOES = """
 import socket, sys
-heard = 0
+count = 0
 for _ in range(50):
     talk = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     talk.bind((sys.argv[1], 0))
@@ -140,10 +142,10 @@ for _ in range(50):
     try:
         talk.recv(1)
     except ConnectionRefusedError:
-        heard += 1
+        count += 1
     except TimeoutError:
         pass
-print(heard)
+print(count)
 """
 
 

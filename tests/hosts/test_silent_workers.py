@@ -1,4 +1,4 @@
-"""Workers on other hosts that fall silent, as the server of their store learns of it."""
+"""Silent workers on other hosts, as the server of their store detects them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 TOKEN = "a secret of this test only"
 PORT = 4000
 
-# Holds a key for as long as its session; rank 0 tells which of the others' keys there are.
+# Holds a key for as long as its session; rank 0 prints which keys of the others exist.
 _WORKER = """
 import os, signal, sys
 from regrow.store import worker_store

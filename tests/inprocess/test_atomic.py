@@ -51,7 +51,7 @@ def test_the_procedure_begins_when_the_section_is_over() -> None:
     with atomic.section():
         monitor = Monitor(atomic)
         wait_until(blocked(monitor.native_id), "the procedure waits for the section")
-        with atomic.section():  # they nest, also now
+        with atomic.section():  # sections still nest
             pass
         assert not monitor.inside.is_set()
     assert monitor.inside.wait(PATIENCE)
@@ -95,7 +95,7 @@ def test_a_thread_that_waits_for_a_section_is_interrupted(striker: Striker) -> N
             call.run(enter)
         assert striker.result()
         monitor.close()
-    with atomic.section():  # as the procedure is over
+    with atomic.section():  # the procedure is over
         pass
 
 
@@ -110,7 +110,7 @@ def test_no_interrupt_arrives_in_a_section(striker: Striker) -> None:
                 done.append("ended")
 
     class Terminating:
-        """What a monitor does: it interrupts within the procedure."""
+        """Acts as a monitor: interrupts within the procedure."""
 
         def run(self, fn: object, /) -> None: ...
 

@@ -49,7 +49,7 @@ STORES: tuple[Make, ...] = (Slotted, plain)
 
 
 def on_ranks(ranks: list[int], act: Callable[[int], Any]) -> list[Any]:
-    """What a function returns that all these ranks call at once."""
+    """Call a function on all these ranks at once; return the results."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(act, ranks))
 

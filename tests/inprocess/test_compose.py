@@ -35,7 +35,7 @@ def frozen(error: Exception | None = ERROR, store: object = None) -> FrozenState
 
 
 class Noting:
-    """Notes what it was called with."""
+    """Records the arguments of its calls."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Any, ...]] = []

@@ -25,7 +25,7 @@ def torch() -> Any:
 
 @pytest.fixture
 def cuda(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A device that was used; what is done to it is noted."""
+    """A device that was used; records the calls."""
     fake = SimpleNamespace(synchronized=[], selected=[], synchronize=lambda device: None)
 
     def synchronize(device: int) -> None:

@@ -11,8 +11,8 @@ from regrow.inprocess.watchdog.monitor import STANDSTILL, Deadlines, Due
 from regrow.inprocess.watchdog.monitor_client import MARGIN, UNCHECKED, RankDeadline, overdue_after
 
 
-def ended(who: int) -> Due:
-    return Due(who, UNCHECKED)
+def ended(id: int) -> Due:
+    return Due(id, UNCHECKED)
 
 
 def test_a_rank_is_due_once_at_its_deadline() -> None:
@@ -42,7 +42,7 @@ def test_a_rank_that_is_gone_is_not_ended() -> None:
     deadlines.set(7, RankDeadline(5, 10.0))
     deadlines.remove(7)
     assert deadlines.due(11.0) == []
-    deadlines.set(7, RankDeadline(1, 12.0))  # its number is another's now
+    deadlines.set(7, RankDeadline(1, 12.0))  # another rank has its id now
     assert deadlines.due(12.0) == [ended(7)]
 
 

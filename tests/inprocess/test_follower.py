@@ -15,26 +15,26 @@ from regrow.inprocess.state import State
 FAULTS = Faults(0, (Fault("EXCEPTION", 1, "a mistake", 0.0),), 0.0)
 
 
-class PlayedLink:
-    """Tells of a fault at once; raises what it is given."""
+class FakeLink:
+    """Reports a fault at once; raises the given errors."""
 
     def __init__(self) -> None:
-        self.follows: BaseException | None = None
-        self.hears: BaseException | None = None
+        self.follow_error: BaseException | None = None
+        self.answer_error: BaseException | None = None
 
     def follow(self, iteration: int) -> Faults:
-        if self.follows is not None:
-            raise self.follows
+        if self.follow_error is not None:
+            raise self.follow_error
         return FAULTS
 
     def answer_last_call(self, iteration: int) -> Faults:
-        if self.hears is not None:
-            raise self.hears
+        if self.answer_error is not None:
+            raise self.answer_error
         return FAULTS
 
 
-class PlayedCall:
-    """A call of the function; its interrupt raises what it is given."""
+class FakeCall:
+    """A call of the function; its interrupt raises the given error."""
 
     def __init__(self, raises: BaseException | None = None) -> None:
         self._raises = raises
@@ -48,8 +48,8 @@ class PlayedCall:
 
 
 @pytest.fixture
-def link() -> PlayedLink:
-    return PlayedLink()
+def link() -> FakeLink:
+    return FakeLink()
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def follower(link: Any) -> Iterator[IterationFollower]:
 
 def followed(follower: IterationFollower, call: Any) -> Ending:
     ending = follower.follow(call, State(0, 2).freeze())
-    assert ending.over.wait(PATIENCE), "the main thread waits for ever"
+    assert ending.over.wait(PATIENCE), "the main thread waits forever"
     assert ending.last_call_over.is_set()
     return ending
 
@@ -70,18 +70,18 @@ def followed(follower: IterationFollower, call: Any) -> Ending:
 def test_an_interrupt_that_fails_is_raised_in_the_main_thread(
     follower: IterationFollower, error: BaseException
 ) -> None:
-    assert followed(follower, PlayedCall(error)).error is error
-    call = PlayedCall()
-    assert followed(follower, call).error is None  # the thread goes on
+    assert followed(follower, FakeCall(error)).error is error
+    call = FakeCall()
+    assert followed(follower, call).error is None  # the thread continues
     assert call.interrupts == 1
 
 
-@pytest.mark.parametrize("where", ["follows", "hears"])
+@pytest.mark.parametrize("where", ["follow_error", "answer_error"])
 @pytest.mark.parametrize("error", [RuntimeError("x"), SystemExit(3)])
 def test_a_link_that_fails_in_any_way_ends_the_function(
-    follower: IterationFollower, link: PlayedLink, where: str, error: BaseException
+    follower: IterationFollower, link: FakeLink, where: str, error: BaseException
 ) -> None:
     setattr(link, where, error)
-    call = PlayedCall()
+    call = FakeCall()
     assert followed(follower, call).error is error
     assert call.interrupts == 1

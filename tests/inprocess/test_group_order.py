@@ -1,7 +1,7 @@
-"""torch's process groups outlive what a function has left behind, and end with the iteration.
+"""torch's process groups outlive the leftovers of a function, and end with the iteration.
 
-A model in DistributedDataParallel that holds the last reference to its group ends it with the
-interpreter's lock, for which gloo's threads may be waiting: both then wait for ever.
+If a model in DistributedDataParallel holds the last reference to its group, it ends the group with
+the interpreter's lock held. gloo's threads may be waiting for the lock, and both wait forever.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Meeting = tuple[TCPStore, str]
 
 @pytest.fixture(autouse=True)
 def plain_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher has set anything but the address of rank 0."""
+    """An environment in which a launcher has set only the address of rank 0."""
     for name in ("REGROW_STORE", "REGROW_STORE_TOKEN", "LOCAL_WORLD_SIZE", "REGROW_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -34,7 +34,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerThread]:
 
 
 def meetings(given: Any) -> list[Meeting]:
-    """Where each of two ranks meets the other one, which uses the same store."""
+    """Return the meeting of each of two ranks that use the same store."""
     calls = [Background(group_store, given, "group", rank, 2, 30.0) for rank in (1, 0)]
     return [call.result() for call in calls]
 

@@ -31,7 +31,7 @@ JOB = f"test-{os.getpid()}"
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """What a monitor listens on."""
+    """The socket on which a monitor listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(monitor_name(JOB))
         listener.listen()
@@ -47,7 +47,7 @@ def test_a_monitor_has_the_agents_mark_and_not_that_of_the_worker_that_started_i
     assert monitor_environment({"A": "b"}) == {"A": "b"}
 
 
-def test_a_rank_finds_the_monitor_that_is_there_and_speaks_in_packets(
+def test_a_rank_finds_the_running_monitor_and_sends_packets(
     listener: socket.socket,
 ) -> None:
     watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
@@ -72,16 +72,16 @@ def test_a_monitor_that_does_not_read_does_not_block_the_rank(
     monitor, _ = listener.accept()
     with monitor:
         monitor.setblocking(False)
-        for at in range(5000):  # more than a connection takes
+        for at in range(5000):  # more than a connection's buffer holds
             watch.send(RankDeadline(1, float(at)))
-        heard = 0
-        while heard < 5000:
+        received = 0
+        while received < 5000:
             try:
                 monitor.recv(1 << 16)
             except BlockingIOError:
                 break
-            heard += 1
-        assert 0 < heard < 5000
+            received += 1
+        assert 0 < received < 5000
         watch.send(RankDeadline(1, 4999.0))
         assert DEADLINE.unpack(monitor.recv(1 << 16)) == (1, 4999.0, UNCHECKED)
         watch.close()
@@ -124,7 +124,7 @@ def test_ranks_of_two_agents_on_a_host_have_monitors_of_their_own() -> None:
 
 
 def test_no_other_user_can_guess_the_name_of_a_monitors_socket() -> None:
-    """It is made of the secret by which the ranks reach their store."""
+    """The name is derived from the token of the ranks' store."""
     jobs = [monitor_job("unix:/x", token) for token in (b"a" * 16, b"b" * 16)]
     assert len({monitor_name(job) for job in (*jobs, "unix:/x")}) == 3
 

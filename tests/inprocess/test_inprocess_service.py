@@ -17,7 +17,7 @@ class Asking:
     def __init__(self) -> None:
         self.service = InprocessService()
         self.now = 0.0
-        self.told: dict[tuple[object, int], messages.GroupReply] = {}
+        self.replies: dict[tuple[object, int], messages.GroupReply] = {}
         self._number = 0
 
     def ask(self, session: str, question: messages.Asked) -> int:
@@ -28,7 +28,7 @@ class Asking:
 
     def answer(self, session: str, question: messages.Asked) -> Any:
         """Put a question that is answered at once."""
-        return self.told[session, self.ask(session, question)]
+        return self.replies[session, self.ask(session, question)]
 
     def due_at(self) -> float | None:
         """When the service wants to be called."""
@@ -36,8 +36,8 @@ class Asking:
 
     def take(self, answers: Any) -> None:
         for answer in answers:
-            assert (answer.session, answer.id) not in self.told, "answered twice"
-            self.told[answer.session, answer.id] = messages.decode_reply(answer.body)
+            assert (answer.session, answer.id) not in self.replies, "answered twice"
+            self.replies[answer.session, answer.id] = messages.decode_reply(answer.body)
 
 
 def me(rank: int, process: str = "") -> tuple[str, int, str]:
@@ -70,8 +70,8 @@ def test_a_question_that_waits_is_answered_once_and_forgotten_with_its_connectio
     asking.take(asking.service.resumed("session-0", 0.1))
     again = asking.ask("session-0", messages.Follow(*me(0), 0))
     asking.ask("session-1", messages.Report(*me(1), 0, 1, "EXCEPTION", "a mistake"))
-    assert ("session-0", lost) not in asking.told
-    assert isinstance(asking.told["session-0", again], messages.Interrupted)
+    assert ("session-0", lost) not in asking.replies
+    assert isinstance(asking.replies["session-0", again], messages.Interrupted)
 
 
 def test_a_question_that_was_given_up_is_not_answered() -> None:
@@ -79,21 +79,21 @@ def test_a_question_that_was_given_up_is_not_answered() -> None:
     given_up = asking.ask("session-0", messages.WaitCompleted(*me(0), 0))
     asking.service.cancelled("session-0", given_up)
     asking.ask("session-1", messages.Completed(*me(1), 0))
-    assert ("session-0", given_up) not in asking.told
+    assert ("session-0", given_up) not in asking.replies
 
 
 def test_a_closed_session_is_an_end_and_a_silent_one_is_no_answer() -> None:
-    for closed, kind, said in (
+    for closed, kind, expected in (
         (True, "TERMINATED", "its process is gone: it is over"),
         (False, "UNRESPONSIVE", "its process sends nothing: it is over"),
     ):
         asking = running(2)
         following = asking.ask("session-1", messages.Follow(*me(1), 0))
         asking.take(asking.service.ended("session-0", "it is over", closed, 7.0))
-        told = asking.told["session-1", following]
-        assert isinstance(told, messages.Interrupted)
-        (fault,) = told.faults.records
-        assert (fault.kind, fault.rank, fault.message, fault.at) == (kind, 0, said, 7.0)
+        reply = asking.replies["session-1", following]
+        assert isinstance(reply, messages.Interrupted)
+        (fault,) = reply.faults.records
+        assert (fault.kind, fault.rank, fault.message, fault.at) == (kind, 0, expected, 7.0)
 
 
 def test_a_fault_has_the_seconds_since_it_happened() -> None:
@@ -107,19 +107,19 @@ def test_a_fault_has_the_seconds_since_it_happened() -> None:
     asking.take(asking.service.suspended("session-2", 8.0))
     asking.now = 9.0
     asking.ask("watcher", messages.ReportDead(*me(2), "TERMINATED", "it was killed"))
-    told = asking.answer("watcher", messages.Leave(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5))
-    assert isinstance(told, messages.Left)
-    times = [(fault.at, fault.lag) for fault in told.faults.records]
+    reply = asking.answer("watcher", messages.Leave(*me(0), 0, "BASE_EXCEPTION", "", False, 0.5))
+    assert isinstance(reply, messages.Left)
+    times = [(fault.at, fault.lag) for fault in reply.faults.records]
     assert times == [(5.0, 0.25), (6.5, 0.5), (9.0, 1.0), (9.0, 0.5)]
 
 
-def test_a_process_that_speaks_over_another_session_outlives_the_old_one() -> None:
+def test_a_process_that_sends_over_another_session_outlives_the_old_one() -> None:
     asking = running(2)
     asking.ask("another", messages.Follow(*me(0), 0))
     asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
-    told = asking.answer("session-1", messages.Report(*me(1), 0, 1, "EXCEPTION", ""))
-    assert isinstance(told, messages.Noted)
-    assert len(asking.told) == 4 + 2, "the follower over the other session was told too"
+    reply = asking.answer("session-1", messages.Report(*me(1), 0, 1, "EXCEPTION", ""))
+    assert isinstance(reply, messages.Noted)
+    assert len(asking.replies) == 4 + 2, "the follower over the other session got a reply too"
 
 
 def test_another_process_replaces_a_suspended_one_before_all_have_joined() -> None:
@@ -131,7 +131,7 @@ def test_another_process_replaces_a_suspended_one_before_all_have_joined() -> No
     asking.take(asking.service.suspended("session-0", 1.0))
     waiting = asking.ask("another", join(0, 2, "another process"))
     asking.ask("session-1", join(1, 2))
-    assert asking.told["another", waiting] == messages.Go(0)
+    assert asking.replies["another", waiting] == messages.Go(0)
     asking.take(asking.service.ended("session-0", "it is over", True, 2.0))
     assert asking.ask("another", messages.Follow(*me(0, "another process"), 0))
     assert refusal(asking.answer("session-0", messages.Follow(*me(0), 0))) == "unknown"
@@ -153,10 +153,10 @@ def test_a_report_about_a_process_does_not_end_the_next_one_of_its_rank() -> Non
     following = asking.ask("session-1", messages.Follow(*me(1), 0))
     old = messages.ReportDead(*me(0, "an older process"), "TERMINATED", "it was killed")
     assert refusal(asking.answer("monitor", old)) == "unknown"
-    assert ("session-1", following) not in asking.told
+    assert ("session-1", following) not in asking.replies
     now = messages.ReportDead(*me(0), "TERMINATED", "it was killed")
     assert asking.answer("monitor", now) == messages.Noted()
-    assert isinstance(asking.told["session-1", following], messages.Interrupted)
+    assert isinstance(asking.replies["session-1", following], messages.Interrupted)
 
 
 def test_ranks_that_mean_other_groups_are_refused_with_what_differs() -> None:
@@ -173,7 +173,7 @@ def test_ranks_that_mean_other_groups_are_refused_with_what_differs() -> None:
 
 def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
     asking = running(2)
-    for question, said in (
+    for question, expected in (
         (
             messages.Enter(*me(0), 5, 0, 2),
             "initial rank 0 is in iteration 5, but the group is in iteration 0",
@@ -183,7 +183,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         (messages.Follow(*me(0, "a stranger"), 0), "no entry for this process (initial rank 0"),
     ):
         session = "session-0" if question.group == "group" else "another"
-        assert said in asking.answer(session, question).text
+        assert expected in asking.answer(session, question).text
     other_rank = asking.answer("session-0", messages.Follow(*me(1), 0))
     assert "this session belongs to initial rank 0" in other_rank.text
     assert (
@@ -191,17 +191,17 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing() -> None:
         in asking.answer("session-0", messages.Follow(*me(1), 0)).text
     )
     asking.take(asking.service.asked("session-0", 99, b"\x93\x01nonsense", 0.0))
-    assert refusal(asking.told["session-0", 99]) == "impossible"
+    assert refusal(asking.replies["session-0", 99]) == "impossible"
     following = asking.ask("session-0", messages.Follow(*me(0), 0))
-    assert ("session-0", following) not in asking.told
+    assert ("session-0", following) not in asking.replies
 
 
-def test_a_group_is_forgotten_a_while_after_everybody_is_gone() -> None:
+def test_a_group_is_forgotten_a_while_after_all_ranks_are_gone() -> None:
     asking = running(1)
     asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
     assert asking.due_at() == 1.0 + FORGET
-    told = asking.answer("late", messages.Ready(*me(0), 0))
-    assert refusal(told) == "evicted"
+    reply = asking.answer("late", messages.Ready(*me(0), 0))
+    assert refusal(reply) == "evicted"
     asking.take(asking.service.ended("late", "it is over", True, 2.0))
     asking.now = 2.0 + FORGET
     asking.take(asking.service.due(asking.now))

@@ -47,7 +47,7 @@ def test_code_of_both_generations_comes_to_a_barrier(
     store: PrefixStore, name: str, come: dict[str, Any]
 ) -> None:
     barrier: Callable[..., None] = getattr(store, name)
-    barrier([0, 1], "here", 3, timedelta())  # for others, and not to wait
+    barrier([0, 1], "here", 3, timedelta())  # arguments for other libraries; they do not wait
     barrier(group_name="here", rendezvous_count=3, timeout=LONG, timeout_chunk=LONG, **come)
 
 
@@ -57,8 +57,8 @@ def test_a_barrier_of_all_ranks_names_the_missing_ranks(store: PrefixStore) -> N
 
 
 def test_a_barrier_of_some_ranks_names_the_ranks_that_arrived(store: PrefixStore) -> None:
-    said = r"^1 of 3 ranks did not arrive at the barrier 'here' within 0\.02 s; 5, 7 arrived$"
-    with pytest.raises(BarrierTimeout, match=said):
+    message = r"^1 of 3 ranks did not arrive at the barrier 'here' within 0\.02 s; 5, 7 arrived$"
+    with pytest.raises(BarrierTimeout, match=message):
         store.barrier(ranks=(7, 5), group_name="here", rendezvous_count=3, timeout=0.02)
 
 

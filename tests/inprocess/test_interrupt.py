@@ -35,7 +35,7 @@ SEED = 20261121
 
 @pytest.fixture(autouse=True)
 def _no_garbage_of_others() -> Iterator[None]:
-    """What other tests have left may have callbacks, in which an exception is lost."""
+    """Collect the garbage of other tests: an exception in its callbacks would be lost."""
     gc.collect()
     gc.disable()
     yield
@@ -64,7 +64,7 @@ def striker() -> Iterator[Striker]:
 
 
 def in_another_thread(work: Callable[[], None]) -> None:
-    """Run `work` elsewhere than in the main thread, and raise what it raises."""
+    """Run `work` outside of the main thread; raise its exception."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -227,7 +227,7 @@ def interrupt_everywhere(interrupter: Interrupter, striker: Striker, times: int)
             pytest.fail(f"{fn.__name__} came back in round {number}")
         assert striker.result()
         # A second arrival would be raised here, or in the next round outside of `run`.
-        swallowed -= sites.swallow  # fewer than it would have, if one found it outside of its `try`
+        swallowed -= sites.swallow  # fewer, if one arrived outside of its `try`
         assert sites.arrivals in (0, 1 + swallowed), f"{fn.__name__}, round {number}"
         assert not sites.locked(), f"{fn.__name__} left a lock locked in round {number}"
         assert sites.open == 0, f"{fn.__name__} was not unwound in round {number}"
@@ -239,7 +239,9 @@ def test_hundreds_of_interrupts_arrive_once_each(
     interrupt_everywhere(interrupter, striker, 400)
 
 
-def test_they_do_in_another_thread_than_the_main_one(striker: Striker) -> None:
+def test_hundreds_of_interrupts_arrive_in_another_thread_than_the_main_one(
+    striker: Striker,
+) -> None:
     def work() -> None:
         with Interrupter() as interrupter:
             interrupt_everywhere(interrupter, striker, 100)
@@ -327,7 +329,7 @@ if sys.version_info >= (3, 13):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_no_exception_outlives_the_call_whenever_it_is_asked_for(
+def test_no_exception_arrives_after_the_call_at_any_time_of_the_request(
     striker: Striker,
     monkeypatch: pytest.MonkeyPatch,
     late: bool,
@@ -342,7 +344,7 @@ def test_no_exception_outlives_the_call_whenever_it_is_asked_for(
 
 
 class ClassicalCall:
-    """Its interrupt is asked for while the function runs, and arrives whenever it does."""
+    """An interrupt is requested while the function runs, and may arrive at any later time."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -362,7 +364,7 @@ class ClassicalCall:
         return False
 
 
-def test_such_a_sweep_finds_the_classical_race(
+def test_a_sweep_finds_the_classical_race(
     striker: Striker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sweep(ClassicalCall, striker, monkeypatch, late=True).strays
@@ -420,11 +422,11 @@ def test_calls_that_block_are_woken(interrupter: Interrupter, striker: Striker) 
             assert striker.result(), name
 
 
-# --- what is spared
+# --- code that is not interrupted
 
 
 class Requests:
-    """Counts the signals that are sent, and keeps the time that patience is measured by."""
+    """Counts the signals that are sent, and provides the clock of the time limits."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent = 0
@@ -441,8 +443,8 @@ class Requests:
     def clock(self) -> float:
         return self.now
 
-    def await_some(self) -> None:
-        """Return when the thread that calls this has been asked some more times."""
+    def await_signals(self) -> None:
+        """Wait until the calling thread has received some more signals."""
         before = self.sent
         self.awaited.set()
         wait_until(lambda: self.sent >= before + 3, "asked again and again")
@@ -460,7 +462,7 @@ def test_an_import_is_completed_first(
         "import spared_by_test\nspared_by_test.wait()\ncomplete = True\n"
     )
     helper = ModuleType("spared_by_test")
-    helper.__dict__["wait"] = requests.await_some
+    helper.__dict__["wait"] = requests.await_signals
     monkeypatch.setitem(sys.modules, "spared_by_test", helper)
     monkeypatch.syspath_prepend(tmp_path)
     with Interrupter(requests.clock) as interrupter:
@@ -484,7 +486,7 @@ def test_a_destructor_is_completed_and_loses_no_exception(
 
     class Held:
         def __del__(self) -> None:
-            requests.await_some()
+            requests.await_signals()
             completed.append(True)
 
     def let_go() -> None:
@@ -508,7 +510,7 @@ def test_a_callback_of_the_collector_is_completed_and_loses_no_exception(
 
     def called(phase: str, _: object) -> None:
         if phase == "start" and threading.get_ident() == me and not completed:
-            requests.await_some()
+            requests.await_signals()
             completed.append(True)
 
     def collect() -> None:
@@ -539,7 +541,7 @@ def test_a_function_may_clean_up_while_it_handles_the_exception(
         try:
             raise KeyError
         except KeyError:  # which now hides the exception that is being handled
-            requests.await_some()
+            requests.await_signals()
         steps.append("cleaned up")
 
     def work() -> None:
@@ -547,7 +549,7 @@ def test_a_function_may_clean_up_while_it_handles_the_exception(
             time.sleep(1000)
         finally:
             clean_up()
-            requests.await_some()
+            requests.await_signals()
             steps.append("done")
 
     with Interrupter(requests.clock) as interrupter:
@@ -564,7 +566,7 @@ def test_a_cleanup_that_takes_too_long_is_interrupted(requests: Requests, strike
         try:
             time.sleep(1000)
         finally:
-            requests.await_some()
+            requests.await_signals()
             requests.now += no_interrupt_zones.HOLD_LIMIT
             time.sleep(1000)
 
@@ -626,19 +628,19 @@ def test_a_function_that_takes_a_lock_is_interrupted_only_if_it_is_blocked() -> 
 
     def met(instruction: int) -> bool:
         top.f_lasti = instruction
-        return look.at(top, guard, None)
+        return interrupt_check.at(top, guard, None)
 
     guard: Any = SimpleNamespace()
     top: Any = SimpleNamespace(f_code=acquire.__code__, f_back=guard)
     now = 0.0
-    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
+    interrupt_check = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert not any(met(step) for step in range(3 * no_interrupt_zones.LOOKS))
-    # In a loop it does not: it was there before.
+    # A loop is no progress: the thread was at each place before.
     assert [met(step % 2) for step in range(no_interrupt_zones.LOOKS - 1)] == [False] * 3 + [True]
-    # Nor when it waits; but an exception that comes when it has the lock is no way to end that.
-    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
+    # Nor is a wait. Without wakes, an exception arrives only with the lock and ends no wait.
+    interrupt_check = no_interrupt_zones.InterruptCheck(lambda: now, wakes=True)
     assert [met(7) for _ in range(no_interrupt_zones.LOOKS)] == [False] * 4 + [True]
-    look = no_interrupt_zones.InterruptCheck(lambda: now, wakes=False)
+    interrupt_check = no_interrupt_zones.InterruptCheck(lambda: now, wakes=False)
     assert not any(met(7) for _ in range(3 * no_interrupt_zones.LOOKS))
     now = no_interrupt_zones.HOLD_LIMIT
     assert met(7)
@@ -650,19 +652,21 @@ def test_a_second_signal_ignores_the_frames_of_the_handler(
     found: list[str] = []
     judge = no_interrupt_zones.InterruptCheck.at
 
-    def at(look: no_interrupt_zones.InterruptCheck, top: FrameType, *others: Any) -> bool:
+    def at(
+        interrupt_check: no_interrupt_zones.InterruptCheck, top: FrameType, *others: Any
+    ) -> bool:
         found.append(top.f_code.co_name)
         if len(found) == 1:
             assert interrupter.signum is not None
             signal.raise_signal(interrupter.signum)
-        return judge(look, top, *others)
+        return judge(interrupt_check, top, *others)
 
     def acquire() -> None:
         while True:
             time.sleep(0.0001)
 
     monkeypatch.setattr(no_interrupt_zones.InterruptCheck, "at", at)
-    while found[:1] != ["acquire"]:  # it may be struck before the function has begun
+    while found[:1] != ["acquire"]:  # the interrupt may arrive before the function has begun
         found.clear()
         call = interrupter.call()
         striker.strike(call, 0.001)
@@ -697,7 +701,7 @@ def test_a_call_that_is_over_is_not_interrupted(interrupter: Interrupter, strike
     assert not call.requested
 
 
-def test_what_is_asked_for_before_the_call_begins_holds(
+def test_a_request_before_the_call_begins_takes_effect(
     interrupter: Interrupter, striker: Striker
 ) -> None:
     call = interrupter.call()
@@ -713,7 +717,7 @@ def test_what_the_caller_handles_is_no_exception_of_the_call(
     with Interrupter(requests.clock) as interrupter:
         try:
             raise RankShouldRestart
-        except RankShouldRestart:  # as in a wrapper that calls again where it caught
+        except RankShouldRestart:  # as in a wrapper that calls again in its handler
             call = interrupter.call()
             striker.strike(call)
             with pytest.raises(RankShouldRestart):

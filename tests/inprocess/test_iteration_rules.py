@@ -24,7 +24,7 @@ def me(rank: int) -> tuple[str, int, str]:
 
 
 def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.Asked:
-    """Something that a rank of four may say, sensible or not."""
+    """A message that one of four ranks may send, valid or not."""
     match kind:
         case "join":
             return messages.Join(*me(rank), SIZE, TIMEOUTS)
@@ -38,7 +38,7 @@ def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.
             return messages.Leave(*me(rank), iteration, "EXCEPTION", "no place", True)
     of: dict[str, Any] = {
         "follow": messages.Follow,
-        "heard": messages.AnswerLastCall,
+        "answered": messages.AnswerLastCall,
         "ready": messages.Ready,
         "completed": messages.Completed,
         "wait": messages.WaitCompleted,
@@ -49,10 +49,10 @@ def question(kind: str, rank: int, iteration: int, number: int = 0) -> messages.
     return asked
 
 
-KINDS = ("enter", "heard", "ready", "follow", "wait", "completed", "done", "confirm", "report")
+KINDS = ("enter", "answered", "ready", "follow", "wait", "completed", "done", "confirm", "report")
 TOGETHER = {
     "all enter": "enter",
-    "all heard": "heard",
+    "all answered": "answered",
     "all ready": "ready",
     "all done": "done",
     "all confirm": "confirm",
@@ -63,7 +63,7 @@ events = st.lists(
     st.tuples(
         st.sampled_from((*KINDS, *KINDS, *ENDS, *TOGETHER, "join", "tick")),
         st.integers(0, SIZE - 1),
-        st.integers(-1, 1),  # of how many iterations from now it speaks
+        st.integers(-1, 1),  # offset of its iteration from the current one
         st.integers(0, 3),
         st.sampled_from([0.0, 0.0, 0.1, 1.0, 9.0]),
     ),
@@ -78,11 +78,11 @@ def joined() -> Group:
     return group
 
 
-def happen(group: Group, kind: str, rank: int, iteration: int, number: int, now: float) -> Group:
-    """Let something happen; what makes no sense is refused, and changes nothing."""
+def apply(group: Group, kind: str, rank: int, iteration: int, number: int, now: float) -> Group:
+    """Apply an event; an invalid event is refused and changes nothing."""
     if kind in TOGETHER:
         for each in ranks_of(group.living):
-            group = happen(group, TOGETHER[kind], each, group.iteration, number, now)
+            group = apply(group, TOGETHER[kind], each, group.iteration, number, now)
         return group
     if kind == "tick":
         return step(group, Tick(), now)
@@ -95,12 +95,12 @@ def happen(group: Group, kind: str, rank: int, iteration: int, number: int, now:
 
 
 @given(events)
-def test_iterations_only_increase_and_an_ended_rank_stays_ended(happened: list[Any]) -> None:
+def test_iterations_only_increase_and_an_ended_rank_stays_ended(history: list[Any]) -> None:
     group, now = joined(), 0.0
-    for kind, rank, off, number, passes in happened:
+    for kind, rank, off, number, passes in history:
         now += passes
         before = group
-        group = happen(group, kind, rank, group.iteration + off, number, now)
+        group = apply(group, kind, rank, group.iteration + off, number, now)
         assert group.iteration - before.iteration in (0, 1)
         assert group.living & ~before.living == 0
         assert group.here & ~group.living == 0 or group.here & ~before.here == 0
@@ -116,51 +116,51 @@ def test_iterations_only_increase_and_an_ended_rank_stays_ended(happened: list[A
 
 
 @given(events)
-def test_a_repeated_message_changes_nothing(happened: list[Any]) -> None:
+def test_a_repeated_message_changes_nothing(history: list[Any]) -> None:
     group, now = joined(), 0.0
-    for kind, rank, off, number, passes in happened:
+    for kind, rank, off, number, passes in history:
         now += passes
         iteration = group.iteration + off
-        group = happen(group, kind, rank, iteration, number, now)
+        group = apply(group, kind, rank, iteration, number, now)
         if kind != "ready" and kind not in TOGETHER:  # of the next iteration
-            assert happen(group, kind, rank, iteration, number, now) is group
+            assert apply(group, kind, rank, iteration, number, now) is group
 
 
 @given(events)
-def test_a_repeated_question_gets_the_same_answer_on_all_ranks(happened: list[Any]) -> None:
+def test_a_repeated_question_gets_the_same_answer_on_all_ranks(history: list[Any]) -> None:
     group, now = joined(), 0.0
-    for kind, rank, off, number, passes in happened:
+    for kind, rank, off, number, passes in history:
         now += passes
-        group = happen(group, kind, rank, group.iteration + off, number, now)
+        group = apply(group, kind, rank, group.iteration + off, number, now)
         living = ranks_of(group.living)
-        for wanted in ("enter", "follow", "heard", "ready", "wait", "done", "confirm"):
+        for wanted in ("enter", "follow", "answered", "ready", "wait", "done", "confirm"):
             for iteration in {group.iteration, max(group.iteration - 1, 0)}:
-                told = [reply(group, question(wanted, r, iteration), now) for r in living]
-                assert all(answer == told[0] for answer in told)
+                replies = [reply(group, question(wanted, r, iteration), now) for r in living]
+                assert all(answer == replies[0] for answer in replies)
                 past = iteration < group.iteration
-                assert not past or None not in told
-                reasons = {a.reason for a in told if isinstance(a, messages.GroupRefusal)}
+                assert not past or None not in replies
+                reasons = {a.reason for a in replies if isinstance(a, messages.GroupRefusal)}
                 assert reasons <= {"missing", "mismatch"}
 
 
 @given(events)
-def test_every_barrier_ends_at_its_deadline(happened: list[Any]) -> None:
+def test_every_barrier_ends_at_its_deadline(history: list[Any]) -> None:
     group, now = joined(), 0.0
-    for kind, rank, off, number, passes in happened:
+    for kind, rank, off, number, passes in history:
         now += passes
-        group = happen(group, kind, rank, group.iteration + off, number, now)
+        group = apply(group, kind, rank, group.iteration + off, number, now)
     waits_for = {
         Phase.ENTERING: "enter",
         Phase.RUNNING: "done",
         Phase.CONFIRMING: "confirm",
-        Phase.LAST_CALL: "heard",
+        Phase.LAST_CALL: "answered",
         Phase.ENDING: "ready",
     }
-    while group.living and not group.finished:  # one of them does what is waited for, and waits
+    while group.living and not group.finished:  # one does its part, and waits
         one = ranks_of(group.living)[0]
         asked = question(waits_for[group.phase], one, group.iteration)
         if group.phase is Phase.ENDING:
-            group = happen(group, "enter", one, group.iteration, 0, now)
+            group = apply(group, "enter", one, group.iteration, 0, now)
         group = step(group, asked, now)
         if reply(group, asked, now) is None:
             assert group.deadline is not None
@@ -177,7 +177,7 @@ def entered(worlds: list[tuple[int, int]]) -> Group:
 
 
 @pytest.mark.parametrize(
-    ("worlds", "said"),
+    ("worlds", "expected"),
     [
         ([(0, 4), (1, 4), (2, 4), (2, 4)], "initial ranks 2 and 3 both entered as rank 2"),
         ([(0, 4), (1, 4), (2, 4), (3, 5)], "rank 0 entered a world of 4 ranks, and initial rank 3"),
@@ -185,12 +185,12 @@ def entered(worlds: list[tuple[int, int]]) -> Group:
     ],
 )
 def test_a_world_that_the_ranks_disagree_about_never_runs(
-    worlds: list[tuple[int, int]], said: str
+    worlds: list[tuple[int, int]], expected: str
 ) -> None:
     group = entered(worlds)
     assert group.phase is Phase.ENTERING
     assert group.failure is not None
-    assert said in group.failure.text
+    assert expected in group.failure.text
 
 
 def test_the_first_rank_to_come_decides_how_long_the_others_may_take() -> None:
@@ -217,7 +217,7 @@ def test_another_process_takes_the_place_of_one_that_died_before_all_had_joined(
 def test_a_report_that_comes_when_all_have_met_is_of_the_iteration_it_names() -> None:
     group = entered([(0, 4), (1, 4), (2, 4), (3, 4)])
     group = step(group, question("report", 0, 0), 0.0)
-    for kind in ("heard", "ready"):
+    for kind in ("answered", "ready"):
         for rank in range(SIZE):
             group = step(group, question(kind, rank, 0), 0.0)
     group = step(group, question("report", 3, 0, number=1), 1.0)
@@ -256,7 +256,7 @@ def running() -> Group:
     return entered([(rank, SIZE) for rank in range(SIZE)])
 
 
-def all_say(group: Group, kind: str, ranks: range = range(SIZE)) -> Group:
+def send_all(group: Group, kind: str, ranks: range = range(SIZE)) -> Group:
     for rank in ranks:
         group = step(group, question(kind, rank, 0), 1.0)
     return group
@@ -268,7 +268,7 @@ def leaves(group: Group, rank: int) -> Told:
 
 
 def test_a_rank_that_leaves_a_failed_group_receives_the_failure() -> None:
-    late = step(all_say(joined(), "enter", range(SIZE - 1)), Tick(), 1.0 + TIMEOUTS.barrier)
+    late = step(send_all(joined(), "enter", range(SIZE - 1)), Tick(), 1.0 + TIMEOUTS.barrier)
     disagree = entered([(0, 4), (1, 4), (2, 4), (2, 4)])
     for group in (late, disagree):
         assert isinstance(group.failure, messages.GroupRefusal)
@@ -277,8 +277,8 @@ def test_a_rank_that_leaves_a_failed_group_receives_the_failure() -> None:
 
 def test_a_rank_that_left_before_the_group_failed_has_left() -> None:
     group = step(running(), question("leave", 0, 0), 1.0)
-    for kind in ("heard", "ready"):
-        group = all_say(group, kind, range(1, SIZE - 1))
+    for kind in ("answered", "ready"):
+        group = send_all(group, kind, range(1, SIZE - 1))
     group = step(group, Tick(), 3.0)  # the last call is over
     group = step(group, Tick(), 20.0)
     assert group.failure is not None
@@ -287,30 +287,30 @@ def test_a_rank_that_left_before_the_group_failed_has_left() -> None:
 
 
 def test_the_call_is_over_when_all_ranks_know_that_all_are_done() -> None:
-    group = all_say(running(), "done")
+    group = send_all(running(), "done")
     assert group.phase is Phase.CONFIRMING
     assert reply(group, question("done", 0, 0), 1.0) == messages.Go(0)
     assert reply(group, question("follow", 0, 0), 1.0) is None
-    group = all_say(group, "confirm")
+    group = send_all(group, "confirm")
     assert group.phase is Phase.OVER
     assert reply(group, question("confirm", 0, 0), 1.0) == messages.Over()
 
 
-def test_the_others_go_on_without_a_rank_that_dies_before_the_call_is_over() -> None:
-    group = all_say(all_say(running(), "done"), "confirm", range(SIZE - 1))
+def test_the_others_continue_without_a_rank_that_dies_before_the_call_is_over() -> None:
+    group = send_all(send_all(running(), "done"), "confirm", range(SIZE - 1))
     group = step(group, Lost(SIZE - 1, "TERMINATED", "gone"), 2.0)
     assert group.phase is Phase.LAST_CALL
     assert isinstance(reply(group, question("confirm", 0, 0), 2.0), messages.Interrupted)
 
 
 def test_no_rank_continues_in_place_of_another_when_the_call_is_over() -> None:
-    group = all_say(all_say(running(), "done"), "confirm")
+    group = send_all(send_all(running(), "done"), "confirm")
     assert leaves(group, 0) == messages.Over()
     assert step(group, Lost(0, "TERMINATED", "gone"), 3.0) is group
 
 
 def test_a_rank_that_does_not_confirm_in_time_has_a_fault() -> None:
-    group = all_say(all_say(running(), "done"), "confirm", range(SIZE - 1))
+    group = send_all(send_all(running(), "done"), "confirm", range(SIZE - 1))
     assert group.deadline == 1.0 + TIMEOUTS.completion
     group = step(group, Tick(), 1.0 + TIMEOUTS.completion)
     assert [(fault.kind, fault.rank) for fault in group.faults] == [("SOFT_TIMEOUT", SIZE - 1)]
@@ -319,4 +319,4 @@ def test_a_rank_that_does_not_confirm_in_time_has_a_fault() -> None:
 
 def test_a_rank_cannot_confirm_before_all_are_done() -> None:
     with pytest.raises(ValueError, match="but not all ranks are done"):
-        step(all_say(running(), "done", range(2)), question("confirm", 0, 0), 1.0)
+        step(send_all(running(), "done", range(2)), question("confirm", 0, 0), 1.0)

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "killed_torch_ranks.p
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("store") / "file")],
@@ -26,15 +26,15 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         timeout=50,
         check=True,
     )
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
 @pytest.mark.parametrize("store", ["TCPStore", "FileStore"])
 def test_ranks_restart_at_once_without_one_that_was_killed_and_know_which_process_that_was(
-    told: dict[str, Any], store: str
+    results: dict[str, Any], store: str
 ) -> None:
-    pid, *survivors = told[store]
+    pid, *survivors = results[store]
     assert [each["returned"] for each in survivors] == [[1, 0, 2], [1, 1, 2]]
     cause = f"TERMINATED on initial rank 1: process {pid} on {socket.gethostname()} has ended;"
     for each in survivors:

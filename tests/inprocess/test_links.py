@@ -74,7 +74,7 @@ def opens() -> Iterator[Opens]:
     opens.close()
 
 
-def everyone(links: list[ServiceLink], call: Callable[[ServiceLink, int], Any]) -> list[Any]:
+def call_all(links: list[ServiceLink], call: Callable[[ServiceLink, int], Any]) -> list[Any]:
     """Make a call on each link at once; returns what each returned, or the LinkError it raised."""
 
     def one(link: ServiceLink, rank: int) -> Any:
@@ -90,16 +90,16 @@ def everyone(links: list[ServiceLink], call: Callable[[ServiceLink, int], Any]) 
 def begun(opens: Opens, size: int, timeouts: Timeouts = PATIENT) -> list[ServiceLink]:
     """The links of ranks that run iteration 0."""
     links = [opens(rank, size, timeouts) for rank in range(size)]
-    assert everyone(links, lambda link, _: link.join()) == [0] * size
-    assert everyone(links, lambda link, rank: link.enter(0, rank, size)) == [None] * size
+    assert call_all(links, lambda link, _: link.join()) == [0] * size
+    assert call_all(links, lambda link, rank: link.enter(0, rank, size)) == [None] * size
     return links
 
 
 def healed(links: list[ServiceLink], iteration: int) -> list[Any]:
     """Have the ranks go from a fault to the next iteration."""
-    everyone(links, lambda link, _: link.follow(iteration))
-    everyone(links, lambda link, _: link.answer_last_call(iteration))
-    return everyone(links, lambda link, _: link.ready(iteration))
+    call_all(links, lambda link, _: link.follow(iteration))
+    call_all(links, lambda link, _: link.answer_last_call(iteration))
+    return call_all(links, lambda link, _: link.ready(iteration))
 
 
 def kinds(faults: Any) -> list[tuple[str, int, str]]:
@@ -112,19 +112,19 @@ def test_a_call_without_faults_is_over_for_all_at_once(opens: Opens) -> None:
     first = Background(links[0].done, 0)
     links[0].completed(0)
     assert first.running()
-    assert everyone(links[1:], lambda link, _: link.done(0)) == [None] * 2
+    assert call_all(links[1:], lambda link, _: link.done(0)) == [None] * 2
     assert first.result() is None
     first = Background(links[0].confirm, 0)
     assert first.running()
     assert following[0].running()
-    assert everyone(links[1:], lambda link, _: link.confirm(0)) == [None] * 2
+    assert call_all(links[1:], lambda link, _: link.confirm(0)) == [None] * 2
     assert [call.result() for call in [first, *following]] == [None] * 4
 
 
 def ended(links: list[ServiceLink]) -> None:
     """Have the ranks end the call together."""
-    assert everyone(links, lambda link, _: link.done(0)) == [None] * len(links)
-    assert everyone(links, lambda link, _: link.confirm(0)) == [None] * len(links)
+    assert call_all(links, lambda link, _: link.done(0)) == [None] * len(links)
+    assert call_all(links, lambda link, _: link.confirm(0)) == [None] * len(links)
 
 
 def test_no_rank_replaces_a_rank_that_leaves_when_the_call_is_over(opens: Opens) -> None:
@@ -138,7 +138,7 @@ def test_the_others_restart_without_a_rank_that_ends_before_it_has_confirmed(
     opens: Opens,
 ) -> None:
     links = begun(opens, 3)
-    assert everyone(links, lambda link, _: link.done(0)) == [None] * 3
+    assert call_all(links, lambda link, _: link.done(0)) == [None] * 3
     waiting = Background(links[0].confirm, 0)
     links[2].terminated(0, "BASE_EXCEPTION", "exits")
     assert kinds(waiting.result()) == [("BASE_EXCEPTION", 2, "exits")]
@@ -147,25 +147,25 @@ def test_the_others_restart_without_a_rank_that_ends_before_it_has_confirmed(
 
 def test_a_rank_that_does_not_confirm_in_time_is_a_fault_and_all_restart(opens: Opens) -> None:
     links = begun(opens, 3, PATIENT._replace(completion=0.5))
-    assert everyone(links, lambda link, _: link.done(0)) == [None] * 3
-    told = everyone(links[:2], lambda link, _: link.confirm(0))
-    assert [(kind, rank) for kind, rank, _ in kinds(told[0])] == [("SOFT_TIMEOUT", 2)]
+    assert call_all(links, lambda link, _: link.done(0)) == [None] * 3
+    results = call_all(links[:2], lambda link, _: link.confirm(0))
+    assert [(kind, rank) for kind, rank, _ in kinds(results[0])] == [("SOFT_TIMEOUT", 2)]
     assert len(healed(links, 0)) == 3
 
 
-def test_a_rank_of_a_group_that_has_failed_does_not_leave_the_others_to_go_on(
+def test_the_others_do_not_continue_when_a_rank_of_a_failed_group_leaves(
     opens: Opens,
 ) -> None:
     link = opens(0, 2, PATIENT._replace(barrier=0.1))
-    everyone([link], lambda link, _: link.join())
+    call_all([link], lambda link, _: link.join())
     with pytest.raises(BarrierTimeout, match=r"1 of 2 ranks \(1\) did not arrive"):
         link.terminated(0, "BASE_EXCEPTION", "the others are late")
 
 
 def test_no_rank_continues_when_the_ranks_disagree_about_the_world(opens: Opens) -> None:
     links = [opens(rank, 2) for rank in range(2)]
-    everyone(links, lambda link, _: link.join())
-    everyone(links, lambda link, _: link.enter(0, 0, 2))
+    call_all(links, lambda link, _: link.join())
+    call_all(links, lambda link, _: link.enter(0, 0, 2))
     for link in links:
         with pytest.raises(BarrierOverflow):
             link.terminated(0, "BASE_EXCEPTION", "we disagree")
@@ -174,13 +174,13 @@ def test_no_rank_continues_when_the_ranks_disagree_about_the_world(opens: Opens)
 def test_all_ranks_receive_a_fault_and_meet_again(opens: Opens) -> None:
     links = begun(opens, 3)
     links[1].report(0, "EXCEPTION", "a mistake")
-    told = everyone(links, lambda link, _: link.follow(0))
-    assert [kinds(faults) for faults in told] == [[("EXCEPTION", 1, "a mistake")]] * 3
-    everyone(links, lambda link, _: link.answer_last_call(0))
-    met = everyone(links, lambda link, _: link.ready(0))
+    results = call_all(links, lambda link, _: link.follow(0))
+    assert [kinds(faults) for faults in results] == [[("EXCEPTION", 1, "a mistake")]] * 3
+    call_all(links, lambda link, _: link.answer_last_call(0))
+    met = call_all(links, lambda link, _: link.ready(0))
     assert [(m.iteration, m.terminated, m.lost) for m in met] == [(1, (), ())] * 3
     assert [kinds(m.faults) for m in met] == [[("EXCEPTION", 1, "a mistake")]] * 3
-    assert everyone(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
+    assert call_all(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
 
 
 def test_a_soft_time_out_is_recorded_once_if_rank_and_monitor_report_it(opens: Opens) -> None:
@@ -192,7 +192,7 @@ def test_a_soft_time_out_is_recorded_once_if_rank_and_monitor_report_it(opens: O
     records = [("SOFT_TIMEOUT", 1, "seen by its monitor"), ("SOFT_TIMEOUT", 2, "another one")]
     met = healed(links, 0)
     assert [(m.lost, kinds(m.faults)) for m in met] == [((), records)] * 3
-    assert everyone(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
+    assert call_all(links, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
     opens.report_overdue(1, 1, "and again")
     assert kinds(links[1].follow(1)) == [("SOFT_TIMEOUT", 1, "and again")]
 
@@ -229,20 +229,20 @@ def test_a_rank_that_leaves_receives_the_root_cause_and_no_barrier_waits_for_it(
 ) -> None:
     links = begun(opens, 4)
     links[3].report(0, "EXCEPTION", "the root")
-    told = links[1].terminated(0, "EXCEPTION", "sick")
-    assert kinds(told)[0] == ("EXCEPTION", 3, "the root")
-    assert links[1].follow(0) is None or kinds(links[1].follow(0)) == kinds(told)
+    results = links[1].terminated(0, "EXCEPTION", "sick")
+    assert kinds(results)[0] == ("EXCEPTION", 3, "the root")
+    assert links[1].follow(0) is None or kinds(links[1].follow(0)) == kinds(results)
     met = healed([links[0], links[2], links[3]], 0)
     assert [(m.terminated, m.lost) for m in met] == [((1,), (1,))] * 3
     world = [links[0], links[2], links[3]]
-    assert everyone(world, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
+    assert call_all(world, lambda link, rank: link.enter(1, rank, 3)) == [None] * 3
 
 
 def test_empty_places_are_numbered_as_in_the_world_that_ended(opens: Opens) -> None:
     links = begun(opens, 4)
     links[0].terminated(0, "BASE_EXCEPTION", "it exits")
     healed(links[1:], 0)
-    everyone(links[1:], lambda link, rank: link.enter(1, rank, 3))
+    call_all(links[1:], lambda link, rank: link.enter(1, rank, 3))
     links[2].terminated(1, "BASE_EXCEPTION", "it exits, too")
     met = healed([links[1], links[3]], 1)
     assert [(m.terminated, m.lost) for m in met] == [((1,), (2,))] * 2
@@ -251,14 +251,14 @@ def test_empty_places_are_numbered_as_in_the_world_that_ended(opens: Opens) -> N
 def test_when_all_are_unhealthy_all_leave_with_one_root_cause(opens: Opens) -> None:
     links = begun(opens, 3)
     links[2].report(0, "EXCEPTION", "the root")
-    told = everyone(links, lambda link, rank: link.terminated(0, "EXCEPTION", f"sick {rank}"))
-    assert {kinds(faults)[0] for faults in told} == {("EXCEPTION", 2, "the root")}
-    assert {len(kinds(faults)) for faults in told} <= {2, 3, 4}
+    results = call_all(links, lambda link, rank: link.terminated(0, "EXCEPTION", f"sick {rank}"))
+    assert {kinds(faults)[0] for faults in results} == {("EXCEPTION", 2, "the root")}
+    assert {len(kinds(faults)) for faults in results} <= {2, 3, 4}
 
 
 def test_two_faults_at_once_are_both_recorded_and_end_one_iteration(opens: Opens) -> None:
     links = begun(opens, 2)
-    everyone(links, lambda link, rank: link.report(0, "EXCEPTION", f"of {rank}"))
+    call_all(links, lambda link, rank: link.report(0, "EXCEPTION", f"of {rank}"))
     met = healed(links, 0)
     assert sorted(kinds(met[0].faults)) == [("EXCEPTION", 0, "of 0"), ("EXCEPTION", 1, "of 1")]
     assert met[0].faults.records == met[1].faults.records
@@ -267,7 +267,7 @@ def test_two_faults_at_once_are_both_recorded_and_end_one_iteration(opens: Opens
 def test_a_second_fault_while_the_first_is_healed_is_of_the_same_iteration(opens: Opens) -> None:
     links = begun(opens, 3)
     links[0].report(0, "EXCEPTION", "first")
-    everyone(links, lambda link, _: link.answer_last_call(0))
+    call_all(links, lambda link, _: link.answer_last_call(0))
     waiting = [Background(links[rank].ready, 0) for rank in (0, 1)]
     links[2].terminated(0, "EXCEPTION", "finalize failed")
     met = [call.result() for call in waiting]
@@ -325,8 +325,8 @@ def test_reserve_ranks_are_released_by_a_fault(opens: Opens) -> None:
 
 def test_all_ranks_restart_when_a_rank_is_not_done_in_time(opens: Opens) -> None:
     links = begun(opens, 3, PATIENT._replace(completion=0.05))
-    told = everyone(links[:1], lambda link, _: link.done(0))
-    assert [(kind, rank) for kind, rank, _ in kinds(told[0])] == [
+    results = call_all(links[:1], lambda link, _: link.done(0))
+    assert [(kind, rank) for kind, rank, _ in kinds(results[0])] == [
         ("SOFT_TIMEOUT", 1),
         ("SOFT_TIMEOUT", 2),
     ]
@@ -336,38 +336,38 @@ def test_all_ranks_restart_when_a_rank_is_not_done_in_time(opens: Opens) -> None
 def test_a_barrier_with_a_missing_rank_ends_in_time_and_names_the_rank(opens: Opens) -> None:
     links = begun(opens, 3, PATIENT._replace(barrier=1.0, last_call=0.05))
     links[0].report(0, "EXCEPTION", "first")
-    told = everyone(links[:2], lambda link, _: (link.answer_last_call(0), link.ready(0)))
-    assert [type(error) for error in told] == [BarrierTimeout] * 2
-    assert "1 of 3 ranks (2) did not arrive at the barrier 'ready'" in str(told[0])
+    results = call_all(links[:2], lambda link, _: (link.answer_last_call(0), link.ready(0)))
+    assert [type(error) for error in results] == [BarrierTimeout] * 2
+    assert "1 of 3 ranks (2) did not arrive at the barrier 'ready'" in str(results[0])
 
 
 def test_a_rank_that_never_joins_is_named(opens: Opens) -> None:
-    told = everyone([opens(0, 2, PATIENT._replace(barrier=0.1))], lambda link, _: link.join())
-    assert isinstance(told[0], BarrierTimeout)
-    assert "1 of 2 ranks (1) did not arrive at the barrier 'joined'" in str(told[0])
+    results = call_all([opens(0, 2, PATIENT._replace(barrier=0.1))], lambda link, _: link.join())
+    assert isinstance(results[0], BarrierTimeout)
+    assert "1 of 2 ranks (1) did not arrive at the barrier 'joined'" in str(results[0])
 
 
 def test_a_rank_can_be_there_only_once(opens: Opens) -> None:
     begun(opens, 2)
-    told = everyone([opens(0, 2), opens(1, 2)], lambda link, _: link.join())
-    assert [type(error) for error in told] == [BarrierOverflow] * 2
+    results = call_all([opens(0, 2), opens(1, 2)], lambda link, _: link.join())
+    assert [type(error) for error in results] == [BarrierOverflow] * 2
 
 
 def test_all_ranks_receive_an_error_when_they_disagree_about_the_world(opens: Opens) -> None:
     links = [opens(rank, 2) for rank in range(2)]
-    everyone(links, lambda link, _: link.join())
-    told = everyone(links, lambda link, _: link.enter(0, 0, 2))
-    assert [type(error) for error in told] == [BarrierOverflow] * 2
-    assert "the rank assignment must give the same result on all ranks" in str(told[0])
+    call_all(links, lambda link, _: link.join())
+    results = call_all(links, lambda link, _: link.enter(0, 0, 2))
+    assert [type(error) for error in results] == [BarrierOverflow] * 2
+    assert "the rank assignment must give the same result on all ranks" in str(results[0])
 
 
 def test_a_rank_that_a_monitor_reports_dead_is_counted_out_once(opens: Opens) -> None:
     links = begun(opens, 3)
     opens.report_dead(1, "HARD_TIMEOUT", "it hangs")
     opens.report_dead(1, "TERMINATED", "it was killed")
-    told = everyone(links, lambda link, _: link.answer_last_call(0))
-    assert isinstance(told[1], CountedOutError)
-    assert "HARD_TIMEOUT: it hangs" in str(told[1])
+    results = call_all(links, lambda link, _: link.answer_last_call(0))
+    assert isinstance(results[1], CountedOutError)
+    assert "HARD_TIMEOUT: it hangs" in str(results[1])
     met = healed([links[0], links[2]], 0)
     assert [(m.terminated, kinds(m.faults)) for m in met] == [
         ((1,), [("HARD_TIMEOUT", 1, "it hangs")])
@@ -375,7 +375,7 @@ def test_a_rank_that_a_monitor_reports_dead_is_counted_out_once(opens: Opens) ->
     # A late report of another monitor does not end an iteration without that rank.
     opens.report_dead(1, "TERMINATED", "it was killed")
     places = {0: 0, 2: 1}
-    entered = everyone([links[0], links[2]], lambda link, i: link.enter(1, places[2 * i], 2))
+    entered = call_all([links[0], links[2]], lambda link, i: link.enter(1, places[2 * i], 2))
     assert entered == [None, None]
 
 
@@ -388,8 +388,8 @@ def test_a_rank_that_ends_before_all_have_joined_is_lost_in_the_first_iteration(
     opens.report_dead(1, "TERMINATED", "it has ended")
     assert links[2].join() == joining[0].result() == 0
     living = [links[0], links[2]]
-    everyone(living, lambda link, i: link.enter(0, 2 * i, 3))
-    faults = everyone(living, lambda link, _: link.follow(0))
+    call_all(living, lambda link, i: link.enter(0, 2 * i, 3))
+    faults = call_all(living, lambda link, _: link.follow(0))
     assert [kinds(each) for each in faults] == [[("TERMINATED", 1, "it has ended")]] * 2
     assert [met.lost for met in healed(living, 0)] == [(1,)] * 2
 
@@ -436,7 +436,7 @@ def test_a_call_that_waits_raises_when_the_link_is_closed(opens: Opens, name: st
     links = begun(opens, 2)
     if name == "confirm":
         links[0].completed(0)
-        everyone(links, lambda link, _: link.done(0))
+        call_all(links, lambda link, _: link.done(0))
     elif name in ("answer_last_call", "ready", "enter"):
         links[1].report(0, "EXCEPTION", "a mistake")
     if name == "enter":
@@ -458,20 +458,20 @@ def test_a_call_that_joins_raises_when_the_link_is_closed(opens: Opens) -> None:
 
 
 class Interrupt(BaseException):
-    """What a signal's handler raises here."""
+    """Raised by a signal handler."""
 
 
-# What is raised where a weak reference ends, or a finalizer, is lost but for a warning.
+# An exception in a weak reference's callback or in a finalizer becomes a warning.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
     def interrupt(_: int, frame: FrameType | None) -> None:
         if frame is not None and frame.f_code.co_name in no_interrupt_zones.PASSING:
-            signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.0)  # as a wrapper lets it finish
+            signal.setitimer(signal.ITIMER_REAL, 1e-4, 1.0)  # lets it finish, as a wrapper does
             return
         raise Interrupt
 
     def interrupted(call: Callable[[int], Any], after: float) -> None:
-        # One that is lost comes again.
+        # A lost interrupt is repeated after a second.
         signal.setitimer(signal.ITIMER_REAL, after, 1.0)
         call(0)
 
@@ -483,11 +483,11 @@ def test_calls_may_be_interrupted_anywhere_and_made_again(opens: Opens) -> None:
                 with pytest.raises((Interrupt, RuntimeError)) as raised:
                     interrupted(call, 5e-5 * 1.5**turn)
                 signal.setitimer(signal.ITIMER_REAL, 0.0)
-                # threading.Condition does not hold its lock any more if it is interrupted while it
-                # takes it again, and says so instead.
+                # An interrupt while threading.Condition takes its lock again leaves it without the
+                # lock; it then raises a RuntimeError instead.
                 assert Interrupt in (raised.type, type(raised.value.__context__))
     finally:
         signal.signal(signal.SIGALRM, before)
     links[1].completed(0)
     assert links[0].wait_completed(0) is None
-    assert everyone(links, lambda link, _: link.done(0)) == [None, None]
+    assert call_all(links, lambda link, _: link.done(0)) == [None, None]

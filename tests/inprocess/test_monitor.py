@@ -53,7 +53,7 @@ def script(server: ServerThread) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def play(script: subprocess.Popen[str], tmp_path: Path) -> Play:
-    """Plays a case with three ranks; what the monitor writes is in `tmp_path`."""
+    """Runs a case with three ranks; the files of the monitor are in `tmp_path`."""
 
     def play(case: str) -> Fates:
         asks, answers = script.stdin, script.stdout
@@ -67,62 +67,62 @@ def play(script: subprocess.Popen[str], tmp_path: Path) -> Play:
     return play
 
 
-def went_on(fate: dict[str, Any]) -> bool:
-    """Whether a rank has called the function again, without the one that hung."""
+def continued(fate: dict[str, Any]) -> bool:
+    """Whether a rank has called the function again, without the rank that hung."""
     notes = [note for note in fate["notes"] if not note.startswith("log: ")]
     twice = ["called in a world of 3", "called in a world of 2", "returned"]
-    # Whoever hears of it before it has come to the first call does not make it.
+    # A rank that is notified of the fault before its first call skips that call.
     return fate.get("exit") == 0 and notes in (twice, twice[1:])
 
 
 def log_with(folder: Path, part: str) -> str:
-    """Wait until the monitor has noted something of rank 1, which it does in a thread."""
+    """Wait until the monitor's thread has written `part` to the log of rank 1; return the log."""
     path = folder / "monitor.1.log"
     wait_until(lambda: path.exists() and part in path.read_text(), f"the monitor notes {part!r}")
     return path.read_text()
 
 
 def causes(fates: Fates) -> list[str]:
-    """What the restarts are said to have been for."""
+    """Return the logged causes of the restarts."""
     notes = [note for fate in fates for note in fate["notes"]]
     return [
         note.split("after ")[1].split(";")[0] for note in notes if "restarts the function" in note
     ]
 
 
-def test_a_rank_that_holds_the_interpreters_lock_is_ended_and_it_is_known_where_it_stood(
+def test_a_rank_that_holds_the_interpreters_lock_is_ended_and_its_place_is_logged(
     play: Play, tmp_path: Path
 ) -> None:
     fates = play("holds_the_lock")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     kinds = causes(fates)
     assert kinds
     seen = "SOFT_TIMEOUT on initial rank 1: no progress for 0.6 s: in hold_the_lock"
     assert all(cause.startswith(seen) for cause in kinds)
     log = log_with(tmp_path, " is ended: no progress for 2.7 s: in hold_the_lock")
-    told, ended = log.split(" does not answer: no progress for 0.6 s: in hold_the_lock")
-    assert "initial rank 1 (process" in told
+    overdue, ended = log.split(" does not answer: no progress for 0.6 s: in hold_the_lock")
+    assert "initial rank 1 (process" in overdue
     assert " is ended: no progress for 2.7 s: in hold_the_lock" in ended
     assert ended.count(" in hold_the_lock\n") == 2  # the stack was taken each time
     assert "is killed" not in log
-    assert len((tmp_path / "monitor.0.log").read_text().splitlines()) == 1  # that it is watched
+    assert len((tmp_path / "monitor.0.log").read_text().splitlines()) == 1  # its start
 
 
 def test_a_rank_that_hangs_is_ended_where_the_user_has_handed_in_a_store(play: Play) -> None:
     fates = play("holds_the_lock_with_a_store_of_the_users")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     assert any(cause.startswith("SOFT_TIMEOUT on initial rank 1") for cause in causes(fates))
 
 
 def test_a_rank_that_is_stopped_is_continued_and_ended(play: Play) -> None:
     fates = play("is_stopped")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     assert any("stopped by a signal" in cause for cause in causes(fates))
 
 
@@ -142,19 +142,19 @@ def test_the_others_restart_at_the_soft_time_out_of_a_rank_that_is_stopped_and_i
 
 @pytest.mark.thorough
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(play: Play, tmp_path: Path) -> None:
-    fates = play("holds_it_and_heeds_no_signal")
+    fates = play("holds_the_gil_and_ignores_signals")
     assert fates[1]["signal"] == signal.SIGKILL
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     assert log_with(tmp_path, "has not ended within 0.1 s of SIGTERM, and is killed")
 
 
 def test_a_rank_whose_restart_cannot_begin_is_ended_as_well(play: Play) -> None:
     fates = play("is_stuck_where_an_exception_does_not_arrive")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
-    # Its own thread had said that it makes no progress; it did not come to the barrier.
+    assert continued(fates[0])
+    assert continued(fates[2])
+    # Its own thread reports that it makes no progress; it does not reach the barrier.
     assert all(cause.startswith(("SOFT_TIMEOUT", "HARD_TIMEOUT")) for cause in causes(fates))
 
 
@@ -173,13 +173,13 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
 ) -> None:
     fates = play(case)
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
-    # By the latter where the others had met it already, and waited for it to enter.
+    assert continued(fates[0])
+    assert continued(fates[2])
+    # It is HARD_TIMEOUT if the others had met it already, and waited until it enters.
     kinds = ("EXCEPTION on initial rank 1", "HARD_TIMEOUT on initial rank 1")
     assert all(cause.startswith(kinds) for cause in causes(fates))
     assert log_with(tmp_path, "no progress for 1.5 s: ")
-    log = "\n".join(fates[1]["notes"])  # of all threads, since the abort is in one of its own
+    log = "\n".join(fates[1]["notes"])  # of all threads, because the abort has its own
     assert "no automatic progress for 0.6 s; stack of the restart" in log
     assert "in get_stuck" in log.split("stack of the restart")[1]
 
@@ -188,15 +188,15 @@ def test_a_rank_that_hangs_between_two_calls_is_ended_and_not_waited_for(
 def test_a_rank_that_hangs_as_it_leaves_is_ended(play: Play) -> None:
     fates = play("is_stuck_as_it_leaves")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
 
 
-def test_a_rank_that_is_stopped_while_it_waits_is_ended_and_the_others_go_on(play: Play) -> None:
+def test_a_rank_that_is_stopped_while_it_waits_is_ended_and_the_others_continue(play: Play) -> None:
     fates = play("is_stopped_when_it_is_done")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
 
 
 @pytest.mark.thorough
@@ -232,8 +232,8 @@ def test_a_rank_that_makes_progress_in_terminate_has_to_return_from_it_in_time(
 ) -> None:
     fates = play("never_returns_from_terminate")
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     assert log_with(tmp_path, " is ended: no return in time: in compute")
 
 
@@ -241,8 +241,8 @@ def test_a_monitor_that_was_killed_is_started_again_and_keeps_the_time_out(play:
     fates = play("loses_its_monitor")
     assert "another monitor: True" in fates[1]["notes"]
     assert fates[1]["signal"] == signal.SIGTERM
-    assert went_on(fates[0])
-    assert went_on(fates[2])
+    assert continued(fates[0])
+    assert continued(fates[2])
     warnings = [
         [note for note in fate["notes"] if "starting another one" in note] for fate in fates
     ]
@@ -261,8 +261,8 @@ def test_a_monitor_is_light_ignores_group_signals_and_ends_with_its_ranks(
     assert next(int(note.split()[1]) for note in notes if note.startswith("kB: ")) < 25_000
 
     def is_gone() -> bool:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
-            return nobody.connect_ex(monitor_name(job)) != 0
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            return probe.connect_ex(monitor_name(job)) != 0
 
     job = monitor_job(server.endpoint, server.token)
     wait_until(is_gone, "the monitor lets go of its socket")

@@ -34,7 +34,7 @@ def play() -> Iterator[Play]:
         ("cannot_be_assigned_again", "Played"),
         ("has_no_store", "Played"),
         ("is_called_with_the_wrong_arguments", "TypeError"),
-        ("waits_in_vain", "BarrierTimeout"),
+        ("waits_until_the_time_out", "BarrierTimeout"),
     ],
 )
 def test_nothing_is_left_right_after_the_call(play: Play, case: str, ended: str) -> None:

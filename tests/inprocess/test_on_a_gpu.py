@@ -27,7 +27,7 @@ Play = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def play() -> Iterator[Play]:
-    """Plays a case, and returns what it has to say; skips the test where no GPU can be used."""
+    """Runs a case, and returns its result; skips the test where no GPU can be used."""
     server = ServerThread(services={"inprocess": InprocessService()})
     unwanted = ("REGROW_", "TORCHELASTIC_", "LOCAL_")
     environ = {k: v for k, v in os.environ.items() if not k.startswith(unwanted)}
@@ -47,14 +47,14 @@ def play() -> Iterator[Play]:
 
 @pytest.fixture(scope="module")
 def stuck(play: Play) -> Any:
-    """What a rank has to say that was stuck in a synchronization when another one failed."""
+    """The result of a rank that was stuck in a synchronization when another rank failed."""
     return play("is_stuck")
 
 
 def test_a_rank_that_waits_for_a_kernel_and_a_collective_behind_it_restarts(stuck: Any) -> None:
-    (told, was_busy), (aborted, _), (left, has_group) = stuck["seen"]
-    assert [told, aborted, left] == ["told", "aborted", "left"]
-    assert was_busy, "nothing was stuck when the others were told"
+    (notified, was_busy), (aborted, _), (left, has_group) = stuck["seen"]
+    assert [notified, aborted, left] == ["notified", "aborted", "left"]
+    assert was_busy, "nothing was stuck when the others were notified"
     assert not has_group, "the function was interrupted before its group was aborted"
     assert stuck["value"] == [1, 1.0], "no new group in the same process"
     assert stuck["beside"] == 0
@@ -74,8 +74,10 @@ def test_a_device_is_fit_when_it_is_through_and_not_while_it_is_busy(play: Play)
     assert idle_again
 
 
-def test_a_rank_with_a_broken_context_leaves_and_the_others_go_on(play: Play) -> None:
-    told = play("is_broken")
-    assert told["raised"].startswith("rank 0 (initial rank 0) is not healthy enough to continue: ")
-    assert "CUDA error" in told["cause"]
-    assert told["beside"] == 0
+def test_a_rank_with_a_broken_context_leaves_and_the_others_continue(play: Play) -> None:
+    result = play("is_broken")
+    assert result["raised"].startswith(
+        "rank 0 (initial rank 0) is not healthy enough to continue: "
+    )
+    assert "CUDA error" in result["cause"]
+    assert result["beside"] == 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Live:
-    """Stands for CallWrapper."""
+    """Replaces CallWrapper."""
 
 
 class Derived(Live):
@@ -101,7 +101,7 @@ def test_the_live_one_takes_the_place_of_what_was_given() -> None:
     assert filled(train, steps=5, live=None) == (5, LIVE, (), 3)
 
 
-def test_it_may_be_left_out_where_it_has_no_default_and_wherever_it_stands() -> None:
+def test_it_may_be_left_out_without_a_default_and_at_any_position() -> None:
     def first(live: Live, a: int, b: int = 2) -> tuple[Any, ...]:
         return live, a, b
 
@@ -141,7 +141,7 @@ def test_an_import_for_the_type_checker_only_is_taken_by_its_name() -> None:
     def train(number: Decimal | None = None, other: int = 1) -> Any:
         return number
 
-    class Decimal:  # as the module would have it, were it imported
+    class Decimal:  # as if the module had imported it
         pass
 
     assert count_type_in_params(train, Decimal) == 1

@@ -242,16 +242,16 @@ def test_a_trace_that_cannot_be_had_keeps_no_abort_back(
 
 
 def test_an_outer_launcher_receives_the_states_of_the_inner_restarter() -> None:
-    told: list[Announcement] = []
-    completed = NestedRestarterHandlingCompleted(sink=told.append)
-    starting = NestedRestarterHandlingStarting(sink=told.append)
+    announced: list[Announcement] = []
+    completed = NestedRestarterHandlingCompleted(sink=announced.append)
+    starting = NestedRestarterHandlingStarting(sink=announced.append)
     completed(state(0))
     starting(state(0))
     completed(state(1))
     completed(state(0))  # another call of the wrapper
-    NestedRestarterFinalized(sink=told.append)(state(1))
-    NestedRestarterAborted(sink=told.append)(state(1))
-    assert told == [
+    NestedRestarterFinalized(sink=announced.append)(state(1))
+    NestedRestarterAborted(sink=announced.append)(state(1))
+    assert announced == [
         ("initialize", None),
         ("handling", "starting"),
         ("handling", "completed"),
@@ -273,14 +273,14 @@ def test_an_outer_launcher_receives_the_states_of_the_inner_restarter() -> None:
 def test_one_rank_announces_and_the_plugins_are_of_their_families(
     plugin: Callable[..., NestedRestarterCallback], family: type
 ) -> None:
-    told: list[Announcement] = []
-    announcer = plugin(special_rank=3, sink=told.append)
+    announced: list[Announcement] = []
+    announcer = plugin(special_rank=3, sink=announced.append)
     assert isinstance(announcer, family)
     assert isinstance(Compose(announcer, announcer), family)
     announcer(state(rank=0))
-    assert told == []
+    assert announced == []
     assert announcer(given := state(rank=3)) is given
-    assert len(told) == 1
+    assert len(announced) == 1
 
 
 def test_an_announcement_is_a_line_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

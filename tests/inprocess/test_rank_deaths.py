@@ -30,7 +30,7 @@ from regrow.store import Answer
 SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "watched_rank.py"
 NAME = f"regrow-test-deaths-{os.getpid()}"
 FREE = RankDeadline(0, float("inf"))
-"""For ever."""
+"""No deadline."""
 T = TypeVar("T")
 
 
@@ -69,18 +69,18 @@ class Recorder(InprocessService):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: SimpleQueue[list[Any]] = SimpleQueue()
+        self.reports: SimpleQueue[list[Any]] = SimpleQueue()
 
     def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
         seen = messages.decode_question(body)
         assert isinstance(seen, messages.ReportDead | messages.Report)
         iteration = seen.iteration if isinstance(seen, messages.Report) else UNCHECKED
-        self.told.put([seen.rank, seen.kind, seen.message, iteration])
+        self.reports.put([seen.rank, seen.kind, seen.message, iteration])
         return [Answer(session, id, messages.encode(messages.Noted()))]
 
 
 class Host:
-    """A monitor, a store, and a rank beside the others, which is this process."""
+    """A monitor, a store, and one more rank, which is this process."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -102,16 +102,16 @@ class Host:
         return self.ranks[-1]
 
     def has_overdue(self, rank: int, iteration: int, **terms: Any) -> Rank:
-        """A rank whose soft time-out is over, and the hard one is not."""
+        """A rank past its soft time-out, but not past its hard one."""
         word = RankDeadline(0, time.monotonic() + 60.0, iteration)
         return self.has(rank, word=word, soft=20.0, overdue=21.0, **terms)
 
-    def told(self) -> list[Any]:
-        """What the monitor reports next: rank, kind, message, iteration."""
-        return self.recorder.told.get(timeout=PATIENCE)
+    def reports(self) -> list[Any]:
+        """Return the monitor's next report: rank, kind, message, iteration."""
+        return self.recorder.reports.get(timeout=PATIENCE)
 
     def ends(self) -> None:
-        """The rank beside the others leaves, and the monitor ends without a rank to watch."""
+        """Let this process leave; the monitor ends without a rank to watch."""
         self.beside.send(GOODBYE)
         self.beside.close()
         self.monitor.join(PATIENCE)
@@ -124,7 +124,7 @@ class Host:
 
 
 def until_noted(capfd: pytest.CaptureFixture[str], text: str) -> None:
-    """Wait until the monitor, which writes in the background, has noted something on stderr."""
+    """Wait until the monitor, which writes in the background, has written a text to stderr."""
     noted: list[str] = []
 
     def is_noted() -> bool:
@@ -148,14 +148,14 @@ def host(capfd: pytest.CaptureFixture[str]) -> Iterator[Host]:
 
 
 def ended(rank: Rank, number: int) -> list[Any]:
-    said = f"process {rank.process.pid} on {socket.gethostname()} has ended"
-    return [number, "TERMINATED", said, UNCHECKED]
+    message = f"process {rank.process.pid} on {socket.gethostname()} has ended"
+    return [number, "TERMINATED", message, UNCHECKED]
 
 
 def test_a_killed_process_is_reported_to_the_store(host: Host) -> None:
     rank = host.has(1)
     rank.dies()
-    assert host.told() == ended(rank, 1)
+    assert host.reports() == ended(rank, 1)
 
 
 def test_the_end_of_a_rank_after_its_goodbye_is_not_reported(host: Host) -> None:
@@ -163,22 +163,22 @@ def test_the_end_of_a_rank_after_its_goodbye_is_not_reported(host: Host) -> None
     left.does(f"send {GOODBYE.decode()}")
     left.dies()
     killed.dies()
-    assert host.told() == ended(killed, 2)
+    assert host.reports() == ended(killed, 2)
 
 
 def test_a_connection_that_ends_is_no_death_and_the_process_is_waited_for(host: Host) -> None:
     quiet, killed = host.has(1), host.has(2)
     quiet.does("close")
     killed.dies()
-    assert host.told() == ended(killed, 2)
+    assert host.reports() == ended(killed, 2)
     quiet.dies()
-    assert host.told() == ended(quiet, 1)
+    assert host.reports() == ended(quiet, 1)
 
 
 def test_the_monitor_does_not_wait_for_a_connection_without_a_packet(host: Host) -> None:
-    for _ in range(3):  # this process lives longer than the monitor is to
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
-            nobody.connect(f"\0{NAME}")
+    for _ in range(3):  # this process outlives the monitor
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(f"\0{NAME}")
     host.ends()
 
 
@@ -188,9 +188,9 @@ def test_a_rank_that_has_come_back_over_another_connection_dies_once(host: Host)
     rank.does("close")
     rank.does("connect")
     rank.dies()
-    assert host.told() == ended(rank, 1)
+    assert host.reports() == ended(rank, 1)
     last.dies()
-    assert host.told() == ended(last, 2)
+    assert host.reports() == ended(last, 2)
 
 
 def test_a_packet_over_a_new_connection_precedes_the_end_of_the_process() -> None:
@@ -199,18 +199,18 @@ def test_a_packet_over_a_new_connection_precedes_the_end_of_the_process() -> Non
     rank = host.has(1)
     monitor.handle_events(time.monotonic())
     rank.does("close")
-    rank.does("dial")  # and the monitor takes the connection before there is a word
+    rank.does("dial")  # the monitor accepts the connection before its first packet
     monitor.handle_events(time.monotonic())
     monitor.handle_events(time.monotonic())
     rank.does("speak")
     rank.dies()
     for _ in range(3):
         monitor.handle_events(time.monotonic())
-    assert host.told() == ended(rank, 1)
+    assert host.reports() == ended(rank, 1)
     host.beside.send(GOODBYE)
     monitor.handle_events(time.monotonic())
     monitor.close()
-    assert host.recorder.told.empty()
+    assert host.recorder.reports.empty()
     host.close()
 
 
@@ -219,7 +219,7 @@ def test_a_child_that_keeps_the_connection_does_not_keep_its_rank_alive(host: Ho
     child = int(rank.does("fork"))
     try:
         rank.process.kill()
-        assert host.told() == ended(rank, 1)
+        assert host.reports() == ended(rank, 1)
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -228,10 +228,10 @@ def test_a_rank_that_the_monitor_ends_is_reported_once(
     host: Host, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hung, killed = host.has(1, word=RankDeadline(0, time.monotonic())), host.has(2)
-    assert host.told()[:2] == [1, "HARD_TIMEOUT"]
+    assert host.reports()[:2] == [1, "HARD_TIMEOUT"]
     assert hung.process.wait(PATIENCE) == -signal.SIGTERM
     killed.dies()
-    assert host.told() == ended(killed, 2)
+    assert host.reports() == ended(killed, 2)
     until_noted(capfd, f"initial rank 1 (process {hung.process.pid}) is ended")
 
 
@@ -239,11 +239,11 @@ def test_an_overdue_rank_is_reported_and_lives(
     host: Host, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rank = host.has_overdue(1, 4)
-    number, kind, message, iteration = host.told()
+    number, kind, message, iteration = host.reports()
     assert (number, kind, iteration) == (1, "SOFT_TIMEOUT", 4)
     assert message.startswith("no progress for 20 s: ")
     rank.dies()
-    assert host.told() == ended(rank, 1)
+    assert host.reports() == ended(rank, 1)
     until_noted(capfd, f"initial rank 1 (process {rank.process.pid}) does not answer")
 
 
@@ -252,7 +252,7 @@ def test_a_rank_that_ended_before_the_monitor_started_is_reported() -> None:
     rank = host.has(1)
     rank.dies()
     host.monitor.start()
-    assert host.told() == ended(rank, 1)
+    assert host.reports() == ended(rank, 1)
     host.ends()
     host.close()
 
@@ -306,7 +306,7 @@ def test_the_monitor_reports_to_the_store_of_the_group(host: Host, crowd: Crowd)
     assert [[f.rank, f.kind, f.message] for f in faults.records] == [ended(rank, 1)[:3]]
 
 
-def test_a_rank_that_is_overdue_goes_on_with_the_others_if_it_comes_back(
+def test_a_rank_that_is_overdue_continues_with_the_others_if_it_comes_back(
     host: Host, crowd: Crowd, capfd: pytest.CaptureFixture[str]
 ) -> None:
     host.has_overdue(1, 0, **crowd.terms(1))
@@ -325,7 +325,7 @@ def test_another_process_of_a_rank_is_not_overdue_for_it(
 ) -> None:
     log = tmp_path / "log"
     host.has_overdue(1, 0, logfile=str(log), **crowd.terms(1, "the one before"))
-    wait_until(lambda: log.exists() and "does not answer" in log.read_text(), "it is told of")
+    wait_until(lambda: log.exists() and "does not answer" in log.read_text(), "it is reported")
     host.has_overdue(2, 0, logfile=str(log), **crowd.terms(2))
     crowd.links[0].follow(0)
     met = crowd.everyone(lambda rank: crowd.links[rank].ready(0))
@@ -339,7 +339,7 @@ def test_another_process_of_the_same_rank_is_not_taken_for_the_one_that_ended(
     crowd.rank(host, 2).dies()
     faults = crowd.links[0].follow(0)
     assert isinstance(faults, Faults)
-    host.ends()  # all is told
+    host.ends()  # all reports are sent then
     assert {fault.rank for fault in crowd.links[0].answer_last_call(0).records} == {2}
 
 

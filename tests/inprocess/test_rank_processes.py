@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "restarting_rank.py"
 
 
 class Process:
-    """A rank, and what it says."""
+    """A rank, and its events."""
 
     def __init__(self, rank: int, size: int, port: int, home: Path) -> None:
         unwanted = ("REGROW_", "TORCHELASTIC_", "SLURM_", "LOCAL_")
@@ -49,11 +49,11 @@ class Process:
         for line in self.process.stdout:
             self._lines.put(line)
 
-    def says(self) -> list[Any]:
-        said: list[Any] = json.loads(self._lines.get(timeout=PATIENCE))
-        return said
+    def receive(self) -> list[Any]:
+        event: list[Any] = json.loads(self._lines.get(timeout=PATIENCE))
+        return event
 
-    def tell(self, word: str) -> None:
+    def send(self, word: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
@@ -63,7 +63,7 @@ class Process:
 def ranks(tmp_path: Path) -> Iterator[list[Process]]:
     with master_port() as port:
         ranks = [Process(rank, 4, port, tmp_path) for rank in range(4)]
-        assert [rank.says() for rank in ranks] == [["running", 0, []]] * 4
+        assert [rank.receive() for rank in ranks] == [["running", 0, []]] * 4
         yield ranks
     for rank in ranks:
         rank.process.kill()
@@ -75,26 +75,26 @@ def test_the_death_of_rank_0_which_started_the_store_is_one_like_any_other(
 ) -> None:
     ranks[0].process.send_signal(signal.SIGKILL)
     living = ranks[1:]
-    assert [rank.says() for rank in living] == [["told", [["TERMINATED", 0]]]] * 3
-    assert [rank.says() for rank in living] == [["running", 1, [0]]] * 3
+    assert [rank.receive() for rank in living] == [["faults", [["TERMINATED", 0]]]] * 3
+    assert [rank.receive() for rank in living] == [["running", 1, [0]]] * 3
     living[1].process.send_signal(signal.SIGKILL)
     living = [ranks[1], ranks[3]]
-    assert [rank.says() for rank in living] == [["told", [["TERMINATED", 2]]]] * 2
-    assert [rank.says() for rank in living] == [["running", 2, [1]]] * 2
+    assert [rank.receive() for rank in living] == [["faults", [["TERMINATED", 2]]]] * 2
+    assert [rank.receive() for rank in living] == [["running", 2, [1]]] * 2
     for rank in living:
-        rank.tell("done")
-    assert [rank.says() for rank in living] == [["over"]] * 2
+        rank.send("done")
+    assert [rank.receive() for rank in living] == [["over"]] * 2
 
 
 def test_a_fault_restarts_all_and_one_that_leaves_is_not_waited_for(ranks: list[Process]) -> None:
-    ranks[2].tell("report")
-    assert [rank.says() for rank in ranks] == [["told", [["EXCEPTION", 2]]]] * 4
-    assert [rank.says() for rank in ranks] == [["running", 1, []]] * 4
-    ranks[1].tell("leave")
+    ranks[2].send("report")
+    assert [rank.receive() for rank in ranks] == [["faults", [["EXCEPTION", 2]]]] * 4
+    assert [rank.receive() for rank in ranks] == [["running", 1, []]] * 4
+    ranks[1].send("leave")
     ranks[1].process.wait(PATIENCE)
     living = [ranks[0], ranks[2], ranks[3]]
-    assert [rank.says() for rank in living] == [["told", [["BASE_EXCEPTION", 1]]]] * 3
-    assert [rank.says() for rank in living] == [["running", 2, [1]]] * 3
+    assert [rank.receive() for rank in living] == [["faults", [["BASE_EXCEPTION", 1]]]] * 3
+    assert [rank.receive() for rank in living] == [["running", 2, [1]]] * 3
     for rank in living:
-        rank.tell("done")
-    assert [rank.says() for rank in living] == [["over"]] * 3
+        rank.send("done")
+    assert [rank.receive() for rank in living] == [["over"]] * 3

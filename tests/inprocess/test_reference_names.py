@@ -1,7 +1,7 @@
-"""The public names of nvidia_resiliency_ext.inprocess 0.6 are here, or the page says what to use.
+"""Public names of nvidia_resiliency_ext.inprocess 0.6 exist, or the page names a replacement.
 
-Not asked for are methods of what its users do not call, the names of its keys, and `FileStore`,
-which takes torch.
+Exceptions: methods of objects that users do not call, the names of its keys, and `FileStore`, which
+needs torch.
 """
 
 from __future__ import annotations
@@ -83,16 +83,16 @@ NAMES = {
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "from-nvidia-resiliency-ext.md"
 
 
-def said_to_be_missing() -> set[str]:
-    """The names in the first column of the table of what is not there, without their modules."""
+def names_listed_as_missing() -> set[str]:
+    """The names in the first column of the table of missing names, without their modules."""
     table = PAGE.read_text().partition("| nvidia_resiliency_ext.inprocess | here |\n")[2]
     columns = [row.split(" | ")[0].rpartition(": ")[2] for row in table.splitlines()[1:]]
     return {name.rpartition(".")[2] for row in columns for name in re.findall(r"`([\w.]+)`", row)}
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_a_name_of_the_reference_is_here_or_in_the_table_of_what_is_not(module: str) -> None:
-    here, missing = importlib.import_module(f"regrow.inprocess.{module}"), said_to_be_missing()
+def test_a_name_of_the_reference_exists_or_is_in_the_table_of_missing_names(module: str) -> None:
+    here, missing = importlib.import_module(f"regrow.inprocess.{module}"), names_listed_as_missing()
     for name in NAMES[module].split():
         try:
             attrgetter(name)(here)

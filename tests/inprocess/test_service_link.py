@@ -19,7 +19,7 @@ TIMEOUTS = Timeouts(barrier=20.0, completion=20.0, last_call=20.0)
 
 
 class Served:
-    """A server, and a way to it that can be cut."""
+    """A server, and a proxy to it that can be cut."""
 
     def __init__(self) -> None:
         self.service = InprocessService()
@@ -81,7 +81,7 @@ def test_a_process_that_was_away_for_too_long_was_counted_out(
     watch = served.server.connect()
     following = Background(links[0].follow, 0)
     assert following.running()
-    served.proxy.lead_to(0)  # nobody is there
+    served.proxy.lead_to(0)  # no server listens
     served.proxy.cut_now()
     wait_until(lambda: served.server.sessions() == 1, "the sessions of the ranks end")
     served.proxy.lead_to(served.server.port)

@@ -71,7 +71,7 @@ def test_an_exception_that_cannot_be_copied_is_frozen_as_it_is() -> None:
 
 def test_a_store_is_no_fact_and_is_not_copied_with_them() -> None:
     state = State(0, 1)
-    state.store = threading.Lock()  # stands for a store: it cannot be copied either
+    state.store = threading.Lock()  # like a store, it cannot be copied
     assert State(**dataclasses.asdict(state)) == state
 
 

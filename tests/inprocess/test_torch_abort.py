@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.training, pytest.mark.timeout(120)]
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    """Everything that needs torch happens once, in a process of its own."""
+    """The results of all calls that need torch; they run once, in a process of their own."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],
         env=os.environ
@@ -60,7 +60,7 @@ def test_aborted_groups_leave_nothing_behind(ranks: list[dict[str, Any]]) -> Non
 
 def test_exactly_the_connections_of_all_gloo_groups_are_ended(ranks: list[dict[str, Any]]) -> None:
     assert [rank["nothing to end"] for rank in ranks] == [0] * 3
-    # Two groups, two others in each; a rank whose other was faster has fewer left.
+    # Two groups with two peers each; a rank has fewer connections left if a peer was faster.
     assert sum(rank["connections"] for rank in ranks) in range(6, 13)
 
 
@@ -83,7 +83,7 @@ def test_a_wait_in_a_torch_store_of_the_function_is_ended(
 ) -> None:
     *made_by_it, outside = ranks[0]["in torch's stores"]
     assert set(made_by_it) <= {"interrupted", "DistNetworkError"}
-    assert outside == "DistStoreError"  # its own time-out; it is none the worse for it
+    assert outside == "DistStoreError"  # its own time-out; the abort leaves it alone
 
 
 def test_the_collective_that_was_waited_in_is_in_the_trace(ranks: list[dict[str, Any]]) -> None:

@@ -237,7 +237,7 @@ def test_active_ranks_are_given_once_and_leave_no_gap(
 
 
 @given(topologies(), st.data(), st.sampled_from([None, 2]))
-def test_everybody_is_active_in_reserve_or_out_for_good(
+def test_every_rank_is_active_in_reserve_or_out_for_good(
     topology: Topology, draw: st.DataObject, number: int | None
 ) -> None:
     out: set[int] = set()

@@ -33,14 +33,14 @@ pytestmark = pytest.mark.training
 
 
 def command() -> list[str]:
-    """What `mpirun` is given to run in each process."""
+    """The command that `mpirun` runs in each process."""
     found = re.search(r"^\$ mpirun .*? (bash -c .*)$", DOCUMENTED, re.MULTILINE)
     assert found is not None
     return shlex.split(found[1])
 
 
 def environment(name: str, home: Path, port: int) -> dict[str, str]:
-    """A recorded environment, with what this machine has in the place of that one's."""
+    """A recorded environment, with the paths and addresses of this machine."""
     lines = (TESTS / "launch" / "environments" / f"{name}.env").read_text().splitlines()
     theirs = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     return theirs | {
@@ -67,5 +67,5 @@ def test_processes_of_mpirun_restart_together(release: str, tmp_path: Path) -> N
             )
             for rank in range(2)
         ]
-        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
-    assert [out for out, _ in said] == ["1 0 2\n", "1 1 2\n"], said
+        outputs = [rank.communicate(timeout=PATIENCE) for rank in ranks]
+    assert [out for out, _ in outputs] == ["1 0 2\n", "1 1 2\n"], outputs

@@ -1,4 +1,4 @@
-"""Restarts in the processes of torchrun, whose agent ends all when one of them has ended."""
+"""In-process restart under torchrun; its agent ends all processes when one has ended."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def train(call: CallWrapper) -> None:
         if (call.iteration, rank, step) in ((0, 1, 1), (1, 2, 2)):
             raise ValueError(f"in iteration {call.iteration}")
         dist.all_reduce(total)
-    told = f"rank {rank} of {size} pid {os.getpid()} iteration {call.iteration}"
-    os.write(1, f"{told}: {total.item():g}\\n".encode())
+    text = f"rank {rank} of {size} pid {os.getpid()} iteration {call.iteration}"
+    os.write(1, f"{text}: {total.item():g}\\n".encode())
 
 os.write(1, f"started {os.getpid()}\\n".encode())
 train()
@@ -62,5 +62,5 @@ def test_a_function_that_fails_on_one_rank_and_then_another_is_completed_by_the_
     started = {line.split()[1] for line in lines if line.startswith("started")}
     ends = sorted(line.split() for line in lines if line.startswith("rank"))
     assert [end[1] for end in ends] == ["0", "1", "2"]
-    assert {end[5] for end in ends} == started, "a process was started anew"
+    assert {end[5] for end in ends} == started, "a process was restarted"
     assert {" ".join(end[6:]) for end in ends} == {"iteration 2: 27"}

@@ -27,7 +27,7 @@ def values(fates: Fates) -> list[Any]:
     [
         "raises_what_cannot_be_shown",
         "raises_what_cannot_be_compared",
-        "raises_what_cannot_be_looked_at",
+        "raises_what_cannot_be_inspected",
         "raises_what_has_a_strange_cause",
         "fails_while_others_handle_a_ring_of_exceptions",
         "has_a_log_handler_that_raises",
@@ -50,7 +50,7 @@ def test_a_fault_with_user_code_that_raises_restarts_all(play: Play, case: str) 
         ("has_a_health_check_that_raises_what_cannot_be_shown", "HealthCheckError"),
     ],
 )
-def test_a_rank_that_leaves_raises_what_ended_it_and_the_others_go_on(
+def test_a_rank_that_leaves_raises_what_ended_it_and_the_others_continue(
     play: Play, case: str, raised: str
 ) -> None:
     first, gone, last = play(case)
@@ -108,11 +108,11 @@ def test_a_restart_that_waits_for_a_cleanup_is_not_swallowed(play: Play) -> None
 
 def test_the_end_of_the_restarts_is_raised_from_the_last_fault_on_every_rank(play: Play) -> None:
     fates = play("gives_up_and_is_recorded")
-    told = "RankFault(\"EXCEPTION on initial rank 1 in iteration 1: Played('again')\")"
+    fault = "RankFault(\"EXCEPTION on initial rank 1 in iteration 1: Played('again')\")"
     assert [fate["seen"][:2] for fate in fates] == [
-        [told, False],
+        [fault, False],
         ["Played('again')", True],
-        [told, False],
+        [fault, False],
     ]
     for fate in fates:
         recorded = fate["seen"][2]

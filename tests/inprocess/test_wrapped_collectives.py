@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "wrapped_torch_ranks.
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
+def results() -> dict[str, Any]:
     server = ServerThread(services={"inprocess": InprocessService()})
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("REGROW_", "TORCHELASTIC"))}
     environ |= {STORE_ENV: server.endpoint, STORE_TOKEN_ENV: server.token.decode()}
@@ -33,22 +33,24 @@ def told() -> dict[str, Any]:
         check=True,
     )
     server.stop()
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
-def test_ranks_that_wait_in_a_collective_restart_with_one_that_raised(told: dict[str, Any]) -> None:
-    assert told["raises"] == [[[0, 3.0], [1, 3.0], 1]] * 3
+def test_ranks_that_wait_in_a_collective_restart_with_one_that_raised(
+    results: dict[str, Any],
+) -> None:
+    assert results["raises"] == [[[0, 3.0], [1, 3.0], 1]] * 3
 
 
 def test_ranks_that_wait_in_a_collective_restart_without_one_that_was_killed(
-    told: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
     restarted = [[0, 3.0], [1, 2.0], 1]
-    assert told["killed"] == [restarted, None, restarted]
+    assert results["killed"] == [restarted, None, restarted]
 
 
 def test_ranks_that_initialize_by_the_environment_restart_without_a_missing_rank(
-    told: dict[str, Any],
+    results: dict[str, Any],
 ) -> None:
-    assert told["fails before env://"] == [[[1, 3.0], 1]] * 3
+    assert results["fails before env://"] == [[[1, 3.0], 1]] * 3

@@ -13,7 +13,7 @@ from helpers.ranks.playing import Fates, Play, playing
 
 @pytest.fixture(scope="module")
 def play() -> Iterator[Play]:
-    """Plays a case: `play(name, number of ranks)`."""
+    """Runs a case: `play(name, number of ranks)`."""
     with playing("wrapped_ranks") as play:
         yield play
 
@@ -54,8 +54,8 @@ def test_the_others_restart_without_a_rank_that_was_killed(play: Play) -> None:
     ("case", "rank", "raised"),
     [
         ("exits", 1, "SystemExit"),
-        ("is_told_to_stop", 0, "KeyboardInterrupt"),
-        ("is_told_to_stop_in_a_pause", 0, "KeyboardInterrupt"),
+        ("gets_sigint", 0, "KeyboardInterrupt"),
+        ("gets_sigint_in_a_pause", 0, "KeyboardInterrupt"),
         ("exits_in_initialize", 1, "SystemExit"),
         ("fails_in_finalize", 1, "Played"),
         ("is_unhealthy_after_a_fault", 1, "HealthCheckError"),
@@ -76,7 +76,7 @@ def test_what_ends_a_rank_is_raised_there_and_the_others_restart_without(
 def test_the_keys_of_an_iteration_are_gone_in_the_next(play: Play) -> None:
     keys = [f"rank {rank}" for rank in range(3)]
     fates = seen(play("writes_into_the_store"))
-    # A rank that hears of a fault before it has called the function sees nothing.
+    # A rank that is notified of the fault before its first call skips that call.
     assert [fate[-1] for fate in fates] == [keys] * 3
     assert all(found == keys for fate in fates for found in fate)
 
@@ -119,7 +119,7 @@ def test_when_all_are_unhealthy_all_leave_and_name_one_root_cause(play: Play) ->
         "is_never_done",
         "swallows",
         "sleeps_too_long",
-        "pings_no_more",
+        "stops_pinging",
         "meets_in_any_store",
     ],
 )
@@ -237,13 +237,13 @@ def test_what_the_function_held_is_gone_when_it_is_called_again(play: Play) -> N
     assert seen(play("leaves_something_behind", 2)) == [[[], [True], [True, True]]] * 2
 
 
-def test_what_the_first_iteration_has_loaded_is_not_looked_through_at_each_restart(
+def test_objects_of_the_first_iteration_are_not_scanned_at_each_restart(
     play: Play,
 ) -> None:
     (fate,) = play("loads_much_in_the_function", 1)
     gone = [[True] * iteration for iteration in range(4)]
     assert fate["seen"] == [[False, each] for each in gone]
-    assert fate["value"] == 0  # nothing is put aside after the call
+    assert fate["value"] == 0  # nothing stays frozen after the call
 
 
 @pytest.mark.thorough
@@ -256,8 +256,8 @@ def test_a_call_that_is_over_holds_nothing(play: Play) -> None:
 def test_each_rank_logs_once_that_restarts_wait(play: Play) -> None:
     fates = play("restarts_more_often_than_is_free", 2)
     assert values(fates) == [5, 5]
-    for said in seen(fates):
-        assert sum("fails again and again" in line for line in said) == 1
+    for lines in seen(fates):
+        assert sum("fails again and again" in line for line in lines) == 1
 
 
 @pytest.mark.thorough

@@ -33,7 +33,7 @@ def seconds(number: float) -> timedelta:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"soft_timeout": seconds(90)}, "soft_timeout < hard_timeout .* 90 s .* than 90 s"),
         ({"hard_timeout": seconds(200)}, "hard_timeout < barrier_timeout .* 200 s .* 120 s"),
@@ -61,13 +61,13 @@ def seconds(number: float) -> timedelta:
         ({"monitor_process_pidfile": "/pid\0"}, "it contains a null character"),
     ],
 )
-def test_a_broken_inequality_is_named_with_its_values(arguments: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_broken_inequality_is_named_with_its_values(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Wrapper(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"soft_timeout": 60}, "soft_timeout=60 is not of type timedelta"),
         ({"abort": print}, "abort=.* is not of type Abort or None"),
@@ -87,8 +87,8 @@ def test_a_broken_inequality_is_named_with_its_values(arguments: Any, said: str)
         ({"zzz": 1}, r"^Wrapper\(\) has no argument 'zzz'\. It takes store_factory, "),
     ],
 )
-def test_an_argument_of_the_wrong_type_is_named(arguments: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_an_argument_of_the_wrong_type_is_named(arguments: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         Wrapper(**arguments)
 
 
@@ -221,7 +221,7 @@ def decorated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (coroutine, "<function coroutine at .*: a coroutine function"),
         (functools.partial(coroutine), "a coroutine function"),
@@ -235,8 +235,10 @@ def decorated() -> None:
         (3, "Wrapper\\(\\) cannot wrap 3: it cannot be called"),
     ],
 )
-def test_what_cannot_be_restarted_is_refused_when_it_is_wrapped(function: Any, said: str) -> None:
-    with pytest.raises(TypeError, match=said):
+def test_what_cannot_be_restarted_is_refused_when_it_is_wrapped(
+    function: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
         Wrapper()(function)
 
 
@@ -263,7 +265,7 @@ def test_a_decorator_without_its_parentheses_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plugin", "arguments", "said"),
+    ("plugin", "arguments", "message"),
     [
         (RetryController, {"max_iterations": "3"}, "max_iterations='3' is not an integer"),
         (RetryController, {"max_iterations": True}, "max_iterations=True is not an integer"),
@@ -279,14 +281,14 @@ def test_a_decorator_without_its_parentheses_is_named() -> None:
     ],
 )
 def test_a_plugin_names_an_argument_of_the_wrong_type(
-    plugin: Callable[..., object], arguments: dict[str, Any], said: str
+    plugin: Callable[..., object], arguments: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(TypeError, match=said):
+    with pytest.raises(TypeError, match=message):
         plugin(**arguments)
 
 
 @pytest.mark.parametrize(
-    ("plugin", "argument", "said"),
+    ("plugin", "argument", "message"),
     [
         (RetryController, {"max_iterations": -3}, "max_iterations=-3 is too small: pass 0 or more"),
         (RetryController, {"min_active_world_size": -1}, "min_active_world_size=-1 is too small"),
@@ -296,9 +298,9 @@ def test_a_plugin_names_an_argument_of_the_wrong_type(
     ],
 )
 def test_a_plugin_names_a_number_that_makes_no_sense(
-    plugin: Callable[..., object], argument: dict[str, Any], said: str
+    plugin: Callable[..., object], argument: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         plugin(**argument)
 
 

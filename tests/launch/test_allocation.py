@@ -1,4 +1,4 @@
-"""What an agent asks Slurm for at the end of a job, from what Slurm shows."""
+"""The request of an agent to Slurm at the end of a job, based on Slurm's output."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
 
 
 @pytest.mark.parametrize("shown", ["", "\n", "No jobs in the system\n", JOB + JOB])
-def test_what_is_of_no_single_job_says_nothing(shown: str) -> None:
+def test_output_that_is_not_of_a_single_job_has_no_facts(shown: str) -> None:
     assert allocation.facts(shown) is None
 
 

@@ -1,4 +1,4 @@
-"""Plug-ins written for torchrun, on torch's own classes, do what they do there, unchanged.
+"""Plug-ins written for torchrun, on torch's own classes, work the same without a change.
 
 They are an installed distribution: its folder, with its metadata, is on the search path.
 """
@@ -205,7 +205,9 @@ def test_an_error_of_torchs_means_what_regrows_means(run: Run, ending: str, code
 
 
 @pytest.mark.parametrize("name", ["apart", "torchs", "default"])
-def test_logs_specs_of_torchs_say_where_output_goes(run: Run, name: str, tmp_path: Path) -> None:
+def test_logs_specs_of_torchs_set_the_destination_of_output(
+    run: Run, name: str, tmp_path: Path
+) -> None:
     logs = tmp_path / "logs"
     code, output = finish(
         run(f"--logs-specs={name}", f"--log-dir={logs}", "--redirects=3", "--tee=1:1", *TWICE)

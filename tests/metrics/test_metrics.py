@@ -14,7 +14,7 @@ from regrow.metrics import MetricData, MetricHandler, MetricsConfig
 
 
 class Kept(MetricHandler):
-    """Keeps what it is told."""
+    """Keeps the values that it receives."""
 
     def __init__(self) -> None:
         self.data: list[MetricData] = []

@@ -326,9 +326,9 @@ def test_a_node_beyond_max_nodes_stands_by_until_a_seat_is_free(
     spare.placed("standby")
     assert a.handler.num_nodes_waiting() == b.handler.num_nodes_waiting() == 0
     b.handler.leave("its host shuts down")
-    news = a.notification(object)
-    assert isinstance(news, RoundEnded), "its first notification"
-    assert news.why == "its host shuts down"
+    notification = a.notification(object)
+    assert isinstance(notification, RoundEnded), "its first notification"
+    assert notification.why == "its host shuts down"
     assert ranks([a.join(), joining]) == before
     assert joining.result().round == 2
 

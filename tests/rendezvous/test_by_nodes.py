@@ -169,7 +169,7 @@ def join(id: str, token: int = 0) -> JoinRound:
     return JoinRound(Node(id, f"host-{id}", None, 1234), token)
 
 
-def look(driver: NodesDriver, id: str) -> Snapshot:
+def follow_once(driver: NodesDriver, id: str) -> Snapshot:
     view = driver.follow(id, None, 0)
     assert view is not None
     return view
@@ -190,16 +190,16 @@ def test_nodes_meet_in_the_document() -> None:
     assert isinstance(seated, Seated)
     assert (seated.round, seated.rank, seated.world_size) == (1, 1, 2)
     assert (seated.leader, seated.port) == ("host-a", 1234)
-    news = look(a, "a").status
-    assert isinstance(news, Seated)
-    assert (news.rank, news.digest) == (0, seated.digest)
+    status = follow_once(a, "a").status
+    assert isinstance(status, Seated)
+    assert (status.rank, status.digest) == (0, seated.digest)
 
 
 def test_a_slower_node_applies_its_event_to_the_document_of_the_faster() -> None:
     job = Job(3, 3)
     a, b, c = job.driver(), job.driver(), job.driver()
     a.submit(join("a"), SOON)
-    look(b, "b")
+    follow_once(b, "b")
 
     def c_is_faster() -> None:
         c.submit(join("c"), SOON)
@@ -233,9 +233,9 @@ def test_no_call_is_answered_from_an_old_read() -> None:
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     b.submit(CloseRendezvous("b", "enough"), SOON)
-    news = a.submit(join("a2"), SOON).status  # the state that `a` has read is not closed
-    assert isinstance(news, RoundClosed)
-    assert news.why == "enough"
+    status = a.submit(join("a2"), SOON).status  # the state that `a` has read is not closed
+    assert isinstance(status, RoundClosed)
+    assert status.why == "enough"
 
 
 def test_a_stale_node_learns_so_at_its_first_call() -> None:
@@ -244,7 +244,7 @@ def test_a_stale_node_learns_so_at_its_first_call() -> None:
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     job.driver().submit(LeaveRound("a"), SOON)  # another node decides this
-    assert isinstance(look(b, "b").status, Seated)
+    assert isinstance(follow_once(b, "b").status, Seated)
     assert not a.beat("a", 1, SOON)
     assert a.peek("a").status is None
     answered = a.submit(WorkersFailed("a", 1, "too late"), SOON)
@@ -355,7 +355,7 @@ def test_nodes_with_different_sizes_are_warned(
     job.settings = Job(2, 2).settings
     other = job.driver()
     other.submit(join("b"), SOON)
-    look(other, "b")
+    follow_once(other, "b")
     warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "for 2 to 2 nodes, and the rendezvous 'job' uses 1 to 4: " in warnings[0]
@@ -458,11 +458,11 @@ def test_the_last_call_ends_by_the_clock_of_a_waiting_node() -> None:
     job = Job(1, 3, last_call=5)
     driver = job.driver()
     driver.submit(join("a"), SOON)
-    assert look(driver, "a").status == Placed("a", "forming")
+    assert follow_once(driver, "a").status == Placed("a", "forming")
     job.now += 4.9
     assert nothing_new(driver, "a")
     job.now += 0.2
-    assert isinstance(look(driver, "a").status, Seated)
+    assert isinstance(follow_once(driver, "a").status, Seated)
 
 
 @pytest.mark.parametrize("kind", ["living", "driver"])
@@ -472,14 +472,14 @@ def test_a_silent_node_is_lost_after_its_lease_and_the_time_to_kill(kind: str) -
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     b.beat("b", 1, SOON)
-    look(a, "a")
+    follow_once(a, "a")
     for _ in range(3):
         job.now += 1
-        assert isinstance(look(a, "a").status, Seated)
+        assert isinstance(follow_once(a, "a").status, Seated)
     job.now += 1
-    news = look(a, "a").status
-    assert isinstance(news, RoundEnded)
-    assert (news.id, news.why) == ("b", "no heartbeat arrived for 4 s")
+    status = follow_once(a, "a").status
+    assert isinstance(status, RoundEnded)
+    assert (status.id, status.why) == ("b", "no heartbeat arrived for 4 s")
     assert not b.beat("b", 1, SOON)
 
 
@@ -493,8 +493,8 @@ def test_a_node_that_beats_is_never_lost(kind: str) -> None:
         job.now += 1
         assert a.beat("a", 1, SOON)
         assert b.beat("b", 1, SOON)
-        assert isinstance(look(a, "a").status, Seated)
-        assert isinstance(look(b, "b").status, Seated)
+        assert isinstance(follow_once(a, "a").status, Seated)
+        assert isinstance(follow_once(b, "b").status, Seated)
 
 
 def test_no_node_is_lost_because_this_node_was_stopped() -> None:
@@ -502,9 +502,9 @@ def test_no_node_is_lost_because_this_node_was_stopped() -> None:
     a, b = job.living(), job.living()
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
-    look(a, "a")
+    follow_once(a, "a")
     job.now += 3600
-    assert isinstance(look(a, "a").status, Seated)
+    assert isinstance(follow_once(a, "a").status, Seated)
 
 
 def test_a_document_that_is_not_read_is_no_evidence_of_silence() -> None:
@@ -564,9 +564,9 @@ def test_a_node_that_the_backend_reports_as_ended_is_lost_at_once() -> None:
     a.submit(join("a"), SOON)
     b.submit(join("b"), SOON)
     job.shared["ended"] = {"b": "its connection was closed"}
-    news = look(a, "a").status
-    assert isinstance(news, RoundEnded)
-    assert (news.id, news.why) == ("b", "its connection was closed")
+    status = follow_once(a, "a").status
+    assert isinstance(status, RoundEnded)
+    assert (status.id, status.why) == ("b", "its connection was closed")
 
 
 def test_a_node_checks_only_its_next_three_peers() -> None:
@@ -577,7 +577,7 @@ def test_a_node_checks_only_its_next_three_peers() -> None:
     for number in range(1, 8):
         job.living().submit(join(str(number)), SOON)
     backend.asked.clear()
-    look(first, "0")
+    follow_once(first, "0")
     assert backend.asked == [["1", "2", "3"]]
 
 
@@ -590,7 +590,7 @@ def test_of_many_nodes_that_die_at_once_the_last_is_not_found_last() -> None:
     looks = 0
     while len(watched(job.state)) > 1:
         survivor.beat("00", 1, SOON)
-        look(survivor, "00")
+        follow_once(survivor, "00")
         job.now += 1
         looks += 1
     assert looks < 20  # three at a time would need more than eighty

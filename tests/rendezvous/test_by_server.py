@@ -109,13 +109,13 @@ def port_of(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
 
 
-def heard(driver: ServerDriver, id: str, seen: Snapshot | None = None) -> Snapshot:
+def snapshot_of(driver: ServerDriver, id: str, seen: Snapshot | None = None) -> Snapshot:
     view = driver.follow(id, seen, PATIENCE)
-    assert view is not None, "nothing was heard"
+    assert view is not None, "no snapshot arrived"
     return view
 
 
-def test_nodes_meet_and_each_hears_its_seat(shared: ServerProcess, drive: Meet) -> None:
+def test_nodes_meet_and_each_receives_its_seat(shared: ServerProcess, drive: Meet) -> None:
     a, b = drive(shared.endpoint), drive(shared.endpoint)
     forming = a.submit(join("a"), PATIENCE)
     assert forming.status == Placed("a", "forming")
@@ -167,7 +167,7 @@ def test_a_server_that_is_gone_behind_a_proxy_that_is_not_is_out_of_reach(
 
 def test_following_blocks_until_something_is_new(pair: tuple[ServerDriver, ServerDriver]) -> None:
     a, b = pair
-    seen = heard(a, "a")
+    seen = snapshot_of(a, "a")
     assert a.follow("a", seen, 0.01) is None
     waiting = Background(a.follow, "a", seen, PATIENCE)
     assert a.beat("a", 1, PATIENCE)  # while it waits
@@ -196,7 +196,7 @@ def test_a_node_that_closes_its_driver_is_lost_at_once(
     pair: tuple[ServerDriver, ServerDriver],
 ) -> None:
     a, b = pair
-    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
+    waiting = Background(a.follow, "a", snapshot_of(a, "a"), PATIENCE)
     b.close(linger=False)
     b.close(linger=False)
     assert waiting.result().status == RoundEnded(1, "b", "it closed its connection", lost=True)
@@ -228,7 +228,7 @@ def test_a_node_whose_process_is_killed_is_lost_at_once(
         assert node.stdout is not None
         assert node.stdout.readline() == b"joined\n"  # unread answers would reset the connection
         while not isinstance(seen.status, Seated):
-            seen = heard(a, "a", seen)
+            seen = snapshot_of(a, "a", seen)
         waiting = Background(a.follow, "a", seen, PATIENCE)
         node.kill()
     assert waiting.result().status == RoundEnded(1, "b", "its connection broke", lost=True)
@@ -239,7 +239,7 @@ def test_a_connection_that_breaks_and_comes_back_costs_nothing(
 ) -> None:
     proxy = CuttingProxy(int(shared.endpoint.rpartition(":")[2]))
     a, b = seated(drive, shared.endpoint, proxy.endpoint)
-    waiting = Background(b.follow, "b", heard(b, "b"), PATIENCE)
+    waiting = Background(b.follow, "b", snapshot_of(b, "b"), PATIENCE)
     for _ in range(3):
         proxy.cut_now()
         assert b.beat("b", 1, PATIENCE)
@@ -252,15 +252,15 @@ def test_a_node_that_was_away_too_long_has_no_status(shared: ServerProcess, driv
     proxy = CuttingProxy(port_of(shared.endpoint))
     port = port_of(proxy.endpoint)
     a, b = seated(drive, shared.endpoint, proxy.endpoint)
-    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
-    gone = Background(b.follow, "b", heard(b, "b"), PATIENCE)
+    waiting = Background(a.follow, "a", snapshot_of(a, "a"), PATIENCE)
+    gone = Background(b.follow, "b", snapshot_of(b, "b"), PATIENCE)
     proxy.stop()
     assert waiting.result().status == RoundEnded(1, "b", "its connection broke", lost=True)
     with pytest.raises(RendezvousConnectionError, match="Connection refused"):
         gone.result()
     # The connection works again.
     proxy = CuttingProxy(port_of(shared.endpoint), port)
-    assert heard(b, "b").status is None
+    assert snapshot_of(b, "b").status is None
     assert not b.beat("b", 1, PATIENCE)
     assert b.submit(join("b, again"), PATIENCE).status == Placed("b, again", "forming")
     proxy.stop()
@@ -285,7 +285,7 @@ def test_a_node_that_timed_out_learns_which_nodes_are_missing(
 
 def test_a_server_that_is_gone_is_reported_at_once(own: ServerProcess, drive: Meet) -> None:
     a, b = seated(drive, own.endpoint)
-    waiting = Background(a.follow, "a", heard(a, "a"), 10 * PATIENCE)
+    waiting = Background(a.follow, "a", snapshot_of(a, "a"), 10 * PATIENCE)
     own.close()
     with pytest.raises(RendezvousConnectionError, match="Connection refused"):
         waiting.result()
@@ -317,13 +317,13 @@ def test_a_silent_server_is_waited_for(own: ServerProcess, drive: Meet) -> None:
     slow = Background(a.beat, "a", 1, PATIENCE)
     os.kill(own.pid, signal.SIGCONT)
     assert slow.result()
-    assert isinstance(heard(a, "a").status, Seated)
+    assert isinstance(snapshot_of(a, "a").status, Seated)
 
 
 def test_a_missing_server_is_an_error_with_its_endpoint() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # it does not listen
-        endpoint = f"127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # it does not listen
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(RendezvousConnectionError, match=rf"{endpoint}.*tried for 0\.05 s"):
             ServerDriver(Where(endpoint, TOKEN), settings(), 0.05)
 
@@ -353,9 +353,9 @@ def test_a_server_of_another_release_is_not_understood(
     pair: tuple[ServerDriver, ServerDriver],
 ) -> None:
     a, _ = pair
-    told = messages.SnapshotReply(a.life, 1, "Promoted", b"\xc0", 0, None, False)  # type: ignore[arg-type]
+    reply = messages.SnapshotReply(a.life, 1, "Promoted", b"\xc0", 0, None, False)  # type: ignore[arg-type]
     with pytest.raises(RendezvousStateError, match="'Promoted' is not a status"):
-        a._snapshot("a", told)
+        a._snapshot("a", reply)
 
 
 # --- close
@@ -365,7 +365,7 @@ def test_an_interrupt_ends_blocked_calls_and_later_ones(
     pair: tuple[ServerDriver, ServerDriver],
 ) -> None:
     a, _ = pair
-    waiting = Background(a.follow, "a", heard(a, "a"), PATIENCE)
+    waiting = Background(a.follow, "a", snapshot_of(a, "a"), PATIENCE)
     a.interrupt()
     a.interrupt()
     for call in (waiting.result, lambda: a.beat("a", 1, PATIENCE)):

@@ -272,7 +272,7 @@ def agent(port: int) -> tuple[subprocess.Popen[str], int]:
     return process, int(process.stdout.readline())
 
 
-def test_the_job_goes_on_when_the_agent_that_serves_is_killed(create: Create, port: int) -> None:
+def test_the_job_continues_when_the_agent_that_serves_is_killed(create: Create, port: int) -> None:
     process, pid = agent(port)
     server = os.pidfd_open(pid)
     with process:

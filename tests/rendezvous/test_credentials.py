@@ -88,7 +88,7 @@ def test_a_group_may_read_a_token_file_that_is_roots(
 
 
 @pytest.mark.parametrize("insecure", [True, "true", "1"])
-def test_going_without_takes_the_word_of_the_user(insecure: bool | str) -> None:
+def test_no_token_is_needed_only_if_the_user_sets_insecure(insecure: bool | str) -> None:
     assert found(insecure=insecure).token == INSECURE_TOKEN
     environ = {"REGROW_TOKEN": TOKEN}
     assert found(environ=environ, insecure=insecure).token == TOKEN.encode()
@@ -134,7 +134,7 @@ def test_an_own_secret_that_cannot_be_made_names_the_way_out(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-def test_certificates_come_from_the_flags_and_are_looked_at_before_anything_starts(
+def test_certificates_come_from_the_flags_and_are_checked_before_anything_starts(
     tmp_path: Path,
 ) -> None:
     cert, key, other = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "other.pem"))

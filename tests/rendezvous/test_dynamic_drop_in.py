@@ -139,7 +139,7 @@ def test_the_settings_are_what_they_were_given(job: Job) -> None:
     assert default.keep_alive_max_attempt == 3
 
 
-def test_what_is_printed_as_a_bound_has_the_time_until_a_beat_is_looked_for(job: Job) -> None:
+def test_the_printed_bound_includes_the_time_until_a_beat_is_checked(job: Job) -> None:
     handler = job.handler("node0", 1, 2, keep_alive_interval=0.5, keep_alive_max_attempt=4)
     assert handler.bounds["a silent host counts as lost"] == 2 + 1 + 0.5
     assert handler.bounds["workers of a host that is cut off are killed"] == 2
@@ -159,11 +159,11 @@ def test_a_round_shrinks_when_a_member_is_silent(job: Job) -> None:
     beating: dict[str, Any] = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 20}
     handlers = [job.handler(f"node{n}", 2, 3, **beating) for n in range(3)]
     meet(*handlers)
-    told: list[object] = []
-    handlers[0].subscribe(told.append)
+    received: list[object] = []
+    handlers[0].subscribe(received.append)
     handlers[1].connection.end(linger=False)  # it falls silent without a notice
-    wait_until(lambda: len(told) > 0, "a notification arrives")
-    assert "no heartbeat arrived" in str(told[0])
+    wait_until(lambda: len(received) > 0, "a notification arrives")
+    assert "no heartbeat arrived" in str(received[0])
     infos = meet(handlers[0], handlers[2])
     assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
 

@@ -64,21 +64,21 @@ class Agent:
         self.handler = DynamicRendezvousHandler(
             self.driver, settings, backend="fake", local_addr=addr
         )
-        self._told: queue.Queue[object] = queue.Queue()
-        self.handler.subscribe(self._told.put)
+        self._notifications: queue.Queue[object] = queue.Queue()
+        self.handler.subscribe(self._notifications.put)
 
     @property
     def id(self) -> str:
         return self.handler.id
 
-    def told(self, kind: type[T]) -> T:
-        news = self._told.get(timeout=PATIENCE)
-        assert isinstance(news, kind), news
-        return news
+    def notification(self, kind: type[T]) -> T:
+        found = self._notifications.get(timeout=PATIENCE)
+        assert isinstance(found, kind), found
+        return found
 
     @property
-    def untold(self) -> int:
-        return self._told.qsize()
+    def unread(self) -> int:
+        return self._notifications.qsize()
 
     def join(self) -> Background:
         return Background(self.handler.next_rendezvous)
@@ -185,13 +185,13 @@ def test_a_member_that_asks_again_ends_the_round_for_all(make_job: MakeJob) -> N
     a, b = job.seated("a", "b")
     old = a.driver.stores[-1]
     again = a.join()
-    ended = b.told(RoundEnded)
+    ended = b.notification(RoundEnded)
     assert (ended.round, ended.id) == (1, a.id)
     assert [i.round for i in job.meet(b)] == [2]
     assert again.result().round == 2
     with pytest.raises(StoreClosedError):
         old.check(["key"])
-    assert a.untold == 0
+    assert a.unread == 0
 
 
 def test_a_node_confirms_the_end_of_its_round_at_once(make_job: MakeJob) -> None:
@@ -199,7 +199,7 @@ def test_a_node_confirms_the_end_of_its_round_at_once(make_job: MakeJob) -> None
     a, b, c = job.seated("a", "b", "c")
     blocked = Background(lambda: b.driver.stores[-1].get("never"))
     job.rounds.post(NodeLost(c.id, "its connection broke"))
-    assert a.told(RoundEnded).why == "its connection broke"
+    assert a.notification(RoundEnded).why == "its connection broke"
     with pytest.raises(StoreClosedError):
         blocked.result()
     job.rounds.until(lambda: {EndConfirmed(a.id, 1), EndConfirmed(b.id, 1)} <= {*job.rounds.events})
@@ -241,7 +241,7 @@ def test_a_node_that_loses_its_connection_as_it_takes_its_seat_is_notified(
 
     a.driver.round_store = cut_off  # type: ignore[method-assign]
     store, _, _ = a.handler.next_rendezvous()
-    assert "lost its connection" in a.told(RoundEnded).why
+    assert "lost its connection" in a.notification(RoundEnded).why
     with pytest.raises(StoreClosedError):
         store.get("never")
 
@@ -270,9 +270,9 @@ def test_an_evicted_node_is_notified_and_rejoins_under_another_id(
     a, b = job.seated("a", "b")
     old = a.id
     job.rounds.post(NodeLost(old, "no heartbeat arrived"))
-    ended = a.told(RoundEnded)
+    ended = a.notification(RoundEnded)
     assert (ended.round, ended.id, ended.why) == (1, old, "the other nodes evicted it")
-    assert b.told(RoundEnded).id == old
+    assert b.notification(RoundEnded).id == old
     infos = job.meet(a, b)
     assert {i.round for i in infos} == {2}
     assert a.id != old
@@ -302,7 +302,7 @@ def test_a_node_that_was_seated_and_sent_off_before_it_noticed_asks_again(
         assert job.rounds.state.complete
         job.rounds.post(NodeLost("b", "silence"))
     assert waiting.result().round == 2
-    assert a.untold == 0
+    assert a.unread == 0
 
 
 def test_a_standby_node_waits_past_its_timeout_and_leaves_quietly_at_the_end(
@@ -338,7 +338,7 @@ def test_members_are_notified_of_waiting_nodes(make_job: MakeJob) -> None:
     last_call_over(job.rounds)
     joining.result()
     waiting = job.agent("b").join()
-    assert a.told(NodesWaiting) == NodesWaiting(1, 1)
+    assert a.notification(NodesWaiting) == NodesWaiting(1, 1)
     wait_until(lambda: a.handler.num_nodes_waiting() == 1, "a node waits")
     assert a.join().result().world_size == waiting.result().world_size == 2
     assert a.handler.num_nodes_waiting() == 0
@@ -438,12 +438,14 @@ def test_a_node_without_a_seat_cannot_close_and_its_shutdown_leaves(make_job: Ma
     assert not a.handler.is_closed()
 
 
-def test_a_node_in_a_round_hears_that_the_job_is_closed_and_may_go_on(make_job: MakeJob) -> None:
+def test_a_node_in_a_round_is_notified_that_the_job_is_closed_and_may_continue(
+    make_job: MakeJob,
+) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     assert a.handler.shutdown()
     wait_until(b.handler.is_closed, "the close arrives")
-    assert b.untold == 0
+    assert b.unread == 0
     assert b.handler.shutdown()
     assert a.driver.closed == b.driver.closed == [True]
 
@@ -470,13 +472,13 @@ def test_a_failed_shutdown_returns_false_and_releases_everything(
     assert a.driver.closed == [True]
 
 
-def test_who_leaves_frees_its_seat_and_the_job_goes_on(make_job: MakeJob) -> None:
+def test_a_node_that_leaves_frees_its_seat_and_the_job_continues(make_job: MakeJob) -> None:
     job = make_job(1, 2)
     a, b = job.seated("a", "b")
     left = a.id
     a.handler.leave("its host is shut down")
     a.handler.leave("its host is shut down")
-    ended = b.told(RoundEnded)
+    ended = b.notification(RoundEnded)
     assert (ended.id, ended.why) == (left, "its host is shut down")
     (info,) = job.meet(b)
     assert info.world_size == 1
@@ -484,7 +486,7 @@ def test_who_leaves_frees_its_seat_and_the_job_goes_on(make_job: MakeJob) -> Non
     assert not b.handler.is_closed()
 
 
-def test_who_leaves_knows_how_many_are_left(make_job: MakeJob) -> None:
+def test_a_node_that_leaves_knows_how_many_are_left(make_job: MakeJob) -> None:
     a, b, c = make_job(1, 3).seated("a", "b", "c")
     assert a.handler.others is None
     a.handler.leave("its host is shut down")
@@ -500,23 +502,23 @@ def test_a_node_that_cannot_report_its_leave_does_not_know_the_others(make_job: 
     assert a.handler.others is None
 
 
-def test_who_outlasts_the_others_leaves_with_the_last_of_them(make_job: MakeJob) -> None:
+def test_a_node_that_outlasts_the_others_leaves_with_the_last_one(make_job: MakeJob) -> None:
     a, b = make_job(1, 2).seated("a", "b")
     a.handler.outlast(PATIENCE)
     leaving = Background(lambda: a.handler.leave("its host is shut down"))
-    b.told(RoundEnded)
+    b.notification(RoundEnded)
     assert not a.driver.closed
     b.handler.leave("its host is shut down")
     leaving.result()
     assert a.handler.others == 0
 
 
-def test_who_outlasts_the_others_goes_where_they_go_on(make_job: MakeJob) -> None:
+def test_a_node_that_outlasts_the_others_leaves_if_they_continue(make_job: MakeJob) -> None:
     a, b = make_job(1, 2).seated("a", "b")
     a.handler.outlast(0.05)
     a.handler.leave("its host is shut down")
     assert a.handler.others == 1
-    b.told(RoundEnded)
+    b.notification(RoundEnded)
 
 
 def test_a_node_that_cannot_ask_any_more_does_not_know_the_others(make_job: MakeJob) -> None:
@@ -524,7 +526,7 @@ def test_a_node_that_cannot_ask_any_more_does_not_know_the_others(make_job: Make
     a, b = job.seated("a", "b")
     a.handler.outlast(PATIENCE)
     leaving = Background(lambda: a.handler.leave("its host is shut down"))
-    b.told(RoundEnded)
+    b.notification(RoundEnded)
     a.driver.cut("nobody listens there")
     leaving.result()
     assert a.handler.others is None
@@ -558,10 +560,10 @@ def test_a_failure_gets_its_verdict_when_all_have_confirmed(make_job: MakeJob) -
     judged = a.handler.report_failure("rank 0 exited with 1")
     assert judged is not None
     assert (judged.round, judged.charged, judged.failures) == (1, True, 1)
-    ended = b.told(RoundEnded)
+    ended = b.notification(RoundEnded)
     assert (ended.id, ended.report) == (a.id, "rank 0 exited with 1")
     assert [i.failures for i in job.meet(a, b)] == [1, 1]
-    assert a.untold == 0
+    assert a.unread == 0
 
 
 def test_a_failure_that_a_lost_node_caused_is_not_charged(make_job: MakeJob) -> None:
@@ -569,11 +571,11 @@ def test_a_failure_that_a_lost_node_caused_is_not_charged(make_job: MakeJob) -> 
     a, b, c = job.seated("a", "b", "c")
     c.driver.cut("its host is down")
     judging = Background(lambda: a.handler.report_failure("a collective failed"))
-    assert b.told(RoundEnded).report == "a collective failed"
+    assert b.notification(RoundEnded).report == "a collective failed"
     job.rounds.post(NodeLost(c.id, "no heartbeat arrived"))
     judged = judging.result()
     assert (judged.charged, judged.failures, judged.cause.id) == (False, 0, c.id)
-    assert b.told(Judged) == judged
+    assert b.notification(Judged) == judged
 
 
 def test_a_node_back_for_the_next_round_also_gets_the_verdict(make_job: MakeJob) -> None:
@@ -581,16 +583,16 @@ def test_a_node_back_for_the_next_round_also_gets_the_verdict(make_job: MakeJob)
     a, b, c = job.seated("a", "b", "c")
     c.driver.cut("its host is down")
     judging = Background(lambda: a.handler.report_failure("a collective failed"))
-    b.told(RoundEnded)
+    b.notification(RoundEnded)
     back = b.join()
     job.rounds.until(
         lambda: any(isinstance(e, JoinRound) and e.token == 1 for e in job.rounds.events)
     )
     job.rounds.post(NodeLost(c.id, "no heartbeat arrived"))
-    assert b.told(Judged) == judging.result()
+    assert b.notification(Judged) == judging.result()
     a.join().result()
     assert back.result().round == 2
-    assert b.untold == 0
+    assert b.unread == 0
 
 
 def test_a_failure_in_a_round_that_ended_without_this_node_is_not_charged(
@@ -610,16 +612,16 @@ def test_a_failure_of_a_job_that_is_closed_is_answered_with_that(make_job: MakeJ
     with pytest.raises(RendezvousClosedError) as closed:
         a.handler.report_failure("what failed")
     assert closed.value.report == "what failed"
-    assert b.told(RoundClosed).report == "what failed", "its workers have to stop as well"
+    assert b.notification(RoundClosed).report == "what failed", "its workers have to stop as well"
 
 
 def test_a_job_that_fails_for_good_ends_for_all_with_the_report(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     a.handler.report_failure("rank 0 exited with 1")
-    assert b.told(RoundEnded)
+    assert b.notification(RoundEnded)
     a.handler.fail("the budget is spent")
-    closed = b.told(RoundClosed)
+    closed = b.notification(RoundClosed)
     assert (closed.id, closed.report) == (a.id, "the budget is spent")
     with pytest.raises(RendezvousClosedError):
         b.handler.next_rendezvous()
@@ -629,7 +631,7 @@ def test_a_leaving_node_reports_it_before_it_leaves(make_job: MakeJob) -> None:
     job = make_job(1, 2)
     a, b = job.seated("a", "b")
     a.handler.leaving("its host is shut down")
-    assert b.told(RoundEnded).why == "its host is shut down"
+    assert b.notification(RoundEnded).why == "its host is shut down"
     assert NodeLeaving(a.id, 1, "its host is shut down") in job.rounds.events
     again = b.join()
     job.rounds.until(lambda: job.rounds.state.members)
@@ -646,15 +648,15 @@ def test_a_leaving_node_waits_for_no_answer_and_confirms_no_end_before_its_repor
     a.driver.hold(NodeLeaving)
     a.handler.leaving("its host is shut down")  # blocks for good if it waits
     judged = Background(lambda: b.handler.report_failure("a collective failed"))
-    a.told(RoundEnded)
+    a.notification(RoundEnded)
     assert job.rounds.state.unheard == {a.id}
     a.driver.hold(None)
     verdict = judged.result()
     assert verdict is not None
     assert not verdict.charged
     a.handler.leave("its host is shut down")
-    said = [type(event) for event in job.rounds.events if getattr(event, "id", "") == a.id]
-    assert said == [NodeLeaving, LeaveRound]
+    kinds = [type(event) for event in job.rounds.events if getattr(event, "id", "") == a.id]
+    assert kinds == [NodeLeaving, LeaveRound]
 
 
 def test_a_node_that_leaves_and_reaches_no_other_is_no_error_and_no_warning(
@@ -681,7 +683,7 @@ def test_a_node_that_lost_its_connection_ends_without_another_call(
     job = make_job(1, 1, misses=4)
     (a,) = job.seated("a")
     a.driver.hang_beats(True)
-    assert "lost its connection" in a.told(RoundEnded).why
+    assert "lost its connection" in a.notification(RoundEnded).why
     a.driver.hold(LeaveRound if goodbye == "leave" else CloseRendezvous)  # such a call would hang
     if goodbye == "leave":
         Background(a.handler.leave, "its agent gave up").result()
@@ -716,17 +718,17 @@ def test_a_lease_lasts_as_long_as_the_beats_are_answered(make_job: MakeJob) -> N
 def test_a_lease_that_ran_out_while_the_process_was_stopped_is_not_renewed_in_silence() -> None:
     """The other nodes may have waited for its end, and may be about to use the seat."""
     now = [100.0]
-    rounds, told = FakeRounds(1, 1), queue.Queue[object]()
+    rounds, received = FakeRounds(1, 1), queue.Queue[object]()
     driver = FakeDriver(rounds)
     bounds = Bounds(keep_alive=0.1, misses=100)  # the next heartbeat precedes the time check
     connection = NodeConnection(driver, bounds, 5.0, clock=lambda: now[0])
-    connection.subscribe(told.put)
+    connection.subscribe(received.put)
     rounds.post(JoinRound(Node("a", "host")))
     connection.begin_life("a")
     connection.take_seat(Seated("a", 1, 0, 1, "host", "digest", 1, 0))
     driver.wait_for_beats(2)
     now[0] += 60.0
-    ended = told.get(timeout=PATIENCE)
+    ended = received.get(timeout=PATIENCE)
     connection.end(linger=False)
     assert isinstance(ended, RoundEnded)
     assert "lost its connection" in ended.why
@@ -741,7 +743,7 @@ def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(
     a.handler.keep_lease(leases.append)
     wait_until(lambda: len(leases) > 0, "the lease is renewed")
     a.driver.hang_beats(True)
-    ended = a.told(RoundEnded)
+    ended = a.notification(RoundEnded)
     assert (ended.round, ended.id) == (1, a.id)
     assert ended.why.startswith("it lost its connection to the other nodes")
     assert time.monotonic() >= leases[-1]
@@ -774,7 +776,7 @@ def test_no_lease_is_renewed_of_a_seat_that_is_lost(make_job: MakeJob) -> None:
     leases: list[float] = []
     a.handler.keep_lease(leases.append)
     job.rounds.post(NodeLost(a.id, "silence"))
-    a.told(RoundEnded)
+    a.notification(RoundEnded)
     beats = a.driver.beats
     job.rounds.until(lambda: a.driver.beats > beats + 1)  # one may have been under way
     count, beats = len(leases), a.driver.beats
@@ -791,7 +793,7 @@ def test_eviction_ends_the_lease_at_once(
     a.handler.keep_lease(leases.append)
     wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
     job.rounds.post(NodeLost(a.id, "silence"))
-    assert a.told(RoundEnded).why == "the other nodes evicted it"
+    assert a.notification(RoundEnded).why == "the other nodes evicted it"
     assert leases[-1] <= time.monotonic()
     job.meet(a)
     wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
@@ -806,7 +808,7 @@ def test_the_rest_of_a_lease_ends_also_where_another_node_had_ended_the_round(
     a.handler.keep_lease(leases.append)
     wait_until(lambda: leases[-1] > time.monotonic(), "the lease is renewed")
     job.rounds.post(NodeLeaving(b.id, 1, "its host is shut down"))
-    a.told(RoundEnded)
+    a.notification(RoundEnded)
     assert leases[-1] > time.monotonic()  # its workers may save a checkpoint
     job.rounds.post(NodeLost(a.id, "its connection broke"))
     wait_until(lambda: leases[-1] <= time.monotonic(), "the lease is over")
@@ -857,7 +859,7 @@ def test_a_node_without_connection_gives_up_after_the_reconnect_timeout(
     (a,) = job.seated("a")
     store = a.driver.stores[-1]
     a.driver.cut("nobody listens there")
-    ended = a.told(RoundEnded)
+    ended = a.notification(RoundEnded)
     assert ended.why == "it lost its connection to the other nodes: nobody listens there"
     with pytest.raises(StoreClosedError):
         store.check(["key"])
@@ -866,11 +868,11 @@ def test_a_node_without_connection_gives_up_after_the_reconnect_timeout(
     assert "lost its connection to the other nodes: nobody listens there" in caplog.text
 
 
-def test_who_finds_connection_again_in_time_goes_on(make_job: MakeJob) -> None:
+def test_a_node_that_reconnects_in_time_continues(make_job: MakeJob) -> None:
     job = make_job(1, 1, misses=2, reconnect=PATIENCE)
     (a,) = job.seated("a")
     a.driver.cut("nobody listens there")
-    a.told(RoundEnded)
+    a.notification(RoundEnded)
     again = a.join()
     a.driver.cut("")
     assert again.result().round == 2
@@ -886,10 +888,10 @@ def test_a_seat_that_took_longer_than_a_lease_to_get_is_a_seat(make_job: MakeJob
     assert waiting.result().round == 1
     beats = a.driver.beats
     job.rounds.until(lambda: a.driver.beats > beats + 2)
-    assert a.untold == 0
+    assert a.unread == 0
 
 
-def test_who_waits_for_a_seat_and_loses_touch_asks_anew(make_job: MakeJob) -> None:
+def test_a_node_that_loses_contact_while_it_waits_for_a_seat_asks_again(make_job: MakeJob) -> None:
     job = make_job(2, 2, misses=2, reconnect=PATIENCE)
     a = job.agent("a")
     waiting = a.join()
@@ -909,7 +911,7 @@ def test_a_fault_that_is_none_of_the_connection_is_raised_by_the_next_call(
     (a,) = job.seated("a")
     a.driver.break_down(RendezvousStateError("a document of another release"))
     why = "it cannot continue: RendezvousStateError: a document of another release"
-    assert a.told(RoundEnded).why == why
+    assert a.notification(RoundEnded).why == why
     with pytest.raises(RendezvousStateError, match="a document of another release"):
         a.handler.next_rendezvous()
     with pytest.raises(RendezvousStateError, match="a document of another release"):
@@ -951,13 +953,13 @@ def test_an_interrupt_before_the_first_call_counts(make_job: MakeJob) -> None:
         a.handler.next_rendezvous()
 
 
-def test_an_interrupted_node_can_still_say_that_it_leaves(make_job: MakeJob) -> None:
+def test_an_interrupted_node_can_still_report_that_it_leaves(make_job: MakeJob) -> None:
     job = make_job(1, 2)
     a, b = job.seated("a", "b")
     left = a.id
     a.handler.interrupt()
     a.handler.leaving("a signal came")
-    assert b.told(RoundEnded).why == "a signal came"
+    assert b.notification(RoundEnded).why == "a signal came"
     a.handler.leave("a signal came")
     assert LeaveRound(left, 0, "a signal came") in job.rounds.events
 
@@ -983,13 +985,13 @@ def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
     (a,) = job.seated("a")
     for _ in range(5):
         job.rounds.post(NodeLost(a.id, "silence"))
-        a.told(RoundEnded)
+        a.notification(RoundEnded)
         job.meet(a)
     assert a.handler.shutdown()
     assert not any(a.id in thread.name for thread in threading.enumerate())
 
 
-def test_a_handler_that_is_forgotten_beats_no_more() -> None:
+def test_a_handler_without_references_sends_no_heartbeats() -> None:
     before = threading.active_count()
     job = Job(1, 1)
     driver = FakeDriver(job.rounds)
@@ -1004,12 +1006,12 @@ def test_a_handler_that_is_forgotten_beats_no_more() -> None:
 def test_an_ended_subscription_is_silent(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
-    told: list[object] = []
-    stop = a.handler.subscribe(told.append)
+    received: list[object] = []
+    stop = a.handler.subscribe(received.append)
     stop()
     job.rounds.post(NodeLost(b.id, "silence"))
-    a.told(RoundEnded)
-    assert told == []
+    a.notification(RoundEnded)
+    assert received == []
 
 
 # --- recorded events
@@ -1046,7 +1048,7 @@ def test_a_repeated_failure_is_reported_once(make_job: MakeJob) -> None:
     (a,) = job.seated("a")
     a.driver.cut("nobody listens there")
     judging = Background(lambda: a.handler.report_failure("rank 0 exited with 1"))
-    a.told(RoundEnded)
+    a.notification(RoundEnded)
     a.driver.cut("")
     judged = judging.result()
     assert (judged.charged, judged.failures) == (True, 1)

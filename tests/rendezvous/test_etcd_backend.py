@@ -205,7 +205,7 @@ def test_an_interrupt_ends_every_wait_now_and_later(make: Make) -> None:
     backend.wait_state(token, float("inf"))
 
 
-def test_a_watch_goes_on_over_cut_connections(server: EtcdCluster, make: Make) -> None:
+def test_a_watch_continues_over_cut_connections(server: EtcdCluster, make: Make) -> None:
     proxy = CuttingProxy(server.members[0].port)
     writer, watcher = make(), make(proxy.endpoint)
     token = written(writer, b"0")
@@ -221,7 +221,7 @@ def test_a_watch_goes_on_over_cut_connections(server: EtcdCluster, make: Make) -
     proxy.stop()
 
 
-def test_a_watch_goes_on_when_the_history_was_compacted_meanwhile(
+def test_a_watch_continues_when_the_history_was_compacted_meanwhile(
     server: EtcdCluster, make: Make, client: EtcdClient
 ) -> None:
     proxy = CuttingProxy(server.members[0].port)

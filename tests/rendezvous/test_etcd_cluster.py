@@ -50,8 +50,8 @@ class Node:
         )
         assert isinstance(handler, DynamicRendezvousHandler)
         self.handler = handler
-        self.news: queue.Queue[object] = queue.Queue()
-        self.handler.subscribe(self.news.put)
+        self.notifications: queue.Queue[object] = queue.Queue()
+        self.handler.subscribe(self.notifications.put)
         self._leases: queue.Queue[float] = queue.Queue()
         self.handler.keep_lease(self._leases.put)
 
@@ -67,14 +67,14 @@ class Node:
     def ended(self, but: str = "") -> RoundEnded:
         """Wait for a notification that a round has ended, for a reason other than `but`."""
         while True:
-            news = self.news.get(timeout=PATIENCE)
-            if isinstance(news, RoundEnded) and news.why != but:
-                return news
+            found = self.notifications.get(timeout=PATIENCE)
+            if isinstance(found, RoundEnded) and found.why != but:
+                return found
 
     def ends(self) -> list[RoundEnded]:
         """Return the ends of rounds that were reported since the last call."""
-        found = [self.news.get() for _ in range(self.news.qsize())]
-        return [news for news in found if isinstance(news, RoundEnded)]
+        found = [self.notifications.get() for _ in range(self.notifications.qsize())]
+        return [each for each in found if isinstance(each, RoundEnded)]
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_no_node_notices_the_loss_of_one_member(
     late = Node(cluster.endpoint, 3, 4)
     joining = late.join()
     for node in nodes:
-        assert node.news.get(timeout=PATIENCE) == NodesWaiting(1, 1)
+        assert node.notifications.get(timeout=PATIENCE) == NodesWaiting(1, 1)
     again = [node.join() for node in nodes]
     assert {join.result().world_size for join in [*again, joining]} == {4}
     late.handler.leave("it has seen enough")

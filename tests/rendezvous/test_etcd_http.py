@@ -1,4 +1,4 @@
-"""The connections to the members of etcd; tests play the members."""
+"""The connections to the members of etcd; tests act as the members."""
 
 from __future__ import annotations
 

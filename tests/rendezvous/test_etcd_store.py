@@ -104,7 +104,7 @@ def test_a_late_attempt_has_no_effect_after_the_keys_were_deleted(
     assert not store.check(["key"])
 
 
-def test_a_wait_goes_on_over_cut_connections(store: EtcdStore, make: Make) -> None:
+def test_a_wait_continues_over_cut_connections(store: EtcdStore, make: Make) -> None:
     proxy = CuttingProxy(int(shared_etcd().rpartition(":")[2]))
     other = make(proxy.endpoint)
     for number in range(5):

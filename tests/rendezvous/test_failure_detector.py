@@ -51,8 +51,8 @@ def test_members_of_a_round_that_is_over_are_waited_for_as_long_as_they_may_take
     assert (due, again) == ((), 31.0)
     _, due, _ = detector.check(state, None, bounds, 31.0)
     assert due == (LastCallOver(state.last_call),)
-    nobody_awaited = structs.replace(state, awaited=frozenset())
-    _, due, again = FailureDetector().check(nobody_awaited, None, bounds, 0.0)
+    none_awaited = structs.replace(state, awaited=frozenset())
+    _, due, again = FailureDetector().check(none_awaited, None, bounds, 0.0)
     assert (due, again) == ((), 5.0)
 
 
@@ -116,7 +116,7 @@ def test_where_losses_are_known_in_another_way_silence_means_nothing() -> None:
     assert detector.check(formed("a"), None, BOUNDS, 1.0)[1:] == ((), None)
 
 
-def test_looking_more_often_does_not_make_a_node_lost_sooner() -> None:
+def test_more_frequent_checks_do_not_make_a_node_lost_sooner() -> None:
     state, detector = formed("a"), FailureDetector()
     for tick in range(30):
         detector, due, _ = detector.check(state, {"a": 1}, BOUNDS, tick / 10)
@@ -132,7 +132,7 @@ def test_the_last_call_is_over_so_long_after_it_was_first_seen() -> None:
     assert detector.check(state, None, BOUNDS, 130.0)[1] == (LastCallOver(state.last_call),)
 
 
-def test_who_is_evicted_is_waited_for_as_long_as_its_workers_may_live() -> None:
+def test_an_evicted_node_is_awaited_as_long_as_its_workers_may_live() -> None:
     state = formed("a", "b")
     state, _ = step(state, JoinRound(Node("a", "a"), 1))
     detector, _, _ = FailureDetector().check(state, None, BOUNDS, 0.0)
@@ -144,7 +144,7 @@ def test_who_is_evicted_is_waited_for_as_long_as_its_workers_may_live() -> None:
     assert detector.check(state, None, BOUNDS, 34.5)[1] == (LastCallOver(state.last_call),)
 
 
-def test_another_last_call_is_waited_for_anew() -> None:
+def test_another_last_call_has_a_wait_of_its_own() -> None:
     state = formed("a", high=2)
     detector, _, _ = FailureDetector().check(state, None, BOUNDS, 100.0)
     other = Round(1, 3, version=5)
@@ -152,7 +152,7 @@ def test_another_last_call_is_waited_for_anew() -> None:
     assert detector.check(other, None, BOUNDS, 131.0)[1:] == ((), 161.0)
 
 
-def test_with_nothing_to_wait_for_there_is_no_need_to_look_again() -> None:
+def test_with_nothing_to_wait_for_no_further_check_is_needed() -> None:
     assert FailureDetector().check(formed("a", low=2, high=2), None, BOUNDS, 5.0)[1:] == ((), None)
 
 
@@ -161,7 +161,7 @@ def test_with_nothing_to_wait_for_there_is_no_need_to_look_again() -> None:
     st.lists(st.tuples(st.floats(0.1, 3), st.sampled_from([True] + [False] * 9)), min_size=9),
     st.sampled_from([Bounds(), BOUNDS, Bounds(keep_alive=0.5, misses=4)]),
 )
-def test_a_node_is_lost_exactly_after_enough_silence_that_was_listened_to(
+def test_a_node_is_lost_exactly_after_enough_silence_while_the_driver_ran(
     steps: list[tuple[float, bool]], bounds: Bounds
 ) -> None:
     state, beat, now, silence = formed("a"), 0, 0.0, 0.0

@@ -47,10 +47,10 @@ def kill_server_of(node: PartyNode) -> ServerRestarted:
     kept = server_of(node)
     pid = kept.pid
     os.kill(pid, signal.SIGKILL)
-    news = node.notification(ServerRestarted)
-    assert (news.pid, news.how, news.failed) == (pid, "was killed by SIGKILL", "")
+    restarted = node.notification(ServerRestarted)
+    assert (restarted.pid, restarted.how, restarted.failed) == (pid, "was killed by SIGKILL", "")
     assert kept.pid != pid
-    return news
+    return restarted
 
 
 def test_members_keep_their_round_and_their_leases(party: Party) -> None:
@@ -118,9 +118,9 @@ def test_a_server_that_ends_again_and_again_is_not_replaced(party: Party) -> Non
     ranks([a.join(), b.join()])
     assert party.place.lose is not None
     party.place.lose()
-    news = [a.notification(ServerRestarted) for _ in range(RESTARTS + 1)]
-    assert [one.failed for one in news[:-1]] == [""] * RESTARTS
-    assert f"{RESTARTS} have ended within 60 s" in str(news[-1])
+    restarted = [a.notification(ServerRestarted) for _ in range(RESTARTS + 1)]
+    assert [one.failed for one in restarted[:-1]] == [""] * RESTARTS
+    assert f"{RESTARTS} have ended within 60 s" in str(restarted[-1])
     assert "lost its connection" in b.notification(RoundEnded).why
 
 
@@ -137,15 +137,19 @@ def start(count: list[int]) -> Callable[[socket.socket, tuple[int, int]], Server
     return start
 
 
-def test_a_server_is_replaced_whatever_signal_killed_it() -> None:
+def test_a_server_is_replaced_after_any_signal() -> None:
     kept = HostedServer(listen_at("127.0.0.1", 0), start([]))
-    told: queue.Queue[ServerRestarted] = queue.Queue()
-    kept.on_restart = told.put
+    restarts: queue.Queue[ServerRestarted] = queue.Queue()
+    kept.on_restart = restarts.put
     pid = kept.pid
     os.kill(pid, signal.SIGRTMIN + 10)  # a signal without a name in Python
     try:
-        news = told.get(timeout=PATIENCE)
-        assert (news.pid, news.how, news.failed) == (pid, "was killed by SIGRTMIN+10", "")
+        restarted = restarts.get(timeout=PATIENCE)
+        assert (restarted.pid, restarted.how, restarted.failed) == (
+            pid,
+            "was killed by SIGRTMIN+10",
+            "",
+        )
         assert kept.pid != pid
     finally:
         kept.close()
@@ -161,12 +165,12 @@ def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again() -> None:
         return serve(listener, journal)
 
     kept = HostedServer(listen_at("127.0.0.1", 0), start_soon)
-    told: queue.Queue[ServerRestarted] = queue.Queue()
-    kept.on_restart = told.put
+    restarts: queue.Queue[ServerRestarted] = queue.Queue()
+    kept.on_restart = restarts.put
     try:
         ended.append(time.monotonic())
         os.kill(kept.pid, signal.SIGKILL)
-        assert told.get(timeout=PATIENCE).failed == ""
+        assert restarts.get(timeout=PATIENCE).failed == ""
     finally:
         kept.close()
 
@@ -174,18 +178,18 @@ def test_a_server_that_cannot_be_started_for_a_moment_is_tried_again() -> None:
 def test_the_reason_is_reported_before_nodes_are_refused() -> None:
     kept = HostedServer(listen_at("127.0.0.1", 0), start([]))
     port = int(kept.endpoint.rpartition(":")[2])
-    told: queue.Queue[str] = queue.Queue()
+    failures: queue.Queue[str] = queue.Queue()
 
-    def on_restart(news: ServerRestarted) -> None:
-        if news.failed:
+    def on_restart(restarted: ServerRestarted) -> None:
+        if restarted.failed:
             socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
-            told.put(news.failed)
+            failures.put(restarted.failed)
         else:
             os.kill(kept.pid, signal.SIGKILL)
 
     kept.on_restart = on_restart
     os.kill(kept.pid, signal.SIGKILL)
-    assert "have ended within" in told.get(timeout=PATIENCE)
+    assert "have ended within" in failures.get(timeout=PATIENCE)
     kept.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)

@@ -31,8 +31,8 @@ def seated(round: int) -> Seated:
     return Seated("me", round, 0, 2, "host", "01234567", 1234)
 
 
-def seen(news: Any, waiting: int = 0, judged: Judged | None = None) -> Snapshot:
-    return Snapshot(1, news, waiting, judged)
+def seen(status: Any, waiting: int = 0, judged: Judged | None = None) -> Snapshot:
+    return Snapshot(1, status, waiting, judged)
 
 
 OVER = RoundEnded(2, "other", "its connection broke")
@@ -43,7 +43,7 @@ CLOSED = RoundClosed("other", "enough")
 
 
 @pytest.mark.parametrize(
-    ("news", "outcome"),
+    ("status", "outcome"),
     [
         (seated(3), seated(3)),
         (seated(2), None),  # the node gave this seat up when it joined again
@@ -57,8 +57,8 @@ CLOSED = RoundClosed("other", "enough")
         (Placed("me", "standby"), None),
     ],
 )
-def test_a_wait_ends_with_its_outcome(news: Any, outcome: object) -> None:
-    assert end_wait(SeatRequest(token=2, timeout=60.0), seen(news), now=10.0)[1] == outcome
+def test_a_wait_ends_with_its_outcome(status: Any, outcome: object) -> None:
+    assert end_wait(SeatRequest(token=2, timeout=60.0), seen(status), now=10.0)[1] == outcome
 
 
 @pytest.mark.parametrize("place", ["forming", "waiting"])
@@ -80,7 +80,7 @@ def test_the_time_in_which_a_node_stands_by_does_not_count() -> None:
     assert (waiting.deadline, waiting.standby, outcome) == (1e9 + 60, False, None)
 
 
-def test_who_stood_by_until_the_end_is_known_to_have_done_so() -> None:
+def test_a_node_that_was_on_standby_until_the_end_is_recognized() -> None:
     waiting, _ = end_wait(SeatRequest(0, 60.0), seen(Placed("me", "standby")), now=0.0)
     waiting, outcome = end_wait(waiting, seen(CLOSED), now=1.0)
     assert (waiting.standby, outcome) == (True, CLOSED)
@@ -89,75 +89,75 @@ def test_who_stood_by_until_the_end_is_known_to_have_done_so() -> None:
 # --- notifications
 
 
-def told(*views: Snapshot) -> list[object]:
+def notified(*views: Snapshot) -> list[object]:
     """Return an agent's notifications for these snapshots; the agent has a seat in round 2."""
     state = Notified(2)
-    news: list[object] = []
+    found: list[object] = []
     for view in views:
         state, more = notifications(state, view, "me")
-        news += more
-    return news
+        found += more
+    return found
 
 
 def test_a_node_without_a_seat_gets_no_notification() -> None:
-    for news in (OVER, CLOSED, None, NodeRefused("me", "stale")):
-        assert notifications(Notified(), seen(news), "me") == (Notified(), ())
+    for status in (OVER, CLOSED, None, NodeRefused("me", "stale")):
+        assert notifications(Notified(), seen(status), "me") == (Notified(), ())
 
 
 def test_the_end_of_the_round_by_another_node_is_notified_once() -> None:
-    assert told(seen(seated(2)), seen(OVER), seen(OVER)) == [OVER]
+    assert notified(seen(seated(2)), seen(OVER), seen(OVER)) == [OVER]
 
 
-def test_the_end_of_a_round_by_its_own_doing_is_no_news() -> None:
-    assert told(seen(RoundEnded(2, "me", "its workers failed", "a report"))) == []
+def test_the_end_of_a_round_by_the_node_itself_is_not_notified() -> None:
+    assert notified(seen(RoundEnded(2, "me", "its workers failed", "a report"))) == []
 
 
-def test_the_end_of_another_round_is_no_news() -> None:
-    assert told(seen(RoundEnded(1, "other", "it left"))) == []
+def test_the_end_of_another_round_is_not_notified() -> None:
+    assert notified(seen(RoundEnded(1, "other", "it left"))) == []
 
 
 @pytest.mark.parametrize(
-    ("news", "why"),
+    ("status", "why"),
     [(None, "the other nodes evicted it"), (NodeRefused("me", "it is stale"), "it is stale")],
 )
-def test_an_evicted_node_learns_that_its_round_is_over(news: Any, why: str) -> None:
-    assert told(seen(news), seen(news)) == [RoundEnded(2, "me", why, lost=True)]
+def test_an_evicted_node_learns_that_its_round_is_over(status: Any, why: str) -> None:
+    assert notified(seen(status), seen(status)) == [RoundEnded(2, "me", why, lost=True)]
 
 
 def test_a_changed_number_of_waiting_nodes_above_zero_is_notified() -> None:
     views = [seen(seated(2), waiting) for waiting in (0, 1, 1, 2, 0, 1)]
-    assert told(*views) == [NodesWaiting(2, 1), NodesWaiting(2, 2), NodesWaiting(2, 1)]
+    assert notified(*views) == [NodesWaiting(2, 1), NodesWaiting(2, 2), NodesWaiting(2, 1)]
 
 
-def test_nodes_that_wait_for_a_round_that_is_over_are_no_news() -> None:
-    assert told(seen(OVER, waiting=3)) == [OVER]
+def test_nodes_that_wait_for_a_round_that_is_over_are_not_notified() -> None:
+    assert notified(seen(OVER, waiting=3)) == [OVER]
 
 
 def test_the_end_of_the_job_is_notified_once_and_not_to_the_node_that_ended_it() -> None:
-    assert told(seen(OVER), seen(CLOSED), seen(CLOSED)) == [OVER, CLOSED]
-    assert told(seen(RoundClosed("me", "enough"))) == []
+    assert notified(seen(OVER), seen(CLOSED), seen(CLOSED)) == [OVER, CLOSED]
+    assert notified(seen(RoundClosed("me", "enough"))) == []
 
 
-def test_a_judgement_that_agrees_is_no_news() -> None:
-    assert told(seen(OVER), seen(OVER, judged=Judged(2, False, 0, OVER))) == [OVER]
+def test_a_verdict_that_agrees_is_not_notified() -> None:
+    assert notified(seen(OVER), seen(OVER, judged=Judged(2, False, 0, OVER))) == [OVER]
 
 
 def test_a_verdict_that_corrects_the_cause_is_notified_once() -> None:
     failed = RoundEnded(2, "other", "its workers failed", "a report")
     verdict = Judged(2, False, 0, RoundEnded(2, "third", "its connection broke"))
     views = [seen(failed), seen(verdict.cause, judged=verdict), seen(verdict.cause, judged=verdict)]
-    assert told(*views) == [failed, verdict]
+    assert notified(*views) == [failed, verdict]
 
 
 def test_a_verdict_on_the_own_failure_is_returned_and_not_notified() -> None:
     failed = RoundEnded(2, "me", "its workers failed", "a report")
     verdict = Judged(2, False, 0, RoundEnded(2, "third", "its connection broke"))
-    assert told(seen(failed), seen(verdict.cause, judged=verdict)) == []
+    assert notified(seen(failed), seen(verdict.cause, judged=verdict)) == []
 
 
-def test_a_judgement_of_another_round_is_no_news() -> None:
+def test_a_verdict_of_another_round_is_not_notified() -> None:
     verdict = Judged(1, True, 1, RoundEnded(1, "third", "its workers failed", "a report"))
-    assert told(seen(seated(2), judged=verdict), seen(OVER, judged=verdict)) == [OVER]
+    assert notified(seen(seated(2), judged=verdict), seen(OVER, judged=verdict)) == [OVER]
 
 
 @pytest.mark.parametrize(

@@ -64,23 +64,23 @@ class Servers:
         id = next(self._ids)
         for answer in self.service.asked(session, id, body, self.now):
             if answer.id == id:
-                said: messages.Answer = messages.decode_answer(answer.body)
-                return said
+                reply: messages.Answer = messages.decode_answer(answer.body)
+                return reply
         raise AssertionError("it was not answered")
 
     def submit(self, session: str, event: Event, job: str = "job") -> Snapshot:
-        said = self.ask(session, messages.submit(job, SETTINGS, event))
-        assert isinstance(said, messages.SnapshotReply), said
-        return messages.read_snapshot(said)
+        reply = self.ask(session, messages.submit(job, SETTINGS, event))
+        assert isinstance(reply, messages.SnapshotReply), reply
+        return messages.read_snapshot(reply)
 
     def join(self, name: str, token: int = 0) -> Snapshot:
         return self.submit(name, JoinRound(Node(name, f"{name}.host", None, 4000), token))
 
     def beat(self, session: str, token: int, answered: int = 7) -> messages.BeatReply:
         beat = messages.BeatRequest("job", session.split("'")[0], token, answered)
-        said = self.ask(session, messages.encode(beat))
-        assert isinstance(said, messages.BeatReply)
-        return said
+        reply = self.ask(session, messages.encode(beat))
+        assert isinstance(reply, messages.BeatReply)
+        return reply
 
     def until(self, when: float) -> None:
         while (at := self.service.deadline) is not None and at <= when:
@@ -103,7 +103,7 @@ def servers() -> Servers:
     return made
 
 
-def test_a_round_goes_on_with_its_number_members_ranks_and_leases(servers: Servers) -> None:
+def test_a_round_continues_with_its_number_members_ranks_and_leases(servers: Servers) -> None:
     before, life = servers.state, servers.beat("a", 1).life
     servers.start()
     assert servers.state == before
@@ -117,14 +117,14 @@ def test_failures_stay_charged_and_rounds_grow(servers: Servers) -> None:
     servers.submit("a", WorkersFailed("a", 1, "boom"))
     servers.submit("b", EndConfirmed("b", 1))
     servers.start()
-    assert servers.state.failures == 0, "of c nothing has been heard yet"
+    assert servers.state.failures == 0, "c has sent nothing yet"
     servers.submit("c", EndConfirmed("c", 1))
     assert servers.state.failures == 1
     servers.start()
     for name in "abc":
-        said = servers.join(name, token=1)
-    assert isinstance(said.status, Seated)
-    assert (said.status.round, said.status.failures) == (2, 1)
+        reply = servers.join(name, token=1)
+    assert isinstance(reply.status, Seated)
+    assert (reply.status.round, reply.status.failures) == (2, 1)
     servers.start()
     servers.join("a", token=2)
     assert servers.state.number == 3
@@ -160,8 +160,8 @@ def test_a_node_belongs_to_the_first_session_that_sends_its_heartbeat(servers: S
     servers.start()
     assert servers.beat("a", 1).holds
     assert not servers.beat("a'", 1).holds
-    said = servers.submit("a'", NodeLeaving("a", 1, "a mistake"))
-    assert isinstance(said.status, NodeRefused)
+    reply = servers.submit("a'", NodeLeaving("a", 1, "a mistake"))
+    assert isinstance(reply.status, NodeRefused)
     servers.service.ended("a", "its connection was closed", True, servers.now)
     assert servers.state.number == 2, "its end is that of its node"
 
@@ -182,7 +182,7 @@ def test_a_journal_that_cannot_be_read_is_reported_and_left_alone(servers: Serve
     assert isinstance(servers.submit("a", LeaveRound("a")).status, NodeRefused)
 
 
-def test_a_server_that_cannot_write_goes_on_and_leaves_nothing_half_written(
+def test_a_server_that_cannot_write_continues_and_leaves_nothing_half_written(
     servers: Servers,
 ) -> None:
     servers.journal.fails = OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -212,7 +212,7 @@ EVENTS = st.one_of(
 
 @settings_of_hypothesis(max_examples=100)
 @given(st.lists(EVENTS, max_size=60), st.integers(1, 60))
-def test_whatever_happened_is_recovered(events: list[Event], snapshot_at: int) -> None:
+def test_every_sequence_of_events_is_recovered(events: list[Event], snapshot_at: int) -> None:
     state = Round(1, 3)
     records: list[Record] = [JobRecord("job", "life", SETTINGS, state)]
     for number, event in enumerate(events):

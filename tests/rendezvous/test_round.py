@@ -589,7 +589,7 @@ def test_no_node_joins_after_closing() -> None:
         assert effects == [state.closed]
 
 
-def test_a_closed_round_goes_on_and_its_members_leave_in_peace() -> None:
+def test_a_closed_round_continues_and_its_members_leave_without_an_effect() -> None:
     state, _ = run(complete("a", "b"), CloseRendezvous("a"))
     assert isinstance(status_of(state, "b"), Seated)
     state, _ = run(state, LeaveRound("a", 1))
@@ -608,7 +608,7 @@ def test_after_closing_a_lost_member_is_still_reported_but_one_that_left_is_not(
 
 
 @pytest.mark.parametrize("event", [NodeLost("a", "silence"), NodeLeaving("a", 1, "SIGTERM")])
-def test_a_closed_round_that_cannot_go_on_ends_for_the_others(event: Event) -> None:
+def test_a_closed_round_that_cannot_continue_ends_for_the_others(event: Event) -> None:
     state, effects = run(complete("a", "b"), CloseRendezvous("b"), event)
     assert isinstance(effects[0], RoundEnded)
     assert status_of(state, "b") == state.ended
@@ -623,9 +623,9 @@ def test_a_failure_in_a_closed_round_is_final_for_all(event: Event) -> None:
     state, _ = run(complete("a", "b", "c"), CloseRendezvous("b"), LeaveRound("b", 1), event)
     assert state.ended
     for id in "ac":
-        told = status_of(state, id)
-        assert isinstance(told, RoundClosed)
-        assert (told.id, told.report) == ("a", "boom")
+        status = status_of(state, id)
+        assert isinstance(status, RoundClosed)
+        assert (status.id, status.report) == ("a", "boom")
     assert run(state, WorkersFailed("c", 1, "another")) == (state, [state.closed])
     assert run(state, CloseRendezvous("c", "it failed", "another")) == (state, [])
 
@@ -638,7 +638,7 @@ def test_a_failure_in_a_closed_round_names_the_node_that_closed_it() -> None:
     assert state.closed.why == "its workers failed; no round follows, as b: it is done"
 
 
-def test_when_the_job_has_failed_for_good_no_round_goes_on() -> None:
+def test_when_the_job_has_failed_for_good_no_round_continues() -> None:
     state, _ = run(
         complete("a", "b", high=4), *joins("c"), CloseRendezvous("b", "it failed", "boom")
     )

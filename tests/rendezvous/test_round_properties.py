@@ -52,7 +52,7 @@ class Rounds(RuleBasedStateMachine):
         self.events: list[Event] = []
         self.begun = self.state
         self.verdicts: dict[int, Judged] = {}
-        self.excused: set[int] = set()  # rounds that a member left before they were judged
+        self.excused: set[int] = set()  # rounds that a member left before the verdict
 
     def post(self, event: Event) -> Refusal | None:
         before = self.state
@@ -70,7 +70,7 @@ class Rounds(RuleBasedStateMachine):
         assert after.number >= before.number
         assert after.number - before.number <= 1
         if after is not before:
-            assert after.version > before.version, "a change that nobody can see"
+            assert after.version > before.version, "a change that no node can see"
         if before.closed:
             assert after.closed
             failed_since = not before.closed.report and after.closed.report
@@ -106,36 +106,36 @@ class Rounds(RuleBasedStateMachine):
             assert verdict.failures == sum(v.charged for v in self.verdicts.values())
             assert not (verdict.charged and verdict.round in self.excused)
 
-    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
-    def join(self, id: str, honest: bool, lie: int) -> None:
-        token = self.tokens.get(id, 0) if honest else lie
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
+    def join(self, id: str, valid: bool, wrong: int) -> None:
+        token = self.tokens.get(id, 0) if valid else wrong
         refusal = self.post(JoinRound(Node(id, id), token))
         assert refusal or status_of(self.state, id), "a join that was not answered"
 
-    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
-    def leave(self, id: str, honest: bool, lie: int) -> None:
-        token = self.tokens.get(id, 0) if honest else lie
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
+    def leave(self, id: str, valid: bool, wrong: int) -> None:
+        token = self.tokens.get(id, 0) if valid else wrong
         if not isinstance(self.post(LeaveRound(id, token)), NodeRefused):
             assert id not in watched(self.state)
 
-    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
-    def fail(self, id: str, honest: bool, lie: int) -> None:
-        token = self.tokens.get(id, 0) if honest else lie
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
+    def fail(self, id: str, valid: bool, wrong: int) -> None:
+        token = self.tokens.get(id, 0) if valid else wrong
         before = self.state
         self.post(WorkersFailed(id, token, f"report of {id}"))
         if before.complete and token == before.number and seated(before, id, token):
             assert self.state.number == before.number + 1
 
-    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
-    def hear(self, id: str, honest: bool, lie: int) -> None:
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
+    def confirm(self, id: str, valid: bool, wrong: int) -> None:
         before = self.state
-        self.post(EndConfirmed(id, self.tokens.get(id, 0) if honest else lie))
+        self.post(EndConfirmed(id, self.tokens.get(id, 0) if valid else wrong))
         assert id not in self.state.unheard or self.state is before
 
-    @rule(id=st.sampled_from(LIVES), honest=st.booleans(), lie=st.integers(0, 6))
-    def be_leaving(self, id: str, honest: bool, lie: int) -> None:
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
+    def be_leaving(self, id: str, valid: bool, wrong: int) -> None:
         before = self.state
-        self.post(NodeLeaving(id, self.tokens.get(id, 0) if honest else lie, "SIGTERM"))
+        self.post(NodeLeaving(id, self.tokens.get(id, 0) if valid else wrong, "SIGTERM"))
         assert watched(self.state) == watched(before), "it is there until it has left"
 
     @rule(id=st.sampled_from(LIVES))
@@ -204,7 +204,7 @@ class Rounds(RuleBasedStateMachine):
             assert list(self.state.ranks.values()) == list(range(len(self.state.members)))
 
     @invariant()
-    def nobody_holds_a_seat_of_two_rounds_and_none_of_an_older_one(self) -> None:
+    def no_node_holds_seats_of_two_rounds_or_of_an_older_one(self) -> None:
         state = self.state
         holders = {token: [i for i in LIVES if holds(state, i, token)] for token in range(10)}
         rounds = {token for token, ids in holders.items() if ids}
@@ -212,13 +212,13 @@ class Rounds(RuleBasedStateMachine):
         assert not state.evicting or not rounds
 
     @invariant()
-    def a_verdict_stands_as_long_as_it_can_be_asked_for(self) -> None:
+    def a_verdict_does_not_change_while_it_is_available(self) -> None:
         for round, verdict in self.verdicts.items():
             assert judged(self.state, round) in (verdict, None)
         assert judged(self.state, self.state.number) is None
 
     @invariant()
-    def everyone_in_a_seat_is_known_to_all_who_are_in_the_round(self) -> None:
+    def every_seated_node_is_known_to_all_members(self) -> None:
         for seats in self.seats.values():
             assert len({(s.world_size, s.leader, s.digest) for s in seats.values()}) <= 1
             assert len({s.rank for s in seats.values()}) == len(seats)

@@ -74,13 +74,13 @@ class Server:
         return id
 
     def answer(self, id: int) -> messages.Answer:
-        said: messages.Answer = messages.decode_answer(self.mail[id])
-        return said
+        answer: messages.Answer = messages.decode_answer(self.mail[id])
+        return answer
 
     def snapshot(self, id: int) -> Snapshot:
-        said = self.answer(id)
-        assert isinstance(said, messages.SnapshotReply), said
-        return messages.read_snapshot(said)
+        answer = self.answer(id)
+        assert isinstance(answer, messages.SnapshotReply), answer
+        return messages.read_snapshot(answer)
 
     def submit(
         self, session: str, event: Event, job: str = "job", as_: messages.JobSettings | None = None
@@ -98,15 +98,15 @@ class Server:
     def beat(self, name: str, token: int, deaf: bool = False) -> bool:
         """Send a node's heartbeat; a deaf node does not receive the replies to its heartbeats."""
         beat = messages.BeatRequest("job", name, token, self.beats[name])
-        said = self.answer(self.ask(name, messages.encode(beat)))
-        assert isinstance(said, messages.BeatReply)
+        answer = self.answer(self.ask(name, messages.encode(beat)))
+        assert isinstance(answer, messages.BeatReply)
         self.beats[name] += not deaf
-        return said.holds
+        return answer.holds
 
     def problem(self, session: str, body: bytes) -> str:
-        said = self.answer(self.ask(session, body))
-        assert isinstance(said, messages.RefusedReply), said
-        return said.text
+        answer = self.answer(self.ask(session, body))
+        assert isinstance(answer, messages.RefusedReply), answer
+        return answer.text
 
     def until(self, when: float) -> None:
         """Advance the time, and call the service at each of its deadlines."""
@@ -154,7 +154,7 @@ def test_a_question_that_is_asked_again_is_answered_as_if_it_were_the_first(pair
     )
 
 
-def test_who_asks_twice_leaves_no_question_open(pair: Server) -> None:
+def test_a_node_that_asks_twice_leaves_no_open_question(pair: Server) -> None:
     seen = pair.snapshot(pair.follow("a"))
     first, second = pair.follow("a", seen), pair.follow("a", seen)
     assert pair.snapshot(first) == seen
@@ -186,10 +186,10 @@ def test_a_node_whose_connection_was_reset_keeps_its_seat_until_its_lease_is_ove
     while waiting not in pair.mail:
         pair.beat("a", 1)
         pair.until(pair.now + 0.1)
-    news = pair.snapshot(waiting).status
-    assert isinstance(news, RoundEnded)
-    assert news.id == "b"
-    assert "no heartbeat arrived" in news.why
+    status = pair.snapshot(waiting).status
+    assert isinstance(status, RoundEnded)
+    assert status.id == "b"
+    assert "no heartbeat arrived" in status.why
     assert "b" not in pair.service.jobs["job"].lives
 
 
@@ -201,7 +201,7 @@ def test_a_node_that_comes_back_too_late_after_a_reset_is_a_new_one(pair: Server
     assert isinstance(pair.submit("b, again", JoinRound(Node("c", "b.host"))).status, Placed)
 
 
-def test_a_session_that_comes_back_goes_on(pair: Server) -> None:
+def test_a_session_that_comes_back_continues(pair: Server) -> None:
     seen = pair.snapshot(pair.follow("b"))
     waiting = pair.follow("b", seen)
     pair.deliver(pair.service.suspended("b", pair.now))
@@ -229,9 +229,9 @@ def test_a_silent_node_is_evicted_and_one_with_heartbeats_is_not(pair: Server) -
         pair.until(begin + second)
         assert pair.beat("a", 1)
     pair.until(begin + GIVEN_UP + KEEP_ALIVE)
-    news = pair.snapshot(waiting).status
-    assert isinstance(news, RoundEnded)
-    assert (news.id, "no heartbeat arrived for" in news.why) == ("b", True)
+    status = pair.snapshot(waiting).status
+    assert isinstance(status, RoundEnded)
+    assert (status.id, "no heartbeat arrived for" in status.why) == ("b", True)
     assert pair.beat("a", 1)
 
 
@@ -253,12 +253,12 @@ def test_a_node_that_sends_but_receives_nothing_is_evicted(pair: Server) -> None
         pair.until(begin + second)
         pair.beat("a", 1)
         pair.beat("b", 1, deaf=True)
-    news = pair.status("a")
-    assert isinstance(news, RoundEnded)
-    assert (news.id, "no heartbeat arrived for" in news.why) == ("b", True)
+    status = pair.status("a")
+    assert isinstance(status, RoundEnded)
+    assert (status.id, "no heartbeat arrived for" in status.why) == ("b", True)
 
 
-def test_the_lease_of_a_node_that_hears_nothing_is_not_renewed(pair: Server) -> None:
+def test_the_lease_of_a_node_that_receives_nothing_is_not_renewed(pair: Server) -> None:
     """All its replies may arrive late, after the others have waited for the end of its lease."""
     begin = pair.now
     held = []
@@ -286,9 +286,9 @@ def test_the_last_call_ends_by_itself() -> None:
 
 
 def test_all_get_the_verdict_once_every_member_has_confirmed(pair: Server) -> None:
-    told = pair.submit("a", WorkersFailed("a", 1, "report"))
-    assert told.judged is None
-    waiting = pair.follow("a", told)
+    latest = pair.submit("a", WorkersFailed("a", 1, "report"))
+    assert latest.judged is None
+    waiting = pair.follow("a", latest)
     pair.submit("b", EndConfirmed("b", 1))
     judged = pair.snapshot(waiting).judged
     assert judged is not None
@@ -299,20 +299,20 @@ def test_all_learn_of_the_end_of_the_job(pair: Server) -> None:
     pair.submit("a", WorkersFailed("a", 1, "report"))
     waiting = pair.follow("b", pair.submit("b", EndConfirmed("b", 1)))
     pair.submit("a", CloseRendezvous("a", "it failed for good", "report"))
-    told = pair.snapshot(waiting)
-    assert told.status == RoundClosed("a", "it failed for good", "report")
-    assert told.closed
+    latest = pair.snapshot(waiting)
+    assert latest.status == RoundClosed("a", "it failed for good", "report")
+    assert latest.closed
     late = pair.join("c")
-    assert late.status == told.status
+    assert late.status == latest.status
 
 
 # --- trusted senders
 
 
 def test_a_node_that_is_no_member_does_not_close_the_job(pair: Server) -> None:
-    said = pair.submit("stranger", CloseRendezvous("stranger", "it gives up", "report"))
-    assert isinstance(said.status, NodeRefused)
-    assert not said.closed
+    answer = pair.submit("stranger", CloseRendezvous("stranger", "it gives up", "report"))
+    assert isinstance(answer.status, NodeRefused)
+    assert not answer.closed
     assert isinstance(pair.status("a"), Seated)
     assert isinstance(pair.join("c").status, Placed)
 
@@ -322,10 +322,10 @@ def test_a_node_that_is_no_member_does_not_close_the_job(pair: Server) -> None:
 )
 def test_an_event_of_a_node_of_an_earlier_server_creates_no_job(event: Event) -> None:
     server = Server(1, 2)
-    said = server.answer(server.ask("old", messages.submit("job", server.settings, event)))
-    assert isinstance(said, messages.SnapshotReply)
-    assert said.life == "", "it knows no life of the job"
-    assert isinstance(messages.read_snapshot(said).status, NodeRefused)
+    answer = server.answer(server.ask("old", messages.submit("job", server.settings, event)))
+    assert isinstance(answer, messages.SnapshotReply)
+    assert answer.life == "", "it knows no life of the job"
+    assert isinstance(messages.read_snapshot(answer).status, NodeRefused)
     assert server.service.jobs == {}
 
 
@@ -342,8 +342,8 @@ def test_only_the_session_that_joined_a_node_sends_its_events(pair: Server, even
 
 
 def test_a_beat_over_another_session_renews_nothing(pair: Server) -> None:
-    said = pair.answer(pair.ask("a", messages.encode(messages.BeatRequest("job", "b", 1, 5))))
-    assert said == messages.BeatReply("life 1", False)
+    answer = pair.answer(pair.ask("a", messages.encode(messages.BeatRequest("job", "b", 1, 5))))
+    assert answer == messages.BeatReply("life 1", False)
 
 
 def test_a_node_with_other_settings_learns_what_differs(pair: Server) -> None:
@@ -419,24 +419,24 @@ def test_garbage_is_answered_and_changes_nothing(body: bytes) -> None:
 def test_a_node_that_timed_out_learns_which_nodes_are_missing() -> None:
     server = Server(3, 3)
     server.join("a")
-    said = server.answer(
+    answer = server.answer(
         server.ask("a", messages.encode(messages.ExplainRequest("job", "a", 600.0)))
     )
-    assert isinstance(said, messages.ExplainReply)
-    assert "node a waited 600 s for round 1, which has 1 of at least 3 nodes: a" in said.text
-    nobody = messages.encode(messages.ExplainRequest("no job", "a", 600.0))
-    assert "does not know the job 'no job'" in server.problem("a", nobody)
+    assert isinstance(answer, messages.ExplainReply)
+    assert "node a waited 600 s for round 1, which has 1 of at least 3 nodes: a" in answer.text
+    question = messages.encode(messages.ExplainRequest("no job", "a", 600.0))
+    assert "does not know the job 'no job'" in server.problem("a", question)
 
 
 def test_an_explanation_is_not_as_long_as_the_list_of_all_nodes() -> None:
     server = Server(4000, 4000)
     for number in range(50):
         server.join(f"{number}" + "x" * 500)
-    said = server.answer(
+    answer = server.answer(
         server.ask("a", messages.encode(messages.ExplainRequest("job", "a", 600.0)))
     )
-    assert isinstance(said, messages.ExplainReply)
-    assert len(said.text) < 2100
+    assert isinstance(answer, messages.ExplainReply)
+    assert len(answer.text) < 2100
 
 
 # --- start and end of jobs
@@ -455,11 +455,11 @@ def test_a_job_is_deleted_when_it_has_no_nodes_left(pair: Server) -> None:
         pair.submit(name, LeaveRound(name, 1))
     assert pair.join("late").status == RoundClosed("a", "it closed the rendezvous")
     pair.until(pair.now + FORGET_JOB + 1)
-    said = pair.answer(
+    answer = pair.answer(
         pair.ask("c", messages.submit("job", pair.settings, JoinRound(Node("c", "c"))))
     )
-    assert isinstance(said, messages.SnapshotReply)
-    assert said.life == "life 2"  # it sees nothing of the first life in the store
+    assert isinstance(answer, messages.SnapshotReply)
+    assert answer.life == "life 2"  # it sees nothing of the first life in the store
     for name in ("a", "b"):
         pair.deliver(pair.service.ended(name, "it closed its connection", True, pair.now))
     pair.deliver(pair.service.ended("c", "it closed its connection", True, pair.now))
@@ -518,7 +518,7 @@ def test_many_arrivals_are_one_notification() -> None:
     assert [server.snapshot(waiting).waiting for waiting in members] == [30, 30]
 
 
-def test_who_stands_by_hears_that_a_place_became_free() -> None:
+def test_a_standby_node_is_notified_of_a_free_place() -> None:
     server = Server(1, 2, last_call=1.0)
     server.join("a")
     server.until(server.now + 1.0)
@@ -530,7 +530,7 @@ def test_who_stands_by_hears_that_a_place_became_free() -> None:
     assert server.snapshot(waiting).status == Placed("c", "waiting")
 
 
-def test_who_stands_by_hears_that_it_has_the_seat_of_a_lost_member(pair: Server) -> None:
+def test_a_standby_node_is_notified_that_it_has_the_seat_of_a_lost_member(pair: Server) -> None:
     waiting = pair.follow("c", pair.join("c"))
     pair.submit("a", NodeLeaving("a", 1, "why"))
     over = pair.snapshot(waiting)
@@ -541,7 +541,7 @@ def test_who_stands_by_hears_that_it_has_the_seat_of_a_lost_member(pair: Server)
 
 
 NAMES = [f"n{number}" for number in range(6)]
-WORDS = ["join"] * 6 + ["over"] * 3 + ["lost"] * 3 + ["leave", "leaving", "failed", "heard"] * 2
+WORDS = ["join"] * 6 + ["over"] * 3 + ["lost"] * 3 + ["leave", "leaving", "failed", "confirmed"] * 2
 STEPS = st.tuples(st.sampled_from([*WORDS, "close"]), st.sampled_from(NAMES), st.integers(0, 3))
 
 
@@ -562,7 +562,7 @@ def event_of(state: Round, word: str, name: str, age: int) -> Event:
             return NodeLeaving(name, token, "why")
         case "failed":
             return WorkersFailed(name, token, "report")
-        case "heard":
+        case "confirmed":
             return EndConfirmed(name, token)
     return CloseRendezvous(name)
 
@@ -576,8 +576,8 @@ def test_every_node_with_a_changed_snapshot_is_concerned(
     for what in steps:
         before, event = state, event_of(state, *what)
         state, _ = step(before, event)
-        told = concerned(before, event, state)
+        concerned_nodes = concerned(before, event, state)
         for name in NAMES:
             was, now = snapshot(before, name), snapshot(state, name)
             if was._replace(version=0, waiting=0) != now._replace(version=0, waiting=0):
-                assert told is None or name in told, (event, was, now)
+                assert concerned_nodes is None or name in concerned_nodes, (event, was, now)

@@ -200,7 +200,7 @@ def test_a_static_node_is_never_closed() -> None:
     assert (handler.get_backend(), handler.get_run_id()) == ("static", "job")
     assert isinstance(handler, SoloRendezvousHandler)
     assert handler.credentials is None
-    handler.subscribe(lambda news: None)()
+    handler.subscribe(lambda notification: None)()
     handler.next_rendezvous()
 
 

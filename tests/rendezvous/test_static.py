@@ -170,15 +170,15 @@ def test_nodes_may_be_started_before_node_rank_0(nodes: Nodes) -> None:
 
 def notifications_of(handler: StaticTCPRendezvous) -> tuple[list[object], threading.Semaphore]:
     """Return a list of the node's future notifications, and a semaphore that counts them."""
-    news: list[object] = []
+    notifications: list[object] = []
     arrived = threading.Semaphore(0)
 
     def listen(what: object) -> None:
-        news.append(what)
+        notifications.append(what)
         arrived.release()
 
     handler.subscribe(listen)
-    return news, arrived
+    return notifications, arrived
 
 
 def test_a_node_that_is_lost_ends_the_round_and_the_job_for_all(nodes: Nodes) -> None:
@@ -186,14 +186,14 @@ def test_a_node_that_is_lost_ends_the_round_and_the_job_for_all(nodes: Nodes) ->
     nodes.join(*handlers)
     listeners = [notifications_of(handler) for handler in handlers[:2]]
     handlers[2].driver.close(linger=False)  # as the end of its process would
-    for (news, arrived), handler in zip(listeners, handlers, strict=False):
+    for (notifications, arrived), handler in zip(listeners, handlers, strict=False):
         assert arrived.acquire(timeout=LONG)
-        assert isinstance(news[0], RoundEnded)
+        assert isinstance(notifications[0], RoundEnded)
         with pytest.raises(
             RendezvousConnectionError, match=r"cannot continue without node .*; its nodes are fixed"
         ) as refused:
             nodes.join(handler)
-        assert news[0].id in str(refused.value)
+        assert notifications[0].id in str(refused.value)
     late = nodes.node(2, size=3)
     with pytest.raises(RendezvousConnectionError, match="cannot continue without node"):
         nodes.join(late)
@@ -216,13 +216,13 @@ def test_a_failure_ends_the_round_for_all_is_charged_once_and_healed_by_the_next
 ) -> None:
     first, second = nodes.node(0), nodes.node(1)
     nodes.join(first, second)
-    news, arrived = notifications_of(first)
+    notifications, arrived = notifications_of(first)
     judged = second.report_failure("boom")
     assert judged is not None
     assert (judged.charged, judged.failures) == (True, 1)
     assert arrived.acquire(timeout=LONG)
-    assert isinstance(news[0], RoundEnded)
-    assert news[0].report == "boom"
+    assert isinstance(notifications[0], RoundEnded)
+    assert notifications[0].report == "boom"
     infos = nodes.join(second, first)
     assert [(info.rank, info.round, info.failures) for info in infos] == [(1, 2, 1), (0, 2, 1)]
 

@@ -45,7 +45,7 @@ class Job:
     def apply(self, event: Event) -> None:
         self.rounds, _ = step(self.rounds, event)
         for agent in self.agents:
-            agent.hear()
+            agent.receive()
 
     def wait(self, seconds: float) -> None:
         until = self.now + seconds
@@ -70,14 +70,16 @@ class Agent:
         """Start workers in the complete round."""
         seat = status_of(self.job.rounds, self.id)
         assert isinstance(seat, Seated)
-        self.round, self.told = seat.round, Notified(seat.round)
+        self.round, self.notified = seat.round, Notified(seat.round)
         self.decide(words.Formed(self.job.now, seat.round, shared=True, leads=seat.rank == 0))
-        self.hear()
+        self.receive()
 
-    def hear(self) -> None:
-        self.told, news = notifications(self.told, snapshot(self.job.rounds, self.id), self.id)
-        for told in news:
-            match told:
+    def receive(self) -> None:
+        self.notified, new = notifications(
+            self.notified, snapshot(self.job.rounds, self.id), self.id
+        )
+        for notification in new:
+            match notification:
                 case NodesWaiting(round, waiting):
                     full = len(self.job.rounds.members) + waiting == SEATS
                     self.decide(words.JoinRequested(round, waiting, full, self.job.now))

@@ -210,7 +210,7 @@ class Frail:
         return getattr(self._store, name)
 
 
-def test_a_change_is_seen_though_its_writer_was_killed_before_it_told() -> None:
+def test_a_change_is_seen_though_its_writer_was_killed_before_it_notified() -> None:
     store: Any = Frail(MemoryStore())
     backend = C10dRendezvousBackend(store, "job")
     waiting = Background(backend.wait_state, None, 3600.0)

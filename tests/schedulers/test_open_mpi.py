@@ -47,11 +47,11 @@ class MpiJob:
 
     @property
     def output(self) -> str:
-        """What it and its processes have written."""
+        """The output of `mpirun` and its processes."""
         return self._output.read_text(errors="replace")
 
     def ended(self) -> int:
-        """Wait for its exit status, once nothing of it is left."""
+        """Return its exit status after all of its processes have ended."""
         status = self.process.wait(PATIENCE_S)
         self.training.wait_until(lambda: not left_over(self.hosts), "nothing is left of the job")
         return int(status)
@@ -59,7 +59,7 @@ class MpiJob:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[MpiJob]:
-    """The documented command, started on hosts called as it says."""
+    """The documented command, started on hosts with the documented names."""
     require_schedulers("mpirun", "orted")
     prepare(tmp_path)
     agent = tmp_path / "rsh"

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.schedulers, pytest.mark.timeout(240)]
 
 
 def pid_here(cluster: Cluster, worker: Record) -> int:
-    """A worker's process, as this process knows it."""
+    """The pid of a worker in the namespace of this process."""
     (node,) = (node for node in cluster.nodes if node.name == worker.host)
     return node.pid_here(worker.pid)
 
@@ -28,7 +28,7 @@ def test_a_job_completes_and_leaves_nothing(cluster: Cluster) -> None:
     assert job.facts["Restarts"] == "0"
     assert sorted(job.training.saved()) == list(range(RANKS)), cluster.report()
     assert len(job.training.records("finished")) == RANKS, cluster.report()
-    # Where it meets, what is promised, and how many threads the workers have; of one agent.
+    # One agent prints its meeting place, the bounds, and the number of threads of the workers.
     assert len(job.lines()) == 3, job.output
     assert job.lines(of_slurm=True) == []
 
@@ -45,7 +45,7 @@ def test_a_worker_that_is_killed_costs_one_restart(cluster: Cluster) -> None:
     assert len(job.training.records("finished")) == RANKS, cluster.report()
     stories = [line for line in job.lines() if "SUCCEEDED after" in line]
     assert len(stories) == 1, job.output
-    # The three at the start, the failure on its host, and the story of five.
+    # Three lines at the start, the failure on its host, and a story of five lines.
     assert len(job.lines()) <= 10, job.output
     assert f"rank {victim.rank} on host {victim.host}" in job.output
 
@@ -62,7 +62,7 @@ def test_scancel_ends_the_job_for_good(cluster: Cluster) -> None:
 
 
 def all_succeed(jobs: list[SlurmJob]) -> None:
-    """Let jobs of half the nodes each end well, side by side."""
+    """Let jobs that run at once, each on half of the nodes, succeed."""
     for job in jobs:
         job.training.runs(RANKS // 2)
     for job in jobs:

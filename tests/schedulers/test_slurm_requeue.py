@@ -29,7 +29,7 @@ def waits_for_its_next_run(job: SlurmJob) -> None:
 
 
 def resumes(job: SlurmJob) -> None:
-    """Let a requeued job start: each rank goes on from what it saved, and the job succeeds."""
+    """Let a requeued job start: each rank continues from its saved step, and the job succeeds."""
     job.leaves_nothing()
     saved = job.training.saved()
     assert sorted(saved) == list(range(RANKS)), job.output
@@ -63,7 +63,7 @@ def agents_on(cluster: Cluster, node: int) -> list[str]:
 
 
 def test_the_agent_that_serves_outlasts_a_save_on_another_host(cluster: Cluster) -> None:
-    # Most sites have Slurm kill, at the end of a node's task, whatever that has started.
+    # At most sites, Slurm kills all processes of a task when the task ends.
     job = cluster.submit(
         SCRIPT.replace("--shutdown-timeout 100 --requeue", "--shutdown-timeout 100")
     )
@@ -86,12 +86,12 @@ def test_a_job_that_saves_fast_is_requeued_long_before_its_grace_is_over(cluster
     cluster.call(f"scancel --signal=TERM {job.name}")
     waits_for_its_next_run(job)
     assert asked(job) == 1, job.output
-    # What all write at the start, what each writes at the end, the story of one, and the request.
+    # The lines at the start, each agent's lines at the end, one story, and the request.
     assert len(job.lines()) <= 14, job.output
     resumes(job)
 
 
-def test_a_job_that_is_requeued_by_hand_goes_on(cluster: Cluster) -> None:
+def test_a_job_that_is_requeued_by_hand_continues(cluster: Cluster) -> None:
     job = cluster.submit(SCRIPT)
     job.training.runs(RANKS)
     cluster.call(f"scontrol requeue {job.name}")
@@ -112,7 +112,7 @@ def test_the_notice_of_one_task_of_an_array_requeues_that_task_alone(cluster: Cl
     one.ends("COMPLETED")
 
 
-def test_the_others_go_on_without_a_host_that_loses_its_power(cluster: Cluster) -> None:
+def test_the_others_continue_without_a_host_that_loses_its_power(cluster: Cluster) -> None:
     job = cluster.submit(SCRIPT)
     job.training.runs(RANKS)
     cluster.lose(cluster.nodes[-1])

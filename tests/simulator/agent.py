@@ -201,22 +201,24 @@ class Agent(Program):
 
     # --- notifications from the node's own threads
 
-    def _on_notification(self, news: object) -> None:
-        match news:
+    def _on_notification(self, notification: object) -> None:
+        match notification:
             case RoundEnded(round) | Judged(round):
-                alone = isinstance(news, RoundEnded) and news.id == self.id
+                alone = isinstance(notification, RoundEnded) and notification.id == self.id
                 self.history.notified_over(self.epoch, self.id, round, alone=alone)
                 self._ended = max(self._ended, round)
             case NodesWaiting():
-                self.machine.after(GATHER, lambda: self.when_awake(lambda: self._make_room(news)))
+                self.machine.after(
+                    GATHER, lambda: self.when_awake(lambda: self._make_room(notification))
+                )
             case RoundClosed():
                 self._closed = True
         self.notify()
 
-    def _make_room(self, news: NodesWaiting) -> None:
+    def _make_room(self, notification: NodesWaiting) -> None:
         view = self.node.connection.snapshot if self.node else None
         if view is not None and view.waiting:
-            self._waiting = news
+            self._waiting = notification
             self.notify()
 
     def _renewed(self, lease: float) -> None:

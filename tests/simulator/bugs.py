@@ -277,7 +277,7 @@ def _failures_are_forgotten_when_the_server_is_killed() -> list[Any]:
     return _recovered_as(lambda state: structs.replace(state, failures=0, charged=False))
 
 
-def _rounds_begin_anew_when_the_server_is_killed() -> list[Any]:
+def _rounds_begin_again_when_the_server_is_killed() -> list[Any]:
     """The next server knows the members of the job, but not its round number."""
     return _recovered_as(lambda state: Round(state.min_nodes, state.max_nodes))
 
@@ -313,7 +313,9 @@ BUGS: dict[str, Bug] = {
     "failures forgotten": Bug(
         "server", range(2, 102), _failures_are_forgotten_when_the_server_is_killed
     ),
-    "rounds begin anew": Bug("server", range(2, 102), _rounds_begin_anew_when_the_server_is_killed),
+    "rounds begin again": Bug(
+        "server", range(2, 102), _rounds_begin_again_when_the_server_is_killed
+    ),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
 }
 

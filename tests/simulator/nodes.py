@@ -260,15 +260,15 @@ class Watched(Plain, WatchedRendezvousBackend):
 
     def __init__(self, place: SimBackend, agent: Agent) -> None:
         super().__init__(place, agent)
-        self._heard: tuple[bytes, int] | None = None
-        self._news = False
+        self._pushed: tuple[bytes, int] | None = None
+        self._notified = False
         self._interrupted = False
 
     def on_change(self, now: tuple[bytes, int] | None) -> None:
         """Receive a notice that the document has changed."""
-        self._news = True
-        if now is not None and (self._heard is None or now[1] > self._heard[1]):
-            self._heard = now
+        self._notified = True
+        if now is not None and (self._pushed is None or now[1] > self._pushed[1]):
+            self._pushed = now
             self.latest = max(self.latest, now[1])
         self.agent.when_awake(self.agent.notify)
 
@@ -277,11 +277,11 @@ class Watched(Plain, WatchedRendezvousBackend):
         if not self.place.job.profile.watched:
             timeout = min(timeout, self.sim.random.uniform(0.01, 0.5))
         self.agent.wait(self.agent.until(lambda: self._is_new(token), timeout))
-        self._news = False
+        self._notified = False
 
     def _is_new(self, token: int | None) -> bool:
-        moved = self._heard is not None and self._heard[1] > (token or 0)
-        return moved or self._news or self._interrupted
+        moved = self._pushed is not None and self._pushed[1] > (token or 0)
+        return moved or self._notified or self._interrupted
 
     def interrupt(self) -> None:
         """See base class."""
@@ -303,16 +303,16 @@ class Living(Watched, LivenessRendezvousBackend):
     def beats(self, ids: Sequence[str]) -> Mapping[str, int]:
         """See base class."""
         beats = self.place.beats
-        said: Mapping[str, int] = self.call(lambda: {id: beats[id] for id in ids if id in beats})
-        return said
+        found: Mapping[str, int] = self.call(lambda: {id: beats[id] for id in ids if id in beats})
+        return found
 
     def ended(self, ids: Sequence[str]) -> Mapping[str, str]:
         """See base class."""
         ended = self.place.ended
         if not self.place.reports_ends:
             return {}
-        said: Mapping[str, str] = self.call(lambda: {id: ended[id] for id in ids if id in ended})
-        return said
+        found: Mapping[str, str] = self.call(lambda: {id: ended[id] for id in ids if id in ended})
+        return found
 
     def forget(self, id: str) -> None:
         """See base class."""
@@ -320,4 +320,4 @@ class Living(Watched, LivenessRendezvousBackend):
 
     def heard_state(self) -> tuple[bytes, int] | None:
         """See base class."""
-        return self._heard if self.place.pushes and self._heard else self.get_state()
+        return self._pushed if self.place.pushes and self._pushed else self.get_state()

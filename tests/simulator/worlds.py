@@ -78,7 +78,7 @@ class Worlds:
                     f"while those of round {world.round} run on {', '.join(names)}"
                 )
 
-    def _stand_still(self, machine: Machine) -> Run | None:
+    def _remove(self, machine: Machine) -> Run | None:
         run = self.running.pop(machine, None)
         if run is not None and run.until is None:
             self._count[run] -= 1
@@ -90,7 +90,7 @@ class Worlds:
         """Check the end of the workers on a machine."""
         self.note(f"the workers on {machine.name} have ended")
         self._frozen.pop(machine, None)
-        run = self._stand_still(machine)
+        run = self._remove(machine)
         if run is None:
             return
         late = machine.clock - (lease if run.until is None else min(lease, run.until))
@@ -101,7 +101,7 @@ class Worlds:
 
     def frozen(self, machine: Machine) -> None:
         """Freeze a whole host: none of its processes runs."""
-        if run := self._stand_still(machine):
+        if run := self._remove(machine):
             self._frozen[machine] = run
 
     def thawed(self, machine: Machine) -> None:
@@ -135,5 +135,5 @@ class Worlds:
         until = self._given_away[id, round]
         if run := self._frozen.get(machine):
             self._frozen[machine] = run._replace(until=until)
-        elif run := self._stand_still(machine):
+        elif run := self._remove(machine):
             self.running[machine] = run._replace(until=until)

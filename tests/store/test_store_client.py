@@ -480,7 +480,7 @@ def test_a_forked_child_cannot_use_or_harm_the_parents_client(join: Join) -> Non
     client = join()
     blocked = Background(client.get, "set by the parent")
     read, write = os.pipe()
-    with warnings.catch_warnings():  # newer Pythons warn of what this test is about
+    with warnings.catch_warnings():  # newer Pythons warn about such forks
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:

@@ -145,7 +145,7 @@ class Dropping(RuleBasedStateMachine):
         self.direct.close()
 
 
-def test_random_calls_over_random_cuts_leave_what_the_model_says(
+def test_random_calls_over_random_cuts_have_the_results_of_the_model(
     proxied: tuple[ServerThread, CuttingProxy],
 ) -> None:
     from hypothesis.stateful import run_state_machine_as_test

@@ -1,4 +1,4 @@
-"""A client whose session is over is freed at once: no part of it waits for the collector."""
+"""A client is freed as soon as its session is over: no part waits for the garbage collector."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from regrow.store import (
 from regrow.utils import PortReservation
 
 PARTS = ("regrow.store.client.", "regrow.store.errors", "regrow.store.calls")
-"""Modules whose objects a client consists of, by the start of their names."""
+"""Prefixes of the modules that define the parts of a client."""
 
 
 def parts() -> Counter[str]:
@@ -35,7 +35,7 @@ def parts() -> Counter[str]:
 
 @pytest.fixture
 def before() -> Iterator[Counter[str]]:
-    """The parts that are there at the start; the collector frees none until the end."""
+    """The parts that exist at the start; the collector frees none until the end."""
     gc.collect()
     gc.disable()
     yield parts()

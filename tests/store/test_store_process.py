@@ -179,7 +179,7 @@ def test_the_descriptors_of_a_server_are_given_back() -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = count()
     for _ in range(2):
         server: ServerProcess = start_server(token=(token := make_token()))

@@ -462,7 +462,7 @@ def test_a_client_that_reconnects_after_a_pause_of_the_server_keeps_its_session(
     assert not [call for call in book.calls if call.startswith("ended")]
 
 
-def test_a_server_process_that_cannot_load_a_service_says_so() -> None:
+def test_a_server_process_that_cannot_load_a_service_reports_the_error() -> None:
     for where, why in (
         ("regrow.nowhere:create", "No module named 'regrow.nowhere'"),
         ("regrow.store:nothing", "has no attribute 'nothing'"),

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "helpers" / "stores" / "torch_ranks.py"
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, Any]:
-    """Everything that needs torch happens once, in a process of its own."""
+    """The results of all calls that need torch; they run once, in a process of their own."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "2", "4"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

@@ -93,7 +93,7 @@ def test_certificates_are_named_by_an_object_of_json() -> None:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """A port of 127.0.0.1 that no other test is given."""
+    """A port of 127.0.0.1 that no other test gets."""
     with PortReservation("127.0.0.1") as reservation:
         yield reservation.port
 
@@ -199,7 +199,7 @@ def test_rank_0_waits_for_a_port_that_is_about_to_be_free(
             tried.set()
 
     monkeypatch.setattr(sockets, "listen", noted)
-    with socket.socket() as ending:  # it has stopped listening, and is not gone
+    with socket.socket() as ending:  # it no longer listens, but has not ended
         ending.bind(("127.0.0.1", 0))
         monkeypatch.setenv(STORE_PORT_ENV, str(ending.getsockname()[1]))
         coming = Background(worker, 0)
@@ -276,7 +276,7 @@ def test_a_server_that_a_worker_starts_gets_no_variables_of_workers(
     assert b"REGROW_HEARTBEAT=1" not in environ
 
 
-def test_a_server_takes_over_a_socket_and_all_who_have_connected_to_it(tmp_path: Path) -> None:
+def test_a_server_takes_over_a_socket_and_all_its_connections(tmp_path: Path) -> None:
     path, token = str(tmp_path / "store"), make_token()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -324,7 +324,7 @@ def test_the_servers_kernel_probes_the_hosts_of_its_clients(
 
 
 class Lazy:
-    """A machine whose services are loaded on demand."""
+    """A machine that loads its services on demand."""
 
     def __init__(self, **services: str) -> None:
         self.log: list[str] = []

@@ -11,7 +11,7 @@ from regrow.timer.fifo.client import Backlog, Message
 
 UNHURRIED = settings(deadline=None)
 SCOPES = st.sampled_from("abc")
-# What happens: a request, room in the pipe for so many of those that wait, or a new server.
+# Events: a request, room in the pipe for a number of unsent requests, or a new server.
 STEPS = st.lists(
     st.tuples(st.just("arm"), SCOPES)
     | st.tuples(st.just("release"), SCOPES)
@@ -23,12 +23,12 @@ STEPS = st.lists(
 
 
 class Server:
-    """What a server makes of messages."""
+    """The timers that messages arm at a server."""
 
     def __init__(self) -> None:
         self.armed: dict[str, bytes] = {}
 
-    def told(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         if message.arms:
             self.armed[message.scope] = message.line
         else:
@@ -39,7 +39,7 @@ def send(backlog: Backlog, server: Server, most: int) -> None:
     for _ in range(min(most, len(backlog))):
         message = backlog.next()
         assert message is not None
-        server.told(message)
+        server.receive(message)
         backlog.sent(message)
 
 
@@ -99,7 +99,7 @@ def test_a_timer_that_may_have_arrived_is_released() -> None:
 
 def test_a_signal_handler_may_add_a_request() -> None:
     class Crowded(dict[str, Message]):
-        """Gets another request while it is looked through."""
+        """Gets another request during an iteration over it."""
 
         def values(self) -> Any:
             values = iter(super().values())

@@ -214,7 +214,7 @@ def test_a_process_that_imports_regrow_reports_stacks_if_timers_are_served(
 
 def test_an_unarmed_child_is_not_confused_with_its_parent() -> None:
     with hanging(child) as hung:
-        pid = int(hung.said)
+        pid = int(hung.output)
         pidfd = os.pidfd_open(pid)
         try:
             dumps = capture([hung.target, Target(pid, pidfd)], 20.0)
@@ -227,7 +227,7 @@ def test_an_unarmed_child_is_not_confused_with_its_parent() -> None:
 
 def test_an_armed_child_and_its_parent_report_their_own_stacks() -> None:
     with hanging(armed_child) as hung:
-        pid = int(hung.said)
+        pid = int(hung.output)
         pidfd = os.pidfd_open(pid)
         try:
             wait_until(lambda: state(pid) == "S", "the child sleeps")
@@ -307,4 +307,4 @@ def test_a_doomed_or_awaited_process_may_wait_for_a_processor(why: str) -> None:
 
 def test_a_process_that_asks_itself_dumps_one_thread() -> None:
     with hanging(asking_itself, threads=2) as hung:
-        assert hung.said == "dumped, 1 thread"
+        assert hung.output == "dumped, 1 thread"

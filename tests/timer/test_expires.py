@@ -22,7 +22,7 @@ HERE = __file__
 
 
 class Recorder(TimerClient):
-    """A client that writes down what it is asked."""
+    """A client that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -210,7 +210,7 @@ def test_a_cancelled_task_releases_its_timer_and_an_explicit_scope_is_kept(
     assert client.asked == [("arm", "step"), ("release", "step")]
 
 
-def test_the_error_without_a_client_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_client_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     configure(None)
     monkeypatch.delenv("TORCHELASTIC_TIMER_FILE", raising=False)
     with (

@@ -1,4 +1,4 @@
-"""The file timer's client: what it asks for arrives, and the training is never hurt."""
+"""The file timer's client: its requests arrive, and it never harms the training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reader:
         self.armed: dict[tuple[int, str], float] = {}
 
     def read(self) -> list[FileTimerRequest]:
-        """What has come since the last time."""
+        """Return the requests that arrived since the last call."""
         found: list[FileTimerRequest] = []
         while select.select([self.pipe.fd], [], [], 0)[0]:
             batch = self.lines.feed(os.read(self.pipe.fd, 1 << 20))
@@ -53,7 +53,7 @@ class Reader:
         return found
 
     def close(self) -> None:
-        """Be gone."""
+        """Remove the pipe and close the reading end."""
         self.pipe.remove()
         self.pipe.close()
 
@@ -79,13 +79,13 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No client waits for anything for long."""
+    """Shorten the waits of all clients."""
     monkeypatch.setattr("regrow.timer.fifo.client.FLUSH_TIMEOUT", 0.01)
     monkeypatch.setattr("regrow.timer.fifo.client.PAUSE", 0.0)
 
 
 def fill(reader: Reader) -> None:
-    """Leave no room in the pipe."""
+    """Fill the pipe."""
     fd = os.open(reader.pipe.path, os.O_WRONLY | os.O_NONBLOCK)
     for size in (1 << 16, 1):
         with suppress(BlockingIOError):
@@ -172,7 +172,7 @@ def test_no_line_is_longer_than_a_pipe_takes_in_one_piece(
 
 
 class Trusting(WatchedServer):
-    """Keeps the timers of the process that it is in, too."""
+    """Accepts timers of its own process, too."""
 
     def refusal(self, pid: int) -> str | None:
         return None
@@ -359,7 +359,7 @@ def test_a_full_pipe_delays_the_training_once(
         return {scope for _, scope in reader.armed}
 
     wait_until(lambda: state() == {"last"}, "a thread sends the newest state")
-    # That there was no room for the first may as well have been an error after it was written.
+    # The error of the first request may have come after the request was written.
     assert [request.scope_id for request in reader.requests[1:]] == ["step 0", "before", "last"]
     wait_until(
         lambda: "regrow-FileTimerClient" not in {t.name for t in threading.enumerate()},
@@ -378,7 +378,7 @@ def test_the_client_detects_the_end_of_a_server_with_a_full_pipe(
     with caplog.at_level(logging.WARNING, LOGGER):
         client.acquire("a", 2e9)
         first.close()
-        wait_until(lambda: len(caplog.records) == 2, "the thread finds that nobody reads")
+        wait_until(lambda: len(caplog.records) == 2, "the thread finds that the pipe has no reader")
     second = Reader(path)
     client.acquire("b", 2e9)
     second.read()
@@ -397,7 +397,7 @@ def test_a_file_that_is_not_a_pipe_is_not_written_to(
 
 
 def test_the_pipe_of_torchs_server_is_not_kept_open(path: Path) -> None:
-    # torch's waits for as long as anybody has it open, blind to all deadlines.
+    # torch's server waits while any process has the pipe open, and checks no deadlines.
     os.mkfifo(path)
     end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     client = FileTimerClient(str(path))
@@ -469,12 +469,12 @@ def test_a_forked_child_has_timers_of_its_own(rig: Rig) -> None:
     assert parent.stdout is not None
     out = parent.stdout
     children: list[int] = []
-    told = threading.Thread(target=lambda: children.extend(map(int, out.readline().split())))
-    told.start()
-    wait_until(lambda: bool(reader.read()) or not told.is_alive(), "requests arrive")
-    while told.is_alive():
+    reading = threading.Thread(target=lambda: children.extend(map(int, out.readline().split())))
+    reading.start()
+    wait_until(lambda: bool(reader.read()) or not reading.is_alive(), "requests arrive")
+    while reading.is_alive():
         reader.read()
-        told.join(0.01)
+        reading.join(0.01)
     assert parent.wait(PATIENCE) == 0
     reader.read()
     assert len(children) == 20

@@ -59,7 +59,7 @@ def test_a_client_that_dies_in_mid_write(rig: Rig, newline: bytes) -> None:
     dead = rig.run(sys.executable, "-c", KILLED, str(rig.path))
     assert dead.wait(PATIENCE) == -signal.SIGKILL
     worker = rig.worker()
-    # Ours begin a line, torch's do not.
+    # Requests of regrow begin with a newline; those of torch do not.
     rig.write(newline + line(FileTimerRequest(worker.pid, "healthy", time.time(), 9)))
     assert server.reaping().pid == worker.pid
     assert server.refusals.get(timeout=PATIENCE).pid == dead.pid
@@ -118,7 +118,7 @@ def test_pids_of_other_processes_are_refused(rig: Rig) -> None:
     gone.kill()
     gone.wait()
     assert "process that is gone" in refused(rig, server, gone.pid)
-    rig.arm(2**22, 0)  # as of any helper that was too quick, which is nothing to go on about
+    rig.arm(2**22, 0)  # as for a helper that ended quickly; not worth a report
     assert "own process" in refused(rig, server, os.getpid())
     serves(rig, server)
     assert server.refusals.empty()
@@ -203,7 +203,7 @@ def test_the_timers_of_one_worker_are_limited(rig: Rig, monkeypatch: pytest.Monk
     assert server.refusals.get(timeout=PATIENCE).why == "is of a process with 10 timers"
     serves(rig, server)
     server.wait_armed([(greedy.pid, str(number)) for number in range(10)])
-    rig.arm(greedy.pid, 0.05, "3")  # which it has
+    rig.arm(greedy.pid, 0.05, "3")  # a timer that it has
     assert server.reaping().pid == greedy.pid
 
 

@@ -95,7 +95,7 @@ def test_a_timer_without_a_signal_only_reports(rig: Rig, number: int) -> None:
     request = rig.arm(worker.pid, 0, signal=number)
     assert server.reaping()[:3] == (worker.pid, [request], 0)
     rig.arm(other.pid, 0)
-    assert server.reaping().pid == other.pid  # and not the first one again
+    assert server.reaping().pid == other.pid  # the first one is not reaped again
     assert worker.poll() is None
     assert ("timer expired", request) in server.events
     server.wait_armed([])
@@ -112,7 +112,7 @@ def test_a_reporting_timer_leaves_the_outer_timer(rig: Rig) -> None:
 
 def test_requests_from_before_a_reaping_are_ignored(rig: Rig) -> None:
     server, worker, other = rig.serve(), rig.worker(), rig.worker()
-    rig.arm(worker.pid, 0, signal=signal.SIGURG)  # which it survives
+    rig.arm(worker.pid, 0, signal=signal.SIGURG)  # the worker survives it
     assert server.reaping().pid == worker.pid
     wait_until(lambda: server.armed() == [], "cleared")
     now = time.monotonic()
@@ -144,7 +144,7 @@ def test_a_worker_that_ends_by_itself_when_its_timer_expires_is_not_reaped(
         if server.armed() and ending.poll() is None:
             ending.kill()
             ending.wait()
-            return []  # as if it had ended just after the look at it
+            return []  # as if it had ended just after the check
         return ready
 
     sleep, server = Sleeper.sleep, WatchedServer(rig.path)
@@ -167,7 +167,7 @@ def test_a_release_that_is_in_the_pipe_when_the_deadline_passes_counts(
         if server.armed() and not released.is_set():
             rig.release(healthy.pid)
             released.set()
-            return []  # as if it had come just after the look at the pipe
+            return []  # as if it had arrived just after the check of the pipe
         return ready
 
     released = threading.Event()
@@ -332,7 +332,7 @@ def test_the_time_of_a_suspended_host_does_not_count(
 ) -> None:
     passed, thawed, released, sleep = [0.0], threading.Event(), threading.Event(), Sleeper.sleep
 
-    def stand_still(sleeper: Sleeper, until: float) -> list[int]:
+    def stall(sleeper: Sleeper, until: float) -> list[int]:
         if thawed.is_set():
             released.wait(PATIENCE)
         ready = sleep(sleeper, until)
@@ -341,7 +341,7 @@ def test_the_time_of_a_suspended_host_does_not_count(
             thawed.set()
         return ready
 
-    monkeypatch.setattr(Sleeper, "sleep", stand_still)
+    monkeypatch.setattr(Sleeper, "sleep", stall)
     server, healthy, hung = rig.serve(clock=delayed(passed)), rig.worker(), rig.worker()
     rig.arm(healthy.pid, 0.1)
     rig.arm(hung.pid, 0.1)
@@ -425,7 +425,7 @@ def test_a_server_that_was_never_started_is_stopped_as_well(rig: Rig) -> None:
 def test_a_server_that_is_forgotten_leaves_no_descriptor_and_its_pipe_to_the_next(
     rig: Rig,
 ) -> None:
-    gc.collect()  # what other tests have left
+    gc.collect()  # leftovers of other tests
     before = sorted(os.listdir("/proc/self/fd"))
     server = WatchedServer(rig.path)
     del server

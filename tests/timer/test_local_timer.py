@@ -25,8 +25,8 @@ from regrow.timer import (
     expires,
 )
 
-FORK = multiprocessing.get_context("fork")  # of what a spawned process would import, nothing counts
-# Python 3.12 and newer warn; the children use none of what a thread of the parent may have locked.
+FORK = multiprocessing.get_context("fork")  # a spawned process would only import more
+# Python 3.12 and newer warn; the children use no lock that a thread of the parent may hold.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
@@ -36,7 +36,7 @@ def requests() -> Any:
 
 
 class WatchedServer(LocalTimerServer):
-    """Shows its timers, as of the last change."""
+    """Publishes its timers after each change."""
 
     timers: dict[int, list[str]] | None = None
     """The scopes, by pid; None: nothing has changed yet."""
@@ -66,7 +66,7 @@ def server(requests: Any, caplog: pytest.LogCaptureFixture) -> Iterator[WatchedS
 
 @pytest.fixture
 def run(requests: Any) -> Iterator[Callable[..., Any]]:
-    """Starts processes whose timers are those of the queue; none is left behind."""
+    """Starts processes with timers over the queue; ends all at the end of the test."""
     started: list[Any] = []
 
     def run(function: Callable[..., None], *args: Any) -> Any:

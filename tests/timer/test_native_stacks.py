@@ -18,7 +18,7 @@ PATIENCE = 30.0
 
 @pytest.fixture
 def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a program has to be to be taken for py-spy."""
+    """The path at which a program is used as py-spy."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no" / "python"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path / "py-spy"
@@ -46,15 +46,15 @@ def test_py_spy_beside_the_interpreter_is_preferred(py_spy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "passed_on"),
+    ("stderr", "passed_on"),
     [
         ("Error: Failed to find it\n\nCaused by:\n  0: nobody", "Failed to find it"),
         ("Permission Denied: Try sudo", "Permission Denied: Try sudo; it needs CAP_SYS_PTRACE"),
         ("", "exit code 3"),
     ],
 )
-def test_a_failure_of_py_spy_is_one_line(py_spy: Path, said: str, passed_on: str) -> None:
-    write(py_spy, f"printf '{said}' >&2; exit 3")
+def test_a_failure_of_py_spy_is_one_line(py_spy: Path, stderr: str, passed_on: str) -> None:
+    write(py_spy, f"printf '{stderr}' >&2; exit 3")
     assert native_stacks([7], PATIENCE) == {7: f"py-spy failed: {passed_on}"}
 
 

@@ -12,7 +12,7 @@ REDUCE = f"in all_reduce (distributed_c10d.py:2810), called by {STEP.removeprefi
 STOPPED = "stopped by a signal (SIGSTOP or a debugger)"
 
 
-def test_equal_stacks_are_grouped_and_the_odd_ones_named() -> None:
+def test_equal_stacks_are_grouped_and_the_odd_ones_out_named() -> None:
     places = dict.fromkeys((0, 2, 3, 4, 7), REDUCE)
     places |= {1: STEP, 5: STOPPED}
     assert compare_places(places) == [
@@ -46,7 +46,7 @@ def test_all_ranks_at_one_place_are_one_line() -> None:
 
 
 def test_polling_ranks_are_grouped_by_function() -> None:
-    # As they were met on a busy machine, in the example of the README.
+    # Places seen on a busy machine, in the example of the README.
     looking = {
         0: "in all_reduce (hang.py:33)",
         1: "in _select_from (pathlib.py:370), called by all_reduce (hang.py:32)",
@@ -56,7 +56,7 @@ def test_polling_ranks_are_grouped_by_function() -> None:
         "ranks 0-2 are in all_reduce (hang.py:32, 33)",
         "rank 3 alone is in load_batch (hang.py:26)",
     ]
-    # Where the line tells more than the function does, it is what is shown.
+    # The line is shown where it distinguishes more than the function.
     train = {4: looking[1].replace("32", "9"), 0: looking[1], 1: looking[2], 2: looking[2]}
     assert compare_places(train) == [
         "ranks 0-2 are in all_reduce (hang.py:32)",

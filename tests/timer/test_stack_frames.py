@@ -11,7 +11,7 @@ from regrow.timer.stacks.report import Dump, Frame, Thread, parse, top, where
 PYTHON = "/opt/conda/lib/python3.11"
 SITE = f"{PYTHON}/site-packages"
 
-# As Python 3.11 to 3.13 write it, but for the name in brackets, which is of 3.14.
+# The format of Python 3.11 to 3.13, with the name in brackets from 3.14.
 LISTED = f"""\
 Thread 0x00007f0208000001 [pin memory] (most recent call first):
   File "{PYTHON}/threading.py", line 327 in wait

@@ -90,12 +90,12 @@ class Scripted(PlainQueue):
         super().__init__()
         self.clocks = clocks
         self.waits: list[float] = []
-        self.stands_still = 0.0
+        self.paused_for = 0.0
 
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
         self.waits.append(timeout)
-        self.clocks.passed += self.stands_still
-        self.stands_still = 0.0
+        self.clocks.passed += self.paused_for
+        self.paused_for = 0.0
         if self.requests.empty():
             self.clocks.passed += timeout
         return super().get(size, 0.0001)
@@ -366,10 +366,12 @@ def test_a_worker_that_released_in_time_is_not_reaped_because_the_server_was_lat
 def test_a_suspended_host_kills_no_healthy_worker(scripted: Scripted, clocks: Clocks) -> None:
     server = UsersServer(scripted)
     turns = Turns(server, scripted)
-    scripted.put(*(TimerRequest(who, "step", clocks.wall() + 5.0) for who in ("fine", "hung")))
+    scripted.put(
+        *(TimerRequest(worker, "step", clocks.wall() + 5.0) for worker in ("fine", "hung"))
+    )
     turns(1)
     scripted.put(TimerRequest("other", "step", -1))
-    scripted.stands_still = 3600.0
+    scripted.paused_for = 3600.0
     turns(1)
     assert server.reaped == []
     scripted.put(TimerRequest("fine", "step", -1))

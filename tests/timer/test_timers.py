@@ -1,4 +1,4 @@
-"""The timers as data: against a model that looks at every timer each time."""
+"""The timers as data, compared with a model that checks every timer each time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """What `Timers` promises, without a heap."""
+    """A model of `Timers` without a heap."""
 
     def __init__(self) -> None:
         self.armed: dict[tuple[int, str], tuple[float, int, str]] = {}
@@ -66,7 +66,7 @@ def test_timers_behave_like_a_model_without_a_heap(
     for index, step in enumerate(steps, 1):
         apply(timers, *step)
         model.apply(*step)
-        if asked_between or index == len(steps):  # asking tidies up the heap
+        if asked_between or index == len(steps):  # the call tidies up the heap
             earliest = min((at for at, _, _ in model.armed.values()), default=None)
             for now in (5.0, 20.0, math.inf):
                 due, expected = timers.due(now), model.due(now)

@@ -1,4 +1,4 @@
-"""Files of JSON lines: what the writer survives, and what the reader makes of it."""
+"""Files of JSON lines: faults that the writer survives, and how the reader handles them."""
 
 from __future__ import annotations
 
@@ -76,18 +76,19 @@ def test_lines_of_several_threads_and_processes_do_not_mix(tmp_path: Path) -> No
     program = (
         "import sys; from regrow.utils import JsonLinesFile\n"
         "file = JsonLinesFile(sys.argv[1])\n"
-        "for n in range(200): file.append({'who': sys.argv[2], 'n': n, 'pad': 'x' * 5000})\n"
+        "for n in range(200): file.append({'writer': sys.argv[2], 'n': n, 'pad': 'x' * 5000})\n"
     )
     children = [
-        subprocess.Popen([sys.executable, "-c", program, str(path), str(who)]) for who in range(2)
+        subprocess.Popen([sys.executable, "-c", program, str(path), str(writer)])
+        for writer in range(2)
     ]
     ours = JsonLinesFile(path)
 
-    def write(who: str) -> None:
+    def write(writer: str) -> None:
         for n in range(200):
-            ours.append({"who": who, "n": n, "pad": "y" * 5000})
+            ours.append({"writer": writer, "n": n, "pad": "y" * 5000})
 
-    threads = [threading.Thread(target=write, args=(who,)) for who in ("a", "b")]
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in ("a", "b")]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -96,8 +97,8 @@ def test_lines_of_several_threads_and_processes_do_not_mix(tmp_path: Path) -> No
 
     lines, broken = lines_of(path)
     assert broken == []
-    for who in ("0", "1", "a", "b"):
-        assert [line["n"] for line in lines if line["who"] == who] == list(range(200))
+    for writer in ("0", "1", "a", "b"):
+        assert [line["n"] for line in lines if line["writer"] == writer] == list(range(200))
 
 
 def test_a_full_disk_is_reported_once_and_costs_only_the_lines(
@@ -106,9 +107,9 @@ def test_a_full_disk_is_reported_once_and_costs_only_the_lines(
     file = JsonLinesFile("/dev/full", "events")
     assert [file.append({"n": n}) for n in range(3)] == [False, False, False]
     assert file.lost == 3
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "cannot write events to /dev/full: No space left on device" in said
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "cannot write events to /dev/full: No space left on device" in err
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE])
@@ -165,7 +166,7 @@ def test_a_writer_killed_in_mid_line_spoils_no_line_of_the_next_one(tmp_path: Pa
     assert [line.number for line in broken] == [2]
 
 
-def test_a_removed_file_is_written_anew(tmp_path: Path) -> None:
+def test_a_removed_file_is_created_again(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = JsonLinesFile(path)
     file.append({"n": 0})

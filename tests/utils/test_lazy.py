@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used."""
+"""Packages that load their names at the first use."""
 
 from __future__ import annotations
 

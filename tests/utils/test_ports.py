@@ -48,7 +48,7 @@ def test_a_socket_with_a_port_listens_on_the_loopback_address_only() -> None:
         socket.create_connection((host, port), 30).close()
 
 
-def test_where_no_port_can_be_had_the_error_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_port_is_free_the_error_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object) -> socket.socket:
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -88,7 +88,7 @@ def test_a_second_reservation_of_the_same_port_is_given_after_the_first_is_close
         assert second.port == first.port
 
 
-# Runs in a network of its own with ten ephemeral ports, and uses up all that can be had.
+# Runs in a network of its own with ten ephemeral ports, and uses up all ports.
 _EXHAUST = """
 import errno, socket, sys
 from regrow.utils import PortReservation

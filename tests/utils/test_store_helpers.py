@@ -27,7 +27,7 @@ class Members:
     def _run(self, rank: int, call: Callable[[int], Any]) -> None:
         try:
             self.results[rank] = call(rank)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             self.results[rank] = error
 
     def join(self) -> list[Any]:
@@ -49,7 +49,7 @@ class Counting:
         return getattr(self._store, name)
 
 
-def test_a_barrier_holds_everybody_until_the_last_one_comes() -> None:
+def test_a_barrier_holds_all_ranks_until_the_last_one_arrives() -> None:
     store = MemoryStore()
     last_came = threading.Event()
 
@@ -74,7 +74,7 @@ def test_a_barrier_asks_the_store_twice_and_waits_once() -> None:
     assert sorted(early.calls + last.calls) == ["add", "add", "set", "wait", "wait"]
 
 
-def test_everybody_gets_everybodys_data_in_rank_order() -> None:
+def test_every_rank_gets_the_data_of_all_ranks_in_order() -> None:
     store = MemoryStore()
     members = Members(
         4, lambda rank: synchronize(store, f"data{rank}".encode(), rank, 4, "sync/", LONG)
@@ -82,7 +82,7 @@ def test_everybody_gets_everybodys_data_in_rank_order() -> None:
     assert members.join() == [[b"data0", b"data1", b"data2", b"data3"]] * 4
 
 
-def test_rank_0_leaves_only_when_everybody_has_read() -> None:
+def test_rank_0_leaves_only_when_all_ranks_have_read() -> None:
     store = MemoryStore(timeout=LONG)
     for rank in range(2):
         store.set(f"p{rank}", b"x")
@@ -116,7 +116,7 @@ def test_of_many_missing_ranks_sixteen_are_named_and_the_rest_counted() -> None:
         barrier(MemoryStore(), 20, "b", 0.01, rank=0, trace_timeout=0.01)
 
 
-def test_without_rank_0s_word_the_others_report_the_time_out_itself() -> None:
+def test_without_a_report_of_rank_0_the_others_report_the_time_out_itself() -> None:
     with pytest.raises(StoreTimeout) as caught:
         barrier(MemoryStore(), 2, "b", 0.01, rank=1, trace_timeout=0.01)
     assert "missing_ranks" not in str(caught.value)
@@ -194,7 +194,7 @@ def test_a_c10d_store_is_created_on_a_free_port_and_waits_for_its_members() -> N
     assert other.get("k") == b"v"
 
 
-def test_a_c10d_store_says_which_port_is_taken() -> None:
+def test_a_c10d_store_names_the_port_that_is_taken() -> None:
     pytest.importorskip("torch")
     from regrow.utils import get_socket_with_port
     from regrow.utils.distributed import create_c10d_store

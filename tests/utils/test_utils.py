@@ -219,9 +219,9 @@ def test_a_log_handler_that_raises_costs_a_module_of_regrow_the_line_only(
     log.addHandler(broken)
     log.warning("rank %d is lost", 3)
     log.removeHandler(broken)
-    told = capsys.readouterr().err
-    assert "OSError('the collector is gone')" in told
-    assert "WARNING regrow.tests.guarded: rank 3 is lost" in told
+    err = capsys.readouterr().err
+    assert "OSError('the collector is gone')" in err
+    assert "WARNING regrow.tests.guarded: rank 3 is lost" in err
 
 
 class Own(logging.Logger):

@@ -249,7 +249,7 @@ def test_args_and_envs_must_cover_the_ranks(what: str, tmp_path: Path) -> None:
 
 def test_a_program_that_does_not_exist_is_an_error_and_leaves_nothing(jobs: Jobs) -> None:
     jobs.run("true")
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = {*os.listdir("/proc/self/fd")}
     with pytest.raises(FileNotFoundError, match=r"no such program.*/no/such"):
         jobs.start("", "", entrypoint="/no/such")
@@ -300,7 +300,7 @@ def test_fifty_attempts_leak_no_descriptor_thread_or_process(
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
     jobs.run("exit 1", "sleep 1000")
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = ours()
     for _ in range(50):
         context = jobs.start("exit 1", "sleep 1000")

@@ -72,7 +72,7 @@ def calls(guardian: Guardian, tmp_path: Path) -> Calls:
     return Calls(guardian, tmp_path)
 
 
-# --- what a function gets and gives
+# --- arguments, environment and results of a function
 
 
 @every_method
@@ -81,7 +81,7 @@ def test_a_function_runs_in_its_environment_session_and_streams(calls: Calls, me
     assert result.failures == {}
     for rank, word in enumerate("ab"):
         value = result.return_values[rank]
-        # A fork shares what the agent has imported, and so do the forkserver's.
+        # A fork shares the imports of the agent.
         assert value.pop("at_import") == (None if method == "fork" else "here")
         assert value == {"word": word, "env": "here", "session": True, "sigterm": True}
         lines = Path(result.stdouts[rank]).read_text().splitlines()
@@ -325,8 +325,8 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_helper_of_its_functions(
         for pid in helpers:
             os.kill(pid, signum)
     (tmp_path / "go").touch()
-    said, complaints = agent.communicate(timeout=PATIENCE)
-    assert (said, complaints) == (b"{0: 'went'}\n", b"")
+    output, complaints = agent.communicate(timeout=PATIENCE)
+    assert (output, complaints) == (b"{0: 'went'}\n", b"")
     assert len(helpers) == {"spawn": 2, "fork": 1, "forkserver": 3}[method]
 
 
@@ -334,7 +334,7 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_helper_of_its_functions(
 @every_method
 def test_attempts_leak_no_descriptor(calls: Calls, method: str) -> None:
     calls.run(method, work.leave, (0,))
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         calls.run(method, work.leave, (0,), (1,))

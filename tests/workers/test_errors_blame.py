@@ -1,4 +1,4 @@
-"""The root cause of several failures, of which some blame another worker."""
+"""The root cause of several failures, if some failures blame another worker."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from regrow.workers.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 @pytest.fixture
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this process, in a worker's place, leaves its error."""
+    """The error file of this process, which acts as a worker."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     return path
@@ -130,9 +130,9 @@ def test_an_error_file_that_cannot_be_written_never_masks_the_exception(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     with pytest.raises(ValueError, match="no such layer"):
         fails()
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"cannot write the error file {path}: [Errno 2]" in said
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"cannot write the error file {path}: [Errno 2]" in err
 
 
 def test_a_full_disk_leaves_neither_half_a_file_nor_another_exception(tmp_path: Path) -> None:

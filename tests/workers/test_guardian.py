@@ -113,7 +113,7 @@ def test_an_end_is_reported_with_its_exit_code_or_signal(
 def test_one_guardian_serves_many_attempts_and_leaks_no_descriptor(guardian: Guardian) -> None:
     _run(guardian, "true")[2].next(Gone)
     pid = guardian.pid
-    gc.collect()  # what older tests of this process have left; their threads may close more later
+    gc.collect()  # leftovers of older tests of this process; their threads may close more later
     ours, theirs = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
     for _ in range(50):
         _, _, events = _run(guardian, "true")
@@ -162,7 +162,7 @@ def test_the_next_worker_after_close_gets_a_new_guardian() -> None:
     assert guardian.close(30)
 
 
-# --- what a worker gets
+# --- environment of a worker
 
 
 def test_a_worker_gets_exactly_the_given_environment_and_its_mark(guardian: Guardian) -> None:
@@ -185,7 +185,7 @@ def test_a_worker_gets_exactly_the_given_descriptors(guardian: Guardian) -> None
     first, second = os.memfd_create("first"), os.memfd_create("second")
     os.write(first, b"1")
     os.write(second, b"2")
-    # Numbers crossed, so that each is in the other's way.
+    # The numbers are swapped, so that each blocks the other.
     crossed = {max(first, second): min(first, second), min(first, second): max(first, second)}
     for fd in crossed:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -207,7 +207,7 @@ def test_a_worker_gets_exactly_the_given_descriptors(guardian: Guardian) -> None
 def test_a_worker_starts_with_default_signals_in_a_session_of_its_own(guardian: Guardian) -> None:
     output = _output(guardian, "cat", "/proc/self/status", "/proc/self/stat").decode()
     lines = dict(line.split(":\t", 1) for line in output.splitlines() if ":\t" in line)
-    internal = 3 << 31  # signals 32 and 33, which the C library keeps from everybody
+    internal = 3 << 31  # signals 32 and 33, which the C library reserves
     for name in ("SigIgn", "SigBlk", "SigCgt"):
         assert int(lines[name], 16) & ~internal == 0, name
     fields = output.splitlines()[-1].split(") ")[1].split()
@@ -252,7 +252,7 @@ def test_a_standard_stream_that_is_closed_here_is_the_null_device(
     assert len(streams) == 3
 
 
-# --- what cannot be started
+# --- programs that cannot be started
 
 
 def test_a_missing_program_is_named(guardian: Guardian, tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_stop_reaches_the_whole_process_group(guardian: Guardian) -> None:
     assert events.next(Gone).left_behind == 0
 
 
-# --- what a worker leaves behind
+# --- leftovers of a worker
 
 
 @pytest.mark.parametrize("end", ["exit 0", "exit 1", "kill -9 $$"])
@@ -462,7 +462,7 @@ def test_other_workers_children_are_left_alone(guardian: Guardian) -> None:
 
 
 def test_a_worker_that_forks_without_end_is_stopped(guardian: Guardian) -> None:
-    # Each generation a session of its own, so that no signal to a group gets them all.
+    # Each generation has its own session, so that no signal to a group reaches all generations.
     script = (
         "import os,signal,time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -639,21 +639,21 @@ def test_a_guardian_ends_if_its_agent_died_during_the_start(tmp_path: Path) -> N
     wait_until(lambda: marked(token) == [], "the guardian gone")
 
 
-# --- what SIGKILL does not end
+# --- processes that SIGKILL does not end
 
-#: A traced process does not end for its parent before it does for its tracer: as good as one that
-#: hangs in a device.
+#: The parent of a traced process sees its end only after the tracer does. So the process acts like
+#: one that hangs in a device.
 PTRACE_SEIZE, PR_SET_PTRACER = 0x4206, 0x59616D61
 
 
-@pytest.mark.parametrize("who", ["worker", "child"])
+@pytest.mark.parametrize("hung", ["worker", "child"])
 def test_the_guardian_gives_up_on_a_process_that_sigkill_does_not_end(
-    who: str, tmp_path: Path
+    hung: str, tmp_path: Path
 ) -> None:
     guardian = Guardian(kill_timeout=0.2)
     script = (
         "import ctypes, os, signal, sys, time\n"
-        f"if {who == 'child'} and os.fork(): time.sleep(1000)\n"
+        f"if {hung == 'child'} and os.fork(): time.sleep(1000)\n"
         f"ctypes.CDLL(None).prctl({PR_SET_PTRACER}, -1, 0, 0, 0)\n"
         f"with open({str(tmp_path / 'tmp')!r}, 'w') as file: file.write(str(os.getpid()))\n"
         f"os.rename({str(tmp_path / 'tmp')!r}, {str(tmp_path / 'pid')!r})\n"

@@ -55,7 +55,7 @@ def test_no_frame_makes_the_decoder_do_anything_but_refuse(body: bytes) -> None:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, Wire]]:
-    """The agent's socket, and the guardian's end of it."""
+    """The agent's socket, and the guardian's end."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield ours, Wire(theirs)

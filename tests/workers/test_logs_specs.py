@@ -204,7 +204,7 @@ def test_a_subclass_can_define_another_layout() -> None:
         LogsSpecs()  # type: ignore[abstract]
 
 
-# --- what cannot be made
+# --- directories that cannot be created
 
 
 def test_a_file_for_a_log_directory_is_refused_by_name(tmp_path: Path) -> None:

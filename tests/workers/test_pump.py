@@ -176,7 +176,7 @@ def test_a_tee_from_a_file_that_the_stream_does_not_go_to_is_refused(tmp_path: P
 
 def test_another_process_with_its_end_can_drain_a_pipe(tmp_path: Path) -> None:
     dest = destinations(tmp_path / "logs", ranks=1)
-    pump = LogPump("worker", dest)  # and never started: its process was killed
+    pump = LogPump("worker", dest)  # never started: its process was killed
     writer = pump.writer_fds(0)[1]
     os.write(writer, b"last words")
     drains = {path: fd for fd, path in pump.drain_fds(0)}  # the last of each: the worker's pipe
@@ -194,7 +194,7 @@ def test_a_moved_piece_is_drained_before_later_output(tmp_path: Path) -> None:
     console = Follower(Sink(2))
     stream = Stream(str(tmp_path / "log"), False, console.add(Sink(2), Lines(""), 0), [])
     os.write(stream.writer, b"first ")
-    assert stream.take() == 6  # and was killed before it stored it
+    assert stream.take() == 6  # the process was killed before it stored them
     os.write(stream.writer, b"last")
     assert [os.read(fd, 100) for fd in stream.fds[:2]] == [b"first ", b"last"]
     os.close(stream.writer)
@@ -225,7 +225,7 @@ def test_a_pump_releases_its_descriptors_and_threads(make: Make) -> None:
     def held() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count()
 
-    gc.collect()  # what older tests of this process have left
+    gc.collect()  # leftovers of older tests of this process
     before = held()
     rig = make(stdout_filters=["x"])
     assert held() > before
@@ -265,9 +265,9 @@ def test_a_process_that_keeps_a_workers_stdout_open_does_not_hang_the_end(make: 
     # The shell's own child holds the pipe for as long as it lives.
     subprocess.run(["sh", "-c", script], stdout=rig.writers[0, "stdout"], check=True)
     rig.stop(0.3)
-    said, child = rig.stored(0).splitlines()
+    own_line, child = rig.stored(0).splitlines()
     os.kill(int(child), 9)
-    assert said == b"from the worker"
+    assert own_line == b"from the worker"
     assert rig.shown().startswith(b"[worker0]:from the worker\n")
 
 

@@ -54,7 +54,7 @@ class Pipe:
         self.read, self.write = os.pipe()
 
     def shut(self) -> None:
-        """Let its reader be gone."""
+        """Close the reading end."""
         if self.read >= 0:
             os.close(self.read)
             self.read = -1
@@ -65,7 +65,7 @@ def pipe() -> Iterator[Pipe]:
     """A console of small capacity that only the test reads."""
     pipe = Pipe()
     yield pipe
-    pipe.shut()  # which ends a write that is blocked, after which its number may be used again
+    pipe.shut()  # ends a blocked write; its number may be reused after that
     wait_until(lambda: "regrow-console" not in map(_name, threading.enumerate()), "all is shown")
     os.close(pipe.write)
 
@@ -75,7 +75,7 @@ def _name(thread: threading.Thread) -> str:
 
 
 def run(script: str, *args: str) -> str:
-    """What a Python program with the tests' helpers prints."""
+    """Return the output of a Python program with the tests' helpers."""
     program = [sys.executable, "-c", script, *args]
     return subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True).stdout
 
@@ -102,11 +102,11 @@ def test_a_slow_console_loses_nothing(make: Make, pipe: Pipe) -> None:
         rig.write(i % 2, LINE % i)
     shown: list[bytes] = []
 
-    def look() -> None:
+    def read_console() -> None:
         with os.fdopen(os.dup(pipe.read), "rb") as console:
             shown.extend(console.readline() for _ in range(count))
 
-    reader = threading.Thread(target=look)
+    reader = threading.Thread(target=read_console)
     reader.start()
     rig.stop()
     reader.join()
@@ -125,7 +125,7 @@ def test_a_non_blocking_console_loses_nothing(make: Make, pipe: Pipe) -> None:
     assert shown.replace(b"[worker0]:", b"") == data
 
 
-def test_a_console_that_is_closed_ends_showing_and_nothing_else(make: Make, pipe: Pipe) -> None:
+def test_a_closed_console_ends_the_display_and_nothing_else(make: Make, pipe: Pipe) -> None:
     pipe.shut()
     rig = make(stdout_fd=pipe.write)
     data = b"".join(LINE % i for i in range(20_000))

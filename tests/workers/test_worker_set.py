@@ -69,7 +69,7 @@ class Stops:
 
 
 class Workers:
-    """Three workers, of which the test starts some."""
+    """Three workers; the test starts some."""
 
     def __init__(self, launcher: Recorded | None = None, started: int = 3, **options: Any) -> None:
         self.launcher, self.guardian = launcher or Recorded(), Stops()

@@ -97,7 +97,7 @@ class Process:
             self.state, actions = beats.step(self.state, event)
             self.do(actions)
 
-    def heard(self, outcome: Outcome) -> None:
+    def on_outcome(self, outcome: Outcome) -> None:
         self.alarm += 1
         self.happen(beats.Result(outcome, self.world.now))
 
@@ -143,7 +143,7 @@ class Process:
         self.asked.pop(self.beat_id, None)
         self.world.cancel(self, self.beat_id)
         self.beat_id = 0
-        self.heard(ExchangeFailed("no answer in time"))
+        self.on_outcome(ExchangeFailed("no answer in time"))
 
     def answered(self, id: int, body: bytes) -> None:
         if self.asked.pop(id, None) is None:
@@ -161,13 +161,13 @@ class Process:
         match answer:
             case messages.InStep(number, agreed):
                 self.seen = number
-                self.heard(agreed)
+                self.on_outcome(agreed)
                 if not self.follow_id and self.running:
                     self.follow()
             case WorkersLeft() | Broken():
-                self.heard(answer)
+                self.on_outcome(answer)
             case messages.Missing(ranks):
-                self.heard(ExchangeFailed("the store says so", ranks))
+                self.on_outcome(ExchangeFailed("the store says so", ranks))
             case _:
                 raise AssertionError(answer)
 
@@ -238,7 +238,7 @@ class World:
 
         def arrive() -> None:
             if session.up and session.epoch == epoch:
-                self._tell(self.service.asked(session, id, body, self.now))
+                self._send_answers(self.service.asked(session, id, body, self.now))
 
         self.at(self.now + self.delay(), arrive)
 
@@ -251,7 +251,7 @@ class World:
 
         self.at(self.now + self.delay(), arrive)
 
-    def _tell(self, answers: list[Answer]) -> None:
+    def _send_answers(self, answers: list[Answer]) -> None:
         for session, id, body in answers:
             assert isinstance(session, Session)
             epoch = session.epoch
@@ -282,7 +282,7 @@ class World:
         self._due_at = None
         at = self.service.deadline
         if at is not None and at <= self.now:
-            self._tell(self.service.due(self.now))
+            self._send_answers(self.service.due(self.now))
         self._plan_due()
 
     # ------------------------------------------------------------------- accidents
@@ -294,7 +294,7 @@ class World:
             return
         session.up = False
         session.epoch += 1
-        self._tell(self.service.suspended(session, self.now))
+        self._send_answers(self.service.suspended(session, self.now))
         over = self.now + GRACE
         back = self.now + seconds
         self.at(over, lambda: self._grace_over(process, session, closed=False))
@@ -309,14 +309,16 @@ class World:
             process.follow_id = 0
         else:
             session.up = True
-            self._tell(self.service.resumed(session, self.now))
+            self._send_answers(self.service.resumed(session, self.now))
         for id in list(process.asked):
             self.send(process, id)
 
     def _grace_over(self, process: Process, session: Session, closed: bool) -> None:
         if not session.up and not session.over:
             session.over = True
-            self._tell(self.service.ended(session, "its connection broke", closed, self.now))
+            self._send_answers(
+                self.service.ended(session, "its connection broke", closed, self.now)
+            )
 
     def stop(self, process: Process, seconds: float | None = None) -> None:
         """Stop a process, for good or for `seconds`."""
@@ -336,7 +338,7 @@ class World:
         session = process.session
         if session.up:
             session.up = False
-            self._tell(self.service.suspended(session, self.now))
+            self._send_answers(self.service.suspended(session, self.now))
         self.at(self.now + GRACE, lambda: self._grace_over(process, session, closed=True))
 
     def close(self, process: Process) -> None:
@@ -344,7 +346,9 @@ class World:
         session = process.session
         if session.up:
             session.up, session.over = False, True
-            self._tell(self.service.ended(session, "it closed its connection", True, self.now))
+            self._send_answers(
+                self.service.ended(session, "it closed its connection", True, self.now)
+            )
 
     def restart_server(self, seconds: float) -> None:
         """Stop the server and delete its data; a new server starts after `seconds`."""

@@ -23,7 +23,7 @@ from helpers.jumping_clock import jumps
 from helpers.processes import PATIENCE
 
 
-class Nursery:
+class ForkServer:
     """The test's side: starts workers and receives their reports.
 
     Args:
@@ -49,11 +49,11 @@ class Nursery:
         assert self._program.stdin is not None
         self._program.stdin.write(json.dumps(spec) + "\n")
         self._program.stdin.flush()
-        pid: int = self.hear("started", rank=spec["rank"])["pid"]
+        pid: int = self.receive("started", rank=spec["rank"])["pid"]
         self._living.add(pid)
         return pid
 
-    def hear(self, what: str, **fields: Any) -> dict[str, Any]:
+    def receive(self, what: str, **fields: Any) -> dict[str, Any]:
         """Return the next report of this kind with these fields; other reports are kept."""
         wanted = {"what": what, **fields}
         deadline = time.monotonic() + PATIENCE
@@ -65,22 +65,22 @@ class Nursery:
             try:
                 self._keep(self._lines.get(timeout=max(deadline - time.monotonic(), 0.0)))
             except queue.Empty:
-                raise AssertionError(f"nobody says {wanted}, but: {self._kept}") from None
+                raise AssertionError(f"no worker reported {wanted}, but: {self._kept}") from None
 
-    def said(self, what: str) -> list[dict[str, Any]]:
-        """Return all reports of this kind that `hear` has not returned."""
+    def unread(self, what: str) -> list[dict[str, Any]]:
+        """Return all reports of this kind that `receive` has not returned."""
         while not self._lines.empty():
             self._keep(self._lines.get())
         return [line for line in self._kept if line["what"] == what]
 
     def clear(self) -> None:
         """Kill all workers that are left, and drop their reports."""
-        self.said("ended")  # the kernel may have given their pids to other processes
+        self.unread("ended")  # the kernel may have given their pids to other processes
         for pid in self._living:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         while self._living:
-            self.hear("ended", pid=min(self._living))
+            self.receive("ended", pid=min(self._living))
         self._kept.clear()
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Nursery:
 # --- the program's own code starts here
 
 
-def tell(what: str, **fields: Any) -> None:
+def report(what: str, **fields: Any) -> None:
     """Write one report; its line is short enough for a single atomic write."""
     os.write(1, (json.dumps({"what": what, "pid": os.getpid(), **fields}) + "\n").encode())
 
@@ -138,9 +138,9 @@ def work(
     from regrow import heartbeat
     from regrow.store import STORE_ENV, STORE_TOKEN_ENV, connect
 
-    class Teller(logging.Handler):
+    class LogReporter(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            tell("logged", rank=rank, text=record.getMessage())
+            report("logged", rank=rank, text=record.getMessage())
 
     def leave(*_: object) -> None:
         sys.exit(0)
@@ -149,7 +149,7 @@ def work(
         raise RuntimeError("as the test wants it")
 
     def failed(failure: heartbeat.HeartbeatFailure) -> None:
-        tell(
+        report(
             "failed",
             rank=rank,
             kind=failure.kind,
@@ -158,7 +158,7 @@ def work(
             text=str(failure),
         )
 
-    logging.getLogger("regrow").addHandler(Teller())
+    logging.getLogger("regrow").addHandler(LogReporter())
     signal.signal(signal.SIGUSR1, leave)
     signal.signal(signal.SIGUSR2, fail)
     secret = bytes.fromhex(token)
@@ -183,13 +183,13 @@ def work(
         if child == 0:
             sys.exit(0)
         os.waitpid(child, 0)
-    tell("beats", rank=rank, clock_jumps=jumps())
+    report("beats", rank=rank, clock_jumps=jumps())
     heartbeat.step(rank, "train")
     if stuck:
         library = ctypes.PyDLL(None) if stuck == "with the lock" else ctypes.CDLL(None)
         library.read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
     event.wait()
-    tell("over", rank=rank)
+    report("over", rank=rank)
 
 
 def main() -> None:
@@ -218,7 +218,7 @@ def main() -> None:
             spec = json.loads(line)
             pid = os.fork()
             if pid == 0:
-                tell("started", rank=spec["rank"])
+                report("started", rank=spec["rank"])
                 work(**spec)
                 return
             workers[os.pidfd_open(pid)] = pid

@@ -176,8 +176,8 @@ def blocking() -> None:
 def printing() -> None:
     """Fill the pipes of both output streams, with threads that hold the streams' locks."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    for say in (print, logging.info):
-        threading.Thread(target=lambda say=say: [say("x" * 10000) for _ in range(100)]).start()
+    for emit in (print, logging.info):
+        threading.Thread(target=lambda emit=emit: [emit("x" * 10000) for _ in range(100)]).start()
     _die_beside(lambda: sys.stdout.write("x" * 10000))
 
 

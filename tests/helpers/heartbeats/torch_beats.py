@@ -160,10 +160,10 @@ def fork(rank: int, listener: socket.socket, again: bool) -> tuple[int, int]:
     try:
         me = Rank(rank, listener)
         (me.reborn if again else me.live)()
-        said: Any = me.found
+        result: Any = me.found
     except BaseException:  # noqa: BLE001 - reported to the test
-        said = {"error": traceback.format_exc()}
-    os.write(write, json.dumps(said).encode())
+        result = {"error": traceback.format_exc()}
+    os.write(write, json.dumps(result).encode())
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
 """A job on several hosts under test: its agents, and the records of its workers.
 
-A test starts the agents one by one. Workers append their actions to a file (`host_worker`), with
+A test starts the agents one by one. Workers append their actions to a file (`worker.py`), with
 stamps of a clock that all hosts of a test share. So a test knows exactly whether two worlds ever
 ran at once. It also knows the time from a fault to the next collective.
 """
@@ -148,7 +148,7 @@ class Job:
             folder: directory for all files.
             coordinator: the host of the endpoint, unless `endpoint` is given.
             nodes: least and most nodes, `2:4`.
-            mode: what the workers do (`host_worker`).
+            mode: what the workers do (`worker.py`).
             backend: rendezvous backend.
             endpoint: rendezvous endpoint.
             conf: settings of the rendezvous, `key=value,...`.

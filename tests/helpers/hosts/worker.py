@@ -1,4 +1,4 @@
-"""A worker that records its actions, for jobs on several hosts: `host_worker.py MODE`.
+"""A worker that records its actions, for jobs on several hosts: `worker.py MODE`.
 
 Modes: `gloo` repeats all-reduces. `plain` imports nothing and sleeps. `beating` sleeps too, after
 one heartbeat with all other workers. `wrapped` sleeps in a function with in-process restart.
@@ -87,7 +87,7 @@ def wrapped() -> None:
         note(f"iteration {call.iteration}")
         while not (FOLDER / "finish").exists():
             if asked_to_fail():
-                raise RuntimeError("told to fail")
+                raise RuntimeError("asked to fail")
             time.sleep(STEP_S)
 
     train()  # type: ignore[call-arg]
@@ -124,18 +124,18 @@ def gloo() -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     first = True
     while True:
-        told = torch.tensor([1.0, float((FOLDER / "finish").exists())])
+        total = torch.tensor([1.0, float((FOLDER / "finish").exists())])
         try:
-            dist.all_reduce(told)
+            dist.all_reduce(total)
         except RuntimeError:  # the other ranks are gone
             if "STAYS" in os.environ:
                 stay()
             raise
-        assert told[0] == dist.get_world_size()
+        assert total[0] == dist.get_world_size()
         if first:
             note("reduced")
             first = False
-        if told[1]:
+        if total[1]:
             break
         if asked_to_fail():
             os._exit(7)  # gloo's threads may abort a normal exit

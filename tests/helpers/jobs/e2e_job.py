@@ -22,8 +22,8 @@ DEADLINE_S = 40.0
 PRELUDE = """
 import os, signal, sys, time
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["REGROW_ATTEMPT"])
-def tell(*words):
-    fd = os.open(os.environ["NEWS"], os.O_WRONLY)
+def report(*words):
+    fd = os.open(os.environ["REPORTS"], os.O_WRONLY)
     os.write(fd, (" ".join(map(str, (RANK, ATTEMPT, *words))) + "\\n").encode())
     os.close(fd)
 def forever():
@@ -51,10 +51,10 @@ class Job:
         self.script = folder / "train.py"
         self.script.write_text(PRELUDE + script)
         self.marker = uuid.uuid4().hex
-        news = folder / "news"
-        os.mkfifo(news)
+        reports = folder / "reports"
+        os.mkfifo(reports)
         # Opened for reading and writing, so that neither end waits for the other.
-        self._news = os.open(news, os.O_RDWR | os.O_NONBLOCK)
+        self._reports = os.open(reports, os.O_RDWR | os.O_NONBLOCK)
         self._unread = b""
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         command = [sys.executable, "-m", "regrow.run"]
@@ -68,27 +68,27 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=os.environ | {"NEWS": str(news), "TEST_MARKER": self.marker} | env,
+                env=os.environ | {"REPORTS": str(reports), "TEST_MARKER": self.marker} | env,
                 start_new_session=True,
             )
 
-    def news(self, count: int = 1) -> list[list[str]]:
+    def reports(self, count: int = 1) -> list[list[str]]:
         """Return the next `count` reports of workers: rank, attempt, words."""
         deadline = time.monotonic() + DEADLINE_S
         while self._unread.count(b"\n") < count:
-            if not select.select([self._news], [], [], max(0, deadline - time.monotonic()))[0]:
+            if not select.select([self._reports], [], [], max(0, deadline - time.monotonic()))[0]:
                 raise AssertionError(
                     f"received {self._unread!r}, not {count} lines; {self.output}{self.stacks()}"
                 )
-            self._unread += os.read(self._news, 65536)
+            self._unread += os.read(self._reports, 65536)
         *lines, self._unread = self._unread.split(b"\n", count)
         return [line.decode().split() for line in lines]
 
-    def heard(self) -> list[list[str]]:
-        """Return all reports of workers that have arrived and that `news` has not returned."""
+    def unread_reports(self) -> list[list[str]]:
+        """Return all reports of workers that have arrived and that `reports` has not returned."""
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._unread += os.read(self._news, 65536)
+                self._unread += os.read(self._reports, 65536)
         *lines, self._unread = self._unread.split(b"\n")
         return [line.decode().split() for line in lines]
 
@@ -171,7 +171,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        os.close(self._news)
+        os.close(self._reports)
 
 
 def wait_gone(pid: int) -> None:

@@ -43,7 +43,7 @@ class Ranks:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-            assert not thread.is_alive(), "a rank waits for ever"
+            assert not thread.is_alive(), "a rank waits forever"
         self._round += 1
 
     def ranks(self) -> dict[int, int | None]:
@@ -60,7 +60,7 @@ class Ranks:
         ctx = RankAssignmentCtx(self.states[initial], store, set(gone))
         try:
             self.states[initial] = assign(self._assignments[initial], ctx)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
+        except Exception as error:  # noqa: BLE001 - the test checks it
             del self.states[initial]
             self.discarded[initial] = error
         self.sent[initial] = store.calls

@@ -97,10 +97,10 @@ def is_stuck(others: PrefixStore) -> dict[str, Any]:
     torch.cuda.set_device(device)
     kept = torch.arange(1 << 20, device=device)
     expected, where = int(kept.sum().item()), kept.data_ptr()
-    told: dict[str, Any] = {"pids": [os.getpid()], "contexts": [context()]}
+    result: dict[str, Any] = {"pids": [os.getpid()], "contexts": [context()]}
     seen: list[Any] = []
 
-    @Wrapper(abort=Compose(Note("aborted", seen), AbortTorchDistributed(), Note("told", seen)))
+    @Wrapper(abort=Compose(Note("aborted", seen), AbortTorchDistributed(), Note("notified", seen)))
     def train(call: CallWrapper) -> list[float]:
         keys = TorchStore(PrefixStore(f"group {call.iteration}", others))
         dist.init_process_group(
@@ -122,12 +122,12 @@ def is_stuck(others: PrefixStore) -> dict[str, Any]:
         dist.destroy_process_group()
         return value
 
-    told["value"] = train()  # type: ignore[call-arg]
-    told["pids"].append(os.getpid())
-    told["contexts"].append(context())
+    result["value"] = train()  # type: ignore[call-arg]
+    result["pids"].append(os.getpid())
+    result["contexts"].append(context())
     kept += 1
-    told["kept"] = [kept.data_ptr() == where, int(kept.sum().item()) - expected == len(kept)]
-    return told | {"seen": seen}
+    result["kept"] = [kept.data_ptr() == where, int(kept.sum().item()) - expected == len(kept)]
+    return result | {"seen": seen}
 
 
 def is_checked() -> dict[str, Any]:
@@ -192,14 +192,14 @@ def main(case: str) -> None:
     faulthandler.dump_traceback_later(PATIENCE_S, exit=True)
     os.environ.update(RANK="0", WORLD_SIZE="2", TORCHELASTIC_RUN_ID=case)
     if case == "is_checked":
-        told = is_checked()
+        result = is_checked()
     else:
         other = rank_1(case)
-        told = {"is_stuck": is_stuck, "is_broken": is_broken}[case](
+        result = {"is_stuck": is_stuck, "is_broken": is_broken}[case](
             PrefixStore(case, worker_store())
         )
-        told["beside"] = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
-    print(json.dumps(told), flush=True)
+        result["beside"] = os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
+    print(json.dumps(result), flush=True)
     os._exit(0)  # a broken context cannot be shut down
 
 

@@ -69,7 +69,7 @@ def raises_what_cannot_be_shown(me: Rank) -> Any:
     return me.failing(1, Unspeakable())
 
 
-def raises_what_cannot_be_looked_at(me: Rank) -> Any:
+def raises_what_cannot_be_inspected(me: Rank) -> Any:
     return me.failing(1, Sealed())
 
 

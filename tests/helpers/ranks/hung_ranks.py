@@ -121,7 +121,7 @@ def holds_the_lock(me: Rank) -> None:
     me.wrapped(lambda _: hold_the_lock(), hard=2.7)
 
 
-def holds_it_and_heeds_no_signal(me: Rank) -> None:
+def holds_the_gil_and_ignores_signals(me: Rank) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     me.wrapped(lambda _: hold_the_lock(), grace=0.1)
 

@@ -42,7 +42,7 @@ class Striker:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._told: list[bool] = []
+        self._results: list[bool] = []
         self._over = threading.Lock()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -56,23 +56,23 @@ class Striker:
     ) -> None:
         """Interrupt a call `delay` seconds from now, or once `when()` is true."""
 
-        self._told, self._over = told, over = list[bool](), threading.Lock()
+        self._results, self._over = results, over = list[bool](), threading.Lock()
         over.acquire()
 
         def job() -> None:
             if when is not None:
                 wait_until(when, "time to interrupt")
             time.sleep(delay)
-            told.append(call.interrupt())
+            results.append(call.interrupt())
             over.release()
 
         self._jobs.put(job)
 
     def result(self) -> bool:
         """Return the result of the last interrupt; retry if an exception interrupts the wait."""
-        if not self._told:
+        if not self._results:
             assert self._over.acquire(timeout=PATIENCE)
-        return self._told[0]
+        return self._results[0]
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -86,11 +86,11 @@ def blocked(thread: int) -> Callable[[], bool]:
     """
     seen: list[str] = []
 
-    def look() -> bool:
+    def check() -> bool:
         seen.append(Path(f"/proc/self/task/{thread}/syscall").read_text())
         return len(seen) > 4 and len(set(seen[-4:])) == 1 and not seen[-1].startswith("running")
 
-    return look
+    return check
 
 
 class Sweep(NamedTuple):

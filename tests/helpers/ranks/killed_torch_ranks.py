@@ -56,10 +56,10 @@ def rank_main(store_factory: Callable[[], Any], rank: int, end: tuple[int, int])
     log: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
-    retold = logging.getLogger("regrow.inprocess.call.restart")
-    retold.addHandler(handler)
-    retold.setLevel(logging.INFO)
-    retold.propagate = False
+    logger = logging.getLogger("regrow.inprocess.call.restart")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
     pidfile = Path(tempfile.mkdtemp(), "pid")
 
@@ -95,12 +95,12 @@ def play(name: str, store_factory: Callable[[], Any]) -> list[Any]:
         os.close(writes)
         pipes.append(reads)
         started.append(pid)
-    told = [json.loads(os.read(reads, 1 << 16)) for reads in (pipes[0], pipes[2])]
+    results = [json.loads(os.read(reads, 1 << 16)) for reads in (pipes[0], pipes[2])]
     for pid in started:
         os.waitpid(pid, 0)
     for fd in (*pipes, *end):
         os.close(fd)
-    return [started[1], *told]
+    return [started[1], *results]
 
 
 def serve() -> tuple[int, int]:
@@ -118,12 +118,12 @@ def serve() -> tuple[int, int]:
 def main() -> None:
     server, port = serve()
     tcp = partial(dist.TCPStore, "127.0.0.1", port, is_master=False, wait_for_workers=False)
-    told = {
+    results = {
         "TCPStore": play("tcp", tcp),
         "FileStore": play("file", partial(FileStore, sys.argv[1])),
     }
     os.kill(server, signal.SIGKILL)
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

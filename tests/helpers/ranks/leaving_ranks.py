@@ -70,7 +70,7 @@ def left_by(call: Callable[[], object]) -> list[Any]:
     held: BaseException | None = None
     try:
         call()
-    except BaseException as error:  # noqa: BLE001 - looked at while it is held
+    except BaseException as error:  # noqa: BLE001 - inspected while it is held
         held = error
     ended = type(held).__qualname__
     there = (living() - before).elements()
@@ -79,7 +79,7 @@ def left_by(call: Callable[[], object]) -> list[Any]:
     return [ended, sorted(live), sorted((living() - before).elements())]
 
 
-def looked_at(me: Rank, act: Callable[..., Any]) -> Any:
+def record_leftovers(me: Rank, act: Callable[..., Any]) -> Any:
     """Call twice; record what the second call leaves, because the first call loads modules."""
     left_by(act)
     me.calls.clear()
@@ -105,15 +105,15 @@ def failing(me: Rank, error: type[BaseException], **arguments: Any) -> None:
 
 
 def completes(me: Rank) -> Any:
-    return looked_at(me, lambda: me.wrapped(lambda _: None)())
+    return record_leftovers(me, lambda: me.wrapped(lambda _: None)())
 
 
 def restarts(me: Rank) -> Any:
-    return looked_at(me, lambda: failing(me, Played))
+    return record_leftovers(me, lambda: failing(me, Played))
 
 
 def raises_and_leaves(me: Rank) -> Any:
-    return looked_at(me, lambda: failing(me, SystemExit))
+    return record_leftovers(me, lambda: failing(me, SystemExit))
 
 
 def gives_up(me: Rank) -> Any:
@@ -121,27 +121,27 @@ def gives_up(me: Rank) -> Any:
     def function(call: CallWrapper) -> None:
         raise Played("again")
 
-    return looked_at(me, function)
+    return record_leftovers(me, function)
 
 
 def ends_in_initialize(me: Rank) -> Any:
     initialize = plugin(Initialize, lambda _: ends())
-    return looked_at(me, me.wrapped(lambda _: None, initialize=initialize))
+    return record_leftovers(me, me.wrapped(lambda _: None, initialize=initialize))
 
 
 def ends_in_finalize(me: Rank) -> Any:
     finalize = plugin(Finalize, lambda _: fails("untidy"))
-    return looked_at(me, lambda: failing(me, Played, finalize=finalize))
+    return record_leftovers(me, lambda: failing(me, Played, finalize=finalize))
 
 
 def is_unhealthy(me: Rank) -> Any:
     check = plugin(HealthCheck, lambda state: me.calls and fails("sick"))
-    return looked_at(me, lambda: failing(me, Played, health_check=check))
+    return record_leftovers(me, lambda: failing(me, Played, health_check=check))
 
 
 def fails_in_terminate(me: Rank) -> Any:
     terminate = plugin(Terminate, lambda *_: fails("of the rank"))
-    return looked_at(me, lambda: failing(me, SystemExit, terminate=terminate))
+    return record_leftovers(me, lambda: failing(me, SystemExit, terminate=terminate))
 
 
 def cannot_be_assigned(me: Rank) -> Any:
@@ -149,7 +149,7 @@ def cannot_be_assigned(me: Rank) -> Any:
         def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:
             raise Played("no")
 
-    return looked_at(me, me.wrapped(lambda _: None, rank_assignment=Broken()))
+    return record_leftovers(me, me.wrapped(lambda _: None, rank_assignment=Broken()))
 
 
 def cannot_be_assigned_again(me: Rank) -> Any:
@@ -160,15 +160,17 @@ def cannot_be_assigned_again(me: Rank) -> Any:
             return ctx
 
     assignment = Compose(ShiftRanks(), Broken())
-    return looked_at(me, lambda: failing(me, Played, rank_assignment=assignment))
+    return record_leftovers(me, lambda: failing(me, Played, rank_assignment=assignment))
 
 
 def has_no_store(me: Rank) -> Any:
-    return looked_at(me, me.wrapped(lambda _: None, store_factory=lambda *_: fails("no store")))
+    return record_leftovers(
+        me, me.wrapped(lambda _: None, store_factory=lambda *_: fails("no store"))
+    )
 
 
 def is_called_with_the_wrong_arguments(me: Rank) -> Any:
-    return looked_at(me, lambda: me.wrapped(lambda _: None)(3, 4))  # type: ignore[call-arg]
+    return record_leftovers(me, lambda: me.wrapped(lambda _: None)(3, 4))  # type: ignore[call-arg]
 
 
 def raises_a_restart(me: Rank) -> Any:
@@ -178,7 +180,7 @@ def raises_a_restart(me: Rank) -> Any:
         except Played:
             raise RankShouldRestart from None
 
-    return looked_at(me, me.wrapped(first))
+    return record_leftovers(me, me.wrapped(first))
 
 
 def uses_another_store(me: Rank) -> Any:
@@ -198,7 +200,7 @@ def uses_another_store(me: Rank) -> Any:
             while made:  # they are the user's
                 made.pop().close()
 
-    return looked_at(me, act)
+    return record_leftovers(me, act)
 
 
 def runs_in_another_thread(me: Rank) -> Any:
@@ -207,7 +209,7 @@ def runs_in_another_thread(me: Rank) -> Any:
         thread.start()
         thread.join()
 
-    return looked_at(me, call)
+    return record_leftovers(me, call)
 
 
 def loses_its_store_and_leaves(me: Rank) -> Any:
@@ -227,14 +229,14 @@ def loses_its_store_and_leaves(me: Rank) -> Any:
         del server  # otherwise the frame of this function would hold it
         me.wrapped(first)()
 
-    return looked_at(me, act)
+    return record_leftovers(me, act)
 
 
-def waits_in_vain(me: Rank) -> Any:
+def waits_until_the_time_out(me: Rank) -> Any:
     os.environ["WORLD_SIZE"] = "2"
     short = {f"{name}_timeout": timedelta(seconds=s) for name, s in SHORT.items()}
     intervals = dict.fromkeys(INTERVALS, timedelta(seconds=0.01))
-    return looked_at(me, me.wrapped(lambda _: None, **short, **intervals))
+    return record_leftovers(me, me.wrapped(lambda _: None, **short, **intervals))
 
 
 SHORT = {"soft": 0.1, "hard": 0.2, "heartbeat": 0.2, "barrier": 0.3}

@@ -2,7 +2,7 @@
 
 It opens the store as the wrapper does, joins, and enters iteration 0. It reports its events on
 stdout, one line of JSON each. `["running", iteration, terminated]`: it has entered an iteration.
-`["told", [[kind, rank], ...]]`: the iteration has ended. It then meets the other ranks and enters
+`["faults", [[kind, rank], ...]]`: the iteration has ended. It then meets the other ranks and enters
 the next iteration by itself; ranks close up to the left. `["out", error]`: it cannot continue.
 `["over"]`: it is done. The commands are `report`, `leave` and `done`.
 """
@@ -24,7 +24,7 @@ from regrow.inprocess.store import TCPStore
 TIMEOUTS = Timeouts(barrier=25.0, completion=25.0, last_call=1.0)
 
 
-def say(*words: Any) -> None:
+def report(*words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -44,18 +44,18 @@ class Running:
 
     def enter(self, terminated: tuple[int, ...]) -> None:
         self.link.enter(self.iteration, self.rank, self.size)
-        say("running", self.iteration, list(terminated))
+        report("running", self.iteration, list(terminated))
 
     def _ends(self) -> None:
         try:
             while (faults := self.link.follow(self.iteration)) is not None:
                 self._heal(faults)
         except LinkError as error:
-            say("out", f"{type(error).__name__}: {error}")
+            report("out", f"{type(error).__name__}: {error}")
 
     def _heal(self, faults: Faults) -> None:
         faults = self.link.answer_last_call(self.iteration)
-        say("told", [[fault.kind, fault.rank] for fault in faults.records])
+        report("faults", [[fault.kind, fault.rank] for fault in faults.records])
         met = self.link.ready(self.iteration)
         self.iteration = met.iteration
         self.rank -= sum(place < self.rank for place in met.terminated)
@@ -79,7 +79,7 @@ def main() -> None:
                 running.link.completed(running.iteration)
                 ended = running.link.done(running.iteration)
                 if ended is None and running.link.confirm(running.iteration) is None:
-                    say("over")
+                    report("over")
                     break
     running.link.close()
 

@@ -191,7 +191,7 @@ def exits(me: Rank) -> Any:
     return me.failing(1, SystemExit(3))
 
 
-def is_told_to_stop(me: Rank) -> Any:
+def gets_sigint(me: Rank) -> Any:
     def first(call: CallWrapper) -> None:
         if me.initial == 0:
             signal.raise_signal(signal.SIGINT)
@@ -200,14 +200,14 @@ def is_told_to_stop(me: Rank) -> Any:
     return me.wrapped(first)()
 
 
-def is_told_to_stop_in_a_pause(me: Rank) -> Any:
+def gets_sigint_in_a_pause(me: Rank) -> Any:
     """Use a store that does not report a rank that left an iteration after its end."""
 
-    def told(seconds: float) -> None:
+    def interrupt(seconds: float) -> None:
         if me.initial == 0:
             signal.raise_signal(signal.SIGINT)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=told)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=interrupt)
     with mock.patch.object(restart, "FREE", 0), mock.patch.object(_call, "time", clock):
         return meets_in_any_store(me)
 
@@ -386,7 +386,7 @@ def sleeps_too_long(me: Rank) -> Any:
     return me.wrapped(lambda _: time.sleep(LONG) if me.initial == 1 else compute(), **SOFT)()
 
 
-def pings_no_more(me: Rank) -> Any:
+def stops_pinging(me: Rank) -> Any:
     def first(call: CallWrapper) -> None:
         call.ping()
         while me.initial == 0:
@@ -610,9 +610,9 @@ def restarts_a_thousand_times(me: Rank) -> Any:
 
 def restarts_more_often_than_is_free(me: Rank) -> Any:
     """Raise at once, more often than restarts are free of a pause; record the log."""
-    heard: list[str] = me.seen
+    logged: list[str] = me.seen
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("regrow.inprocess.call.call")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -698,8 +698,8 @@ def fate(pid: int, reads: int) -> dict[str, Any]:
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         return {"signal": os.WTERMSIG(status)}
-    told: dict[str, Any] = json.loads(text) if text else {"exit": os.WEXITSTATUS(status)}
-    return told
+    result: dict[str, Any] = json.loads(text) if text else {"exit": os.WEXITSTATUS(status)}
+    return result
 
 
 def main(cases: Mapping[str, Any]) -> None:

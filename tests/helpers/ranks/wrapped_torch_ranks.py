@@ -53,7 +53,7 @@ def begin_by_environment(keys: PrefixStore, iteration: int) -> None:
 
 
 def rank_main(case: str, rank: int) -> list[Any]:
-    said: list[Any] = []
+    returned: list[Any] = []
 
     @Wrapper()
     def train(call: CallWrapper) -> int:
@@ -68,7 +68,7 @@ def rank_main(case: str, rank: int) -> list[Any]:
             )
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
-        said.append([call.iteration, tensor.item()])
+        returned.append([call.iteration, tensor.item()])
         if call.iteration == 0:
             keys.set(f"{rank} has said so", "")
             if rank == 1:
@@ -81,8 +81,8 @@ def rank_main(case: str, rank: int) -> list[Any]:
         dist.destroy_process_group()
         return call.iteration
 
-    said.append(train())  # type: ignore[call-arg]
-    return said
+    returned.append(train())  # type: ignore[call-arg]
+    return returned
 
 
 def play(case: str) -> list[Any]:
@@ -100,12 +100,12 @@ def play(case: str) -> list[Any]:
                 os._exit(1)
         os.close(writes)
         pipes.append(reads)
-    told = []
+    results = []
     for reads in pipes:
         with os.fdopen(reads, "rb") as pipe:
             text = pipe.read()
-        told.append(json.loads(text) if text else None)
-    return told
+        results.append(json.loads(text) if text else None)
+    return results
 
 
 if __name__ == "__main__":

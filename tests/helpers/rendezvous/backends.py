@@ -394,7 +394,7 @@ class PartyNode:
         join: seconds in which a round has to form.
         last_call: of a round, in seconds. By default, the first round waits until all seats are
             taken. So its members do not depend on the load of the machine.
-        lease: seconds. All nodes are threads of one process, which may stand still for a second
+        lease: seconds. All nodes are threads of one process, which may pause for a second
             where many tests run at once.
         reconnect: seconds for which it retries after its lease.
     """
@@ -432,9 +432,9 @@ class PartyNode:
         """Wait for a notification of a kind and return it; other notifications are dropped."""
         deadline = time.monotonic() + PATIENCE
         while True:
-            news = self._notifications.get(timeout=max(deadline - time.monotonic(), 0.001))
-            if isinstance(news, kind):
-                return news
+            notification = self._notifications.get(timeout=max(deadline - time.monotonic(), 0.001))
+            if isinstance(notification, kind):
+                return notification
 
     def placed(self, place: str) -> None:
         """Wait until the node's status is `Placed` with this `place`."""

@@ -2,7 +2,7 @@
 
 As a program it runs one agent:
 
-    scheduler_agents.py AGENT MAX_RESTARTS LOG_DIR NODES ENDPOINT COMMAND...
+    agents.py AGENT MAX_RESTARTS LOG_DIR NODES ENDPOINT COMMAND...
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ class Cluster:
         process = self.control.popen(
             run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=self.env, text=True
         )
-        said, _ = process.communicate(timeout=PATIENCE_S)
-        return str(said)
+        output, _ = process.communicate(timeout=PATIENCE_S)
+        return str(output)
 
     def submit(self, script: str, *flags: str, folder: Path | None = None) -> SlurmJob:
         """Submit a batch script, with more flags of sbatch."""
@@ -185,9 +185,9 @@ class Cluster:
 
     def _sbatch(self, script: str, flags: tuple[str, ...], folder: Path) -> str:
         (folder / "script.sh").write_text(script)
-        said = self.call(f"sbatch --parsable {' '.join(flags)} script.sh", folder).strip()
-        assert said.isdecimal(), said
-        return said
+        output = self.call(f"sbatch --parsable {' '.join(flags)} script.sh", folder).strip()
+        assert output.isdecimal(), output
+        return output
 
     def _submitted(self, name: str, folder: Path | None = None) -> SlurmJob:
         job = SlurmJob(self, name, folder or self.folder)
@@ -238,8 +238,8 @@ class SlurmJob:
     @property
     def facts(self) -> dict[str, str]:
         """Return the fields that `scontrol show job` prints."""
-        said = self.cluster.call(f"scontrol show job -o {self.name}")
-        return dict(re.findall(r"(\w+)=(\S*)", said))
+        output = self.cluster.call(f"scontrol show job -o {self.name}")
+        return dict(re.findall(r"(\w+)=(\S*)", output))
 
     @property
     def state(self) -> str:

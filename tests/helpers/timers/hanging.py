@@ -27,7 +27,7 @@ class Hanging(NamedTuple):
 
     process: subprocess.Popen[str]
     target: Target
-    said: str
+    output: str
     """Its last line of output."""
 
 

@@ -47,11 +47,11 @@ class Rank:
         self.doing = f"{type(question).__name__} {getattr(question, 'iteration', '')}{why}"
         box: list[bytes] = []
 
-        def told(body: bytes) -> None:
+        def on_reply(body: bytes) -> None:
             box.append(body)
             self.program.notify()
 
-        self.client.ask(messages.encode(question), told)
+        self.client.ask(messages.encode(question), on_reply)
         self.maybe_cut()
         yield self.program.until(lambda: bool(box))
         answer = messages.decode_reply(box[0])
@@ -82,7 +82,7 @@ class Rank:
         """Run the thread that follows an iteration, and answers the last call."""
         box: list[bytes] = []
 
-        def told(body: bytes) -> None:
+        def on_reply(body: bytes) -> None:
             answer = messages.decode_reply(body)
             if isinstance(answer, messages.Interrupted):
                 self.job.interrupted(answer.faults)
@@ -90,7 +90,7 @@ class Rank:
             box.append(body)
             self.program.notify()
 
-        self.client.ask(messages.encode(messages.Follow(*self.me, iteration)), told)
+        self.client.ask(messages.encode(messages.Follow(*self.me, iteration)), on_reply)
         yield self.program.until(lambda: bool(box))
 
     # ------------------------------------------------------------------------- the flow
@@ -107,8 +107,8 @@ class Rank:
         if self.job.profile.late:
             yield from self.mishap("before joining", may_leave=False)
         question = messages.Join(*self.me, self.job.profile.size, self.job.timeouts)
-        told = yield from self.ask(question)
-        self.iteration = told.iteration
+        reply = yield from self.ask(question)
+        self.iteration = reply.iteration
         while not (yield from self.one_iteration()):
             pass
 
@@ -120,9 +120,9 @@ class Rank:
             yield from self.leave("BASE_EXCEPTION", discarded=True)
         place, size = self.world.index(self.rank), len(self.world)
         self.job.asked_to_enter.setdefault(iteration, {})[self.rank] = self.world
-        told = yield from self.ask(messages.Enter(*self.me, iteration, place, size))
+        reply = yield from self.ask(messages.Enter(*self.me, iteration, place, size))
         self.program.spawn(self.follow(iteration))
-        if isinstance(told, messages.Go):
+        if isinstance(reply, messages.Go):
             self.job.goes(self.rank, iteration)
             if (
                 yield from self.function(
@@ -151,8 +151,8 @@ class Rank:
         yield from self.mishap("completed")
         if self.interrupted():
             return False
-        told = yield from self.ask(messages.RankDone(*self.me, iteration))
-        if not isinstance(told, messages.Go):
+        reply = yield from self.ask(messages.RankDone(*self.me, iteration))
+        if not isinstance(reply, messages.Go):
             return False
         yield from self.mishap("done")
         if self.interrupted():
@@ -162,8 +162,8 @@ class Rank:
         if self.interrupted():
             return False
         yield from self.leave_while_it_confirms(iteration)
-        told = yield from self.ask(messages.Confirm(*self.me, iteration))
-        if isinstance(told, messages.Over):
+        reply = yield from self.ask(messages.Confirm(*self.me, iteration))
+        if isinstance(reply, messages.Over):
             self.job.over[self.rank] = iteration
             raise Ended("over")
         return False
@@ -176,10 +176,10 @@ class Rank:
         for doing in ("aborting", "finalizing", "checking its health"):
             yield self.program.sleep(self.sim.random.uniform(0.0, 0.3))
             yield from self.mishap(doing, survives=False)
-        told = yield from self.ask(messages.Ready(*self.me, iteration))
-        if not isinstance(told, messages.Gathered):
-            raise Violation(f"rank {self.rank} met the others and was told {told}")
-        met = told.met
+        reply = yield from self.ask(messages.Ready(*self.me, iteration))
+        if not isinstance(reply, messages.Gathered):
+            raise Violation(f"rank {self.rank} met the others and received {reply}")
+        met = reply.met
         self.job.gathered(met)
         self.world = self.assigned(met.terminated)
         self.iteration = met.iteration
@@ -283,15 +283,15 @@ class Rank:
         text = f"own leave {self.rank}"
         self.job.doomed.add(self.rank)
         iteration = self.iteration
-        told = yield from self.ask(
+        reply = yield from self.ask(
             messages.Leave(*self.me, iteration, kind, text, discarded), f" discarded={discarded}"
         )
-        if isinstance(told, messages.Over) and not self.others_go_on:
+        if isinstance(reply, messages.Over) and not self.others_go_on:
             raise Ended("left when the call was over")
-        if not isinstance(told, messages.Left):
-            raise Violation(f"rank {self.rank} left and was told {told}")
+        if not isinstance(reply, messages.Left):
+            raise Violation(f"rank {self.rank} left and received {reply}")
         if all(end.fault.rank != self.rank for end in self.job.server.ends):
-            raise Violation(f"rank {self.rank} was told that the others go on without it")
+            raise Violation(f"rank {self.rank} received that the others go on without it")
         raise Ended("discarded" if discarded else "left")
 
     def leave_while_it_confirms(self, iteration: int) -> Thread:

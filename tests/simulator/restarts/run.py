@@ -116,10 +116,10 @@ class Job:
         self.watcher.ask(messages.encode(question), lambda body: None)
 
     def overdue(self, rank: int, iteration: int) -> None:
-        who, number = ("job", rank, f"process-{rank}"), messages.OVERDUE
-        question = messages.Report(*who, iteration, number, "SOFT_TIMEOUT", "seen from outside")
+        me, number = ("job", rank, f"process-{rank}"), messages.OVERDUE
+        question = messages.Report(*me, iteration, number, "SOFT_TIMEOUT", "seen from outside")
 
-        def told(body: bytes) -> None:
+        def on_reply(body: bytes) -> None:
             answer = messages.decode_reply(body)
             if (
                 not isinstance(answer, messages.Noted)
@@ -127,7 +127,7 @@ class Job:
             ):
                 raise Violation(f"the monitor of rank {rank} received {answer}")
 
-        self.watcher.ask(messages.encode(question), told)
+        self.watcher.ask(messages.encode(question), on_reply)
 
     @property
     def a_rank_never_joined(self) -> bool:

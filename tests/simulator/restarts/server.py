@@ -30,7 +30,7 @@ class Server:
         self.records: dict[int, tuple[Fault, ...]] = {}
         """All recorded faults, by iteration."""
         self.joined = 0
-        """The ranks that have joined, as a bit mask, at the last look before all had joined."""
+        """The ranks that have joined, as a bit mask, at the last check before all had joined."""
         self.ends: tuple[End, ...] = ()
         """The ends of ranks, with their reasons."""
         self.over: int | None = None
@@ -98,9 +98,9 @@ class Client:
         self.session = object()
         self.server.clients[self.session] = self
 
-    def ask(self, body: bytes, told: Callable[[bytes], None]) -> None:
+    def ask(self, body: bytes, on_reply: Callable[[bytes], None]) -> None:
         self._number += 1
-        self._asked[self._number] = body, told
+        self._asked[self._number] = body, on_reply
         if self.connected:
             self._send(self._number, body)
 

@@ -36,7 +36,7 @@ def test_an_exception_before_the_rank_received_a_fault_is_its_own_fault(
     assert after(error, interrupted=interrupted, received=received) is follows
 
 
-def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_news() -> None:
+def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_report() -> None:
     cause = root_cause(faults("EXCEPTION", "EXCEPTION", "TERMINATED", "TERMINATED"))
     assert cause is not None
     assert (cause.kind, cause.rank) == ("TERMINATED", 2)
@@ -76,15 +76,15 @@ def test_that_a_fault_is_detected_takes_time_from_when_the_first_one_happened() 
 
 
 def waits(*times: float) -> list[float]:
-    """What the restarts wait after faults at these times of the store's clock."""
+    """Return the pauses of restarts after faults at these times of the store's clock."""
     pauses = Pauses()
     return [pauses.after(Faults(0, (Fault("EXCEPTION", 0, "", at),), at + 1)) for at in times]
 
 
 def test_restarts_wait_only_when_they_are_many_and_then_longer_and_longer_up_to_a_second() -> None:
-    told = waits(*(5 + n / 100 for n in range(30)))
-    assert told[:20] == [0.0] * 20
-    assert told[20:] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
+    durations = waits(*(5 + n / 100 for n in range(30)))
+    assert durations[:20] == [0.0] * 20
+    assert durations[20:] == [0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0, 1.0]
 
 
 def test_restarts_that_are_seconds_apart_never_wait() -> None:
@@ -148,7 +148,7 @@ def test_the_hard_time_out_follows_the_soft_one_in_the_function_and_between_two_
     assert progress.stale(210.0) == "automatic"
     progress.automatic_at = 207.0
     assert deadlines() == (217.0, 222.0)
-    progress.enter(RankPhase.RESTING, 230.0)  # the process has to run, and nothing else
+    progress.enter(RankPhase.RESTING, 230.0)  # the process only has to run
     assert deadlines() == (math.inf, 245.0)
     progress.automatic_at = 240.0
     assert deadlines() == (math.inf, 255.0)

@@ -1,4 +1,4 @@
-"""What schedulers say of an agent, in environments recorded or put together; see their comments."""
+"""The placement of an agent by a scheduler, from recorded or assembled environments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def place(name: str, **changes: str | None) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("slurm22-step-of-4", ("Slurm step 1.0", 4, 2, "n1", FIRST_PORT + 8, "slurm-1.0")),
         ("slurm22-step-in-batch", ("Slurm step 2.0", 4, 1, "n1", FIRST_PORT + 16, "slurm-2.0")),
@@ -58,9 +58,9 @@ def place(name: str, **changes: str | None) -> Placement:
     ],
 )
 def test_an_agent_that_a_scheduler_started_knows_where_it_is(
-    name: str, said: tuple[Any, ...]
+    name: str, expected: tuple[Any, ...]
 ) -> None:
-    assert place(name) == Placement(*said)
+    assert place(name) == Placement(*expected)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_meeting_at_mpiruns_host_needs_an_agent_there() -> None:
     assert "does not provide the host of mpirun: give --rdzv-endpoint HOST:PORT" in silent
 
 
-def test_an_indexed_job_says_the_rank_and_what_else_is_to_be_given() -> None:
+def test_an_indexed_job_provides_the_rank_and_errors_name_the_missing_settings() -> None:
     job = place("kubernetes-indexed-job")
     assert (job.source, job.node_rank, job.run_id) == (
         "Kubernetes Job example-job",
@@ -156,7 +156,7 @@ def test_a_pod_with_its_hosts_name_does_not_know_its_job() -> None:
     assert "JOB-0.SERVICE" in job.host
 
 
-def test_a_job_set_says_where_its_first_pod_is() -> None:
+def test_a_job_set_provides_the_host_of_its_first_pod() -> None:
     job = place("kubernetes-jobset")
     assert (job.source, job.node_rank) == ("JobSet pytorch", 1)
     assert (job.host, job.port) == ("pytorch-workers-0-0.pytorch", 29400)
@@ -194,9 +194,9 @@ def test_lists_of_hosts_have_a_first_one_that_all_agree_on(hosts: str, first: st
 
 
 def test_a_list_of_hosts_that_makes_no_sense_is_shown() -> None:
-    told = first_host("n[1-4")
-    assert isinstance(told, NotProvided)
-    assert "cannot parse Slurm's list of hosts, 'n[1-4'" in told
+    error = first_host("n[1-4")
+    assert isinstance(error, NotProvided)
+    assert "cannot parse Slurm's list of hosts, 'n[1-4'" in error
 
 
 def test_without_the_library_the_extra_is_named_where_it_is_needed(
