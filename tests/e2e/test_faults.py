@@ -164,7 +164,7 @@ def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch
 @pytest.mark.thorough
 def test_a_stopped_worker_that_continues_costs_nothing(launch: Launch) -> None:
     job = launch(
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\ntell('pid', os.getpid())\nforever()"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nreport('pid', os.getpid())\nforever()"
     )
     found = pids(job)
     os.kill(found[0], signal.SIGSTOP)
@@ -302,7 +302,7 @@ forever()
 
 @pytest.mark.thorough
 def test_a_worker_that_closes_its_stdout_runs_on(launch: Launch) -> None:
-    job = launch("os.close(1)\nos.close(2)\ntell('on')\n", "--redirects=3")
+    job = launch("os.close(1)\nos.close(2)\nreport('on')\n", "--redirects=3")
     assert len(job.reports(2)) == 2
     assert job.finish() == 0, job.output
 
