@@ -164,7 +164,11 @@ def test_a_stopped_worker_is_reported_and_still_ends_with_the_job(launch: Launch
 @pytest.mark.thorough
 def test_a_stopped_worker_that_continues_costs_nothing(launch: Launch) -> None:
     job = launch(
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nreport('pid', os.getpid())\nforever()"
+        """
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+report("pid", os.getpid())
+forever()
+"""
     )
     found = pids(job)
     os.kill(found[0], signal.SIGSTOP)
