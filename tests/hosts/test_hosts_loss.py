@@ -116,12 +116,15 @@ def test_a_host_that_cannot_send_is_replaced_and_comes_back(
     job.finish(*agents)
 
 
+@pytest.mark.timeout(500)
 def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_evict_no_node_and_hide_no_loss(
     form: Form, fault: Fault, network: Network, backend: str
 ) -> None:
     network.impair_all(delay_s=0.2, loss=0.05)  # what netem would do at every host's interface
     # A lease of 3 s has little room for losses where every answer takes 0.4 s, and with etcd none.
-    job, agents, world = form(backend, conf="keep_alive_interval=1,keep_alive_max_attempt=10")
+    # Workers that meet there by gloo take 10 s to more than a minute: a lost SYN costs seconds.
+    conf = "keep_alive_interval=1,keep_alive_max_attempt=10"
+    job, agents, world = form(backend, conf=conf, patience_s=180)
     for agent in agents:
         job.running_at(world.started_s + 12.0, agent)  # longer than any lease
     assert {record.round for record in job.records("started")} == {world.round}, job

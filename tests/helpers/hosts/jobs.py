@@ -141,6 +141,7 @@ class Job:
         conf: str = "",
         max_restarts: int = 0,
         env: dict[str, str] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         """Set up the job without agents.
 
@@ -154,7 +155,9 @@ class Job:
             conf: settings of the rendezvous, `key=value,...`.
             max_restarts: number of failures after which workers are still restarted.
             env: more variables for agents and workers.
+            patience_s: seconds for which a test waits for a step of the job.
         """
+        self._patience_s = patience_s
         self.folder = folder
         self.mode = mode
         self.agents: list[Agent] = []
@@ -233,7 +236,7 @@ class Job:
             assert result or not over, f"never: {what}, and all agents have ended; {self}"
             return result
 
-        return wait_until(found_or_over, lambda: f"{what}; {self}", PATIENCE_S, pause=0.01)
+        return wait_until(found_or_over, lambda: f"{what}; {self}", self._patience_s, pause=0.01)
 
     def waits(self, agent: Agent) -> None:
         """Wait until an agent has joined and has logged that it waits for other nodes.
