@@ -8,10 +8,12 @@ machine that becomes slower half-way affects both. Four measures:
 1. time from the command to the first line of every worker; the script imports nothing
 2. time from a worker's exit(1) until every worker of the next attempt has started
 3. time from that exit to the end of their first all-reduce over gloo
-4. resident memory and processor time of the idle agent and all its helper processes, while the
+4. measure 3 of regrow with `--preload torch`, beside torchrun's without; and what the preload costs
+   the start of the job: time from the command to the end of the first all-reduce
+5. resident memory and processor time of the idle agent and all its helper processes, while the
    workers sleep
 
-Measure 4 uses one long window with both launchers at once. The kernel counts processor time in
+Measure 5 uses one long window with both launchers at once. The kernel counts processor time in
 ticks of 10 ms, so a short window is too coarse. Neither figure depends on other processes.
 
 torchrun is started with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Without it, `--standalone` of torch
@@ -49,14 +51,18 @@ LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
 FIRST_LINE = "command to first line of every worker"
 RESTART = "exit(1) to all workers of the next attempt"
 ALL_REDUCE = "exit(1) to their first all-reduce"
+PRELOADED = "the same, regrow with --preload torch"
+START = "command to the first all-reduce"
+START_PRELOADED = "command to it, regrow with --preload torch"
 
 # (measure, bound): for times, a share of torchrun's median; for the idle agent, absolute.
-BOUNDS = {FIRST_LINE: 0.10, RESTART: 0.30}
+BOUNDS = {FIRST_LINE: 0.10, RESTART: 0.30, PRELOADED: 0.20}
 IDLE_MB_BOUND = 35.0
 IDLE_CPU_BOUND = 0.2  # per cent of one core
 
 DEADLINE_S = 120.0
 SETTLE_S = 3.0
+TEMPLATE_S = 12.0  # after which the template is ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,12 @@ def read_stamps(path: Path) -> list[Stamp]:
 
 
 @contextmanager
-def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subprocess.Popen[bytes]]:
+def launched(
+    module: str, mode: str, workers: int, work: Path, preload: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a launcher on `_worker.py mode` in the folder `work`; stop it at the end."""
     command = [sys.executable, "-m", module, "--standalone", f"--nproc-per-node={workers}"]
+    command += [f"--preload={preload}"] if preload else []
     command += ["--max-restarts=3", f"--log-dir={work / 'logs'}", str(WORKER), mode]
     env = {
         **os.environ,
@@ -87,6 +96,8 @@ def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subpr
         "OMP_NUM_THREADS": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    if preload:
+        env["BENCH_CRASH_AFTER_S"] = str(TEMPLATE_S)
     with open(work / "output", "wb") as output:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -99,17 +110,20 @@ def launched(module: str, mode: str, workers: int, work: Path) -> Iterator[subpr
         process.wait(DEADLINE_S)
 
 
-def crash_run(module: str, mode: str, workers: int) -> tuple[float, float]:
+def crash_run(
+    module: str, mode: str, workers: int, preload: str = ""
+) -> tuple[float, float, float]:
     """Run a job in which the last rank exits with 1 in the first attempt.
 
-    Returns two times in seconds. The first runs from the command to the first line of every worker.
-    The second runs from that exit to the last `started` (mode `crash`) or `reduced` (mode
-    `allreduce`) of the next attempt.
+    Returns three times in seconds. The first runs from the command to the first line of every
+    worker. The second runs from that exit to the last `started` (mode `crash`) or `reduced` (mode
+    `allreduce`) of the next attempt. The third runs from the command to the last `reduced` of the
+    first attempt, and is 0 in the mode `crash`.
     """
     with tempfile.TemporaryDirectory(prefix="bench_launch_") as folder:
         work = Path(folder)
         began_s = time.monotonic()
-        with launched(module, mode, workers, work) as process:
+        with launched(module, mode, workers, work, preload) as process:
             code = process.wait(DEADLINE_S)
         stamps = read_stamps(work / "stamps")
         goal = "reduced" if mode == "allreduce" else "started"
@@ -119,7 +133,9 @@ def crash_run(module: str, mode: str, workers: int) -> tuple[float, float]:
         if code != 0 or (len(first), len(again), len(crash)) != (workers, workers, 1):
             text = (work / "output").read_text(errors="replace")
             sys.exit(f"{module} {mode}: exit code {code}, stamps {stamps}; its output:\n{text}")
-        return max(first) - began_s, max(again) - crash[0]
+        reduced = [s.monotonic_s for s in stamps if (s.what, s.attempt) == ("reduced", 0)]
+        begun = max(reduced) - began_s if reduced else 0.0
+        return max(first) - began_s, max(again) - crash[0], begun
 
 
 def idle_run(workers: int, seconds: float) -> dict[str, list[Usage]]:
@@ -163,18 +179,25 @@ def _difference(before: list[Usage], after: list[Usage]) -> list[Usage]:
 
 def measure(runs: int, workers: int) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of every run, for each measure and launcher."""
-    measures = (FIRST_LINE, RESTART, ALL_REDUCE)
+    measures = (FIRST_LINE, RESTART, ALL_REDUCE, PRELOADED, START, START_PRELOADED)
     times: dict[str, dict[str, list[float]]] = {m: {n: [] for n in LAUNCHERS} for m in measures}
     for module in LAUNCHERS.values():  # warm-up: compiles the files and caches them in memory
         crash_run(module, "allreduce", workers)
     for run in range(runs):
         for name in sorted(LAUNCHERS, reverse=bool(run % 2)):
-            first_line, restart = crash_run(LAUNCHERS[name], "crash", workers)
-            _, all_reduce = crash_run(LAUNCHERS[name], "allreduce", workers)
-            for what, seconds in zip(measures, (first_line, restart, all_reduce), strict=True):
+            first_line, restart, _ = crash_run(LAUNCHERS[name], "crash", workers)
+            _, all_reduce, start = crash_run(LAUNCHERS[name], "allreduce", workers)
+            preloaded, start_preloaded = all_reduce, start
+            if name == "regrow":
+                _, preloaded, start_preloaded = crash_run(
+                    LAUNCHERS[name], "allreduce", workers, "torch"
+                )
+            found = first_line, restart, all_reduce, preloaded, start, start_preloaded
+            for what, seconds in zip(measures, found, strict=True):
                 times[what][name].append(seconds)
             print(
-                f"run {run + 1}/{runs} {name:8}  {first_line:.3f}  {restart:.3f}  {all_reduce:.3f}",
+                f"run {run + 1}/{runs} {name:8}",
+                *(f" {each:.3f}" for each in found),
                 file=sys.stderr,
             )
     return times
@@ -185,7 +208,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the launcher beside torchrun.")
     parser.add_argument("-n", "--runs", type=int, default=5)
     parser.add_argument("--nproc", type=int, default=2, help="workers of each job")
-    parser.add_argument("--idle-seconds", type=float, default=20.0, help="window of measure 4")
+    parser.add_argument("--idle-seconds", type=float, default=20.0, help="window of measure 5")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     args = parser.parse_args()

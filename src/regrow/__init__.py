@@ -49,5 +49,13 @@ def _arm() -> None:
         arm()
 
 
-_arm()
-_begin_heartbeat()  # last, because it starts a thread that imports modules of this package
+def _start_worker() -> None:
+    """Do what a worker needs at its first import of this package.
+
+    A worker that was forked from a template calls it, if the template had imported the package.
+    """
+    _arm()
+    _begin_heartbeat()  # last, because it starts a thread that imports modules of this package
+
+
+_start_worker()

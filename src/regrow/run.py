@@ -62,7 +62,9 @@ _FIELDS = (
     *("event_log_handler", "signals_to_handle", "virtual_local_rank", "shutdown_timeout"),
     *("duplicate_stdout_filters", "duplicate_stderr_filters"),
 )
-_ADDED_FIELDS = ("restart_timeout", "requeue", "timers", "native_stacks", "heartbeat")
+_ADDED_FIELDS = (
+    *("restart_timeout", "requeue", "timers", "native_stacks", "heartbeat", "preload"),
+)
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,10 @@ from argparse import ArgumentParser
 from typing import Any
 
 # Fields of the configuration that torch's lacks.
-OWN = ("event_sinks", "requeue", "restart_timeout", "timers", "native_stacks", "heartbeat")
+OWN = (
+    *("event_sinks", "requeue", "restart_timeout", "timers", "native_stacks", "heartbeat"),
+    "preload",
+)
 
 
 def table(parser: ArgumentParser) -> dict[str, Any]:

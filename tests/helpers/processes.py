@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from regrow.workers.guardian import procfs
-from regrow.workers.guardian.events import GuardianEvent
+from regrow.workers.guardian.events import GuardianEvent, TemplateChanged
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -100,10 +100,10 @@ class EventQueue:
     """A listener that queues its events until the test reads them."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[GuardianEvent] = queue.SimpleQueue()
-        self.all: list[GuardianEvent] = []
+        self._events: queue.SimpleQueue[GuardianEvent | TemplateChanged] = queue.SimpleQueue()
+        self.all: list[GuardianEvent | TemplateChanged] = []
 
-    def __call__(self, event: GuardianEvent) -> None:
+    def __call__(self, event: GuardianEvent | TemplateChanged) -> None:
         self._events.put(event)
 
     def next(self, kind: type[E]) -> E:

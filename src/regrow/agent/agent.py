@@ -20,7 +20,7 @@ from __future__ import annotations
 import abc
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -376,6 +376,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             heartbeats by themselves. A period also turns `timers` on.
         restart_timeout: seconds between the stop signal and SIGKILL for a restart after a failure.
             At most `shutdown_timeout`; None means the smaller of `shutdown_timeout` and 5 s.
+        preload: modules that a process imports from which later workers are forked.
     """
 
     def __init__(
@@ -396,6 +397,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         native_stacks: bool = False,
         heartbeat: float | None = None,
         restart_timeout: float | None = None,
+        preload: Sequence[str] = (),
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -424,6 +426,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         workers = LocalWorkers(common, sleepers, heartbeats=heartbeat is not None)
         self._regrow.attempt.workers = self._regrow_workers = workers
         common.features.append(workers)
+        if preload:
+            from regrow.agent.features.templates import Templates
+
+            cores = len(os.sched_getaffinity(0))
+            common.features.append(Templates(common, workers.guardian, preload, cores))
         in_environment = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
         self._regrow_timers: TimerReports | None = None
         if timers or in_environment or heartbeat is not None:

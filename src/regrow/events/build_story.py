@@ -219,6 +219,7 @@ class _StoryBuilder:
             "restarted_after_s": since(real(start, "monotonic"), begun),
             "restarted_attempt": restarted,
             "restarted_workers": integer(starts[0], "world_size") if starts else None,
+            "forked_workers": sum(_length(start.get("forked")) for start in starts),
             "backoff_s": _backoff(attempt) if restarted is not None else None,
             "first_step_after_s": since(first_at, begun),
             "first_step": first,
@@ -377,6 +378,10 @@ def _in_process_restart(event: Record) -> InProcessRestart:
         lost_count=integer(event, "lost_count") or len(ranks),
         phases=tuple((phase, after) for phase, after in phases if after is not None),
     )
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, list) else 0
 
 
 def _backoff(attempt: _Attempt) -> float | None:

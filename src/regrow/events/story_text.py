@@ -219,7 +219,11 @@ def _restarted_row(cost: RestartCost, since: str = "") -> Row:
     workers = cost.restarted_workers
     if workers is not None:
         started = "the one worker" if workers == 1 else f"all {workers} workers"
-        notes.append(f"{started} started again")
+        forked = cost.forked_workers
+        how = "" if not forked else ", from the template"
+        if 0 < forked < workers:
+            how = f", {forked} of them from the template"
+        notes.append(f"{started} started again{how}")
     if cost.backoff_s is not None:
         notes.append(f"including a pause of {duration(cost.backoff_s)}")
     note = "; ".join(filter(None, notes))

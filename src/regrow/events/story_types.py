@@ -70,6 +70,8 @@ class RestartCost:
     """The next attempt; None if there was none."""
     restarted_workers: int | None = None
     """Number of workers of the next attempt, over all nodes."""
+    forked_workers: int = 0
+    """How many of these were forked from a template (`--preload`)."""
     backoff_s: float | None = None
     """Seconds of deliberate delay within the restart time, which slow down a crash loop."""
     first_step_after_s: float | None = None

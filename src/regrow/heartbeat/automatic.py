@@ -144,6 +144,10 @@ def _is_below_worker(environ: Mapping[str, str]) -> bool:
     """Return whether another process of the worker started this process."""
     from regrow.workers.guardian import procfs
 
+    own = environ.get(procfs.WORKER_PID)
+    if own:
+        return own != str(os.getpid())
+
     mark = environ.get(procfs.MARK, "").encode()
     return bool(mark) and procfs.mark(os.getppid()) == mark
 

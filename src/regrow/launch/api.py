@@ -176,6 +176,7 @@ def _run_agent(
         "native_stacks": config.native_stacks,
         "heartbeat": config.heartbeat,
         "restart_timeout": config.restart_timeout,
+        "preload": config.preload,
     }
     # Programs written for torch replace the class in this module, so the name is read here.
     own = _accepted(LocalElasticAgent, added)

@@ -9,7 +9,7 @@ those of the command line (`regrow.cli.args.flags`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -83,11 +83,15 @@ class LaunchConfig:
             succeed. The agent then requests a requeue from Slurm, and ignores SIGTERM from then
             on. If the job ends otherwise and the host of the batch script is lost, the agent
             cancels the job, because nothing else ends its allocation. regrow's own addition.
+        preload: modules for a process on each node that imports them once. The workers of later
+            attempts are forked from it, and do not import them again. For `python SCRIPT` and
+            `python -m MODULE` only. regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
-            `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400.
+            `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
+            `preload` is not the name of a module.
     """
 
     min_nodes: int
@@ -119,6 +123,7 @@ class LaunchConfig:
     heartbeat: float | None = None
     restart_timeout: float | None = None
     requeue: bool = False
+    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -136,6 +141,16 @@ class LaunchConfig:
         restart_grace(self.restart_timeout, self.shutdown_timeout)  # raises if it is invalid
         if self.heartbeat is not None and (fault := heartbeat_fault(self.heartbeat)):
             raise ValueError(f"heartbeat: {fault}")
+        if fault := preload_fault(self.preload):
+            raise ValueError(f"preload: {fault}")
+
+
+def preload_fault(modules: Sequence[str]) -> str | None:
+    """Return why a list of modules cannot be preloaded; None if all are names of modules."""
+    for module in modules:
+        if not all(part.isidentifier() for part in module.split(".")):
+            return f"{module!r} is not the name of a module; give names such as torch"
+    return None
 
 
 def heartbeat_fault(period: float) -> str | None:

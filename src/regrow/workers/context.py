@@ -233,6 +233,11 @@ class PContext:
         with self._changed:
             return dict(sorted(self._workers.pids.items()))
 
+    def forked(self) -> set[int]:
+        """Return the local ranks of the workers that were forked from a template."""
+        with self._changed:
+            return set(self._workers.forked)
+
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop the workers and all their descendants, and release all resources. May be repeated.
 

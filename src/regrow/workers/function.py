@@ -187,7 +187,7 @@ def load(fd: int) -> Any:
 
 def _set_up(setup: Setup) -> None:
     """Set up session, signals, environment and streams, like exec and the guardian."""
-    from regrow.workers.guardian import spawn
+    from regrow.workers.guardian import procfs, spawn
 
     os.setsid()
     if setup.adopter is not None:
@@ -211,6 +211,7 @@ def _set_up(setup: Setup) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # undo the mask of the fork server
     os.environ.clear()
     os.environ.update(setup.env)
+    os.environ[procfs.WORKER_PID] = str(os.getpid())
     for number, fd in setup.streams.items():
         os.dup2(fd.number, number, inheritable=True)
     for agent_fds in setup.agent_fds:

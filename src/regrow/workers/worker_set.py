@@ -154,6 +154,8 @@ class WorkerSet:
         self.group = GroupState(self.size)
         self.pids: dict[int, int] = {}
         """Process id of each local rank, also after its end."""
+        self.forked: set[int] = set()
+        """Local ranks that were forked from a template."""
         self.refusals: dict[int, OSError] = {}
         """Errors of programs that could not be started."""
         self._workers: dict[int, int] = {}  # the guardian's numbers of the workers
@@ -198,8 +200,10 @@ class WorkerSet:
         self.add(rank, event.worker)
         pid = self.pids.get(rank, 0)
         match event:
-            case guard.Started(pid=pid):
+            case guard.Started(pid=pid, forked=forked):
                 self.pids[rank] = pid
+                if forked:
+                    self.forked.add(rank)
             case guard.Refused(error=error):
                 self.refusals[rank] = error
             case guard.Exited():

@@ -216,7 +216,7 @@ class Attempt:
                 worker.id = worker_id
                 job.torch_events.worker_event("START", worker)
             group.state = WorkerState.HEALTHY
-            job.recorder.attempt_started()
+            job.recorder.attempt_started(self.workers.forked() if self.workers else ())
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:

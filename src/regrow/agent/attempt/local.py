@@ -175,6 +175,11 @@ class LocalWorkers(Feature):
         if context is not None:
             context.hurry(grace)
 
+    def forked(self) -> list[int]:
+        """Return the global ranks of the workers that were forked from a template."""
+        forked = getattr(self.context, "forked", set)  # torch's context has no templates
+        return sorted(self._ranks()[local_rank] for local_rank in forked())
+
     # --- watch
 
     def _on_change(self, change: WorkerChange) -> None:

@@ -144,8 +144,12 @@ class Recorder:
                 nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
             )
 
-    def attempt_started(self) -> None:
-        """Emit `regrow.attempt.started`; the workers are running."""
+    def attempt_started(self, forked: Sequence[int] = ()) -> None:
+        """Emit `regrow.attempt.started`; the workers are running.
+
+        Args:
+            forked: ranks of the workers that were forked from a template (`--preload`).
+        """
         self._attempt_open = True
         self._starts += 1
         workers = self._job.group.workers
@@ -155,6 +159,7 @@ class Recorder:
             world_size=workers[0].world_size,
             ranks=[worker.global_rank for worker in workers],
             pids={str(worker.global_rank): worker.id for worker in workers},
+            forked=list(forked),
         )
 
     def attempt_ended(self, result: RunResult, last_steps: Mapping[str, Any]) -> None:

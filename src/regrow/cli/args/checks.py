@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from regrow.cli.args.parser import GivenFlags, is_given
-from regrow.launch import grace_fault, heartbeat_fault
+from regrow.launch import grace_fault, heartbeat_fault, preload_fault
 from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import LONGEST_S, MOST_FAILURES, MOST_NODES, MOST_WORKERS, get_logger
 from regrow.workers import DefaultLogsSpecs, LogsSpecs, Std
@@ -82,6 +82,8 @@ def number_fault(args: Namespace) -> str | None:
         return f"--node-rank: {args.node_rank} is not a node rank; give 0 to {MOST_NODES - 1}"
     if args.max_restarts > MOST_FAILURES:
         return f"--max-restarts: {args.max_restarts} is too many; give at most {MOST_FAILURES}"
+    if fault := preload_fault(getattr(args, "preload", ())):
+        return f"--preload: {fault}"
     heartbeat = getattr(args, "heartbeat", None)
     if heartbeat is not None and (fault := heartbeat_fault(heartbeat)):
         return f"--heartbeat: {fault}"

@@ -139,6 +139,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             metavar="N",
         ),
         Flag(
+            "preload",
+            "import these modules once, in a process on this node; after a failure the workers are "
+            "forked from it and do not import them again",
+            (),
+            comma_separated_list,
+            metavar="MODULE,...",
+            added=True,
+        ),
+        Flag(
             "monitor-interval",
             "seconds between polls of a rendezvous plug-in that cannot push its changes",
             0.1,

@@ -31,6 +31,7 @@ from regrow.workers.guardian.events import (
     Lapsed,
     Listener,
     Started,
+    TemplateChanged,
     decode,
 )
 from regrow.workers.guardian.protocol import Decoder, encode
@@ -40,6 +41,11 @@ from regrow.workers.guardian.protocol import Decoder, encode
 BOOTSTRAP = (
     "import sys;p=type(sys)('regrow_guardian');p.__path__=[sys.argv.pop()];"
     "sys.modules[p.__name__]=p;from regrow_guardian.process import main;main()"
+)
+#: The same for `template_process.main`, which returns in each worker that the template forks.
+TEMPLATE_BOOTSTRAP = (
+    "import sys;p=type(sys)('regrow_guardian');p.__path__=[sys.argv.pop()];"
+    "sys.modules[p.__name__]=p;from regrow_guardian.template_process import main;main()()"
 )
 Message = Sequence[bytes | int]
 #: Most seconds to kill the orphans of a dead guardian before the loss is reported.
@@ -73,13 +79,19 @@ class Guardian:
     """
 
     def __init__(
-        self, *, kill_timeout: float = 5.0, on_lapse: Callable[[Lapsed], None] | None = None
+        self,
+        *,
+        kill_timeout: float = 5.0,
+        on_lapse: Callable[[Lapsed], None] | None = None,
     ) -> None:
+        self.on_template: Callable[[TemplateChanged], None] = lambda changed: None
+        """Called with changes of the template (`preload`), in the same way as `on_lapse`."""
         self._kill_timeout = kill_timeout
         self._on_lapse = on_lapse or (lambda lapsed: None)
         self._lease: float | None = None
         self._lock = threading.Lock()
         self._process: _Process | None = None
+        self._process_with_template: _Process | None = None
         self._numbers = count(1)
 
     @property
@@ -112,6 +124,9 @@ class Guardian:
             OSError: no guardian can be started.
             ValueError: arguments or environment have a null byte, or exceed the message limit.
         """
+        return self._request(b"fork" if self.has_template else b"spawn", argv, place)
+
+    def _request(self, kind: bytes, argv: Sequence[str], place: Place) -> int:
         words = [os.fsencode(word) for word in argv]
         variables = [os.fsencode(f"{name}={value}") for name, value in place.env.items()]
         for word in (*words, *variables):
@@ -130,9 +145,40 @@ class Guardian:
                 counts = [len(fds), len(words), len(variables)]
                 fields: Message = [*counts, *fds, *words, *variables]
                 given = [directory, *fds.values()]
-                return self._send_worker(b"spawn", mark, place, fields, given)
+                return self._send_worker(kind, mark, place, fields, given)
         finally:
             os.close(directory)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether a template runs, or starts."""
+        process = self._process
+        return process is not None and not process.lost and process is self._process_with_template
+
+    def preload(
+        self, modules: Sequence[str], command: Sequence[str], env: Mapping[str, str]
+    ) -> None:
+        """Start a template: a process that imports modules, and from which workers are forked.
+
+        Later workers whose command begins like `command` start from it, if they fit; see
+        `template_process`. The others start by exec, as do all of them until the template is ready.
+
+        Args:
+            modules: names of the modules, imported in this order.
+            command: the common part of the workers' commands: `python [-u] SCRIPT` or `-m MODULE`.
+            env: the environment in which the modules are imported.
+
+        Raises:
+            OSError: no guardian can be started.
+            ValueError: an argument or a variable has a null byte.
+        """
+        flags = command[1:2] if command[1:2] == ["-u"] else []
+        package = os.path.dirname(os.path.abspath(__file__))
+        with self._lock:
+            pid = self._ensure().pid
+        argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, str(pid), ",".join(modules)]
+        self._request(b"preload", [*argv, *command, package], Place(env, lambda event: None))
+        self._process_with_template = self._process
 
     def mark(self) -> str:
         """Return a mark for a worker to adopt, for `REGROW_WORKER` in its environment."""
@@ -222,8 +268,17 @@ class Guardian:
 
     def _ensure(self) -> _Process:
         if self._process is None or self._process.lost:
-            self._process = _Process(self._lock, self._kill_timeout, self._on_lapse)
+            self._process = _Process(self._lock, self._kill_timeout, self._notify)
         return self._process
+
+    def _notify(self, event: Lapsed | TemplateChanged) -> None:
+        """Pass on an event that is about no single worker."""
+        if isinstance(event, TemplateChanged):
+            if event.kind == "gone":
+                self._process_with_template = None
+            self.on_template(event)
+        else:
+            self._on_lapse(event)
 
     def _new_mark(self) -> str:
         return f"{self._ensure().prefix}{next(self._numbers)}/"
@@ -258,13 +313,16 @@ class _Process:
     Args:
         lock: lock of the handle, which holds it while it registers a listener.
         kill_timeout: as in `Guardian`.
-        on_lapse: as in `Guardian`.
+        notify: called with events that are about no single worker.
     """
 
     def __init__(
-        self, lock: threading.Lock, kill_timeout: float, on_lapse: Callable[[Lapsed], None]
+        self,
+        lock: threading.Lock,
+        kill_timeout: float,
+        notify: Callable[[Lapsed | TemplateChanged], None],
     ) -> None:
-        self._on_lapse = on_lapse
+        self._notify = notify
         self._lock = lock
         outer = os.environ.get(procfs.MARK, "/")
         #: Prefix of all marks; see `procfs.MARK`.
@@ -344,7 +402,7 @@ class _Process:
         except ConnectionResetError:
             return b""
 
-    def _dispatch(self, event: GuardianEvent) -> None:
+    def _dispatch(self, event: GuardianEvent | TemplateChanged) -> None:
         match event:
             case Started(pid=pid):
                 self.pids.add(pid)
@@ -352,8 +410,8 @@ class _Process:
                 listener = self.listeners.pop(event.worker)
                 listener(event)
                 return
-            case Lapsed():
-                self._on_lapse(event)
+            case Lapsed() | TemplateChanged():
+                self._notify(event)
                 return
             case Exited(late=True):
                 event = event._replace(late=self._was_stopped)

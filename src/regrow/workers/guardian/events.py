@@ -14,6 +14,8 @@ class Started(NamedTuple):
     worker: int
     pid: int
     monotonic: float
+    forked: bool = False
+    """Whether it was forked from a template, and not started by exec."""
 
 
 class Refused(NamedTuple):
@@ -76,6 +78,19 @@ class Lapsed(NamedTuple):
     monotonic: float
 
 
+class TemplateChanged(NamedTuple):
+    """A change of the template (`Guardian.preload`)."""
+
+    kind: str
+    """`ready`: it forks workers. `refused`: it has not forked one. `gone`: it forks no more."""
+    pid: int
+    resident: int
+    """`ready`: its resident memory in bytes."""
+    why: str
+    """`refused`, `gone`: the reason."""
+    monotonic: float
+
+
 class GuardianLost(NamedTuple):
     """The guardian is gone, and the worker with it; no event follows."""
 
@@ -89,7 +104,7 @@ GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | Lapsed
 Listener = Callable[[GuardianEvent], None]
 
 
-def decode(frame: list[bytes]) -> GuardianEvent:
+def decode(frame: list[bytes]) -> GuardianEvent | TemplateChanged:
     """Parse an event from a message of the guardian.
 
     Raises:
@@ -101,7 +116,7 @@ def decode(frame: list[bytes]) -> GuardianEvent:
     stamp = int(rest[-1]) / 1e9
     match kind:
         case b"started":
-            return Started(worker, int(rest[0]), stamp)
+            return Started(worker, int(rest[0]), stamp, rest[1] == b"1")
         case b"exited":
             code = os.waitstatus_to_exitcode(int(rest[0])) if rest[0] else None
             return Exited(worker, code, rest[1] == b"1", stamp, rest[2] != b"0")
@@ -113,6 +128,11 @@ def decode(frame: list[bytes]) -> GuardianEvent:
             return Gone(worker, int(rest[0]), int(rest[1]), stamp)
         case b"lapsed":
             return Lapsed(worker, int(rest[0]), stamp)
+        case b"template":  # kind, pid, memory or reason
+            what, pid, more = rest[0].decode(), int(rest[1]), rest[2]
+            if what == "ready":
+                return TemplateChanged(what, pid, int(more), "", stamp)
+            return TemplateChanged(what, pid, 0, more.decode(errors="replace"), stamp)
     raise ValueError(f"the guardian sent an unknown event {kind!r}")
 
 

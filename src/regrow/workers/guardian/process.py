@@ -38,6 +38,7 @@ The parts:
 - `WorkerRecords` and `LeaseTimer` decide, without I/O.
 - `Wire` is the socket to the agent.
 - `Program` turns a forked child into a worker.
+- `Template`, if the agent requests one, forks workers that have imported modules already.
 - `shut_down` ends everything.
 """
 
@@ -59,6 +60,8 @@ from .spawn import PR_SET_CHILD_SUBREAPER, PR_SET_NAME, Program, prctl
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from .template import Template
 
 #: Time after which the dead agent's logs are saved if processes do not end after SIGKILL.
 DRAIN_AFTER_NS = 2_000_000_000
@@ -130,6 +133,9 @@ class MainLoop:
         self._reaper = Reaper(self._records, self._poller, wire.send)
         self._lease = LeaseTimer()
         self._frames: list[list[bytes]] = []  # received, not yet handled
+        self._template: Template | None = None
+        self._early_stops: dict[int, tuple[int, int]] = {}  # of workers that a template forks
+        self._reaper.is_template = self._is_template
         self._poller.watch(wire.number, self._on_wire)
         self._agent_gone = False
         try:
@@ -166,6 +172,8 @@ class MainLoop:
         for frame in frames:
             self._handle(frame)
         self._reaper.keep_deadlines()
+        if self._template is not None:
+            self._template.check(monotonic_ns())
         if self._reaper.sweep_due:
             self._reaper.sweep()
         del self._poller.resumptions[:resumptions]
@@ -175,6 +183,8 @@ class MainLoop:
         checks = [self._records.next_check()]
         if self._records.by_number:
             checks.append(self._lease.next_check())
+        if self._template is not None:
+            checks.append(self._template.deadline)
         first = min((check for check in checks if check is not None), default=None)
         if first is None:
             return None
@@ -214,8 +224,10 @@ class MainLoop:
 
     def _handle(self, frame: list[bytes]) -> None:
         match frame[0]:
-            case b"spawn":
+            case b"spawn" | b"fork":
                 self._spawn(frame)
+            case b"preload":
+                self._preload(frame)
             case b"adopt":
                 self._adopt(frame)
             case b"stop":  # signal number (0: none), grace in ns, workers
@@ -225,9 +237,37 @@ class MainLoop:
             case word:
                 raise RuntimeError(f"the agent sent an unknown message {word!r}")
 
+    def _preload(self, frame: list[bytes]) -> None:
+        from .template import Template
+
+        program = Program(frame, self._wire.fds)
+        try:
+            self._template = Template(
+                program, self._poller, self._wire.send, self._begin, self._execute
+            )
+        except OSError as error:
+            why = f"it cannot be started: {os.strerror(error.errno or 0)}"
+            self._wire.send(b"template", 0, b"gone", 0, why.encode(), monotonic_ns())
+        finally:
+            program.close()
+
+    def _is_template(self, pid: int) -> bool:
+        if self._template is None or self._template.gone:
+            return False
+        entry = procfs.stat(pid)
+        return self._template.owns(pid, entry.session if entry is not None else None)
+
     def _spawn(self, frame: list[bytes]) -> None:
         program = Program(frame, self._wire.fds)
         record = WorkerRecord(int(frame[1]), frame[2], int(frame[3]), program.drains)
+        if frame[0] == b"fork" and self._template is not None and self._template.ready:
+            self._early_stops[record.number] = (-1, 0)
+            self._template.fork(record, program)
+        else:
+            self._execute(record, program)
+
+    def _execute(self, record: WorkerRecord, program: Program) -> None:
+        """Start a worker's program by exec."""
         try:
             if self._lease.is_over(now := monotonic_ns()):
                 self._wire.send(b"lapsed", 0, 1, now)
@@ -241,9 +281,27 @@ class MainLoop:
         if record.pid:
             record.pidfd = os.pidfd_open(record.pid)
             self._reaper.watch(record)
+            self._stop_early(record)
         else:
+            self._early_stops.pop(record.number, None)
             close_drains(record)
             self._wire.send(b"gone", record.number, 0, 0, monotonic_ns())
+
+    def _begin(self, record: WorkerRecord) -> None:
+        """Watch a worker that the template has forked; it still waits behind its gate."""
+        record.forked = True
+        self._reaper.watch(record)
+        self._reaper.send_started(record)
+        if self._lease.is_over(now := monotonic_ns()):
+            self._wire.send(b"lapsed", 0, 1, now)
+            record.grace, record.deadline = 0, now
+        self._stop_early(record)
+
+    def _stop_early(self, record: WorkerRecord) -> None:
+        """Stop a worker if the agent has requested it while the template forked the worker."""
+        signum, grace = self._early_stops.pop(record.number, (-1, 0))
+        if signum >= 0:
+            self._stop(signum, grace, [record.number])
 
     def _adopt(self, frame: list[bytes]) -> None:
         # Fields: worker, token, grace in ns, pid, paths of the drains. Descriptors: its pidfd, one
@@ -253,8 +311,8 @@ class MainLoop:
         record = WorkerRecord(int(frame[1]), frame[2], int(frame[3]), list(paths))
         record.pid, record.pidfd, record.adopted = int(frame[4]), pidfd, True
         self._reaper.watch(record)
-        self._wire.send(b"started", record.number, record.pid, now := monotonic_ns())
-        if self._lease.is_over(now):
+        self._reaper.send_started(record)
+        if self._lease.is_over(now := monotonic_ns()):
             self._wire.send(b"lapsed", 0, 1, now)
             record.grace, record.deadline = 0, now
 
@@ -262,6 +320,8 @@ class MainLoop:
         self._reaper.note_ends()  # a worker that has ended by now died by itself
         now = monotonic_ns()
         for number in numbers:
+            if number in self._early_stops:
+                self._early_stops[number] = signum, grace
             found = self._records.by_number.get(number)
             if found is not None and found.stop(signum, grace, now):
                 self._reaper.signal(found, signum)
@@ -275,7 +335,7 @@ class MainLoop:
         for frame in self._frames:
             if frame[0] == b"adopt":
                 self._adopt(frame)
-            elif frame[0] == b"spawn":
+            elif frame[0] in (b"spawn", b"fork", b"preload"):
                 Program(frame, self._wire.fds)  # takes its descriptors off the list
 
 

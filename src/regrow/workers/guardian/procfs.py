@@ -31,6 +31,8 @@ class Stat:
 #: Environment variable that names the worker of a process: `/<agent>/<number>/`. A job inside that
 #: worker appends its own part. So the mark of a job is a prefix of the marks of its parts.
 MARK = "REGROW_WORKER"
+#: Environment variable with the process id of the worker's own process.
+WORKER_PID = "REGROW_WORKER_PID"
 
 #: How often, and with which pause in seconds, a process within execve is read again.
 EXEC_TRIES = 50

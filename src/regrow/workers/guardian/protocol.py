@@ -5,9 +5,9 @@ bytes, little endian. A field is a word, a decimal number, or bytes in the kerne
 and environments need not be UTF-8, so JSON cannot carry them. The guardian also needs no parser.
 Both ends belong to regrow, but a length is checked before memory is allocated for it.
 
-From the agent: `spawn`, `adopt`, `stop`, `lease`, `bye`. To the agent: `started`,
-`refused`, `exited`, `stopped`, `continued`, `gone`, `lapsed`. The code of the guardian
-that handles or sends a message documents its fields.
+From the agent: `spawn`, `fork`, `adopt`, `preload`, `stop`, `lease`, `bye`. To the agent:
+`started`, `refused`, `exited`, `stopped`, `continued`, `gone`, `lapsed`, `template`. The code of
+the guardian that handles or sends a message documents its fields.
 """
 
 from __future__ import annotations
@@ -62,10 +62,15 @@ class Decoder:
                 return
             body = bytes(self._buffer[4 : 4 + size])
             del self._buffer[: 4 + size]
-            yield _fields(body)
+            yield fields_of(body)
 
 
-def _fields(body: bytes) -> list[bytes]:
+def fields_of(body: bytes) -> list[bytes]:
+    """Return the fields in the body of a frame.
+
+    Raises:
+        ValueError: a length does not fit.
+    """
     fields, at = [], 0
     while at < len(body):
         end = at + 4 + int.from_bytes(body[at : at + 4], "little")

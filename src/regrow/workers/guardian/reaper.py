@@ -37,6 +37,8 @@ class Reaper:
         self._send = send
         self._pid = os.getpid()
         self.sweep_due = False
+        self.is_template: Callable[[int], bool] = lambda pid: False
+        """Whether a child is a template, or a process that no worker has become yet."""
         poller.on_child = self.reap
 
     def watch(self, record: WorkerRecord) -> None:
@@ -101,8 +103,9 @@ class Reaper:
         if not self._records.ended():
             return
         self.reap()
+        children = procfs.children(self._pid, self._pid)
         orphans = self._records.orphans_of_ended(
-            procfs.children(self._pid, self._pid), procfs.mark_and_session
+            [pid for pid in children if not self.is_template(pid)], procfs.mark_and_session
         )
         for record in self._records.ended():
             found = orphans.get(record.number, [])
@@ -121,6 +124,10 @@ class Reaper:
         for pid in procfs.family((record.pid,), (record.token,), roots=(record.pid,)):
             kill(pid, signal.SIGKILL)
         procfs.send(record.pidfd, signal.SIGKILL)
+
+    def send_started(self, record: WorkerRecord) -> None:
+        """Report that a worker's program runs, and whether it was forked from a template."""
+        self._send(b"started", record.number, record.pid, int(record.forked), monotonic_ns())
 
     def send_exited(
         self, record: WorkerRecord, status: int | bytes, stopping: int, now: int
@@ -143,7 +150,7 @@ class Reaper:
             record.refused = True
             self._send(b"refused", record.number, stage, int(code), path)
             return
-        self._send(b"started", record.number, record.pid, monotonic_ns())
+        self.send_started(record)
 
     def _on_exit(self, record: WorkerRecord) -> None:
         if record.exited:

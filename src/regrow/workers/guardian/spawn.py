@@ -11,6 +11,8 @@ import fcntl
 import os
 import signal
 
+from . import procfs
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -41,11 +43,12 @@ class Program:
         self.mapping = {int(target): fds.pop(0) for target in targets}
         self.drains = [(fds.pop(0), path) for path in frame[at:]]
 
-    def start(self, guardian: int) -> tuple[int, int]:
+    def start(self, guardian: int, *, is_helper: bool = False) -> tuple[int, int]:
         """Fork the process that runs the program.
 
         Args:
             guardian: the pid of this process.
+            is_helper: whether it ignores the signals that this process ignores.
 
         Returns:
             The pid, and a pipe from which a failure can be read; without a failure it is at its
@@ -63,7 +66,7 @@ class Program:
             raise
         else:
             if pid == 0:
-                self._become(report, guardian)
+                self._become(report, guardian, is_helper=is_helper)
             return pid, failure
         finally:
             os.close(report)
@@ -73,7 +76,7 @@ class Program:
         for fd in (self.directory, *self.mapping.values()):
             os.close(fd)
 
-    def _become(self, report: int, guardian: int) -> NoReturn:
+    def _become(self, report: int, guardian: int, *, is_helper: bool) -> NoReturn:
         """Become the worker, in the forked child."""
         stage, path = b"prepare", b""
         try:
@@ -101,7 +104,9 @@ class Program:
                 # SIGKILL, SIGSTOP, and signals that the C library keeps
                 except (OSError, ValueError):
                     continue
-            signal.pthread_sigmask(signal.SIG_SETMASK, [])
+            if not is_helper:
+                signal.pthread_sigmask(signal.SIG_SETMASK, [])
+                self.env[procfs.WORKER_PID.encode()] = b"%d" % os.getpid()
             stage = b"exec"
             code, path = _execute(self.argv, self.env)
         except OSError as error:

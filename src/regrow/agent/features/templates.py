@@ -1,0 +1,138 @@
+"""`Templates`: starts workers from a process that has imported their modules already (`--preload`).
+
+The first attempt starts the process, the *template*, beside its workers, which start as usual. On a
+host with few cores it starts a little later, because it would delay the imports of the workers. The
+workers of later attempts are forked from it. A worker that does not fit starts by exec, and so do
+all if the template is lost; then the next attempt starts another one. A template that could never
+fork a worker is not started again. `regrow.workers.guardian.template` has the reasons.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from regrow.agent.features import Feature, StartedWorkers
+from regrow.utils import get_logger
+
+if TYPE_CHECKING:
+    from regrow.agent.job import Job
+    from regrow.workers import Guardian
+    from regrow.workers.guardian.events import TemplateChanged
+
+_OF_A_WORKER = ("RANK", "ROLE_", "GROUP_", "LOCAL_", "WORLD_SIZE", "MASTER_", "REGROW_")
+"""Prefixes of variables that the modules must not see: they belong to one worker or attempt."""
+DELAY_S = 5.0
+"""Seconds after the start of the workers at which the template starts, if it has no core of its
+own. By then most workers have imported their modules."""
+
+logger = get_logger(__name__)
+
+
+class Templates(Feature):
+    """Starts a template, and records its changes.
+
+    Args:
+        job: what the parts of the agent share.
+        guardian: starts the workers and the template.
+        modules: the modules that the template imports.
+        cores: number of cores that this host has for the job.
+    """
+
+    def __init__(self, job: Job, guardian: Guardian, modules: Sequence[str], cores: int) -> None:
+        self._job = job
+        self._guardian = guardian
+        self._modules = tuple(modules)
+        self._environment: dict[str, str] = {}
+        self._begun = 0.0
+        self._is_useless = False
+        self._delay_s = 0.0 if cores > job.group.spec.local_world_size else DELAY_S
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._refused: set[str] = set()  # reasons in this attempt
+        guardian.on_template = lambda changed: job.post(partial(self.on_change, changed))
+
+    def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
+        """See base class."""
+        own = environments[min(environments)]
+        both = {**os.environ, **own}
+        self._environment = {k: v for k, v in both.items() if not k.startswith(_OF_A_WORKER)}
+
+    def on_start(self, workers: StartedWorkers) -> None:
+        """See base class: start the template, unless there is one."""
+        self._refused.clear()
+        if self._is_useless or self._guardian.has_template:
+            return
+        command = command_of(self._job.group.spec.entrypoint, self._job.group.spec.args)
+        if command is None:
+            self._is_useless = True
+            logger.warning(
+                "--preload has no effect: the workers are not started as `python SCRIPT` or "
+                "`python -m MODULE`"
+            )
+            return
+        with self._lock:
+            self._timer = threading.Timer(self._delay_s, self._begin, [command])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _begin(self, command: Sequence[str]) -> None:
+        with self._lock:  # so that `close` leaves no guardian behind
+            if self._timer is not None:
+                self._begun = monotonic()
+                self._guardian.preload(self._modules, command, self._environment)
+
+    def before_stop(self) -> None:
+        """See base class."""
+        self.close()
+
+    def close(self) -> None:
+        """See base class: start no template any more."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def on_change(self, changed: TemplateChanged) -> None:
+        """Record a change of the template."""
+        emit = self._job.recorder.emit
+        match changed.kind:
+            case "ready":
+                emit(
+                    "regrow.template.ready",
+                    pid=changed.pid,
+                    modules=list(self._modules),
+                    duration_s=changed.monotonic - self._begun,
+                    resident_bytes=changed.resident,
+                )
+                self._begun = 0.0
+                return
+            case "refused" if changed.why in self._refused:
+                return  # each worker of the attempt has the same reason
+            case "refused":
+                self._refused.add(changed.why)
+                emit("regrow.template.refused", pid=changed.pid, reason=changed.why)
+            case "gone":
+                self._is_useless = self._begun > 0  # it has never forked a worker
+                emit("regrow.template.gone", pid=changed.pid, reason=changed.why)
+        logger.warning(
+            "--preload has no effect on the next workers, which import the modules again: %s",
+            changed.why,
+        )
+
+
+def command_of(entrypoint: object, args: Sequence[object]) -> list[str] | None:
+    """Return the common part of the workers' commands; None if a template cannot run them."""
+    words = [str(arg) for arg in args]
+    script = 1 if words[:1] == ["-u"] else 0
+    if words[script : script + 1] == ["-m"]:
+        script += 1
+    if not isinstance(entrypoint, str) or len(words) <= script or words[script].startswith("-"):
+        return None
+    if not os.path.basename(entrypoint).startswith(("python", "pypy")):
+        return None
+    return [entrypoint, *words[: script + 1]]

@@ -1,0 +1,196 @@
+"""The guardian's side of a template: a process that has imported modules, and forks workers.
+
+A worker that is forked from a template does not import these modules again. `template_process` is
+the program of the template.
+
+**The worker is a child of the guardian**, like one that was started by exec. The template forks it
+in two steps; the process in between ends at once, and the kernel gives its child to the guardian,
+which is the nearest subreaper.
+
+**No worker starts twice.** A forked worker waits at a pipe, the *gate*. The guardian opens the gate
+when it watches the worker. If the template refuses a worker, is gone, or does not answer in time,
+the guardian closes the gate, so a process that exists ends. It then starts the program by exec. So
+the loss of a template costs time, and nothing else.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import signal
+import sys
+from time import monotonic_ns
+
+from . import procfs
+from .protocol import Wire, encode
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .process import Poller
+    from .records import WorkerRecord
+    from .spawn import Program
+
+#: Time in which a template must fork a worker; then it is killed, and the worker starts by exec.
+FORK_NS = 2_000_000_000
+#: The template's number of the socket to the guardian.
+CONTROL = 3
+#: Most bytes of a reason.
+TEXT = 1000
+
+
+class Template:
+    """A running template.
+
+    Args:
+        program: the program of the template.
+        poller: wakes the guardian.
+        send: sends a message to the agent.
+        begin: called with a record that has the pid and pidfd of a forked worker.
+        execute: starts a worker's program by exec.
+
+    Raises:
+        OSError: the template cannot be started.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        poller: Poller,
+        send: Callable[..., None],
+        begin: Callable[[WorkerRecord], None],
+        execute: Callable[[WorkerRecord, Program], None],
+    ) -> None:
+        self._poller, self._send, self._begin, self._execute = poller, send, begin, execute
+        ours, theirs = _socket.socketpair()
+        program.mapping[CONTROL] = theirs.detach()  # closed with the program's other descriptors
+        self.pid, failure = program.start(os.getpid(), is_helper=True)
+        os.close(failure)  # its end shows that it could not run
+        self._pidfd = os.pidfd_open(self.pid)
+        self._socket = ours
+        self._wire = Wire(ours)
+        self.ready = False
+        """Whether it can fork workers."""
+        self.gone = False
+        """Whether it forks no workers any more."""
+        self.deadline: int | None = None
+        """End of the time in which it has to answer, in ns of the monotonic clock."""
+        self._waiting: list[tuple[WorkerRecord, Program]] = []
+        self._asked: tuple[WorkerRecord, Program, int] | None = None  # with the gate
+        poller.watch(self._wire.number, self._on_answer)
+
+    def fork(self, record: WorkerRecord, program: Program) -> None:
+        """Fork a worker; `begin` or `execute` is called for it later."""
+        self._waiting.append((record, program))
+        self._ask_next()
+
+    def check(self, now: int) -> None:
+        """End the template if it has not answered in time."""
+        if self.deadline is not None and now >= self.deadline:
+            self._end("it did not fork a worker in time")
+
+    def owns(self, pid: int, session: int | None) -> bool:
+        """Return whether a process is the template, or a worker behind its gate."""
+        return self.pid in (pid, session)
+
+    def _ask_next(self) -> None:
+        if self._asked is not None or not self._waiting or self.gone:
+            return
+        record, program = self._waiting.pop(0)
+        variables = [name + b"=" + value for name, value in program.env.items()]
+        counts = [len(program.mapping), len(program.argv), len(variables)]
+        body = encode([*counts, *program.mapping, *program.argv, *variables])
+        gate, ours = os.pipe()
+        request = os.memfd_create("regrow-fork", os.MFD_CLOEXEC)
+        self._asked = record, program, ours
+        self.deadline = monotonic_ns() + FORK_NS
+        try:
+            while body:
+                body = body[os.write(request, body) :]
+            fds = [request, program.directory, gate, *program.mapping.values()]
+            sent = b"".join(fd.to_bytes(4, sys.byteorder) for fd in fds)
+            self._socket.sendmsg([b"?"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, sent)])
+        except OSError as error:
+            self._end(f"it cannot be asked: {error}")
+        finally:
+            os.close(gate)
+            os.close(request)
+
+    def _on_answer(self) -> None:
+        try:
+            for frame in self._wire.receive() or ():
+                self._on_frame(frame)
+        except (ValueError, IndexError):  # a module has written to the socket
+            self._end("it has sent a message that is none")
+        if self._wire.closed and not self.gone:
+            self._end("it has ended")
+
+    def _on_frame(self, frame: list[bytes]) -> None:
+        match frame[0]:
+            case _ if self.gone:
+                return
+            case b"ready":  # resident memory in bytes
+                self.ready = True
+                self._send(b"template", 0, b"ready", self.pid, int(frame[1]), monotonic_ns())
+                self._ask_next()
+            case b"forked":  # pid
+                self._on_forked(int(frame[1]))
+            case b"refused":  # reason
+                why = frame[1][:TEXT]
+                self._send(b"template", 0, b"refused", self.pid, why, monotonic_ns())
+                self._close_gate()
+            case b"unfit":  # reason; it ends by itself
+                self._end(frame[1][:TEXT].decode(errors="replace"))
+
+    def _on_forked(self, pid: int) -> None:
+        if self._asked is None:
+            return
+        entry = procfs.stat(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except (OSError, OverflowError):  # killed behind the gate, or no pid
+            pidfd = -1
+        if pidfd < 0 or entry is None or entry.parent != os.getpid():
+            if pidfd >= 0:
+                os.close(pidfd)
+            self._close_gate()
+            return
+        record, program, gate = self._asked
+        self._asked = self.deadline = None
+        record.pid, record.pidfd = pid, pidfd
+        self._begin(record)
+        _open(gate)
+        program.close()
+        self._ask_next()
+
+    def _close_gate(self) -> None:
+        """Start the asked worker by exec; a process behind the gate ends."""
+        if self._asked is not None:
+            record, program, gate = self._asked
+            self._asked = self.deadline = None
+            os.close(gate)
+            self._execute(record, program)
+        self._ask_next()
+
+    def _end(self, why: str) -> None:
+        """Use the template no more, and start its workers by exec."""
+        self.gone, self.ready = True, False
+        procfs.send(self._pidfd, signal.SIGKILL)
+        os.close(self._pidfd)
+        self._poller.forget(self._wire.number)
+        self._socket.detach()  # `forget` has closed it
+        self._send(b"template", 0, b"gone", self.pid, why.encode(), monotonic_ns())
+        self._close_gate()
+        waiting, self._waiting = self._waiting, []
+        for record, program in waiting:
+            self._execute(record, program)
+
+
+def _open(gate: int) -> None:
+    try:
+        os.write(gate, b"!")
+    except BrokenPipeError:  # killed behind the gate: its end is reported like any other
+        return
+    finally:
+        os.close(gate)

@@ -1,0 +1,317 @@
+"""The program of a template: it imports modules, and then forks a worker for each request.
+
+It runs with the interpreter and the flags of the workers, as `python -u -c BOOTSTRAP CONTROL ...`,
+and uses nothing of regrow but the files of the guardian. `template` is the guardian's side.
+
+**A forked worker is like one that was started by exec**, as far as a process can be: environment,
+working directory, standard streams, session, signals, `sys.argv`, `sys.path`, `__main__`, seeds.
+What a module has read while it was imported cannot be changed. So a worker with other values of
+the variables in `READ_AT_IMPORT` is refused, and starts by exec. So is a worker with another
+program. /proc shows the command line and the environment of the template for it.
+
+**What a fork would break is refused as a whole**: threads that the modules have started would be
+missing in the worker, and a CUDA driver that is in use cannot be forked.
+"""
+
+from __future__ import annotations
+
+import _socket
+import fcntl
+import gc
+import os
+import signal
+import sys
+
+from . import procfs
+from .protocol import encode, fields_of
+from .spawn import PR_SET_PDEATHSIG, prctl
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import NoReturn
+
+    Run = Callable[[], None]
+
+CONTROL = 3
+READ_AT_IMPORT = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "MALLOC_", "LD_", "LC_", "LANG"),
+    *("PYTHON", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "CUDA_", "HIP_", "ROCR_", "XLA_", "JAX_"),
+    *("TF_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
+)
+"""Prefixes of the variables that libraries read while they are imported."""
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def main() -> Run:
+    """Import the modules, and serve the guardian; return in each forked worker.
+
+    Arguments of the process: pid of the guardian, modules, and the command of the workers.
+
+    Returns:
+        A function that runs the worker's program.
+    """
+    guardian, modules, command = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    control = _socket.socket(fileno=CONTROL)
+    os.set_inheritable(CONTROL, False)
+    _set_path(command)
+    before = dict(os.environb)
+    why = _import(modules) or _unfit()
+    if why:
+        _answer(control, b"unfit", why.encode(errors="replace"))
+        _wait_for_end(control)
+    gc.collect()
+    gc.freeze()  # so that a collection in a worker copies no page of the template
+    _answer(control, b"ready", b"%d" % _resident())
+    while True:
+        found = _serve(control, guardian, command, before)
+        if found is not None:
+            return found
+
+
+def _import(modules: Sequence[str]) -> str:
+    """Import the modules; return why that failed, or nothing."""
+    for name in modules:
+        try:
+            __import__(name)
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: the template says why
+            try:
+                text = str(error)
+            except Exception:  # noqa: BLE001 - a user's class
+                text = ""
+            return f"it cannot import {name}: {type(error).__name__}: {text}"[:1000]
+    return ""
+
+
+def _unfit() -> str:
+    """Return why this process cannot be forked; empty if it can."""
+    threads = len(os.listdir("/proc/self/task")) - 1
+    if threads:
+        return f"its modules have started threads ({threads}), which a fork would lose"
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return "its modules have initialised CUDA, which a fork would break"
+    return ""
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _answer(control: _socket.socket, *fields: bytes) -> None:
+    try:
+        control.sendall(encode(fields))
+    except OSError:  # the guardian has ended
+        os._exit(0)
+
+
+def _wait_for_end(control: _socket.socket) -> NoReturn:
+    """Wait until the guardian has read the last answer."""
+    control.shutdown(_socket.SHUT_WR)
+    control.recv(1)
+    os._exit(0)
+
+
+# --- requests
+
+
+def _serve(
+    control: _socket.socket, guardian: int, command: Sequence[str], before: Mapping[bytes, bytes]
+) -> Run | None:
+    """Handle one request; return the worker's program in the worker, and None in the template."""
+    data, ancillary, _, _ = control.recvmsg(1, 4096, _socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        os._exit(0)
+    fds: list[int] = []
+    for _, _, payload in ancillary:
+        fds.extend(memoryview(payload)[: len(payload) // 4 * 4].cast("i"))
+    memory, directory, gate, *streams = fds
+    frame = fields_of(os.pread(memory, os.fstat(memory).st_size, 4))  # after its length
+    os.close(memory)
+    parts, at = [], 3
+    for count in map(int, frame[:3]):
+        parts.append(frame[at : at + count])
+        at += count
+    targets, argv, variables = parts
+    env = dict(variable.split(b"=", 1) for variable in variables)
+    why = _misfit(argv, env, command, before) or _unfit()
+    if why:
+        _answer(control, b"refused", why.encode(errors="replace"))
+    else:
+        pid = _fork()
+        if pid == 0:
+            mapping = dict(zip(map(int, targets), streams, strict=True))
+            control.detach()
+            os.close(CONTROL)
+            # The modules would set these variables in the worker, too.
+            set_by_modules = {k: v for k, v in os.environb.items() if before.get(k) != v}
+            _become(guardian, gate, directory, mapping, {**env, **set_by_modules})
+            return _program([os.fsdecode(word) for word in argv])
+        if pid > 0:
+            _answer(control, b"forked", b"%d" % pid)
+        else:
+            _answer(control, b"refused", b"the system cannot create another process")
+    for fd in (directory, gate, *streams):
+        os.close(fd)
+    return None
+
+
+def _misfit(
+    argv: Sequence[bytes],
+    env: Mapping[bytes, bytes],
+    command: Sequence[str],
+    before: Mapping[bytes, bytes],
+) -> str:
+    """Return why a worker cannot start from this template; empty if it can."""
+    if [os.fsdecode(word) for word in argv[: len(command)]] != list(command):
+        return "a worker has another program"
+    differ = sorted(
+        name
+        for name in {*env, *before}
+        if os.fsdecode(name).startswith(READ_AT_IMPORT) and env.get(name) != before.get(name)
+    )
+    if differ:
+        names = ", ".join(os.fsdecode(name) for name in differ[:5])
+        return f"a worker has another value of {names}, which libraries read at their import"
+    return ""
+
+
+def _fork() -> int:
+    """Fork a process that is the guardian's child.
+
+    Returns:
+        0 in that process; in the template its pid, or -1 if it cannot be created.
+    """
+    reading, writing = os.pipe()
+    try:
+        between = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        return -1
+    if between == 0:
+        try:
+            pid = os.fork()
+        except OSError:
+            os._exit(1)
+        if pid:
+            os.write(writing, b"%d" % pid)
+            os._exit(0)
+        os.close(reading)
+        os.close(writing)
+        return 0
+    os.close(writing)
+    pid = int(os.read(reading, 32) or -1)
+    os.close(reading)
+    os.waitpid(between, 0)  # from here on, the guardian is the parent
+    return pid
+
+
+# --- in a worker
+
+
+def _become(
+    guardian: int,
+    gate: int,
+    directory: int,
+    mapping: Mapping[int, int],
+    env: Mapping[bytes, bytes],
+) -> None:
+    """Become the worker, once the guardian has opened the gate."""
+    if os.read(gate, 1) != b"!":  # the guardian has ended, or has started the worker by exec
+        os._exit(1)
+    os.close(gate)
+    os.setsid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:  # it died before the line above took effect
+        os._exit(1)
+    os.fchdir(directory)
+    os.close(directory)
+    # Move each descriptor above all targets first, and then to its own target.
+    above = max([2, *mapping]) + 1
+    moved = {
+        target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for target, fd in mapping.items()
+    }
+    for fd in mapping.values():
+        os.close(fd)
+    for target, fd in moved.items():
+        os.dup2(fd, target, inheritable=True)
+        os.close(fd)
+    os.environb.clear()
+    os.environb.update(env)
+    os.environ[procfs.WORKER_PID] = str(os.getpid())
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    gc.unfreeze()
+    # As at their import; Python's own generator does so at every fork. CUDA's seed is fixed.
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+    regrow = sys.modules.get("regrow")
+    if regrow is not None:
+        regrow._start_worker()
+
+
+def _program(argv: list[str]) -> Run:
+    """Return a function that runs the worker's program: `python [-u] SCRIPT` or `-m MODULE`."""
+    sys.orig_argv[:] = argv
+    for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
+        del sys.modules[name]
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    _set_path(argv)
+    at = _first(argv)
+    if argv[at] == "-m":
+        import runpy
+
+        sys.argv[:] = ["-m", *argv[at + 2 :]]
+        return lambda: _run(runpy._run_module_as_main, argv[at + 1])  # type: ignore[attr-defined]
+    sys.argv[:] = argv[at:]
+    return lambda: _run(_run_script, argv[at], module)
+
+
+def _first(argv: Sequence[str]) -> int:
+    """Return the index of the script, or of `-m`, in the command of a worker."""
+    return 2 if argv[1] == "-u" else 1
+
+
+def _set_path(argv: Sequence[str]) -> None:
+    """Set the first entry of `sys.path` as the interpreter does for a worker's command."""
+    if not sys.flags.safe_path:
+        word = argv[_first(argv)]
+        sys.path[0] = os.getcwd() if word == "-m" else os.path.dirname(os.path.realpath(word))
+
+
+def _run_script(path: str, module: object) -> None:
+    from importlib.machinery import SourceFileLoader
+    from io import open_code
+
+    scope = vars(module)
+    scope.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    with open_code(os.path.abspath(path)) as file:
+        source = file.read()
+    exec(compile(source, path, "exec"), scope)
+
+
+def _run(call: Callable[..., object], *args: object) -> None:
+    """Call a function like the interpreter runs a program: report an exception, and exit."""
+    try:
+        call(*args)
+        return
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - reported below
+        failure = error
+    trace = failure.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    failure = failure.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(failure), failure, trace
+    sys.last_exc = failure  # type: ignore[attr-defined] # since Python 3.12
+    sys.excepthook(type(failure), failure, trace)
+    if isinstance(failure, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(1)

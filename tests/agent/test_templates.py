@@ -1,0 +1,148 @@
+"""The feature that starts a template for `--preload`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from helpers.jobs.plain_handler import PlainHandler
+from helpers.processes import PATIENCE, wait_until
+from regrow.agent import WorkerGroup, WorkerSpec
+from regrow.agent.features.templates import Templates, command_of
+from regrow.agent.job import Job
+from regrow.rendezvous.foreign import adapted
+from regrow.workers.guardian.events import TemplateChanged
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "command"),
+    [
+        ("/usr/bin/python3", ["-u", "train.py", "--lr", "1"], ["-u", "train.py"]),
+        ("/venv/bin/python", ["-u", "-m", "pkg.train", "x"], ["-u", "-m", "pkg.train"]),
+        ("python", ["train.py"], ["train.py"]),
+        ("python", ["-m", "pkg"], ["-m", "pkg"]),
+        ("python", ["-c", "print()"], None),
+        ("python", ["-u"], None),
+        ("python", ["-um", "pkg"], None),
+        ("/bin/bash", ["train.sh"], None),
+        (print, [1], None),
+    ],
+)
+def test_the_common_part_of_the_commands_is_the_interpreter_and_the_program(
+    entrypoint: Any, args: list[object], command: list[str] | None
+) -> None:
+    assert command_of(entrypoint, args) == (command and [entrypoint, *command])
+
+
+class FakeGuardian:
+    """Records the requested templates."""
+
+    def __init__(self) -> None:
+        self.on_template: Callable[[TemplateChanged], None] = lambda changed: None
+        self.has_template = False
+        self.preloaded: list[tuple[Any, ...]] = []
+        self.begun = threading.Event()
+
+    def preload(self, *request: Any) -> None:
+        self.preloaded.append(request)
+        self.has_template = True
+        self.begun.set()
+
+
+class Attempts:
+    """A feature, a guardian and a job, without processes."""
+
+    def __init__(self, entrypoint: str = "python", cores: int = 3) -> None:
+        spec = WorkerSpec("trainer", 2, PlainHandler(), entrypoint=entrypoint, args=("-u", "x.py"))
+        inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        job = Job(WorkerGroup(spec), adapted(PlainHandler()), inbox.put)
+        self.events: list[tuple[str, Any]] = []
+        job.recorder.emit = lambda name, **more: self.events.append((name, more))  # type: ignore[method-assign]
+        self.guardian, self._inbox = FakeGuardian(), inbox
+        self.expects = entrypoint == "python" and cores > 2
+        self.feature = Templates(job, cast(Any, self.guardian), ["torch"], cores)
+
+    def start(self) -> int:
+        """Start an attempt; return how many templates have been started so far."""
+        expects = not self.guardian.has_template and self.expects
+        self.guardian.begun.clear()
+        own = {"RANK": "0", "REGROW_ATTEMPT": "0", "OMP_NUM_THREADS": "1"}
+        self.feature.before_start({0: own, 1: {}})
+        self.feature.on_start(cast(Any, None))
+        assert not expects or self.guardian.begun.wait(PATIENCE)
+        return len(self.guardian.preloaded)
+
+    def change(self, kind: str, why: str = "") -> None:
+        if kind == "gone":
+            self.guardian.has_template = False
+            self.expects = why == "it has ended"
+        self.guardian.on_template(TemplateChanged(kind, 7, 5, why, 2.0))
+        self._inbox.get(timeout=1)()
+
+
+def test_the_first_attempt_starts_a_template_and_the_next_one_keeps_it() -> None:
+    job = Attempts()
+    assert job.start() == 1
+    ((modules, command, environment),) = job.guardian.preloaded
+    assert (modules, command) == (("torch",), ["python", "-u", "x.py"])
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert "PATH" in environment
+    assert not {"RANK", "REGROW_ATTEMPT"} & environment.keys()
+    job.change("ready")
+    assert job.start() == 1
+    ((name, more),) = job.events
+    assert (name, more["modules"], more["resident_bytes"]) == (
+        "regrow.template.ready",
+        ["torch"],
+        5,
+    )
+
+
+def test_a_template_that_was_ready_is_replaced_and_another_one_is_not() -> None:
+    job = Attempts()
+    job.start()
+    job.change("ready")
+    job.change("gone", "it has ended")
+    assert job.start() == 2
+    job.change("gone", "it cannot import torch")
+    assert job.start() == 2
+    assert [name for name, _ in job.events] == ["regrow.template.ready"] + [
+        "regrow.template.gone"
+    ] * 2
+
+
+def test_workers_that_do_not_fit_for_one_reason_are_reported_once_an_attempt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Attempts()
+    job.start()
+    job.change("ready")
+    for _ in range(2):
+        for _ in range(3):
+            job.change("refused", "a worker has another program")
+        job.start()
+    assert [name for name, _ in job.events].count("regrow.template.refused") == 2
+    assert caplog.text.count("--preload has no effect on the next workers") == 2
+
+
+def test_workers_that_are_no_python_script_have_no_template(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Attempts("bash")
+    assert job.start() == job.start() == 0
+    assert caplog.text.count("--preload has no effect: the workers are not started as") == 1
+
+
+def test_a_template_without_a_core_of_its_own_starts_later_and_not_after_the_attempt() -> None:
+    job = Attempts(cores=2)
+    assert job.start() == 0
+    job.feature.before_stop()
+    wait_until(
+        lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()),
+        "the timer ends",
+    )
+    assert job.guardian.preloaded == []
