@@ -70,16 +70,16 @@ class Attempts:
         """Start an attempt; return how many templates have been started so far."""
         expects = not self.guardian.has_template and self.expects
         self.guardian.begun.clear()
-        own = {"RANK": "0", "REGROW_ATTEMPT": "0", "OMP_NUM_THREADS": "1"}
+        own = {"RANK": "0", "REGROW_ATTEMPT": "0", "OMP_NUM_THREADS": "1", "LOCAL_CACHE": "/c"}
         self.feature.before_start({0: own, 1: {}})
         self.feature.on_start(cast(Any, None))
         assert not expects or self.guardian.begun.wait(PATIENCE)
         return len(self.guardian.preloaded)
 
     def change(self, kind: str, why: str = "") -> None:
-        if kind == "gone":
+        if kind in ("gone", "unfit"):
             self.guardian.has_template = False
-            self.expects = why == "it has ended"
+            self.expects = kind == "gone"
         self.guardian.on_template(TemplateChanged(kind, 7, 5, why, 2.0))
         self._inbox.get(timeout=1)()
 
@@ -90,6 +90,7 @@ def test_the_first_attempt_starts_a_template_and_the_next_one_keeps_it() -> None
     ((modules, command, environment),) = job.guardian.preloaded
     assert (modules, command) == (("torch",), ["python", "-u", "x.py"])
     assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["LOCAL_CACHE"] == "/c", "a variable of the user's"
     assert "PATH" in environment
     assert not {"RANK", "REGROW_ATTEMPT"} & environment.keys()
     job.change("ready")
@@ -108,11 +109,22 @@ def test_a_template_that_was_ready_is_replaced_and_another_one_is_not() -> None:
     job.change("ready")
     job.change("gone", "it has ended")
     assert job.start() == 2
-    job.change("gone", "it cannot import torch")
+    job.change("unfit", "it cannot import torch")
     assert job.start() == 2
     assert [name for name, _ in job.events] == ["regrow.template.ready"] + [
         "regrow.template.gone"
     ] * 2
+
+
+def test_an_attempt_that_starts_before_the_template_is_ready_says_so() -> None:
+    job = Attempts()
+    job.start()
+    assert job.start() == 1
+    ((name, more),) = job.events
+    assert (name, more["reason"]) == (
+        "regrow.template.refused",
+        "the template still imports the modules",
+    )
 
 
 def test_workers_that_do_not_fit_for_one_reason_are_reported_once_an_attempt(
@@ -126,7 +138,7 @@ def test_workers_that_do_not_fit_for_one_reason_are_reported_once_an_attempt(
             job.change("refused", "a worker has another program")
         job.start()
     assert [name for name, _ in job.events].count("regrow.template.refused") == 2
-    assert caplog.text.count("--preload has no effect on the next workers") == 2
+    assert caplog.text.count("--preload: workers import the modules themselves") == 2
 
 
 def test_workers_that_are_no_python_script_have_no_template(
@@ -134,7 +146,7 @@ def test_workers_that_are_no_python_script_have_no_template(
 ) -> None:
     job = Attempts("bash")
     assert job.start() == job.start() == 0
-    assert caplog.text.count("--preload has no effect: the workers are not started as") == 1
+    assert caplog.text.count("the workers are not started as `python SCRIPT`") == 1
 
 
 def test_a_template_without_a_core_of_its_own_starts_later_and_not_after_the_attempt() -> None:

@@ -18,7 +18,7 @@ from helpers.processes import PATIENCE
 from regrow.heartbeat import automatic
 from regrow.heartbeat.terms import HEARTBEAT_ENV
 from regrow.store import SERVICES, STORE_TLS_ENV, start_server
-from regrow.workers.guardian.procfs import MARK
+from regrow.workers.guardian.procfs import WORKER_PID
 
 WORKER = {"RANK": "1", "REGROW_STORE": "unix:/x", "REGROW_STORE_TOKEN": "t", "REGROW_ATTEMPT": "0"}
 
@@ -85,8 +85,8 @@ def start_worker(*command: str, **env: str) -> subprocess.Popen[str]:
     """Start a worker of a job with heartbeats, by default the only one."""
     job = {"WORLD_SIZE": "1", "REGROW_STORE_TOKEN": secrets.token_hex(), HEARTBEAT_ENV: "1"}
     return subprocess.Popen(
-        command,
-        env={**os.environ, **WORKER, "RANK": "0", MARK: "/12-ab/3/", **job, **env},
+        ["sh", "-c", f'{WORKER_PID}=$$ exec "$@"', "sh", *command],
+        env={**os.environ, **WORKER, "RANK": "0", **job, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

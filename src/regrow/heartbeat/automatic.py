@@ -142,14 +142,10 @@ def _take(name: bytes) -> socket.socket | None:
 
 def _is_below_worker(environ: Mapping[str, str]) -> bool:
     """Return whether another process of the worker started this process."""
-    from regrow.workers.guardian import procfs
+    from regrow.workers.guardian.procfs import WORKER_PID
 
-    own = environ.get(procfs.WORKER_PID)
-    if own:
-        return own != str(os.getpid())
-
-    mark = environ.get(procfs.MARK, "").encode()
-    return bool(mark) and procfs.mark(os.getppid()) == mark
+    own = str(os.getpid())
+    return environ.get(WORKER_PID, own) != own
 
 
 def _start(period: float, name: bytes, taken: socket.socket | None) -> None:

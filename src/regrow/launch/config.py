@@ -147,6 +147,8 @@ class LaunchConfig:
 
 def preload_fault(modules: Sequence[str]) -> str | None:
     """Return why a list of modules cannot be preloaded; None if all are names of modules."""
+    if isinstance(modules, str):
+        return f"{modules!r} is not a list; give a list of names of modules"
     for module in modules:
         if not all(part.isidentifier() for part in module.split(".")):
             return f"{module!r} is not the name of a module; give names such as torch"

@@ -24,8 +24,13 @@ if TYPE_CHECKING:
     from regrow.workers import Guardian
     from regrow.workers.guardian.events import TemplateChanged
 
-_OF_A_WORKER = ("RANK", "ROLE_", "GROUP_", "LOCAL_", "WORLD_SIZE", "MASTER_", "REGROW_")
-"""Prefixes of variables that the modules must not see: they belong to one worker or attempt."""
+_OF_A_WORKER = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
+_OURS = ("REGROW_", "TORCHELASTIC_")
+"""`_OF_A_WORKER`, and what begins like this: variables of one worker or attempt. The modules do not
+see them at their import."""
 DELAY_S = 5.0
 """Seconds after the start of the workers at which the template starts, if it has no core of its
 own. By then most workers have imported their modules."""
@@ -60,20 +65,19 @@ class Templates(Feature):
         """See base class."""
         own = environments[min(environments)]
         both = {**os.environ, **own}
-        self._environment = {k: v for k, v in both.items() if not k.startswith(_OF_A_WORKER)}
+        self._environment = {k: v for k, v in both.items() if not _is_own(k)}
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: start the template, unless there is one."""
         self._refused.clear()
+        if self._guardian.has_template and self._begun:
+            self._refuse("the template still imports the modules", 0)
         if self._is_useless or self._guardian.has_template:
             return
         command = command_of(self._job.group.spec.entrypoint, self._job.group.spec.args)
         if command is None:
             self._is_useless = True
-            logger.warning(
-                "--preload has no effect: the workers are not started as `python SCRIPT` or "
-                "`python -m MODULE`"
-            )
+            self._refuse("the workers are not started as `python SCRIPT` or `python -m MODULE`", 0)
             return
         with self._lock:
             self._timer = threading.Timer(self._delay_s, self._begin, [command])
@@ -82,9 +86,13 @@ class Templates(Feature):
 
     def _begin(self, command: Sequence[str]) -> None:
         with self._lock:  # so that `close` leaves no guardian behind
-            if self._timer is not None:
-                self._begun = monotonic()
+            if self._timer is None:
+                return
+            self._begun = monotonic()
+            try:
                 self._guardian.preload(self._modules, command, self._environment)
+            except (OSError, ValueError) as error:
+                logger.warning("--preload: the template cannot be started: %s", error)
 
     def before_stop(self) -> None:
         """See base class."""
@@ -99,30 +107,40 @@ class Templates(Feature):
 
     def on_change(self, changed: TemplateChanged) -> None:
         """Record a change of the template."""
-        emit = self._job.recorder.emit
-        match changed.kind:
-            case "ready":
-                emit(
-                    "regrow.template.ready",
-                    pid=changed.pid,
-                    modules=list(self._modules),
-                    duration_s=changed.monotonic - self._begun,
-                    resident_bytes=changed.resident,
-                )
-                self._begun = 0.0
-                return
-            case "refused" if changed.why in self._refused:
-                return  # each worker of the attempt has the same reason
-            case "refused":
-                self._refused.add(changed.why)
-                emit("regrow.template.refused", pid=changed.pid, reason=changed.why)
-            case "gone":
-                self._is_useless = self._begun > 0  # it has never forked a worker
-                emit("regrow.template.gone", pid=changed.pid, reason=changed.why)
+        if changed.kind == "refused":
+            self._refuse(changed.why, changed.pid)
+            return
+        duration_s, self._begun = changed.monotonic - self._begun, 0.0
+        if changed.kind == "ready":
+            self._job.recorder.emit(
+                "regrow.template.ready",
+                pid=changed.pid,
+                modules=list(self._modules),
+                duration_s=duration_s,
+                resident_bytes=changed.resident,
+            )
+            return
+        self._is_useless = changed.kind == "unfit"
+        self._job.recorder.emit("regrow.template.gone", pid=changed.pid, reason=changed.why)
         logger.warning(
-            "--preload has no effect on the next workers, which import the modules again: %s",
+            "--preload: the template (pid %s) is not used any more: %s; %s",
+            changed.pid,
             changed.why,
+            "no other one is started"
+            if self._is_useless
+            else "the next attempt starts another one",
         )
+
+    def _refuse(self, why: str, pid: int) -> None:
+        """Record why a worker is not forked, once an attempt for each reason."""
+        if why not in self._refused:
+            self._refused.add(why)
+            self._job.recorder.emit("regrow.template.refused", pid=pid, reason=why)
+            logger.warning("--preload: workers import the modules themselves: %s", why)
+
+
+def _is_own(name: str) -> bool:
+    return name in _OF_A_WORKER or name.startswith(_OURS)
 
 
 def command_of(entrypoint: object, args: Sequence[object]) -> list[str] | None:

@@ -174,11 +174,8 @@ class Guardian:
         """
         flags = command[1:2] if command[1:2] == ["-u"] else []
         package = os.path.dirname(os.path.abspath(__file__))
-        with self._lock:
-            pid = self._ensure().pid
-        argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, str(pid), ",".join(modules)]
+        argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, ",".join(modules)]
         self._request(b"preload", [*argv, *command, package], Place(env, lambda event: None))
-        self._process_with_template = self._process
 
     def mark(self) -> str:
         """Return a mark for a worker to adopt, for `REGROW_WORKER` in its environment."""
@@ -274,7 +271,7 @@ class Guardian:
     def _notify(self, event: Lapsed | TemplateChanged) -> None:
         """Pass on an event that is about no single worker."""
         if isinstance(event, TemplateChanged):
-            if event.kind == "gone":
+            if event.kind in ("gone", "unfit"):
                 self._process_with_template = None
             self.on_template(event)
         else:
@@ -287,7 +284,10 @@ class Guardian:
         self, kind: bytes, mark: str, place: Place, fields: Message, fds: Sequence[int]
     ) -> int:
         process, number = self._ensure(), next(self._numbers)
-        process.listeners[number] = place.listener
+        if kind == b"preload":  # before the guardian can report its end
+            self._process_with_template = process
+        else:
+            process.listeners[number] = place.listener
         head: Message = [kind, number, mark.encode(), round(place.grace * 1e9)]
         paths = [os.fsencode(path) for _, path in place.drains]
         process.send(_lease_message(self._lease))

@@ -82,12 +82,13 @@ class TemplateChanged(NamedTuple):
     """A change of the template (`Guardian.preload`)."""
 
     kind: str
-    """`ready`: it forks workers. `refused`: it has not forked one. `gone`: it forks no more."""
+    """`ready`: it forks workers. `refused`: it has not forked one. `gone`: it has ended. `unfit`:
+    no template can fork these workers."""
     pid: int
     resident: int
     """`ready`: its resident memory in bytes."""
     why: str
-    """`refused`, `gone`: the reason."""
+    """`refused`, `gone`, `unfit`: the reason."""
     monotonic: float
 
 

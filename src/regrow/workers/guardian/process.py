@@ -134,7 +134,7 @@ class MainLoop:
         self._lease = LeaseTimer()
         self._frames: list[list[bytes]] = []  # received, not yet handled
         self._template: Template | None = None
-        self._early_stops: dict[int, tuple[int, int]] = {}  # of workers that a template forks
+        self._forking: dict[int, tuple[WorkerRecord, list[int]]] = {}  # with signals for later
         self._reaper.is_template = self._is_template
         self._poller.watch(wire.number, self._on_wire)
         self._agent_gone = False
@@ -243,7 +243,12 @@ class MainLoop:
         program = Program(frame, self._wire.fds)
         try:
             self._template = Template(
-                program, self._poller, self._wire.send, self._begin, self._execute
+                program,
+                self._poller,
+                self._wire.send,
+                self._begin,
+                self._execute,
+                lambda: not self._lease.is_over(monotonic_ns()),
             )
         except OSError as error:
             why = f"it cannot be started: {os.strerror(error.errno or 0)}"
@@ -261,7 +266,7 @@ class MainLoop:
         program = Program(frame, self._wire.fds)
         record = WorkerRecord(int(frame[1]), frame[2], int(frame[3]), program.drains)
         if frame[0] == b"fork" and self._template is not None and self._template.ready:
-            self._early_stops[record.number] = (-1, 0)
+            self._forking[record.number] = record, []
             self._template.fork(record, program)
         else:
             self._execute(record, program)
@@ -281,9 +286,9 @@ class MainLoop:
         if record.pid:
             record.pidfd = os.pidfd_open(record.pid)
             self._reaper.watch(record)
-            self._stop_early(record)
+            self._signal_late(record)
         else:
-            self._early_stops.pop(record.number, None)
+            self._forking.pop(record.number, None)
             close_drains(record)
             self._wire.send(b"gone", record.number, 0, 0, monotonic_ns())
 
@@ -292,16 +297,13 @@ class MainLoop:
         record.forked = True
         self._reaper.watch(record)
         self._reaper.send_started(record)
-        if self._lease.is_over(now := monotonic_ns()):
-            self._wire.send(b"lapsed", 0, 1, now)
-            record.grace, record.deadline = 0, now
-        self._stop_early(record)
+        self._signal_late(record)
 
-    def _stop_early(self, record: WorkerRecord) -> None:
-        """Stop a worker if the agent has requested it while the template forked the worker."""
-        signum, grace = self._early_stops.pop(record.number, (-1, 0))
-        if signum >= 0:
-            self._stop(signum, grace, [record.number])
+    def _signal_late(self, record: WorkerRecord) -> None:
+        """Send a worker the signals of stops that came while the template forked it."""
+        _, signals = self._forking.pop(record.number, (record, []))
+        for signum in signals:
+            self._reaper.signal(record, signum)
 
     def _adopt(self, frame: list[bytes]) -> None:
         # Fields: worker, token, grace in ns, pid, paths of the drains. Descriptors: its pidfd, one
@@ -320,8 +322,10 @@ class MainLoop:
         self._reaper.note_ends()  # a worker that has ended by now died by itself
         now = monotonic_ns()
         for number in numbers:
-            if number in self._early_stops:
-                self._early_stops[number] = signum, grace
+            if number in self._forking:
+                record, signals = self._forking[number]
+                if record.stop(signum, grace, now):
+                    signals.append(signum)
             found = self._records.by_number.get(number)
             if found is not None and found.stop(signum, grace, now):
                 self._reaper.signal(found, signum)

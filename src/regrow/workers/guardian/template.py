@@ -49,6 +49,7 @@ class Template:
         send: sends a message to the agent.
         begin: called with a record that has the pid and pidfd of a forked worker.
         execute: starts a worker's program by exec.
+        may_start: returns whether workers may start now.
 
     Raises:
         OSError: the template cannot be started.
@@ -61,7 +62,9 @@ class Template:
         send: Callable[..., None],
         begin: Callable[[WorkerRecord], None],
         execute: Callable[[WorkerRecord, Program], None],
+        may_start: Callable[[], bool],
     ) -> None:
+        self._may_start = may_start
         self._poller, self._send, self._begin, self._execute = poller, send, begin, execute
         ours, theirs = _socket.socketpair()
         program.mapping[CONTROL] = theirs.detach()  # closed with the program's other descriptors
@@ -88,7 +91,7 @@ class Template:
     def check(self, now: int) -> None:
         """End the template if it has not answered in time."""
         if self.deadline is not None and now >= self.deadline:
-            self._end("it did not fork a worker in time")
+            self._end("it did not answer in time")
 
     def owns(self, pid: int, session: int | None) -> bool:
         """Return whether a process is the template, or a worker behind its gate."""
@@ -101,8 +104,17 @@ class Template:
         variables = [name + b"=" + value for name, value in program.env.items()]
         counts = [len(program.mapping), len(program.argv), len(variables)]
         body = encode([*counts, *program.mapping, *program.argv, *variables])
-        gate, ours = os.pipe()
-        request = os.memfd_create("regrow-fork", os.MFD_CLOEXEC)
+        try:
+            request = os.memfd_create("regrow-fork", os.MFD_CLOEXEC)
+        except OSError:  # no descriptor is free
+            self._execute(record, program)
+            return
+        try:
+            gate, ours = os.pipe()
+        except OSError:
+            os.close(request)
+            self._execute(record, program)
+            return
         self._asked = record, program, ours
         self.deadline = monotonic_ns() + FORK_NS
         try:
@@ -121,8 +133,11 @@ class Template:
         try:
             for frame in self._wire.receive() or ():
                 self._on_frame(frame)
-        except (ValueError, IndexError):  # a module has written to the socket
-            self._end("it has sent a message that is none")
+        except (ValueError, IndexError, RuntimeError):  # a module has written to the socket
+            self._end("it sent a malformed message")
+        for fd in self._wire.fds:  # the template sends none
+            os.close(fd)
+        self._wire.fds.clear()
         if self._wire.closed and not self.gone:
             self._end("it has ended")
 
@@ -141,7 +156,7 @@ class Template:
                 self._send(b"template", 0, b"refused", self.pid, why, monotonic_ns())
                 self._close_gate()
             case b"unfit":  # reason; it ends by itself
-                self._end(frame[1][:TEXT].decode(errors="replace"))
+                self._end(frame[1][:TEXT].decode(errors="replace"), b"unfit")
 
     def _on_forked(self, pid: int) -> None:
         if self._asked is None:
@@ -151,7 +166,8 @@ class Template:
             pidfd = os.pidfd_open(pid)
         except (OSError, OverflowError):  # killed behind the gate, or no pid
             pidfd = -1
-        if pidfd < 0 or entry is None or entry.parent != os.getpid():
+        is_ours = entry is not None and entry.parent == os.getpid()
+        if pidfd < 0 or not is_ours or not self._may_start():
             if pidfd >= 0:
                 os.close(pidfd)
             self._close_gate()
@@ -173,14 +189,14 @@ class Template:
             self._execute(record, program)
         self._ask_next()
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, kind: bytes = b"gone") -> None:
         """Use the template no more, and start its workers by exec."""
         self.gone, self.ready = True, False
         procfs.send(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
         self._poller.forget(self._wire.number)
         self._socket.detach()  # `forget` has closed it
-        self._send(b"template", 0, b"gone", self.pid, why.encode(), monotonic_ns())
+        self._send(b"template", 0, kind, self.pid, why.encode(), monotonic_ns())
         self._close_gate()
         waiting, self._waiting = self._waiting, []
         for record, program in waiting:

@@ -1,7 +1,8 @@
 """The program of a template: it imports modules, and then forks a worker for each request.
 
 It runs with the interpreter and the flags of the workers, as `python -u -c BOOTSTRAP CONTROL ...`,
-and uses nothing of regrow but the files of the guardian. `template` is the guardian's side.
+and uses nothing of regrow but the files of the guardian, unless the modules import regrow.
+`template` is the guardian's side.
 
 **A forked worker is like one that was started by exec**, as far as a process can be: environment,
 working directory, standard streams, session, signals, `sys.argv`, `sys.path`, `__main__`, seeds.
@@ -9,8 +10,8 @@ What a module has read while it was imported cannot be changed. So a worker with
 the variables in `READ_AT_IMPORT` is refused, and starts by exec. So is a worker with another
 program. /proc shows the command line and the environment of the template for it.
 
-**What a fork would break is refused as a whole**: threads that the modules have started would be
-missing in the worker, and a CUDA driver that is in use cannot be forked.
+**What a fork would break is refused**: threads that the modules have started would be missing in
+the worker, and the driver of an accelerator that is in use cannot be forked.
 """
 
 from __future__ import annotations
@@ -40,31 +41,34 @@ READ_AT_IMPORT = (
     *("TF_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
 )
 """Prefixes of the variables that libraries read while they are imported."""
+DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/davinci")
+"""Prefixes of device files that a process opens when it uses an accelerator."""
 _PACKAGE = __name__.rpartition(".")[0]
 
 
 def main() -> Run:
     """Import the modules, and serve the guardian; return in each forked worker.
 
-    Arguments of the process: pid of the guardian, modules, and the command of the workers.
+    Arguments of the process: the modules, and the command of the workers.
 
     Returns:
         A function that runs the worker's program.
     """
-    guardian, modules, command = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    guardian, modules, command = os.getppid(), sys.argv[1].split(","), sys.argv[2:]
     control = _socket.socket(fileno=CONTROL)
     os.set_inheritable(CONTROL, False)
-    _set_path(command)
     before = dict(os.environb)
-    why = _import(modules) or _unfit()
+    own = _own_path(command)
+    if own is not None:
+        sys.path[0] = own
+    why = _unrunnable(command) or _import(modules) or _unfit()
     if why:
         _answer(control, b"unfit", why.encode(errors="replace"))
         _wait_for_end(control)
-    gc.collect()
-    gc.freeze()  # so that a collection in a worker copies no page of the template
+    gc.collect()  # once here, and not in each worker
     _answer(control, b"ready", b"%d" % _resident())
     while True:
-        found = _serve(control, guardian, command, before)
+        found = _serve(control, guardian, command, before, own)
         if found is not None:
             return found
 
@@ -88,10 +92,28 @@ def _unfit() -> str:
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
         return f"its modules have started threads ({threads}), which a fork would lose"
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is not None and cuda.is_initialized():
-        return "its modules have initialised CUDA, which a fork would break"
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            file = os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115 - pathlib is not loaded here
+        except OSError:  # the descriptor of the directory itself
+            continue
+        if file.startswith(DEVICES):
+            return f"its modules use an accelerator ({file}), which a fork would break"
+    return ""
+
+
+def _unrunnable(command: Sequence[str]) -> str:
+    """Return why `_run_script` cannot run the workers' program; empty if it can."""
+    script = command[_first(command)]
+    if script == "-m":
+        return ""
+    try:
+        with open(script, "rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        return f"it cannot run {script}: {os.strerror(error.errno or 0)}"
+    if start[:2] == b"PK" or start[2:] == b"\r\n":  # a zip file, byte code
+        return f"it cannot run {script}, which is no Python source"
     return ""
 
 
@@ -118,9 +140,21 @@ def _wait_for_end(control: _socket.socket) -> NoReturn:
 
 
 def _serve(
-    control: _socket.socket, guardian: int, command: Sequence[str], before: Mapping[bytes, bytes]
+    control: _socket.socket,
+    guardian: int,
+    command: Sequence[str],
+    before: Mapping[bytes, bytes],
+    own_path: str | None,
 ) -> Run | None:
-    """Handle one request; return the worker's program in the worker, and None in the template."""
+    """Handle one request; return the worker's program in the worker, and None in the template.
+
+    Args:
+        control: the socket to the guardian.
+        guardian: pid of the guardian.
+        command: the common part of the workers' commands.
+        before: the environment before the modules were imported.
+        own_path: the entry of `sys.path` for the script; None if the interpreter adds none.
+    """
     data, ancillary, _, _ = control.recvmsg(1, 4096, _socket.MSG_CMSG_CLOEXEC)
     if not data:
         os._exit(0)
@@ -145,14 +179,12 @@ def _serve(
             mapping = dict(zip(map(int, targets), streams, strict=True))
             control.detach()
             os.close(CONTROL)
-            # The modules would set these variables in the worker, too.
-            set_by_modules = {k: v for k, v in os.environb.items() if before.get(k) != v}
-            _become(guardian, gate, directory, mapping, {**env, **set_by_modules})
-            return _program([os.fsdecode(word) for word in argv])
+            _become(guardian, gate, directory, mapping, _with_changes(env, before))
+            return _program([os.fsdecode(word) for word in argv], own_path)
         if pid > 0:
             _answer(control, b"forked", b"%d" % pid)
         else:
-            _answer(control, b"refused", b"the system cannot create another process")
+            _answer(control, b"refused", _FORK_FAULTS[pid])
     for fd in (directory, gate, *streams):
         os.close(fd)
     return None
@@ -178,11 +210,32 @@ def _misfit(
     return ""
 
 
+def _with_changes(env: Mapping[bytes, bytes], before: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return a worker's environment with the changes that the modules made at their import.
+
+    A variable with a value of the worker's own, such as its rank, keeps that value.
+    """
+    changed, after = dict(env), dict(os.environb)
+    for name in {*before, *after}:
+        if before.get(name) == after.get(name) or env.get(name) != before.get(name):
+            continue
+        changed.pop(name, None)
+        if name in after:
+            changed[name] = after[name]
+    return changed
+
+
+_FORK_FAULTS = {
+    -1: b"the system cannot create another process",
+    -2: b"the modules have used CUDA, which a fork breaks",
+}
+
+
 def _fork() -> int:
     """Fork a process that is the guardian's child.
 
     Returns:
-        0 in that process; in the template its pid, or -1 if it cannot be created.
+        0 in that process; in the template its pid, or a key of `_FORK_FAULTS`.
     """
     reading, writing = os.pipe()
     try:
@@ -192,6 +245,11 @@ def _fork() -> int:
         os.close(writing)
         return -1
     if between == 0:
+        # torch notes the fork of a process that has only counted its devices as well.
+        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        if cuda is not None and cuda._is_in_bad_fork():
+            os.write(writing, b"-2")
+            os._exit(0)
         try:
             pid = os.fork()
         except OSError:
@@ -243,7 +301,6 @@ def _become(
     os.environb.update(env)
     os.environ[procfs.WORKER_PID] = str(os.getpid())
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    gc.unfreeze()
     # As at their import; Python's own generator does so at every fork. CUDA's seed is fixed.
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()
@@ -254,14 +311,15 @@ def _become(
         regrow._start_worker()
 
 
-def _program(argv: list[str]) -> Run:
+def _program(argv: list[str], own_path: str | None) -> Run:
     """Return a function that runs the worker's program: `python [-u] SCRIPT` or `-m MODULE`."""
     sys.orig_argv[:] = argv
     for name in [name for name in sys.modules if name.partition(".")[0] == _PACKAGE]:
         del sys.modules[name]
     module = sys.modules["__main__"] = type(sys)("__main__")
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    _set_path(argv)
+    if own_path is not None and own_path in sys.path:
+        sys.path[sys.path.index(own_path)] = _own_path(argv) or own_path
     at = _first(argv)
     if argv[at] == "-m":
         import runpy
@@ -277,11 +335,12 @@ def _first(argv: Sequence[str]) -> int:
     return 2 if argv[1] == "-u" else 1
 
 
-def _set_path(argv: Sequence[str]) -> None:
-    """Set the first entry of `sys.path` as the interpreter does for a worker's command."""
-    if not sys.flags.safe_path:
-        word = argv[_first(argv)]
-        sys.path[0] = os.getcwd() if word == "-m" else os.path.dirname(os.path.realpath(word))
+def _own_path(argv: Sequence[str]) -> str | None:
+    """Return the entry that the interpreter adds to `sys.path` for a worker's command."""
+    if sys.flags.safe_path:
+        return None
+    word = argv[_first(argv)]
+    return os.getcwd() if word == "-m" else os.path.dirname(os.path.realpath(word))
 
 
 def _run_script(path: str, module: object) -> None:
@@ -292,7 +351,7 @@ def _run_script(path: str, module: object) -> None:
     scope.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     with open_code(os.path.abspath(path)) as file:
         source = file.read()
-    exec(compile(source, path, "exec"), scope)
+    exec(compile(source, path, "exec", dont_inherit=True), scope)
 
 
 def _run(call: Callable[..., object], *args: object) -> None:
