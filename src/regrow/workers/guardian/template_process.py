@@ -368,7 +368,8 @@ def _run(call: Callable[..., object], *args: object) -> None:
         trace = trace.tb_next
     failure = failure.with_traceback(trace)
     sys.last_type, sys.last_value, sys.last_traceback = type(failure), failure, trace
-    sys.last_exc = failure  # type: ignore[attr-defined] # since Python 3.12
+    if sys.version_info >= (3, 12):
+        sys.last_exc = failure
     sys.excepthook(type(failure), failure, trace)
     if isinstance(failure, KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
