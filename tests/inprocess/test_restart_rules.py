@@ -7,7 +7,7 @@ import math
 import pytest
 from regrow.inprocess.monitor_thread import RankShouldRestart
 
-from regrow.inprocess.call.restart import Next, Pauses, Timeline, after, root_cause
+from regrow.inprocess.call.restart import Next, Pauses, Timeline, after, cause_of, root_cause
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.watchdog.rank_progress import RankPhase, RankProgress
 
@@ -15,6 +15,15 @@ from regrow.inprocess.watchdog.rank_progress import RankPhase, RankProgress
 def faults(*kinds: str, now: float = 10.0) -> Faults:
     records = tuple(Fault(kind, rank, "", 9.0 + rank / 10) for rank, kind in enumerate(kinds))
     return Faults(0, records, now)
+
+
+def test_a_rank_that_gives_up_first_is_not_the_cause_for_which_the_others_give_up() -> None:
+    before = ValueError("the fault")
+    gave_up = Fault("BASE_EXCEPTION", 0, "RestartAbort('no further restart') <- ...", 9.0)
+    assert cause_of(gave_up, 2, 1, None, before) is before
+    assert "RestartAbort" in str(cause_of(gave_up, 0, 1, None))  # no restart came before
+    another = Fault("EXCEPTION", 0, "ValueError('another')", 9.0)
+    assert "another" in str(cause_of(another, 2, 1, None, before))
 
 
 @pytest.mark.parametrize(

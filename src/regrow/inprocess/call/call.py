@@ -332,7 +332,7 @@ class CallWrapper:
         call(self._config.finalize, state)
         timeline.reached("finalized", time.monotonic())
         check_health(self._config.health_check, state)
-        own, self._cause = kept(self._state.fn_exception), None
+        own, before, self._cause = kept(self._state.fn_exception), self._cause, None
         self._state.fn_exception = None  # frees the function's frames, unless kept() has it
         del state
         timeline.reached("checked", time.monotonic())
@@ -344,7 +344,9 @@ class CallWrapper:
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
         timeline.lost = met.lost
-        self._cause = cause_of(timeline.root, self._state.iteration, self._state.initial_rank, own)
+        self._cause = cause_of(
+            timeline.root, self._state.iteration, self._state.initial_rank, own, before
+        )
         left, self._iteration = self._iteration, met.iteration  # the pause can be interrupted
         self._pause(met.faults)
         self._timeline = timeline

@@ -56,7 +56,8 @@ from types import FrameType
 from typing import Final
 
 from regrow import _progress as board
-from regrow.inprocess.exception import RankFault, RankShouldRestart
+from regrow.inprocess.attribution import Interruption
+from regrow.inprocess.exception import RankFault, RankShouldRestart, RestartAbort
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.state import State
 from regrow.utils import Backoff, get_cause, get_context, get_traceback
@@ -207,18 +208,29 @@ def chain_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def cause_of(
-    root: Fault | None, iteration: int, rank: int | None, own: BaseException | None
+    root: Fault | None,
+    iteration: int,
+    rank: int | None,
+    own: BaseException | None,
+    before: BaseException | None = None,
 ) -> BaseException | None:
     """Return the cause for a `RestartAbort` of this rank.
+
+    A rank that gives up first ends the iteration of the others, which then give up, too. Its
+    `RestartAbort` is no cause: all ranks give up for the fault before.
 
     Args:
         root: the root cause of the iteration that ended.
         iteration: the number of that iteration.
         rank: the initial rank of this process.
         own: the exception of the function on this rank, if it was kept.
+        before: the cause of the restart before this one.
     """
     if root is None:
         return None
+    gave_up = root.message.startswith(f"{RestartAbort.__name__}(")
+    if before is not None and gave_up and root.kind == Interruption.BASE_EXCEPTION.name:
+        return before
     if root.rank == rank and own is not None:
         return own
     where = f"initial rank {root.rank} in iteration {iteration}"
