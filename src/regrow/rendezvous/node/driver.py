@@ -143,7 +143,7 @@ class Driver(Protocol):
         ...
 
     def explain_timeout(self, id: str, timeout: float) -> tuple[str, tuple[Departed, ...]]:
-        """Explain why a wait of `timeout` seconds was in vain.
+        """Explain why a wait of `timeout` seconds timed out.
 
         Returns:
             The error text, which names the missing nodes; and the nodes that are lost from the

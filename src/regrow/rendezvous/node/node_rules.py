@@ -167,7 +167,7 @@ def is_evicted(notified: Notified, snapshot: Snapshot) -> bool:
 def explain_timeout(
     state: Round, run_id: str, id: str, timeout: float
 ) -> tuple[str, tuple[Departed, ...]]:
-    """Explain why a wait was in vain; see `Driver.explain_timeout`."""
+    """Explain why a wait timed out; see `Driver.explain_timeout`."""
     text = _timeout_text(state, run_id, id, timeout)
     return text, () if state.complete else departed(state)[:DEPARTED]
 
