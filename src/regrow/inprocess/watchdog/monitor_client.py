@@ -67,8 +67,11 @@ LONGEST: Final = 1 << 16
 """Largest packet in bytes."""
 _LONGEST_PAUSE: Final = 60.0
 """Longest pause between two attempts to start a monitor again, in seconds."""
-_LEAVE_TIME: Final = 1.0
-"""Seconds for the monitor to write the files of a rank at the end of the call."""
+_LEAVE_TIME: Final = 5.0
+"""Seconds for the monitor to write the files of a rank at the end of the call.
+
+A busy host takes more than a second to start the monitor.
+"""
 
 
 class RankDeadline(NamedTuple):
