@@ -79,6 +79,17 @@ def test_node_rank_1_speaks_while_the_host_of_rank_0_is_lost() -> None:
     assert not speaks(3, met(1), leaving), "it is still there, and speaks itself"
 
 
+def test_the_lowest_rank_that_lives_speaks_when_no_further_round_forms() -> None:
+    def departed(*ranks: int) -> Event:
+        nodes = [{"node": f"10.0.0.{rank + 1}/7/a", "rank": rank, "why": "?"} for rank in ranks]
+        return event("round.departed", nodes=nodes)
+
+    gone = lost("10.0.0.1/7/a"), departed(0, 1, 3)
+    assert [speaks(5, met(rank), *gone) for rank in (2, 4)] == [True, False]
+    assert not speaks(5, met(3), departed(1, 2)), "node rank 0 lives"
+    assert not speaks(5, met(2), *gone, met(1, attempt=1)), "the next round has another rank 0"
+
+
 @pytest.mark.parametrize("serves", [True, False])
 def test_node_rank_1_speaks_when_the_place_to_meet_is_lost_with_the_host_of_rank_0(
     serves: bool,

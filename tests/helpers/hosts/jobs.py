@@ -61,7 +61,9 @@ class World(NamedTuple):
 class Agent:
     """One `regrow run` on a host."""
 
-    def __init__(self, job: Job, host: Host, name: str, flags: list[str]) -> None:
+    def __init__(
+        self, job: Job, host: Host, name: str, flags: list[str], env: dict[str, str]
+    ) -> None:
         self.host = host
         self.log_dir = job.folder / f"{name}.logs"
         self._output = job.folder / f"{name}.output"
@@ -69,7 +71,7 @@ class Agent:
         home.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "regrow.run", f"--log-dir={self.log_dir}", *flags]
         with self._output.open("wb") as output:
-            env = {**job.env, "HOME": str(home)}
+            env = {**job.env, **env, "HOME": str(home)}
             self.process = Process(host, [*command, str(WORKER), job.mode], env, output)
 
     @property
@@ -186,9 +188,10 @@ class Job:
             *(["--insecure"] if backend == "etcd" else []),  # the etcd of the tests has no users
         ]
 
-    def agent(self, host: Host, *flags: str) -> Agent:
-        """Start an agent on a host."""
-        agent = Agent(self, host, f"{host.name}.{len(self.agents)}", [*self._flags, *flags])
+    def agent(self, host: Host, *flags: str, env: dict[str, str] | None = None) -> Agent:
+        """Start an agent on a host, with more variables than the other agents have."""
+        name = f"{host.name}.{len(self.agents)}"
+        agent = Agent(self, host, name, [*self._flags, *flags], env or {})
         self.agents.append(agent)
         return agent
 

@@ -14,12 +14,12 @@ once, after the report. This holds for regrow's command line and for a user's pr
 
 **The agent that prints for the job.** `srun` and `mpirun` show the lines of all agents in one
 terminal or file. Lines about the whole job (the limits at the start, the story at the end) appear
-there once. The agent of node rank 0 prints them. If the host of rank 0 is lost, the agent of node
-rank 1 prints them until the next round has formed. Every other agent that ends with an error prints
-one line with the directory of its logs. Each agent prints the lines about its own host, such as a
-worker that failed or was stopped there. An agent with an output of its own (its user's terminal, a
-pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of every agent are
-always complete.
+there once. The agent of node rank 0 prints them. After the loss of hosts, the agent with the lowest
+node rank among the others prints them until the next round has formed. Every other agent that ends
+with an error prints one line with the directory of its logs. Each agent prints the lines about its
+own host, such as a worker that failed or was stopped there. An agent with an output of its own (its
+user's terminal, a pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of
+every agent are always complete.
 
 **Waiting.** An agent that waits for other nodes has nothing to report: no worker runs, and the
 nodes may still join. It would look like a hung program for a quarter of an hour. The host with the
@@ -86,8 +86,9 @@ class Speaker(NamedTuple):
     """Address of node rank 0 in that round."""
     leader_serves: bool = False
     """Whether that host serves the rendezvous."""
-    leader_lost: bool = False
-    """Whether that host was lost since the round formed."""
+    lost: frozenset[int] = frozenset()
+    """Node ranks of the hosts that were lost or have left since the round formed, as far as this
+    agent knows."""
 
     @property
     def speaks(self) -> bool:
@@ -96,7 +97,7 @@ class Speaker(NamedTuple):
             return True
         if self.rank is None:
             return self.started_as == 0
-        return self.rank == 0 or (self.rank == 1 and self.leader_lost)
+        return self.lost.issuperset(range(self.rank))
 
     @property
     def prints_waits(self) -> bool:
@@ -121,14 +122,17 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
                 rank=metadata.get("group_rank"),
                 leader=str(metadata.get("leader", "")),
                 leader_serves=bool(metadata.get("leader_serves")),
-                leader_lost=False,
+                lost=frozenset(),
             )
         case "regrow.round.ended" | "regrow.round.judged" | "regrow.rendezvous.closed":
             address = str(metadata.get("node", "")).partition("/")[0]
             if metadata.get("lost") and address == speaker.leader:
-                return speaker._replace(leader_lost=True)
+                return speaker._replace(lost=speaker.lost | {0})
+        case "regrow.round.departed":
+            ranks = {node["rank"] for node in metadata.get("nodes", ())}
+            return speaker._replace(lost=speaker.lost | ranks)
         case "regrow.rendezvous.lost" if speaker.leader_serves:
-            return speaker._replace(leader_lost=True)
+            return speaker._replace(lost=speaker.lost | {0})
     return speaker
 
 
