@@ -236,6 +236,12 @@ class Network:
         self.hosts.append(host)
         return host
 
+    def restore(self, host: Host) -> Host:
+        """Add a host in the place of one that has lost its power, with its name and address."""
+        restored = self.hosts[self.hosts.index(host)] = Host(self, host.port)
+        self.mend(restored)
+        return restored
+
     def cut(self, host: Host, directions: str = "both") -> None:
         """Drop all frames: "out" from the host, "in" to the host, or "both"."""
         self._change(host, directions, cut=True)

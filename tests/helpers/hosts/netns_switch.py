@@ -22,6 +22,7 @@ packets of 64 kB without a checksum. A packet socket that forwards such a packet
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -151,6 +152,11 @@ class Switch:
 
     def _plug(self, port: int, pid: int) -> None:
         ours, theirs = f"port{port}", f"host{port}"
+        if port in self._ports:  # the host before lost its power
+            self._selector.unregister(line := self._ports.pop(port))
+            line.close()
+            with contextlib.suppress(subprocess.CalledProcessError):  # the kernel has removed it
+                _ip(f"link delete {ours}")
         pair = f"link add {ours} type veth peer name {theirs} address {mac(port)}"
         _ip(pair, f"link set {ours} up")
         for name in (ours, theirs):

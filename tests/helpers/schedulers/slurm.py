@@ -136,16 +136,15 @@ class Cluster:
             "LD_LIBRARY_PATH": str(folder),
             "SLURM_CONF": str(folder / "slurm.conf"),
         }
-        munged = (
+        self._munged = (
             f"mount -t tmpfs none {folder}/run && munged --force --socket={folder}/run/munge.socket"
             f" --key-file={folder}/munge.key --pid-file={folder}/run/munge.pid"
             f" --seed-file={folder}/run/munge.seed --log-file={folder}/munged-$(hostname).log"
         )
-        for host in (self.control, *self.nodes):
-            host.run("sh", "-c", munged)
+        self.control.run("sh", "-c", self._munged)
         self._daemon(self.control, "slurmctld", "-D", "-c")
         for node in self.nodes:
-            self.boot(node)
+            self._boot(node)
         self.wait_until(
             lambda: self.call("sinfo -h -o '%D %T'").strip() == "4 idle", "four nodes idle"
         )
@@ -155,8 +154,15 @@ class Cluster:
         node.lose_power()
         self.nodes.remove(node)
 
-    def boot(self, node: Host) -> None:
-        """Start the daemon of a node."""
+    def restore(self, node: Host) -> None:
+        """Switch the power of a lost node on again."""
+        restored = self.network.restore(node)
+        introduce([*self.nodes, restored, self.control])
+        self._boot(restored)
+        self.nodes.insert(restored.port - 1, restored)
+
+    def _boot(self, node: Host) -> None:
+        node.run("sh", "-c", self._munged)
         self._daemon(node, "slurmd", "-D", "-N", node.name)
 
     def _daemon(self, host: Host, *command: str) -> None:
