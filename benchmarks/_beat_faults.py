@@ -47,7 +47,7 @@ class Worker:
             env=os.environ | job.environ | {"RANK": str(rank), "WORLD_SIZE": str(size)},
         )
 
-    def hear(self, what: str) -> float:
+    def wait_for(self, what: str) -> float:
         """Wait until the worker reports `what`; return when, in monotonic seconds."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -83,13 +83,13 @@ class Job:
         """Start workers; return when the last worker has begun, monotonic seconds."""
         new = [Worker(self, rank, size) for rank in ranks]
         self.workers += new
-        return max(worker.hear("begins") for worker in new)
+        return max(worker.wait_for("begins") for worker in new)
 
     def beat(self) -> None:
         """Start all workers, and wait until they have beaten for one and a half periods."""
         self.start(*range(SIZE))
         for worker in self.workers:
-            worker.hear("beats")
+            worker.wait_for("beats")
         time.sleep(1.5 * self.period)
 
     def signal(self, pid: int, signum: int) -> float:
@@ -180,7 +180,7 @@ def faults(period: float, timeout: float) -> list[str]:
         with start_server(token=token, services=SERVICES) as server:
             job = Job(server, token, period, timeout)
             began = fault.do(job)
-            said = {worker.rank: worker.end() for worker in job.workers}
+            outputs = {worker.rank: worker.end() for worker in job.workers}
             seconds = time.monotonic() - began
             job.signal(server.pid, signal.SIGCONT)
         known = AT_ONCE_S if fault.at_once else FAILURES * (period + timeout)
@@ -190,7 +190,7 @@ def faults(period: float, timeout: float) -> list[str]:
             failures.append(f"{fault.name}: the last process ended after {seconds:.2f} s")
         failures += [
             f"{fault.name}: rank {rank} says {words!r}"
-            for rank, words in said.items()
+            for rank, words in outputs.items()
             if rank != 1 and fault.says not in words
         ]
     return failures

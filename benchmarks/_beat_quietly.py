@@ -49,13 +49,13 @@ def main() -> None:
         rounds += 1
         heartbeat.step(rounds)
     assert api.running is not None
-    said = {
+    result = {
         "seconds": ran,
         "beats": api.running.beater.succeeded,
         "failed": failures.lines,
         "alarm": str(alarms[0]) if alarms else None,
     }
-    print(json.dumps(said), flush=True)
+    print(json.dumps(result), flush=True)
     if alarms:
         os._exit(0)
 

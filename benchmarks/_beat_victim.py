@@ -20,7 +20,7 @@ import regrow.store.client.client  # noqa: F401 - imported before the time is me
 from regrow.heartbeat import start
 
 
-def say(what: str) -> None:
+def report(what: str) -> None:
     """Report an event to the benchmark, with the time."""
     print(json.dumps({what: time.monotonic()}), flush=True)
 
@@ -29,9 +29,9 @@ def main() -> None:
     """Beat, and hang in native code after a line on standard input."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     period, timeout = map(float, sys.argv[1:])
-    say("begins")
+    report("begins")
     start(period, timeout=timeout)
-    say("beats")
+    report("beats")
     sys.stdin.readline()
     reader, _writer = os.pipe()
     ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)

@@ -138,10 +138,10 @@ class Crowd:
         return max(member.seated_at for member in self._members)
 
     def _serve(self, timeout: float) -> list[Member]:
-        heard = self._connections.ready(timeout)
-        for member in heard:
+        ready = self._connections.ready(timeout)
+        for member in ready:
             member.receive()
-        return heard
+        return ready
 
 
 def main() -> None:

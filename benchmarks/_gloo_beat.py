@@ -36,7 +36,9 @@ LOST = 1
 BEATS_BEFORE = 2
 
 
-def rank_main(rank: int, size: int, period: float, timeout: float, store: str, said: int) -> None:
+def rank_main(
+    rank: int, size: int, period: float, timeout: float, store: str, report_fd: int
+) -> None:
     """Run one rank until its third failure in a row."""
     rendezvous = dist.FileStore(store, size)
     # Connecting many ranks takes longer than an exchange may take.
@@ -60,13 +62,13 @@ def rank_main(rank: int, size: int, period: float, timeout: float, store: str, s
         except RuntimeError:
             failures += 1
         if failures or not bool((signals == token).all()):
-            os.write(said, f"failure {failures} {time.monotonic()}\n".encode())
+            os.write(report_fd, f"failure {failures} {time.monotonic()}\n".encode())
             if failures == FAILURES:
                 os._exit(1)
         else:
             beats += 1
             if rank == LOST and beats == BEATS_BEFORE:
-                os.write(said, f"beat 0 {time.monotonic()}\n".encode())
+                os.write(report_fd, f"beat 0 {time.monotonic()}\n".encode())
 
 
 def main() -> None:

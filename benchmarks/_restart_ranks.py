@@ -62,7 +62,7 @@ class Rank:
         self._lines = os.open(job.lines, os.O_APPEND | os.O_WRONLY | os.O_CREAT)
         self._groups = 0
 
-    def tell(self, event: str, **figures: float) -> None:
+    def report(self, event: str, **figures: float) -> None:
         """Append an event to the file of the job."""
         line = {"event": event, "rank": self._rank, "at": time.monotonic(), **figures}
         os.write(self._lines, (json.dumps(line) + "\n").encode())
@@ -112,7 +112,7 @@ class Rank:
     def _fail_once(self, call: Any) -> None:
         self.meet(str(call.iteration))
         dist.all_reduce(torch.ones(1))
-        self.tell("reduced", iteration=call.iteration)
+        self.report("reduced", iteration=call.iteration)
         if call.iteration == 0:
             self._fail(call)
         dist.destroy_process_group()
@@ -127,7 +127,7 @@ class Rank:
         time.sleep(BLOCKED_S)
         if how == "hang":
             call.ping()
-        self.tell("fault")
+        self.report("fault")
         if how == "raise":
             raise ValueError("a mistake")
         if how == "kill":
@@ -184,7 +184,7 @@ class Rank:
                 call.ping()
         dist.barrier()
         seconds, spent = time.perf_counter() - began, time.process_time() - spent
-        self.tell("block", wrapped=call is not None, seconds=seconds, spent=spent)
+        self.report("block", wrapped=call is not None, seconds=seconds, spent=spent)
         dist.destroy_process_group()
 
 

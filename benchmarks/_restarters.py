@@ -64,23 +64,23 @@ class Rank(Client):
         self._ask(messages.Report(*self._me, iteration, iteration, "EXCEPTION", "a mistake"))
 
     def answered(self, id: int, body: bytes) -> None:
-        told = messages.decode_reply(body)
-        if isinstance(told, messages.Go) and self.iteration < 0:
-            self._enter(told.iteration)
-        elif isinstance(told, messages.Go):
-            self.entered, self.entered_at = told.iteration, time.monotonic()
+        reply = messages.decode_reply(body)
+        if isinstance(reply, messages.Go) and self.iteration < 0:
+            self._enter(reply.iteration)
+        elif isinstance(reply, messages.Go):
+            self.entered, self.entered_at = reply.iteration, time.monotonic()
             self._ask(messages.Follow(*self._me, self.entered))
-        elif isinstance(told, messages.Gathered):
-            self._enter(told.met.iteration)
-        elif isinstance(told, messages.Interrupted):
-            heard = id == self._heard
-            of = messages.Ready if heard else messages.AnswerLastCall
-            asked = self._ask(of(*self._me, told.faults.iteration))
-            self._heard = 0 if heard else asked
-        elif not isinstance(told, messages.Noted):
-            raise SystemExit(f"benchmark: the service answered {told}")
+        elif isinstance(reply, messages.Gathered):
+            self._enter(reply.met.iteration)
+        elif isinstance(reply, messages.Interrupted):
+            was_last_call = id == self._last_call
+            of = messages.Ready if was_last_call else messages.AnswerLastCall
+            asked = self._ask(of(*self._me, reply.faults.iteration))
+            self._last_call = 0 if was_last_call else asked
+        elif not isinstance(reply, messages.Noted):
+            raise SystemExit(f"benchmark: the service answered {reply}")
 
-    _heard = 0  # id of the request of the last call
+    _last_call = 0  # id of the request of the last call
 
     def _enter(self, iteration: int) -> None:
         self.iteration = iteration

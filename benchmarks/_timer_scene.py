@@ -75,7 +75,7 @@ def _counting(server: Any) -> Any:
     return Counting
 
 
-def say(**what: Any) -> None:
+def report(**what: Any) -> None:
     """Write a JSON line in a single write, because other processes write to the same pipe."""
     os.write(1, json.dumps(what).encode() + b"\n")
 
@@ -137,7 +137,7 @@ def _blocks(expires: Any, paced: int, burst: int) -> None:
                 pass
         except OSError as error:
             failed.append(repr(error))
-    say(paced_ns=took_ns[100:], burst_ns=clock() - begin, failed=len(failed), errors=failed[:1])
+    report(paced_ns=took_ns[100:], burst_ns=clock() - begin, failed=len(failed), errors=failed[:1])
 
 
 def reap(pair: Pair) -> None:
@@ -148,7 +148,7 @@ def reap(pair: Pair) -> None:
     method = getattr(scene.server, name)
 
     def noticing(*args: Any) -> Any:
-        say(noticed_s=time.monotonic())
+        report(noticed_s=time.monotonic())
         return method(*args)
 
     setattr(scene.server, name, noticing)
@@ -160,7 +160,7 @@ def reap(pair: Pair) -> None:
 def _hang(expires: Any, after: float) -> None:
     begin = time.monotonic()
     with expires(after=after):
-        say(pid=os.getpid(), deadline_s=begin + after)
+        report(pid=os.getpid(), deadline_s=begin + after)
         time.sleep(60)
 
 
@@ -171,7 +171,7 @@ def idle(pair: Pair, seconds: float) -> None:
     time.sleep(1.0)
     used_s = time.process_time()
     time.sleep(seconds)
-    say(cpu_s=time.process_time() - used_s)
+    report(cpu_s=time.process_time() - used_s)
     scene.server.stop()
     scene.workers[0].kill()
 
@@ -191,7 +191,7 @@ def load(pair: Pair, workers: int, per_second: float, seconds: float) -> None:
     took_s, used_s = time.monotonic() - begin, time.process_time() - used_s
     time.sleep(1.0)  # requests that are under way may arrive
     stuck = [worker for worker in scene.workers if worker.is_alive()]
-    say(
+    report(
         killed=sum(worker.exitcode != 0 for worker in scene.workers if worker not in stuck),
         stuck=len(stuck),
         armed=scene.server.armed,
@@ -218,7 +218,7 @@ def _arm_and_release(expires: Any, period: float, seconds: float) -> None:
         except OSError:
             failed += 1
         due += period
-    say(blocks=blocks, sent=sent, failed=failed)
+    report(blocks=blocks, sent=sent, failed=failed)
 
 
 def main() -> None:

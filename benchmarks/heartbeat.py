@@ -362,24 +362,25 @@ def quiet(minutes: float) -> list[str]:
                 )
                 for rank in range(QUIET_WORKERS)
             ]
-            said = [_line(worker) for worker in workers]
+            results = [_line(worker) for worker in workers]
             for worker in workers:
                 worker.communicate()
     finally:
         for process in load:
             process.kill()
             process.wait()
-    failed = [line for each in said for line in each["failed"]]
-    beats = min(each["beats"] for each in said)
+    failed = [line for each in results for line in each["failed"]]
+    beats = min(each["beats"] for each in results)
     print(
         f"{QUIET_WORKERS} workers on {os.cpu_count()} cores under full load (load average "
         f"{os.getloadavg()[0]:.1f}), {time.monotonic() - began:.0f} s: {beats} beats, "
-        f"{len(failed)} exchanges failed, {sum(each['alarm'] is not None for each in said)} alarms"
+        f"{len(failed)} exchanges failed, "
+        f"{sum(each['alarm'] is not None for each in results)} alarms"
     )
     for line in failed:
         print(f"  {line}")
-    wrong = [f"a false alarm: {each['alarm']}" for each in said if each["alarm"]]
-    if not wrong and min(each["seconds"] for each in said) < 0.99 * minutes * 60:
+    wrong = [f"a false alarm: {each['alarm']}" for each in results if each["alarm"]]
+    if not wrong and min(each["seconds"] for each in results) < 0.99 * minutes * 60:
         wrong.append("the heartbeat ended early")
     return wrong
 

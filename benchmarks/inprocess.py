@@ -249,11 +249,11 @@ class Restarts:
         return self._seconds(case, events(job[5]))
 
     @staticmethod
-    def _seconds(case: str, told: list[dict[str, Any]]) -> float:
-        faults = [each["at"] for each in told if each["event"] == "fault"]
+    def _seconds(case: str, reports: list[dict[str, Any]]) -> float:
+        faults = [each["at"] for each in reports if each["event"] == "fault"]
         if len(faults) != 1:
             raise SystemExit(f"benchmark: {len(faults)} faults in {case!r}; see --log")
-        done = [each["at"] for each in told if each.get("iteration") == 1]
+        done = [each["at"] for each in reports if each.get("iteration") == 1]
         if len(done) != RANKS - case.startswith("kill"):
             return math.inf
         return float(max(done) - faults[0] - (SOFT_S if case.startswith("hang") else 0.0))
@@ -414,7 +414,7 @@ def main() -> int:
     parser.add_argument("--cases", default="", help="only those whose name has this part")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of blocks of the training")
     parser.add_argument("--steps", type=int, default=300, help="steps of such a block")
-    parser.add_argument("--log", type=Path, help="the file for what the ranks say")
+    parser.add_argument("--log", type=Path, help="write the reports of the ranks into this file")
     parts: dict[str, Callable[[Scene, argparse.Namespace], list[str]]] = {
         "memory": memory,
         "restarts": restarts,

@@ -164,8 +164,8 @@ def _start_etcd(folder: str, stack: ExitStack) -> str:
         *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
         *("--initial-cluster", f"bench={peer}"),
     ]
-    said = Path(folder, "log")
-    with said.open("w") as log:
+    log_path = Path(folder, "log")
+    with log_path.open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     stack.callback(process.wait)
     stack.callback(process.kill)
@@ -177,7 +177,7 @@ def _start_etcd(folder: str, stack: ExitStack) -> str:
         check=False,
     ).returncode:
         if time.monotonic() > deadline:
-            raise SystemExit(f"benchmark: etcd does not start: {said.read_text()[-500:]}")
+            raise SystemExit(f"benchmark: etcd does not start: {log_path.read_text()[-500:]}")
     return client.removeprefix("http://")
 
 

@@ -49,7 +49,7 @@ WORKERS, TIMERS_PER_SECOND = 64, 1000
 IDLE_S = 10.0
 DEADLINE_S = 120.0
 
-Told = dict[str, Any]
+Report = dict[str, Any]
 
 
 def start(pair: str, task: str, *numbers: float) -> subprocess.Popen[str]:
@@ -64,7 +64,7 @@ def start(pair: str, task: str, *numbers: float) -> subprocess.Popen[str]:
     )
 
 
-def told(scene: subprocess.Popen[str], within_s: float = DEADLINE_S) -> list[Told]:
+def reports(scene: subprocess.Popen[str], within_s: float = DEADLINE_S) -> list[Report]:
     """Return the lines that a scene prints until it ends; none if it does not end in time."""
     try:
         output, _ = scene.communicate(timeout=within_s)
@@ -79,14 +79,14 @@ def reap_run(pair: str) -> tuple[float, float]:
     """Return the ms from a hung worker's deadline until it is noticed, and until it is dead."""
     scene = start(pair, "reap")
     assert scene.stdout is not None
-    hung: Told = json.loads(scene.stdout.readline())
+    hung: Report = json.loads(scene.stdout.readline())
     death = select.poll()
     death.register(pidfd := os.pidfd_open(hung["pid"]))
     if not death.poll(DEADLINE_S * 1000):
         sys.exit(f"{pair}: a hung worker was not reaped within {DEADLINE_S} s")
     dead_s = time.monotonic()
     os.close(pidfd)
-    noticed_s = told(scene)[0]["noticed_s"]
+    noticed_s = reports(scene)[0]["noticed_s"]
     return 1000 * (noticed_s - hung["deadline_s"]), 1000 * (dead_s - hung["deadline_s"])
 
 
@@ -121,10 +121,10 @@ def cost(table: Table, runs: int) -> None:
     """Measure the cost of a block to its worker."""
     medians: dict[str, list[float]] = {pair: [] for pair in PAIRS}
     tails: dict[str, list[float]] = {pair: [] for pair in PAIRS}
-    bursts: dict[str, Told] = {}
+    bursts: dict[str, Report] = {}
     for run in range(runs):
         for pair in PAIRS:
-            lines = told(start(pair, "cost", BLOCKS, BURST if run == 0 else 0))
+            lines = reports(start(pair, "cost", BLOCKS, BURST if run == 0 else 0))
             if not lines:
                 sys.exit(f"{pair}: the worker did not end within {DEADLINE_S} s")
             took_us = [ns / 1000 for ns in lines[0]["paced_ns"]]
@@ -172,7 +172,7 @@ def idleness(table: Table) -> None:
     """Measure the idle servers, all at once."""
     scenes = {pair: start(pair, "idle", IDLE_S) for pair in PAIRS}
     share: dict[str, float | None] = {
-        pair: 100 * told(scene)[-1]["cpu_s"] / IDLE_S for pair, scene in scenes.items()
+        pair: 100 * reports(scene)[-1]["cpu_s"] / IDLE_S for pair, scene in scenes.items()
     }
     table.row("idle server, of one core", share, "%")
     for pair in OURS:
@@ -183,7 +183,7 @@ def load(table: Table, seconds: float) -> None:
     """Measure the servers under many workers, one after the other."""
     rows: dict[str, dict[str, float | None]] = {}
     for pair in PAIRS:
-        *workers, server = told(
+        *workers, server = reports(
             start(pair, "load", WORKERS, TIMERS_PER_SECOND, seconds), seconds + DEADLINE_S
         ) or [{}]
         ended = "armed" in server
