@@ -41,6 +41,8 @@ class GroupPlace(NamedTuple):
     """Its rank in the world of the iteration."""
     world_size: int
     """The size of that world, as this rank computed it."""
+    active: bool = True
+    """False: the rank is in reserve."""
 
 
 class End(NamedTuple):
@@ -85,6 +87,12 @@ class Group(NamedTuple):
     """How the previous iteration ended."""
     ends: tuple[End, ...] = ()
     """How each ended rank ended."""
+    awaited: int = 0
+    """Ranks that ended in this iteration, and that another process may continue."""
+    awaited_until: float = 0.0
+    """Until when the group waits for these processes, in seconds."""
+    newcomers: int = 0
+    """Ranks that ended, and whose next process waits for the next iteration."""
     failure: GroupRefusal | None = None
     """Why no rank can continue; None if ranks can."""
 
@@ -100,6 +108,8 @@ class Group(NamedTuple):
         """When a `Tick` is due, in seconds; None if no rank waits for another."""
         if self.since is None or self.finished:
             return None
+        if self.phase is Phase.ENDING and not self.living & ~self.here:
+            return self.awaited_until
         return self.since + self.allowed
 
     def end_of(self, rank: int) -> End | None:
@@ -135,18 +145,13 @@ def reply(group: Group, asked: messages.Asked, now: float) -> messages.GroupRepl
         return messages.Noted()  # the monitor may report for a rank that has ended
     if isinstance(asked, messages.Leave):
         return _reply_to_leave(group, asked, now)
+    if isinstance(asked, messages.Join):
+        return _reply_to_join(group, asked, now)
     end = None if bit(asked.rank) & group.living else group.end_of(asked.rank)
     if end is not None:
         if end.own and isinstance(asked, messages.Follow):
             return messages.Over()
-        return GroupRefusal(
-            "evicted",
-            f"initial rank {asked.rank} was counted out ({end.fault.kind}: {end.fault.message}); "
-            f"the other ranks continue without it",
-        )
-    if isinstance(asked, messages.Join):
-        joined = group.phase is not Phase.JOINING
-        return messages.Go(group.iteration) if joined else group.failure
+        return _counted_out(end)
     if isinstance(asked, messages.Report | messages.Completed):
         return messages.Noted()
     if asked.iteration == group.iteration - 1 and group.before is not None:
@@ -181,6 +186,32 @@ def _reply_now(group: Group, asked: messages.Asked, now: float) -> messages.Grou
         or (isinstance(asked, messages.WaitCompleted) and group.completed)
     )
     return messages.Go(group.iteration) if happened else None
+
+
+def _reply_to_join(group: Group, asked: messages.Join, now: float) -> messages.GroupReply | None:
+    if group.newcomers & bit(asked.rank):
+        return messages.Over() if group.phase is Phase.OVER else group.failure
+    end = None if group.living & bit(asked.rank) else group.end_of(asked.rank)
+    if end is not None:
+        return _counted_out(end)
+    if group.phase is Phase.JOINING:
+        return group.failure
+    met = group.before
+    place = (
+        next((each.place for each in met.joined if each.rank == asked.rank), None) if met else None
+    )
+    if met is None or place is None:
+        return messages.Go(group.iteration)
+    return messages.Admitted(met._replace(faults=met.faults._replace(now=now)), place)
+
+
+def _counted_out(end: End) -> GroupRefusal:
+    fault = end.fault
+    return GroupRefusal(
+        "evicted",
+        f"initial rank {fault.rank} was counted out ({fault.kind}: {fault.message}); the other "
+        f"ranks continue without it",
+    )
 
 
 def _reply_to_leave(group: Group, asked: messages.Leave, now: float) -> messages.GroupReply:

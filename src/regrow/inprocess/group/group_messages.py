@@ -78,6 +78,11 @@ class Timeouts(NamedTuple):
     """
     last_call: float = 1.0
     """Time for the answers to the last call, counted from the first fault."""
+    replacement: float = 0.0
+    """Time for the replacement of a lost rank to join, counted from the loss; 0: none is expected.
+
+    The ranks that are ready for the next iteration wait for it.
+    """
 
 
 class Fault(NamedTuple):
@@ -123,6 +128,19 @@ class Met(NamedTuple):
     """
     faults: Faults
     """All faults of the iteration that ended."""
+    world_size: int = 0
+    """Number of places in that numbering, with those of ranks that have come back."""
+    joined: tuple[Joined, ...] = ()
+    """The ranks that another process continues from the next iteration on."""
+
+
+class Joined(NamedTuple):
+    """A rank whose process ended, and that another process continues."""
+
+    rank: int
+    """The initial rank."""
+    place: int
+    """Its place in the numbering of the iteration that ended."""
 
 
 NAME: Final = "inprocess"
@@ -162,6 +180,8 @@ class Join(Question, tag=1, frozen=True, gc=False):
     size: Size
     """Number of ranks in the group."""
     timeouts: Timeouts
+    incarnation: Number = 0
+    """Number of processes that had this rank before; 0 for the first one."""
 
 
 class OfIteration(Question, frozen=True, gc=False):
@@ -176,6 +196,8 @@ class Enter(OfIteration, tag=2, frozen=True, gc=False):
     place: Rank
     """The rank in the new world."""
     world_size: Size
+    active: bool = True
+    """False: the rank waits in reserve."""
 
 
 class Follow(OfIteration, tag=3, frozen=True, gc=False):
@@ -222,6 +244,8 @@ class Leave(OfIteration, tag=10, frozen=True, gc=False):
     message: str
     discarded: bool
     lag: Lag = 0.0
+    replaced: bool = False
+    """Whether another process may continue the rank."""
 
 
 class Confirm(OfIteration, tag=12, frozen=True, gc=False):
@@ -233,6 +257,13 @@ class ReportDead(Question, tag=11, frozen=True, gc=False):
 
     kind: Kind
     message: str
+
+
+class NotReplaced(Struct, array_like=True, tag=13, frozen=True, gc=False):
+    """Report of an agent that no process replaces a rank that was lost."""
+
+    rank: Rank
+    """The initial rank, in every group of this store."""
 
 
 Asked = (
@@ -301,8 +332,16 @@ class GroupRefusal(Struct, array_like=True, tag=6, frozen=True, gc=False):
     text: str
 
 
-GroupReply = Go | Interrupted | Gathered | Over | Left | Noted | GroupRefusal
+class Admitted(Struct, array_like=True, tag=7, frozen=True, gc=False):
+    """The rank that asks replaces a process that ended; it takes part from this meeting on."""
+
+    met: Met
+    place: int
+    """The rank's place in the numbering of the iteration that ended."""
+
+
+GroupReply = Go | Interrupted | Gathered | Over | Left | Noted | GroupRefusal | Admitted
 
 encode = msgspec.msgpack.Encoder().encode
-decode_question = msgspec.msgpack.Decoder(Asked).decode
+decode_question = msgspec.msgpack.Decoder(Asked | NotReplaced).decode
 decode_reply = msgspec.msgpack.Decoder(GroupReply).decode

@@ -42,7 +42,14 @@ from typing import NamedTuple
 from regrow.inprocess.attribution import list_ranks
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group import End, Group, GroupPlace, Phase, bit, ranks_of
-from regrow.inprocess.group.group_messages import SOFT_TIMEOUT, Fault, Faults, GroupRefusal, Met
+from regrow.inprocess.group.group_messages import (
+    SOFT_TIMEOUT,
+    Fault,
+    Faults,
+    GroupRefusal,
+    Joined,
+    Met,
+)
 
 
 class Lost(NamedTuple):
@@ -59,7 +66,7 @@ class Tick(NamedTuple):
     """Event: time has passed."""
 
 
-Event = messages.Asked | Lost | Tick
+Event = messages.Asked | messages.NotReplaced | Lost | Tick
 
 _AWAITED = {
     Phase.JOINING: messages.Join,
@@ -98,11 +105,15 @@ def _handle(group: Group, event: Event, now: float) -> Group:
     if isinstance(event, messages.Join):
         return _join(group, event, now)
     one = bit(event.rank)
+    if isinstance(event, messages.NotReplaced):
+        return group._replace(awaited=group.awaited & ~one) if group.awaited & one else group
+    if isinstance(event, Lost) and group.newcomers & one:  # it has taken part in nothing yet
+        return _await(group._replace(newcomers=group.newcomers & ~one), one, now)
     if not group.living & one:
         return group
     if isinstance(event, Lost):
         fault = _fault(event, now)
-        return _ended(_record(group, fault), fault, own=False)
+        return _await(_ended(_record(group, fault), fault, own=False), one, now)
     if event.iteration > group.iteration:
         raise ValueError(
             f"initial rank {event.rank} is in iteration {event.iteration}, but the group is in "
@@ -121,11 +132,16 @@ def _handle(group: Group, event: Event, now: float) -> Group:
 
 def _join(group: Group, event: messages.Join, now: float) -> Group:
     one = bit(event.rank)
-    if group.phase is not Phase.JOINING or group.living & one:
+    if group.living & one:
         return group
+    if group.phase is not Phase.JOINING:
+        if not event.incarnation or group.newcomers & one:
+            return group
+        return group._replace(newcomers=group.newcomers | one, awaited=group.awaited & ~one)
     return _arrive(
         group._replace(
             living=group.living | one,
+            awaited=group.awaited & ~one,
             # Another process replaces a process that ended before the first iteration.
             faults=tuple(fault for fault in group.faults if fault.rank != event.rank),
             ends=tuple(end for end in group.ends if end.fault.rank != event.rank),
@@ -174,7 +190,7 @@ def _enter(group: Group, event: messages.Enter, now: float) -> Group:
         )
     if group.entered & one:
         return group
-    place = GroupPlace(event.rank, event.place, event.world_size)
+    place = GroupPlace(event.rank, event.place, event.world_size, event.active)
     group = group._replace(places=(*group.places, place), entered=group.entered | one)
     return _arrive(group, one, now) if group.phase is Phase.ENTERING else group
 
@@ -200,7 +216,16 @@ def _leave(group: Group, event: messages.Leave, now: float) -> Group:
         group = group._replace(discarded=group.discarded | one)
     else:
         group = _record(group, fault)
-    return _ended(group, fault, own=True)
+    group = _ended(group, fault, own=True)
+    return _await(group, one, now) if event.replaced else group
+
+
+def _await(group: Group, one: int, now: float) -> Group:
+    """Let the group wait for another process of a rank that has ended, if the ranks want that."""
+    wait = group.timeouts.replacement
+    if not wait:
+        return group
+    return group._replace(awaited=group.awaited | one, awaited_until=now + wait)
 
 
 def _fault(event: Lost | messages.Report | messages.Leave, now: float) -> Fault:
@@ -225,7 +250,10 @@ def _record(group: Group, fault: Fault) -> Group:
 def _advance(group: Group, now: float) -> Group:
     """Return the group in its next phase, if the current one is over."""
     if group.finished:
-        return group
+        if group.living or group.failure is not None or not group.newcomers:
+            return group
+        text = "every rank that could continue the function has ended"
+        return group._replace(failure=GroupRefusal("missing", text))
     phase = group.phase
     if group.faults and phase in (Phase.ENTERING, Phase.RUNNING, Phase.CONFIRMING):
         return _begin(group, Phase.LAST_CALL, since=now)
@@ -246,6 +274,8 @@ def _advance(group: Group, now: float) -> Group:
         return _begin(group, Phase.CONFIRMING, since=now)
     if phase is Phase.CONFIRMING:
         return _begin(group, Phase.OVER)
+    if phase is Phase.ENDING and now < group.awaited_until and _waits_for_replacement(group):
+        return group
     clash = _clash(group)
     if clash:
         return group._replace(failure=GroupRefusal("mismatch", clash))
@@ -277,27 +307,61 @@ def _blame(group: Group, missing: int, now: float) -> Group:
     return group
 
 
+def _waits_for_replacement(group: Group) -> bool:
+    """Return whether ranks that are ready wait for another process of a rank that has ended.
+
+    Ranks in reserve take over at once, as do processes that wait to join.
+    """
+    reserve = sum(bit(place.rank) for place in group.places if not place.active)
+    spare = (reserve & group.living) | (group.newcomers & ~group.world)
+    return (group.awaited & ~reserve).bit_count() > spare.bit_count()
+
+
 def _meet(group: Group, now: float) -> Group:
     held = {place.place for place in group.places if group.living & bit(place.rank)}
     world_size = next(p.world_size for p in group.places if group.living & bit(p.rank))
-    iteration = group.iteration + 1
+    empty = [place for place in range(world_size) if place not in held]
+    joined = _seat_newcomers(group, empty, world_size)
+    taken = {each.place for each in joined}
+    iteration, living = group.iteration + 1, group.living | group.newcomers
     met = Met(
         iteration,
-        tuple(place for place in range(world_size) if place not in held),
-        ranks_of(group.world & ~group.living & ~group.discarded),
+        tuple(place for place in empty if place not in taken),
+        ranks_of(group.world & ~living & ~group.discarded),
         Faults(group.iteration, group.faults, now),
+        max([world_size, *(place + 1 for place in taken)]),
+        joined,
     )
     return Group(
         size=group.size,
         timeouts=group.timeouts,
         phase=Phase.ENTERING,
         iteration=iteration,
-        living=group.living,
-        world=group.living,
+        living=living,
+        world=living,
         reported=frozenset(known for known in group.reported if known[0] == group.iteration),
         before=met,
-        ends=group.ends,
+        ends=tuple(end for end in group.ends if not group.newcomers & bit(end.fault.rank)),
     )
+
+
+def _seat_newcomers(group: Group, empty: list[int], world_size: int) -> tuple[Joined, ...]:
+    """Return the place of each newcomer, in the numbering of the iteration that ends.
+
+    A rank that ended in this iteration gets its place back. If it had not entered, its place is not
+    known here, and any empty place will do. A rank that ended earlier has none: it gets a new place
+    after the others.
+    """
+    newcomers = ranks_of(group.newcomers)
+    places = {place.rank: place.place for place in group.places if place.rank in newcomers}
+    free = [place for place in empty if place not in places.values()]
+    end = world_size
+    for rank in newcomers:
+        if rank not in places and group.world & bit(rank) and free:
+            places[rank] = free.pop(0)
+        elif rank not in places:
+            places[rank], end = end, end + 1
+    return tuple(Joined(rank, places[rank]) for rank in newcomers)
 
 
 def _clash(group: Group) -> str:

@@ -68,6 +68,8 @@ class _RankRecord:
     rank: int
     process: str
     """Name of the process."""
+    incarnation: int = 0
+    """Number of processes that had the rank before."""
     session: Hashable | None = None
     """Its latest session; None if the session is over."""
     parked: dict[int, messages.Asked] = field(default_factory=dict)
@@ -103,6 +105,13 @@ class InprocessService:
         """See `Service`."""
         try:
             question = messages.decode_question(within(body, messages.BODY_BYTES))
+            if isinstance(question, messages.NotReplaced):
+                out = [
+                    answer
+                    for group in list(self._groups.values())
+                    for answer in self._apply(group, question, now)
+                ]
+                return [Answer(session, id, messages.encode(messages.Noted())), *out]
             return self._ask(session, id, question, now)
         except _RefusedError as error:
             refusal = GroupRefusal(error.reason, str(error))
@@ -206,7 +215,9 @@ class InprocessService:
         group = self._groups.get(name)
         record = None if group is None else group.ranks.get(rank)
         known = record is not None and record.process == question.process
-        if group is None or (group.state.finished and not known):
+        newer = record is not None and question.incarnation > record.incarnation
+        is_over = group is not None and group.state.phase is Phase.OVER
+        if group is None or (group.state.finished and not known and not (newer and is_over)):
             group, record = self._begin(question), None
         state = group.state
         if (question.size, question.timeouts) != (state.size, state.timeouts):
@@ -221,10 +232,16 @@ class InprocessService:
                 f"give all ranks the same world size, and ranks from 0 to {state.size - 1}"
             )
         if record is None:
-            group.ranks[rank] = _RankRecord(group, rank, question.process)
+            group.ranks[rank] = _RankRecord(group, rank, question.process, question.incarnation)
         if record is None or known:
             return []
         living = state.living & bit(rank)
+        if newer:
+            text = "its agent replaces its process"
+            out = self._apply(group, Lost(rank, "TERMINATED", text), now)
+            self._unbind(record)
+            record.process, record.incarnation = question.process, question.incarnation
+            return out
         if state.phase is not Phase.JOINING:
             why = "runs in another process" if living else "was removed as lost"
             raise _RefusedError(
@@ -273,8 +290,10 @@ class InprocessService:
         for rank in ranks:
             record, living = group.ranks[rank], state.living & bit(rank)
             for id, question in list(record.parked.items()):
-                # Living ranks get the same answer, so it is encoded once.
-                like = type(question), getattr(question, "iteration", 0), -1 if living else rank
+                # Living ranks get the same answer, so it is encoded once. It depends on the rank
+                # only if a new process joins.
+                own = not living or isinstance(question, messages.Join)
+                like = type(question), getattr(question, "iteration", 0), rank if own else -1
                 if like not in bodies:
                     answer = self._reply(state, question, now)
                     bodies[like] = None if answer is None else messages.encode(answer)
