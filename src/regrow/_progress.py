@@ -12,9 +12,10 @@ workers of this attempt. Another thread of a worker may be about to end it, for 
 a missed heartbeat. If the flag is set, the stop is the cause of that fault, and the thread leaves
 the worker its grace.
 
-A worker reports two more facts. Its slot holds its state in an in-process restarter, as two bits.
-The agent reads them when the worker has ended. One bit means that the other workers go on without
-this one. The other bit means that the wrapped function has no result yet. Events of the job
+A worker reports three more facts. Its slot holds its state in an in-process restarter, as three
+bits. The agent reads them when the worker has ended. One bit means that the other workers go on
+without this one. Another one means that the wrapped function has no result yet. The last one means
+that another process may take the worker's place. Events of the job
 (`send_event`) go through the pipe, one JSON object on each line.
 
 A worker opens the memory and the pipe as `/proc/<agent>/fd/<n>`. The environment variable
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import mmap
 
 PROGRESS_ENV = "REGROW_PROGRESS"
-# Layout of a slot: first step, its time, latest step, its time, restarter state (two bits).
+# Layout of a slot: first step, its time, latest step, its time, restarter state (three bits).
 # A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
 # own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
 # all bytes to zero first, and a worker killed at that moment loses its report.
@@ -44,9 +45,10 @@ _FIRST, _FIRST_TIME, _LATEST, _LATEST_TIME, _RESTART_STATE = range(5)
 LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a whole (PIPE_BUF)
 
 
-# State of a worker in an in-process restarter: these two bits, read after the worker has ended.
+# State of a worker in an in-process restarter: these bits, read after the worker has ended.
 OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
+MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
 
 NOT_IN_RESTARTER = 0  # in no restarter: its end is a failure of all workers, unless it exits with 0
 IN_RESTARTER = (
@@ -169,13 +171,18 @@ def set_restart_state(state: int) -> None:
     """Publish this worker's state in an in-process restarter, for the agent to read.
 
     Args:
-        state: a combination of `OTHERS_GO_ON` and `OWES_RESULT`.
+        state: a combination of `OTHERS_GO_ON`, `OWES_RESULT` and `MAY_BE_REPLACED`.
     """
     global _restart_state
     _restart_state = state
     reporter = _own()
     if reporter is not None:
         reporter.set_restart_state(state)
+
+
+def has_agent() -> bool:
+    """Return whether an agent of regrow started this process."""
+    return _own() is not None
 
 
 def restart_state() -> int:

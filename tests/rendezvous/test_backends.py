@@ -430,6 +430,16 @@ def test_all_nodes_receive_the_report_of_a_final_failure(party: Party) -> None:
         assert node.notification(RoundClosed).report == "worker 3 on a: ValueError"
 
 
+def test_the_job_is_charged_for_a_replacement_and_the_round_goes_on(party: Party) -> None:
+    a, b = party.nodes("ab", (2, 2))
+    ranks([a.join(), b.join()])
+    assert (a.handler.spend_restart(), b.handler.spend_restart()) == (1, 2)
+    judged = a.handler.report_failure("worker 3 on a: ValueError")
+    assert judged is not None
+    assert (judged.charged, judged.failures) == (True, 3)
+    assert b.notification(RoundEnded).round == 1
+
+
 def test_closing_reaches_all_nodes_and_is_final(party: Party) -> None:
     nodes = party.nodes("ab", (2, 2))
     ranks([node.join() for node in nodes])

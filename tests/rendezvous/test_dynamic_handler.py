@@ -1043,6 +1043,18 @@ def test_the_calls_of_a_node_are_recorded(
     assert seen[4][1].startswith("RendezvousClosedError: the rendezvous 'job' is closed")
 
 
+def test_a_replacement_is_charged_once_and_known_to_all(make_job: MakeJob) -> None:
+    job = make_job(2, 2)
+    a, b = job.seated("a", "b")
+    assert (a.handler.spend_restart(), b.handler.spend_restart()) == (1, 2)
+    assert a.handler.spend_restart() == 3
+    assert [info.failures for info in job.meet(a, b)] == [3, 3]
+    b.handler.leaving("SIGTERM")
+    a.notification(RoundEnded)
+    with pytest.raises(RendezvousError, match="is over"):
+        a.handler.spend_restart()
+
+
 def test_a_repeated_failure_is_reported_once(make_job: MakeJob) -> None:
     job = make_job(1, 1, misses=4, reconnect=PATIENCE)
     (a,) = job.seated("a")

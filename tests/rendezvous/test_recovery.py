@@ -25,6 +25,7 @@ from regrow.rendezvous.protocol.messages import (
     NodeRefused,
     RoundClosed,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.rules import step
@@ -200,6 +201,7 @@ EVENTS = st.one_of(
     ),
     st.builds(WorkersFailed, st.sampled_from(LIVES), st.integers(0, 6), st.just("boom")),
     st.builds(EndConfirmed, st.sampled_from(LIVES), st.integers(0, 6)),
+    st.builds(SpendRestart, st.sampled_from(LIVES), st.integers(0, 6), st.integers(1, 3)),
     st.builds(NodeLeaving, st.sampled_from(LIVES), st.integers(0, 6), st.just("SIGTERM")),
     st.builds(LeaveRound, st.sampled_from(LIVES), st.integers(0, 6)),
     st.builds(NodeLost, st.sampled_from(LIVES), st.just("silence")),

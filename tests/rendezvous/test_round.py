@@ -22,6 +22,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundClosed,
     RoundEnded,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.rules import step
@@ -471,6 +472,36 @@ def test_failures_on_two_nodes_are_charged_once_and_the_first_is_the_cause() -> 
     assert effects == [Judged(1, True, 1, BOOM)]
     again, effects = run(state, WorkersFailed("b", 1, "gloo: connection closed"))
     assert (again, effects) == (state, [])
+
+
+def test_a_replacement_costs_one_restart_and_the_round_goes_on() -> None:
+    before = complete("a", "b")
+    state, effects = run(before, SpendRestart("a", 1, 1))
+    assert effects == []
+    assert (state.number, state.complete, state.failures) == (1, True, 1)
+    assert [status_of(state, id) for id in "ab"] == [status_of(before, id) for id in "ab"]
+    assert run(state, SpendRestart("a", 1, 1)) == (state, []), "it is charged once"
+    state, _ = run(state, SpendRestart("b", 1, 1))
+    assert state.failures == 2
+    state, _ = run(state, SpendRestart("a", 1, 3))
+    assert state.failures == 4, "the second one was not received"
+    state, effects = run(state, *joins("a", "b", token=1))
+    assert {e.failures for e in effects if isinstance(e, Seated)} == {4}
+    assert state.spent == {}
+
+
+def test_a_node_that_is_no_member_of_the_round_spends_no_restart() -> None:
+    state = complete("a", "b")
+    for event in (SpendRestart("c", 1, 1), SpendRestart("a", 2, 1)):
+        after, (refusal,) = run(state, event)
+        assert after == state
+        assert isinstance(refusal, NodeRefused)
+    ended, _ = run(failed("a", "b"))
+    after, effects = run(ended, SpendRestart("b", 1, 1))
+    assert after == ended
+    assert isinstance(effects[0], NodeRefused)
+    closed, _ = run(state, CloseRendezvous("a", "it is done"))
+    assert run(closed, SpendRestart("b", 1, 1)) == (closed, [closed.closed])
 
 
 def test_a_failure_that_is_reported_again_is_not_charged_again() -> None:

@@ -182,7 +182,7 @@ WRONG: list[tuple[str, Any]] = [
     ("unheard", ["a"]),
     ("evicting", 1),
     ("evicting", True),
-    ("failures", 2),
+    ("spent", {"a": 1}),
     ("charged", True),
 ]
 

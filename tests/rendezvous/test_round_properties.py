@@ -25,6 +25,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundClosed,
     RoundEnded,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.rules import Refusal, step
@@ -52,6 +53,7 @@ class Rounds(RuleBasedStateMachine):
         self.events: list[Event] = []
         self.begun = self.state
         self.verdicts: dict[int, Judged] = {}
+        self.replaced = self.replaced_before = 0  # now, and at the latest verdict
         self.excused: set[int] = set()  # rounds that a member left before the verdict
 
     def post(self, event: Event) -> Refusal | None:
@@ -76,9 +78,13 @@ class Rounds(RuleBasedStateMachine):
             failed_since = not before.closed.report and after.closed.report
             assert after.closed == before.closed or failed_since, "closing is final"
             assert not (after.complete and not before.complete), "completed after closing"
-        assert (after.failures, after.charged) == (before.failures, before.charged) or (
-            after.failures == before.failures + after.charged
-        )
+        if after.spent and after.failures != before.failures:
+            spent = sum(after.spent.values()) - sum(before.spent.values())
+            assert after.failures == before.failures + spent
+        else:
+            assert (after.failures, after.charged) == (before.failures, before.charged) or (
+                after.failures == before.failures + after.charged
+            )
         if before.unheard and not after.awaited | after.members.keys() >= before.awaited:
             self.excused.add(before.number - 1)
         if after.complete and not before.complete:
@@ -103,7 +109,10 @@ class Rounds(RuleBasedStateMachine):
         if verdict is not None:
             first = self.verdicts.setdefault(verdict.round, verdict)
             assert first == verdict, "judged twice"
-            assert verdict.failures == sum(v.charged for v in self.verdicts.values())
+            if first is verdict:
+                self.replaced_before = self.replaced
+            charged = sum(v.charged for v in self.verdicts.values())
+            assert verdict.failures == charged + self.replaced_before
             assert not (verdict.charged and verdict.round in self.excused)
 
     @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
@@ -125,6 +134,16 @@ class Rounds(RuleBasedStateMachine):
         self.post(WorkersFailed(id, token, f"report of {id}"))
         if before.complete and token == before.number and seated(before, id, token):
             assert self.state.number == before.number + 1
+
+    @rule(id=st.sampled_from(LIVES), valid=st.booleans(), number=st.integers(0, 3))
+    def spend(self, id: str, valid: bool, number: int) -> None:
+        before = self.state
+        self.post(SpendRestart(id, self.tokens.get(id, 0) if valid else before.number, number))
+        charged = self.state.failures - before.failures
+        assert charged in (0, number - before.spent.get(id, 0))
+        assert bool(charged) == (self.state is not before)
+        assert watched(self.state) == watched(before)
+        self.replaced += charged
 
     @rule(id=st.sampled_from(LIVES), valid=st.booleans(), wrong=st.integers(0, 6))
     def confirm(self, id: str, valid: bool, wrong: int) -> None:

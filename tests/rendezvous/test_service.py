@@ -28,6 +28,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundClosed,
     RoundEnded,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.rules import step
@@ -541,7 +542,12 @@ def test_a_standby_node_is_notified_that_it_has_the_seat_of_a_lost_member(pair: 
 
 
 NAMES = [f"n{number}" for number in range(6)]
-WORDS = ["join"] * 6 + ["over"] * 3 + ["lost"] * 3 + ["leave", "leaving", "failed", "confirmed"] * 2
+WORDS = (
+    ["join"] * 6
+    + ["over"] * 3
+    + ["lost"] * 3
+    + ["leave", "leaving", "failed", "confirmed", "spend"] * 2
+)
 STEPS = st.tuples(st.sampled_from([*WORDS, "close"]), st.sampled_from(NAMES), st.integers(0, 3))
 
 
@@ -564,6 +570,8 @@ def event_of(state: Round, word: str, name: str, age: int) -> Event:
             return WorkersFailed(name, token, "report")
         case "confirmed":
             return EndConfirmed(name, token)
+        case "spend":
+            return SpendRestart(name, token, age)
     return CloseRendezvous(name)
 
 

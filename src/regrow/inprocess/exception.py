@@ -8,6 +8,7 @@
         TimeoutError           a plug-in or the wrapper exceeded its time limit
     BaseException
       RestartAbort             no further restarts: the wrapper ends
+      ReplaceRank              this process ends, and another one takes its place
 
 `rank_assignment.RankDiscarded`, `health_check.FaultCounterExceeded` and the store's `BarrierError`
 are also `RestartError`s. The modules that raise the first two define them.
@@ -20,6 +21,7 @@ __all__ = [
     "InternalError",
     "RankFault",
     "RankShouldRestart",
+    "ReplaceRank",
     "RestartAbort",
     "RestartError",
     "TimeoutError",
@@ -35,6 +37,14 @@ class RestartAbort(BaseException):
 
     If `initialize` raises it after a fault, its `__cause__` is that fault. On the rank that failed,
     this is the exception of the function. On the other ranks it is a `RankFault`.
+    """
+
+
+class ReplaceRank(BaseException):
+    """End this process, so that another one takes its place (`Wrapper(replace=True)`).
+
+    The function or a plug-in raises it. Without a replacement, the other ranks continue without
+    this one.
     """
 
 

@@ -255,6 +255,19 @@ class PushingRendezvousHandler(RendezvousHandler):
         """
         return None
 
+    def spend_restart(self) -> int | None:
+        """Charge the job with the failure of one worker, which is replaced in the running round.
+
+        Returns:
+            How many failures the job has been charged with on all nodes, including this one. None
+            if each agent counts its own failures.
+
+        Raises:
+            RendezvousError: the round is over, or the other nodes cannot be reached. The job may
+                have been charged all the same.
+        """
+        return None
+
     def fail(self, report: str) -> None:
         """Close the rendezvous after a final failure, and send the report to all nodes."""
         self.set_closed()

@@ -14,6 +14,9 @@ reason. But a worker may have failed before the stop and ended later. Its error 
 The other workers can continue without a worker if all of them have an in-process restarter. Then
 its end is a *loss*. The others continue as long as one of them runs or has completed its task, and
 their ends decide how the group ended. If no worker is left, the losses were failures.
+
+The owner may start another process in the place of such a worker, when the worker is gone. Until it
+has decided (`replaced` or `given_up`), the place is *vacant*, and the group is not over.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-EndKind = Literal["completed", "left", "stopped", "failed", "lost"]
+EndKind = Literal["completed", "left", "stopped", "failed", "lost", "vacant"]
 """How a worker ended.
 
 `completed`: its task is done. `left`: its task is done, but the others had continued without it.
 `stopped`: it ended unsuccessfully after a stop. `failed`: it ended unsuccessfully without a stop.
-`lost`: as `failed`, and the others continue without it.
+`lost`: as `failed`, and the others continue without it. `vacant`: as `lost`, and another process may
+take its place.
 """
 
 
@@ -65,34 +69,58 @@ class GroupState(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether no process of any worker is left."""
-        return len(self.gone) == self.size
+        """Whether no process of any worker is left, and none follows."""
+        vacant = any(end.outcome == "vacant" for end in self.ends.values())
+        return len(self.gone) == self.size and not vacant
 
 
-def ended(group: GroupState, rank: int, end: WorkerEnd, replaceable: bool = False) -> GroupState:
+def ended(
+    group: GroupState, rank: int, end: WorkerEnd, replaceable: bool = False, vacates: bool = False
+) -> GroupState:
     """Return the group after the end of a worker.
 
     Args:
         group: the group before the end.
         rank: the worker.
         end: how the worker ended, without regard to in-process restart: its outcome is
-            `completed`, `stopped` or `failed`. This function may change it to `left` or `lost`.
+            `completed`, `stopped` or `failed`. This function may change it to `left`, `lost` or
+            `vacant`.
         replaceable: whether the other workers can continue without this one. If this worker
             completed its task: whether the others had already continued without it.
+        vacates: whether a worker that is lost may be replaced.
     """
     if replaceable and end.outcome == "completed":
         end = end._replace(outcome="left")
     elif replaceable and end.outcome == "failed" and group.stopped_at is None:
-        end = end._replace(outcome="lost")
-    ends = {**group.ends, rank: end}
-    if end.outcome in ("left", "lost") and not _any_continues(group.size, ends):
-        ends = {
-            each: other._replace(outcome="failed") if other.outcome == "lost" else other
-            for each, other in ends.items()
-        }
+        end = end._replace(outcome="vacant" if vacates else "lost")
+    return _settled(group._replace(ends={**group.ends, rank: end}))
+
+
+def replaced(group: GroupState, rank: int) -> GroupState:
+    """Return the group in which another process has the place of a vacant rank."""
+    ends = {each: end for each, end in group.ends.items() if each != rank}
+    return group._replace(ends=ends, gone=group.gone - {rank})
+
+
+def given_up(group: GroupState, *ranks: int) -> GroupState:
+    """Return the group in which no process takes the places of these ranks, if they are vacant."""
+    ends = {
+        each: end._replace(outcome="lost") if each in ranks and end.outcome == "vacant" else end
+        for each, end in group.ends.items()
+    }
+    return _settled(group._replace(ends=ends))
+
+
+def _settled(group: GroupState) -> GroupState:
+    """Return the group in which losses are failures if no worker continues."""
+    if len(group.ends) < group.size or any(
+        end.outcome in ("completed", "vacant") for end in group.ends.values()
+    ):
+        return group
+    if not any(end.outcome in ("left", "lost") for end in group.ends.values()):
+        return group
+    ends = {
+        each: end._replace(outcome="failed") if end.outcome == "lost" else end
+        for each, end in group.ends.items()
+    }
     return group._replace(ends=ends)
-
-
-def _any_continues(size: int, ends: Mapping[int, WorkerEnd]) -> bool:
-    """Return whether a worker runs, or has completed its task with the others."""
-    return len(ends) < size or any(end.outcome == "completed" for end in ends.values())

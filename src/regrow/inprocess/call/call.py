@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from weakref import WeakSet
 
 from regrow import _progress as board
@@ -36,7 +36,9 @@ from regrow.inprocess.call.restart import (
     Timeline,
     after,
     cause_of,
+    exits_with_0,
     kept,
+    may_be_replaced,
     release,
     report_restart,
     root_cause,
@@ -49,9 +51,10 @@ from regrow.inprocess.exception import (
     LinkError,
     LinkLostError,
     RankShouldRestart,
+    ReplaceRank,
     RestartAbort,
 )
-from regrow.inprocess.group.group_messages import Faults, Timeouts
+from regrow.inprocess.group.group_messages import Faults, Met, Timeouts
 from regrow.inprocess.group.group_server import group_name, group_store
 from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.health_check import HealthCheck
@@ -72,6 +75,9 @@ if TYPE_CHECKING:
 logger = library_logger(__name__)
 
 T = TypeVar("T")
+
+INCARNATION_ENV: Final = "REGROW_INCARNATION"
+"""Number of processes that had the rank of this process before; set by the agent."""
 
 
 class CallWrapper:
@@ -94,7 +100,9 @@ class CallWrapper:
         self._cause: BaseException | None = None  # cause of the latest restart
         self._lent: WeakSet[PrefixStore] = WeakSet()  # stores that plug-ins may have kept
         self._groups_seen = False
-        self._left = False
+        self._left_as: int | None = None  # board state after this rank has left
+        self._replaces = config.replace and board.has_agent()
+        self._joined, self._replaced = False, tuple[int, ...]()
 
     def __enter__(self) -> CallWrapper:
         with ExitStack() as stack:
@@ -109,6 +117,7 @@ class CallWrapper:
                 barrier=config.barrier_timeout.total_seconds(),
                 completion=config.completion_timeout.total_seconds(),
                 last_call=config.last_call_wait.total_seconds(),
+                replacement=config.replace_timeout.total_seconds() if self._replaces else 0.0,
             )
             shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
             if shared is not self._store:
@@ -136,8 +145,9 @@ class CallWrapper:
             if error is None:
                 board.set_restart_state(board.NOT_IN_RESTARTER)
             elif not exits_with_0(error):  # no result: the board keeps "owes a result"
+                left = self._left_as
                 board.set_restart_state(
-                    board.LEFT_RESTARTER if self._left else board.NOT_IN_RESTARTER
+                    board.NOT_IN_RESTARTER if left is None else left & ~board.OWES_RESULT
                 )
             self._stack.close()
             # The function may keep this object. Closed parts are removed, which also frees their
@@ -152,6 +162,27 @@ class CallWrapper:
     def iteration(self) -> int:
         """Number of the current call of the function, from 0."""
         return self._state.iteration
+
+    @property
+    def joined(self) -> bool:
+        """Whether this process is new in this iteration, in place of one that ended."""
+        return self._joined
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        """The initial ranks whose processes are new in this iteration."""
+        return self._replaced
+
+    def replace_me(self, reason: str) -> NoReturn:
+        """End this process, and let another one take its place; see `Wrapper(replace=True)`.
+
+        Args:
+            reason: description for people.
+
+        Raises:
+            ReplaceRank: always; the wrapped function must not catch it.
+        """
+        raise ReplaceRank(reason)
 
     def ping(self) -> None:
         """Report that the function makes progress.
@@ -182,9 +213,8 @@ class CallWrapper:
         args, kwargs = substitute_param_value(fn, args, kwargs, {CallWrapper: self})
         board.set_restart_state(board.OWES_RESULT)
         try:
-            self._iteration = self._state.iteration = self._link.join()
-            board.set_restart_state(board.IN_RESTARTER)
-            self._assign(set())
+            if not self._join():
+                return None
             while True:
                 over, value = self._iterate(fn, args, kwargs)
                 if over:
@@ -202,6 +232,32 @@ class CallWrapper:
             logger.exception("completion failed on rank %s", self._state.rank)
         return value
 
+    def _join(self) -> bool:
+        """Join the group, up to the point before `enter`; return False if the call is over."""
+        incarnation = int(os.environ.get(INCARNATION_ENV) or 0)
+        reply = self._link.take_over(incarnation) if incarnation else self._link.join()
+        if reply is None:
+            logger.warning("the call of the function has ended without this process")
+            return False
+        board.set_restart_state(self._in_restarter)
+        if isinstance(reply, int):
+            self._iteration = self._state.iteration = reply
+            self._joined = incarnation > 0
+            self._assign(set())
+            return True
+        met = reply.met
+        self._state.rank = reply.place
+        self._state.iteration = met.faults.iteration
+        self._timeline = Timeline(met.faults, time.monotonic())
+        self._timeline.reached("met", time.monotonic())
+        self._meet(met)
+        self._joined = True
+        return True
+
+    @property
+    def _in_restarter(self) -> int:
+        return board.IN_RESTARTER | (board.MAY_BE_REPLACED if self._replaces else 0)
+
     # ------------------------------------------------------------ one iteration
 
     def _iterate(
@@ -212,7 +268,8 @@ class CallWrapper:
         assert state.rank is not None  # a living rank has a number
         guarded = self._interrupter.call()
         ending = self._follower.follow(guarded, state.freeze())
-        ended = self._link.enter(self._iteration, state.rank, state.world_size)
+        active = state.mode is Mode.ACTIVE
+        ended = self._link.enter(self._iteration, state.rank, state.world_size, active=active)
         value = error = None
         if ended is None:
             if self._timeline is not None:
@@ -315,7 +372,7 @@ class CallWrapper:
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, up to the point before `enter`."""
-        board.set_restart_state(board.IN_RESTARTER)
+        board.set_restart_state(self._in_restarter)
         self._watch.rest()  # the last call waits for other ranks
         ending.last_call_over.wait()
         self._watch.recover()  # all ranks wait for the abort
@@ -350,11 +407,18 @@ class CallWrapper:
         left, self._iteration = self._iteration, met.iteration  # the pause can be interrupted
         self._pause(met.faults)
         self._timeline = timeline
-        self._assign(set(met.terminated))
-        self._state.advance()
+        self._meet(met)
         if self._state.rank == 0 and isinstance(self._store, TCPStore):
             with suppress(StoreError):  # the link reports a lost store
                 self._store.forget(f"{self._group}/{left}")  # all ranks have left this iteration
+
+    def _meet(self, met: Met) -> None:
+        """Take the place of this rank in the next iteration."""
+        self._iteration = met.iteration
+        self._joined, self._replaced = False, tuple(each.rank for each in met.joined)
+        self._state.world_size = met.world_size
+        self._assign(set(met.terminated))
+        self._state.advance()
 
     def _pause(self, faults: Faults) -> None:
         """Wait before the next call if the function fails repeatedly."""
@@ -397,8 +461,10 @@ class CallWrapper:
     def _leave(self, error: BaseException) -> None:
         """End this rank's part in the call: report it to the other ranks, then run `terminate`."""
         self._watch.recover()
-        self._left = self._report_exit(error)
-        board.set_restart_state(board.IN_RESTARTER if self._left else board.OWES_RESULT)
+        replaced = self._replaces and may_be_replaced(error)
+        if self._report_exit(error, replaced=replaced):
+            self._left_as = board.IN_RESTARTER | (board.MAY_BE_REPLACED if replaced else 0)
+        board.set_restart_state(board.OWES_RESULT if self._left_as is None else self._left_as)
         self._state.mode = Mode.TERMINATED
         self._watch.recover(self._config.hard_timeout.total_seconds())
         try:
@@ -407,8 +473,12 @@ class CallWrapper:
             logger.error("terminate failed on rank %s: %s", self._state.rank, describe(failed))
             raise failed from error
 
-    def _report_exit(self, error: BaseException) -> bool:
+    def _report_exit(self, error: BaseException, *, replaced: bool) -> bool:
         """Report the exit of this rank, and add the root cause to the error as a note.
+
+        Args:
+            error: the reason.
+            replaced: whether another process may take the place of this one.
 
         Returns:
             Whether the others continue without this rank. The agent reads the same from the board.
@@ -423,6 +493,7 @@ class CallWrapper:
                 Interruption.BASE_EXCEPTION.name,
                 describe(error),
                 discarded=isinstance(error, RankDiscarded),
+                replaced=replaced,
                 lag=time.monotonic() - left_at,
             )
         except LinkError as refused:
@@ -442,14 +513,6 @@ class CallWrapper:
 
 _CLOSED: Final = SimpleNamespace(ping=lambda: None, suspended=nullcontext)
 """Replaces the watch after the call: `ping` has no effect, and no time-out applies."""
-
-
-def exits_with_0(error: BaseException) -> bool:
-    """Return whether the process exits with 0 if no handler catches this exception."""
-    if not isinstance(error, SystemExit):
-        return False
-    code = error.code
-    return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 
 class LinkFailed(BaseException):

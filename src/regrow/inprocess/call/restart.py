@@ -57,8 +57,9 @@ from typing import Final
 
 from regrow import _progress as board
 from regrow.inprocess.attribution import Interruption
-from regrow.inprocess.exception import RankFault, RankShouldRestart, RestartAbort
+from regrow.inprocess.exception import LinkError, RankFault, RankShouldRestart, RestartAbort
 from regrow.inprocess.group.group_messages import Fault, Faults
+from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
 from regrow.utils import Backoff, get_cause, get_context, get_traceback
 from regrow.utils.logging import library_logger
@@ -90,6 +91,25 @@ def after(error: BaseException, *, interrupted: bool, received: bool) -> Next:
     if received or (interrupted and isinstance(error, RankShouldRestart)):
         return Next.RESTART
     return Next.REPORT
+
+
+def may_be_replaced(error: BaseException) -> bool:
+    """Return whether another process may continue a rank that leaves because of this error.
+
+    An error of the link, the end of all restarts, a rank without a place and an exit on purpose
+    stay as they are.
+    """
+    if isinstance(error, SystemExit):
+        return not exits_with_0(error)
+    return not isinstance(error, LinkError | RestartAbort | RankDiscarded | KeyboardInterrupt)
+
+
+def exits_with_0(error: BaseException) -> bool:
+    """Return whether the process exits with 0 if no handler catches this exception."""
+    if not isinstance(error, SystemExit):
+        return False
+    code = error.code
+    return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 
 _ENDS: Final = {"TERMINATED", "UNRESPONSIVE", "HARD_TIMEOUT"}

@@ -98,6 +98,9 @@ class Wrapper:
         termination_grace_time: from SIGTERM to SIGKILL when a rank is ended.
         monitor_process_logfile: absolute path; "{rank}" is replaced by the initial rank.
         monitor_process_pidfile: absolute path; "{rank}" is replaced by the initial rank.
+        replace: under `regrow run`, another process takes the place of a rank whose process ended,
+            for one of its `--max-restarts`; the other ranks wait for it in their processes.
+        replace_timeout: how long they wait for it, from the loss until it calls the function.
         enabled: False leaves the function unchanged.
 
     Raises:
@@ -128,6 +131,8 @@ class Wrapper:
     termination_grace_time: timedelta = timedelta(seconds=5)
     monitor_process_logfile: str | None = None
     monitor_process_pidfile: str | None = None
+    replace: bool = False
+    replace_timeout: timedelta = timedelta(seconds=60)
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -192,6 +197,7 @@ def _check_types(config: Wrapper) -> None:
         "rank_filter": (filters.RankFilter, assignments.RankFilter, type(None)),
         "completion": (Completion, type(None)),
         "terminate": (Terminate, type(None)),
+        "replace": (bool,),
         "enabled": (bool,),
         **dict.fromkeys(_DURATIONS, (timedelta,)),
         **dict.fromkeys(_PATHS, (str, type(None))),

@@ -31,7 +31,13 @@ from regrow.inprocess.exception import (
     LinkLostError,
 )
 from regrow.inprocess.group import group_messages as messages
-from regrow.inprocess.group.group_messages import SOFT_TIMEOUT, Faults, Met, Timeouts
+from regrow.inprocess.group.group_messages import (
+    SOFT_TIMEOUT,
+    Admitted,
+    Faults,
+    Met,
+    Timeouts,
+)
 from regrow.store import ServiceClient, StoreClosedError, StoreError, StoreTimeout
 
 if TYPE_CHECKING:
@@ -111,7 +117,30 @@ class ServiceLink:
         reply = self._wait(question, self._timeouts.barrier)
         return self._expect(messages.Go, reply).iteration
 
-    def enter(self, iteration: int, rank: int, world_size: int) -> Faults | None:
+    def take_over(self, incarnation: int) -> Admitted | int | None:
+        """Join the group in place of a process of this rank that has ended.
+
+        Sends one question. Blocks until the other ranks meet for their next iteration, which may
+        take long if this rank is in reserve.
+
+        Args:
+            incarnation: number of processes that had this rank before.
+
+        Returns:
+            How the other ranks met, and the place of this rank. If they have not met before: the
+            iteration to enter. None if the call is over without this rank.
+        """
+        question = messages.Join(*self._me, self._size, self._timeouts, incarnation)
+        reply = self._wait(question)
+        if isinstance(reply, messages.Admitted):
+            return reply
+        if isinstance(reply, messages.Over):
+            return None
+        return self._expect(messages.Go, reply).iteration
+
+    def enter(
+        self, iteration: int, rank: int, world_size: int, *, active: bool = True
+    ) -> Faults | None:
         """Enter an iteration with the place that the rank assignment gave this rank.
 
         Sends one question, in the first iteration and after each `ready`. Blocks until all living
@@ -122,6 +151,7 @@ class ServiceLink:
             rank: this rank's place in the new world.
             world_size: the number of places; the same on all ranks. Each rank has a different
                 place.
+            active: whether this rank calls the function; otherwise it waits in reserve.
 
         Returns:
             None: all ranks have entered, and the function may be called. Otherwise the faults that
@@ -132,7 +162,7 @@ class ServiceLink:
             BarrierOverflow: the ranks disagree about the world; the text names the ranks and their
                 values.
         """
-        question = messages.Enter(*self._me, iteration, rank, world_size)
+        question = messages.Enter(*self._me, iteration, rank, world_size, active)
         return self._wait_for_end(question, self._timeouts.barrier)
 
     def follow(self, iteration: int) -> Faults | None:
@@ -183,14 +213,17 @@ class ServiceLink:
 
         The rank is healthy, and all its work for the ended iteration is done.
 
-        Sends one question. Blocks until all living ranks are ready.
+        Sends one question. Blocks until all living ranks are ready, and the replacements of lost
+        ranks have joined, the latter for at most `Timeouts.replacement` after the last loss.
 
         Raises:
             BarrierTimeout: not all ranks came within `Timeouts.barrier`; the text names the missing
                 ones.
         """
         question = messages.Ready(*self._me, iteration)
-        reply = self._wait(question, self._timeouts.barrier)
+        # Each of the lost ranks may begin the wait for a replacement again.
+        within = self._timeouts.barrier if not self._timeouts.replacement else math.inf
+        reply = self._wait(question, within)
         return self._expect(messages.Gathered, reply).met
 
     def completed(self, iteration: int) -> None:
@@ -245,6 +278,7 @@ class ServiceLink:
         *,
         discarded: bool = False,
         lag: float = 0.0,
+        replaced: bool = False,
     ) -> Faults:
         """Leave for good; the other ranks continue without this one.
 
@@ -259,6 +293,7 @@ class ServiceLink:
             discarded: the rank assignment gave this rank no place. The other ranks know this from
                 their own assignment, so they do not restart for it.
             lag: seconds since the fault.
+            replaced: whether the other ranks wait for another process in place of this one.
 
         Returns:
             The faults recorded so far, including this one; no records if there was no fault. The
@@ -269,7 +304,7 @@ class ServiceLink:
             CallOverError: the call is over; no other rank continues in place of this one.
         """
         text = message[: messages.TEXT]
-        question = messages.Leave(*self._me, iteration, kind, text, discarded, lag)
+        question = messages.Leave(*self._me, iteration, kind, text, discarded, lag, replaced)
         reply = self._ask(question, nudge=NUDGE)
         if isinstance(reply, messages.Over):
             raise CallOverError(

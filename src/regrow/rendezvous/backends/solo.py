@@ -120,6 +120,11 @@ class SoloRendezvousHandler(PushingRendezvousHandler):
         cause = RoundEnded(self._round, self._id, "its workers failed", report)
         return Judged(self._round, True, self._failures, cause)
 
+    def spend_restart(self) -> int | None:
+        """See base class."""
+        self._failures += 1
+        return self._failures
+
     def fail(self, report: str) -> None:
         """See base class."""
         self._close("its workers failed for good", report)

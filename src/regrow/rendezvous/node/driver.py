@@ -56,13 +56,20 @@ class Snapshot(NamedTuple):
     """Whether no further round will form; a node that has its seat may continue."""
     others: int = 0
     """The number of other nodes that take part; set only in the answer to a node that does not."""
+    failures: int = 0
+    """How many worker failures the job has been charged with so far."""
 
 
 def snapshot(state: Round, id: str) -> Snapshot:
     """Return the snapshot of the state for a node."""
     verdict = judged(state, state.number - 1)
     return Snapshot(
-        state.version, status_of(state, id), state.waiting, verdict, state.closed is not None
+        state.version,
+        status_of(state, id),
+        state.waiting,
+        verdict,
+        state.closed is not None,
+        failures=state.failures,
     )
 
 

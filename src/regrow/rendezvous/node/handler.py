@@ -61,6 +61,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundClosed,
     RoundEnded,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.settings import (
@@ -136,6 +137,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._clock = clock
         self._threading = threads
         self._token = 0
+        self._spent_in, self._spent = 0, 0  # a round, and the restarts that this node spent in it
         self._lives = 0
         self._closed = False  # whether this node has closed the rendezvous
         self._others: int | None = None
@@ -435,6 +437,19 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 f"node {self.id} got no verdict on the failure in round {round} of the rendezvous "
                 f"'{self._settings.run_id}' in time: see which of its nodes is stuck"
             )
+
+    def spend_restart(self) -> int | None:
+        """See base class."""
+        token = self._token
+        if token != self._spent_in:
+            self._spent_in, self._spent = token, 0
+        self._spent += 1
+        seen = self._call(SpendRestart(self.id, token, self._spent))
+        if not isinstance(seen.status, Seated) or seen.status.round != token:
+            raise RendezvousError(
+                f"node {self.id} cannot replace a worker: round {token} is over ({seen.status})"
+            )
+        return seen.failures
 
     def fail(self, report: str) -> None:
         """See base class."""

@@ -29,7 +29,7 @@ from regrow.rendezvous.errors import RendezvousStateError
 from regrow.rendezvous.protocol.state import Count, Round, digest_of
 
 FORMAT = "regrow.rendezvous"
-VERSION = 2
+VERSION = 3
 
 
 class Envelope(NamedTuple):
@@ -168,8 +168,10 @@ def contradictions(state: Round) -> Iterator[str]:
         yield "members are gone that cannot be"
     if not state.unheard <= state.awaited or (state.unheard and (state.charged or state.evicting)):
         yield "its verdict waits for nodes that cannot confirm the end"
-    if state.failures >= state.number or (state.charged and not state.failures):
+    if sum(state.spent.values()) + state.charged > state.failures:
         yield f"it cannot have {state.failures} failures"
+    if not state.spent.keys() <= state.ranks.keys():
+        yield "nodes have spent restarts that are not in the round"
     if (state.ended is None) != (state.number == 1) or (
         state.ended and state.ended.round != state.number - 1
     ):

@@ -52,6 +52,20 @@ class WorkersFailed(NamedTuple):
     """Description of the failure, for the other nodes to show; this package does not parse it."""
 
 
+class SpendRestart(NamedTuple):
+    """A member replaces one worker without the end of the round; this costs one restart."""
+
+    id: str
+    token: int
+    """The number of the round."""
+    number: int
+    """Number of this replacement among those of the member in the round, from 1.
+
+    A repeated event has the same number, and is charged once. An event that was not received is
+    charged with the next one.
+    """
+
+
 class EndConfirmed(NamedTuple):
     """A member confirms that it knows the end of its round and is stopping its workers.
 
@@ -115,6 +129,7 @@ class CloseRendezvous(NamedTuple):
 Event = (
     JoinRound
     | WorkersFailed
+    | SpendRestart
     | EndConfirmed
     | NodeLeaving
     | LeaveRound
@@ -159,7 +174,7 @@ class Seated(NamedTuple):
     port: int = 0
     """The port that rank 0 holds for the workers; 0 if rank 0 gave none."""
     failures: int = 0
-    """How many worker failures the job has been charged with so far."""
+    """How many worker failures the job had been charged with when the round began."""
     departed: tuple[Departed, ...] = ()
     """Members of the previous round that are lost or have left, by their ranks in that round."""
 

@@ -78,6 +78,7 @@ from regrow.rendezvous.protocol.messages import (
     NodeRefused,
     RoundClosed,
     RoundEnded,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.ranks import assign_ranks
@@ -99,6 +100,8 @@ def step(state: Round, event: Event) -> Step:
             return _join(state, node, token, why)
         case WorkersFailed(id, token, report):
             return _failed(state, id, token, report)
+        case SpendRestart(id, token, number):
+            return _spend(state, id, token, number)
         case EndConfirmed(id, token) if seated(state, id, token):
             return _confirmed(state, id), None
         case NodeLeaving(id, token) if seated(state, id, token):
@@ -159,6 +162,20 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
         return _give_verdict(replace(over, unheard=over.awaited - {id})), None
     after = _confirmed(state, id)
     return after, after.closed
+
+
+def _spend(state: Round, id: str, token: int, number: int) -> Step:
+    if token != state.number or not seated(state, id, token):
+        return state, state.closed or _stale(state, id, token)
+    before = state.spent.get(id, 0)
+    if state.closed or number <= before:
+        return state, state.closed
+    return replace(
+        state,
+        failures=state.failures + number - before,
+        spent={**state.spent, id: number},
+        version=state.version + 1,
+    ), None
 
 
 def _confirmed(state: Round, id: str) -> Round:
@@ -247,6 +264,7 @@ def _end(
         awaited=frozenset(id for id in state.members if id not in state.gone),
         ended=RoundEnded(state.number, id, why, report, full_grace, lost),
         departed={},
+        spent={},
         charged=False,
         gone=frozenset(),
     )

@@ -58,6 +58,8 @@ class Round(Struct, frozen=True):
     renewed."""
     failures: Count = 0
     """How many worker failures the job has been charged with."""
+    spent: Mapping[str, Count] = field(default_factory=dict)
+    """How many of these failures each member of the complete round had without the round's end."""
     charged: bool = False
     """Whether the latest charged failure ended the previous round."""
     last_call: Count = 0
@@ -96,7 +98,8 @@ def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClos
         leader = state.members[next(iter(state.ranks))]
         rank, world_size = state.ranks[id], len(state.ranks)
         where = leader.addr, state.digest, leader.port
-        return Seated(id, state.number, rank, world_size, *where, state.failures, departed(state))
+        failures = _failures_before(state)
+        return Seated(id, state.number, rank, world_size, *where, failures, departed(state))
     if id in state.awaited:
         # A node stops its workers when its round is over; its next join is then refused.
         return state.closed if state.closed and state.closed.report else state.ended
@@ -136,7 +139,12 @@ def judged(state: Round, round: int) -> Judged | None:
     ended = state.ended
     if ended is None or ended.round != round or state.unheard:
         return None
-    return Judged(round, state.charged, state.failures, ended)
+    return Judged(round, state.charged, _failures_before(state), ended)
+
+
+def _failures_before(state: Round) -> int:
+    """Return how many failures the job had been charged with when the current round began."""
+    return state.failures - sum(state.spent.values())
 
 
 def place(state: Round, id: str) -> int:

@@ -179,7 +179,8 @@ def concerned(before: Round, event: Event, after: Round) -> set[str] | None:
 
 
 def _all_see(state: Round) -> tuple[object, ...]:
-    return state.number, state.complete, state.ended, not state.unheard, state.closed
+    phase = state.number, state.complete, state.ended, not state.unheard, state.closed
+    return *phase, state.failures
 
 
 def _next(state: Round) -> set[str]:

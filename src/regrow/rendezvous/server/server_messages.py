@@ -37,6 +37,7 @@ from regrow.rendezvous.protocol.messages import (
     RoundClosed,
     RoundEnded,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 
@@ -118,6 +119,7 @@ class SnapshotReply(Struct, array_like=True, tag=0, frozen=True, gc=False):
     judged: Judged | None
     closed: bool
     others: int = 0
+    failures: int = 0
 
 
 class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
@@ -155,7 +157,7 @@ def decoders(*types: Any) -> Mapping[str, msgspec.msgpack.Decoder[Any]]:
 
 # Events that a node may send about itself; the server decides about the other events.
 EVENTS: Final = decoders(
-    JoinRound, WorkersFailed, EndConfirmed, NodeLeaving, LeaveRound, CloseRendezvous
+    JoinRound, WorkersFailed, SpendRestart, EndConfirmed, NodeLeaving, LeaveRound, CloseRendezvous
 )
 _STATUSES: Final = decoders(Seated, Placed, RoundEnded, RoundClosed, NodeRefused, type(None))
 
@@ -182,6 +184,7 @@ def read_event(question: SubmitRequest) -> Event:
         for what, holds in (
             ("its id is empty or too long", 1 <= len(id) <= 1000),
             ("its token is not the number of a round", 0 <= getattr(event, "token", 0) <= 2**53),
+            ("its number is out of range", 0 <= getattr(event, "number", 0) <= 2**53),
             ("its reason is too long", len(getattr(event, "why", "")) <= 10_000),
             ("its address is empty or too long", node is None or 1 <= len(node.addr) <= 1000),
             ("its port is not from 0 to 65535", node is None or 0 <= node.port < 65536),
@@ -211,7 +214,7 @@ def read_snapshot(answer: SnapshotReply) -> Snapshot:
         raise ValueError(f"{answer.kind!r} is not a status that this release of regrow knows")
     status = decoder.decode(answer.status)
     waiting, judged, closed = answer.waiting, answer.judged, answer.closed
-    return Snapshot(answer.version, status, waiting, judged, closed, answer.others)
+    return Snapshot(answer.version, status, waiting, judged, closed, answer.others, answer.failures)
 
 
 def mark(snapshot: Snapshot | None) -> bytes:
