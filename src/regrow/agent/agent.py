@@ -423,9 +423,14 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         common = self._regrow.job
         sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
-        workers = LocalWorkers(common, sleepers, heartbeats=heartbeat is not None)
+        workers = LocalWorkers(
+            common,
+            sleepers,
+            heartbeats=heartbeat is not None,
+            report_not_replaced=self._regrow.attempt.report_not_replaced,
+        )
         self._regrow.attempt.workers = self._regrow_workers = workers
-        common.features.append(workers)
+        common.features += [workers, workers.replacements]
         if preload:
             from regrow.agent.features.templates import Templates
 

@@ -24,6 +24,7 @@ from regrow.workers.errors import ProcessFailure
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, Place
 from regrow.workers.logs.pump import LogPump
+from regrow.workers.logs.specs import of_rank
 from regrow.workers.worker_set import (
     Launcher,
     RunProcsResult,
@@ -54,6 +55,7 @@ class Supervision(TypedDict, total=False):
     signals_to_handle: str | None
     replaceable: Callable[[int], bool]
     owes_result: Callable[[int], bool]
+    vacates: Callable[[int], bool]
 
 
 class PContext:
@@ -83,6 +85,9 @@ class PContext:
         owes_result: returns, for the local rank of a worker that ended, whether it was in a wrapped
             function (`regrow.inprocess`) that has no result; must not block. In that case an exit
             with 0 is a failure. Default: it was not.
+        vacates: returns, for the local rank of a worker without which the others can continue,
+            whether another process may take its place (`replace` or `give_up`); must not block.
+            Default: none may.
 
     Raises:
         RuntimeError: the log destinations do not cover the local ranks.
@@ -107,6 +112,7 @@ class PContext:
         signals_to_handle: str | None = None,
         replaceable: Callable[[int], bool] = lambda local_rank: False,
         owes_result: Callable[[int], bool] = lambda local_rank: False,
+        vacates: Callable[[int], bool] = lambda local_rank: False,
     ) -> None:
         self.name = name
         self.entrypoint = entrypoint
@@ -119,11 +125,11 @@ class PContext:
         self.stdouts = dest.stdouts
         self.stderrs = dest.stderrs
         self.error_files = dest.error_files
+        self._dest = dest
         self._new_pump = partial(
             LogPump,
             name,
-            dest,
-            log_line_prefixes,
+            prefixes=log_line_prefixes,
             stdout_filters=duplicate_stdout_filters,
             stderr_filters=duplicate_stderr_filters,
         )
@@ -133,6 +139,7 @@ class PContext:
         self._on_change = on_change or (lambda change: None)
         self._signals = signals_to_handle
         self._pump: LogPump | None = None
+        self._pumps: dict[int, LogPump] = {}  # of processes that replaced a worker, by its rank
         #: Guards all attributes below; reentrant, because a signal handler may close the context.
         self._changed = threading.Condition(threading.RLock())
         self._launcher = launcher
@@ -144,6 +151,7 @@ class PContext:
             launcher,
             replaceable,
             owes_result,
+            vacates,
         )
         self._result: RunProcsResult | None = None
         self._error: BaseException | None = None
@@ -168,14 +176,10 @@ class PContext:
             )
         install_signal_handlers(self._signals)
         self._guardian.start()  # the guardian's interpreter starts in parallel
-        self._pump = pump = self._new_pump()
+        self._pump = pump = self._new_pump(self._dest)
         try:
             for rank in range(self.nprocs):
-                worker = self._launcher.launch(
-                    rank, self._place(rank, pump), self._guardian, sorted(pump.own_fds())
-                )
-                with self._changed:
-                    self._workers.add(rank, worker)
+                self._launch(rank, pump)
         except BaseException:
             with self._changed:
                 self._workers.add_no_more()
@@ -192,6 +196,55 @@ class PContext:
         if refusals:
             self.close(signal.SIGKILL, 0)
             raise refusals[min(refusals)]
+
+    def replace(self, local_rank: int, env: Mapping[str, str]) -> bool:
+        """Start another process in the place of a worker of which no process is left.
+
+        Its output follows that of the worker, in the same files. If it cannot be started, the
+        worker has failed.
+
+        Args:
+            local_rank: rank of the worker, which is vacant (`vacates`).
+            env: variables that differ from those of the worker.
+
+        Returns:
+            False if the workers are being stopped, so no process starts.
+        """
+        with self._changed:
+            if not self._launched or not self._workers.replace(local_rank):
+                return False
+        self.envs[local_rank] |= env
+        before = self._pumps.pop(local_rank, None)
+        if before is not None:
+            before.stop(flush=False)
+        try:
+            pump = self._pumps[local_rank] = self._new_pump(of_rank(self._dest, local_rank))
+            try:
+                self._launch(local_rank, pump)
+            finally:
+                pump.close_writers()
+                pump.start()
+        except (OSError, ValueError) as error:
+            logger.error("another process of local rank %s cannot start: %s", local_rank, error)
+            with self._changed:
+                self._workers.refuse(local_rank)
+            self._on_change(WorkerChange(local_rank, 0, "exited", 127, monotonic()))
+            with self._changed:
+                self._check_over()
+        return True
+
+    def give_up(self, local_rank: int) -> bool:
+        """Note that no process takes the place of a worker; return whether it was vacant."""
+        with self._changed:
+            given_up = self._workers.give_up(local_rank)
+            self._check_over()
+        return given_up
+
+    def _launch(self, rank: int, pump: LogPump) -> None:
+        place = self._place(rank, pump)
+        worker = self._launcher.launch(rank, place, self._guardian, sorted(pump.own_fds()))
+        with self._changed:
+            self._workers.add(rank, worker)
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """Wait until all workers succeeded and are gone, or one failed and all are stopped.
@@ -264,8 +317,8 @@ class PContext:
                 self._guardian.pid,
             )
         if not self._done:
-            if self._pump is not None:
-                self._pump.stop(1.0)
+            for pump in self._all_pumps():
+                pump.stop(1.0)
             if self._own_guardian:
                 self._guardian.close(1.0 if left else 10.0)
 
@@ -299,10 +352,10 @@ class PContext:
     def _finish(self) -> None:
         result, trouble = None, None
         try:
-            if self._pump is not None:
+            for pump in self._all_pumps():
                 # The next attempt of an agent does not wait for a slow console. At the end of the
                 # job, the agent does.
-                self._pump.stop(flush=self._own_guardian)
+                pump.stop(flush=self._own_guardian)
             result = self._collect_results()
             self._launcher.close()
             if self._own_guardian:
@@ -330,6 +383,10 @@ class PContext:
                 first.summary,
             )
         return RunProcsResult(values, failures, self.stdouts, self.stderrs)
+
+    def _all_pumps(self) -> list[LogPump]:
+        first = [] if self._pump is None else [self._pump]
+        return [*first, *self._pumps.values()]
 
     def _failure(self, rank: int) -> ProcessFailure:
         return self._workers.failure(rank, self.error_files.get(rank, ""))

@@ -29,8 +29,8 @@ EndKind = Literal["completed", "left", "stopped", "failed", "lost", "vacant"]
 
 `completed`: its task is done. `left`: its task is done, but the others had continued without it.
 `stopped`: it ended unsuccessfully after a stop. `failed`: it ended unsuccessfully without a stop.
-`lost`: as `failed`, and the others continue without it. `vacant`: as `lost`, and another process may
-take its place.
+`lost`: as `failed`, and the others continue without it. `vacant`: as `lost`, and another process
+may take its place.
 """
 
 
@@ -112,12 +112,9 @@ def given_up(group: GroupState, *ranks: int) -> GroupState:
 
 
 def _settled(group: GroupState) -> GroupState:
-    """Return the group in which losses are failures if no worker continues."""
-    if len(group.ends) < group.size or any(
-        end.outcome in ("completed", "vacant") for end in group.ends.values()
-    ):
-        return group
-    if not any(end.outcome in ("left", "lost") for end in group.ends.values()):
+    """Return the group in which losses are failures, if every worker has ended without success."""
+    outcomes = {end.outcome for end in group.ends.values()}
+    if len(group.ends) < group.size or not outcomes <= {"left", "lost"}:
         return group
     ends = {
         each: end._replace(outcome="failed") if end.outcome == "lost" else end

@@ -106,6 +106,9 @@ class FunctionLauncher(Launcher):
         """See `Launcher`."""
         if self._gate is None:
             self._gate = _function.Gate.new(len(self.args))
+        if rank in self._results:  # this process replaces another one
+            os.close(self._results.pop(rank))
+            self._returned.discard(rank)
         result = self._results[rank] = os.memfd_create("regrow-result")
         call = _function.Call(self.function, self.args[rank])
         task = _function.WorkerTask(call, _function.Fd(result), None, self._cpus(rank), self._gate)

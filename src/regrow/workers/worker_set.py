@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple
 
 from regrow.utils import get_logger, to_json
 from regrow.workers.errors import ProcessFailure
-from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended
+from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended, given_up, replaced
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, Place
 
 logger = get_logger(__name__)
 
+#: Exit code of a process that could not be started, as of a shell's command that is not found.
+_NOT_STARTED = 127
 #: Message for a worker that failed although it exited with 0.
 NO_RESULT = (
     "exit code 0, but the function that it runs in regrow.inprocess.Wrapper has no result: return"
@@ -41,16 +43,20 @@ class WorkerChange(NamedTuple):
     """The worker's local rank; -1 for the group."""
     pid: int
     """The worker's process id; 0 if there is none."""
-    kind: Literal["exited", "lost", "suspended", "resumed", "guardian_lost", "ended"]
+    kind: Literal[
+        "exited", "lost", "vacant", "cleared", "suspended", "resumed", "guardian_lost", "ended"
+    ]
     """Kind of the change.
 
-    `lost`: the worker ended, and the others continue without it. `guardian_lost`: the guardian is
-    gone, with all workers. `ended`: no process of the group is left, and `wait` has its result.
+    `lost`: the worker ended, and the others continue without it. `vacant`: the same, but another
+    process may take its place. `cleared`: no process of that worker is left. `guardian_lost`: the
+    guardian is gone, with all workers. `ended`: no process of the group is left, and `wait` has its
+    result.
     """
     status: int
-    """`exited`, `lost`: the exit code, negative for a signal.
+    """`exited`, `lost`, `vacant`: the exit code, negative for a signal.
 
-    `suspended`, `resumed`: the signal. `guardian_lost`: -9. `ended`: 0.
+    `suspended`, `resumed`: the signal. `guardian_lost`: -9. `cleared`, `ended`: 0.
     """
     monotonic: float
     """Time of the change, in seconds of the monotonic clock."""
@@ -140,6 +146,7 @@ class WorkerSet:
         replaceable: returns whether the others can continue without a worker that ended.
         owes_result: returns whether a worker that ended has not completed its function; see
             `PContext`.
+        vacates: returns whether another process may take the place of a worker that ended.
     """
 
     name: str
@@ -149,6 +156,7 @@ class WorkerSet:
     launcher: Launcher
     replaceable: Callable[[int], bool]
     owes_result: Callable[[int], bool]
+    vacates: Callable[[int], bool] = lambda local_rank: False
 
     def __post_init__(self) -> None:
         self.group = GroupState(self.size)
@@ -181,6 +189,37 @@ class WorkerSet:
                 signum, deadline = self._last_stop
                 self.guardian.stop([worker], signum, deadline - monotonic())
 
+    def replace(self, rank: int) -> bool:
+        """Make room for another process in the place of a worker; return False if none may start.
+
+        The worker is vacant and gone.
+        """
+        if not self._is_vacant(rank) or rank not in self.group.gone:
+            return False
+        self.group = replaced(self.group, rank)
+        del self._workers[rank]
+        self.forked.discard(rank)
+        return True
+
+    def give_up(self, rank: int) -> bool:
+        """Note that no process takes the place of a worker; return whether it was vacant."""
+        if not self._is_vacant(rank):
+            return False
+        self.group = given_up(self.group, rank)
+        self.launcher.lost()
+        if self.group.failed and self.group.stopped_at is None:
+            self._stop(signal.SIGTERM, self.grace)
+        return True
+
+    def _is_vacant(self, rank: int) -> bool:
+        end = self.group.ends.get(rank)
+        return end is not None and end.outcome == "vacant"
+
+    def refuse(self, rank: int) -> None:
+        """Note that a process in the place of a worker could not be started: it has failed."""
+        self._note_end(rank, WorkerEnd(_NOT_STARTED, monotonic(), "failed"))
+        self._note_gone(rank)
+
     def add_no_more(self) -> None:
         """Note that the other workers will not start; `close` stops those that did."""
         self._note_gone(*(set(range(self.size)) - self._workers.keys()))
@@ -205,7 +244,12 @@ class WorkerSet:
                 if forked:
                     self.forked.add(rank)
             case guard.Refused(error=error):
-                self.refusals[rank] = error
+                if rank not in self.pids:
+                    self.refusals[rank] = error
+                    return None
+                logger.error("another process of local rank %s cannot start: %s", rank, error)
+                self._note_end(rank, WorkerEnd(_NOT_STARTED, monotonic(), "failed"))
+                return WorkerChange(rank, 0, "exited", _NOT_STARTED, monotonic())
             case guard.Exited():
                 return self._handle_exit(rank, event)
             case guard.Suspended(signal=signum, monotonic=at):
@@ -215,6 +259,8 @@ class WorkerSet:
             case guard.Gone(left_behind=left, stuck=stuck):
                 self._note_gone(rank)
                 self._log_leftovers(rank, left, stuck)
+                if self._is_vacant(rank):
+                    return WorkerChange(rank, pid, "cleared", 0, monotonic())
             case guard.GuardianLost(monotonic=at, how=how):
                 return self._handle_loss(rank, at, how)
         return None
@@ -225,15 +271,21 @@ class WorkerSet:
         # An exit with 0 reports a success, which the other workers cannot achieve in its place.
         replaceable = (well or code != 0) and self.replaceable(rank)
         outcome: EndKind = "completed" if well else "stopped" if event.stopping else "failed"
-        self._note_end(rank, WorkerEnd(code, event.monotonic, outcome, event.late), replaceable)
-        lost = self.group.ends[rank].outcome == "lost"
-        if lost:
-            self.launcher.lost()
+        end = WorkerEnd(code, event.monotonic, outcome, event.late)
+        self._note_end(rank, end, replaceable, replaceable and self.vacates(rank))
         pid = self.pids.get(rank, 0)
-        return WorkerChange(rank, pid, "lost" if lost else "exited", code, event.monotonic)
+        match self.group.ends[rank].outcome:
+            case "lost":
+                self.launcher.lost()
+                return WorkerChange(rank, pid, "lost", code, event.monotonic)
+            case "vacant":
+                return WorkerChange(rank, pid, "vacant", code, event.monotonic)
+        return WorkerChange(rank, pid, "exited", code, event.monotonic)
 
-    def _note_end(self, rank: int, end: WorkerEnd, replaceable: bool = False) -> None:
-        self.group = ended(self.group, rank, end, replaceable)
+    def _note_end(
+        self, rank: int, end: WorkerEnd, replaceable: bool = False, vacates: bool = False
+    ) -> None:
+        self.group = ended(self.group, rank, end, replaceable, vacates)
         if self.group.failed and self.group.stopped_at is None:
             self._stop(signal.SIGTERM, self.grace)
 
@@ -244,6 +296,7 @@ class WorkerSet:
         now = monotonic()
         if self.group.stopped_at is None:
             self.group = self.group._replace(stopped_at=now)
+        self.group = given_up(self.group, *self.group.ends)
         self.launcher.stopping()
         self.guardian.stop([self._workers[rank] for rank in self.left], signum, grace)
         self._last_stop = signum, now + grace

@@ -194,6 +194,14 @@ class Attempt:
         if self.workers is not None:
             self.workers.shorten_grace(self._job.restart_timeout)
 
+    def report_not_replaced(self, rank: int) -> None:
+        """Report to the ranks of this attempt that no other process takes the place of a rank.
+
+        Raises:
+            StoreError: the workers' store does not receive the report.
+        """
+        self._workers_store.report_not_replaced(rank, self._job.group.store_environment)
+
     # --- defaults of hooks
 
     def initialize(self, group: WorkerGroup) -> None:

@@ -11,8 +11,8 @@ progress page marks it as replaceable. The worker sets the mark when all ranks h
 it when the call is about to end on all ranks. The mark is set again after the worker has left the
 call for good. The agent reads the slot after the end of the process, so the mark is valid up to the
 instant of a SIGKILL. An exit with 0 before the function has a result is a failure. A lost worker is
-removed from the group, and no budget is charged. The place stays empty. No part of regrow fills it
-yet, but the rules do not depend on that. When the other workers have ended, the attempt ends with
+removed from the group, and no budget is charged. The place stays empty, or another process takes it
+(`regrow.agent.features.replacements`). When the other workers have ended, the attempt ends with
 their result (`regrow.workers.group`). If no worker of this node is left, its last loss is a
 failure. The end of a worker outside a wrapper is always a failure.
 
@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -37,6 +37,7 @@ from regrow.agent.attempt.environment import worker_environment
 from regrow.agent.decisions import events
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.progress import WorkerReports
+from regrow.agent.features.replacements import Replacements
 from regrow.utils import get_logger, macros, signal_text
 from regrow.workers import Guardian, PContext, WorkerChange, start_processes
 
@@ -59,10 +60,19 @@ class LocalWorkers(Feature):
         sleepers: detects workers in uninterruptible sleep.
         heartbeats: whether the job runs with `--heartbeat`; this changes the warning about a
             suspended worker.
+        report_not_replaced: reports to the ranks of the latest attempt that a rank is not replaced.
     """
 
-    def __init__(self, job: Job, sleepers: UninterruptibleSleepers, *, heartbeats: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        sleepers: UninterruptibleSleepers,
+        *,
+        heartbeats: bool,
+        report_not_replaced: Callable[[int], None] = lambda rank: None,
+    ) -> None:
         self._job = job
+        self.replacements = Replacements(job, lambda: self.reports, report_not_replaced)
         self.reports: WorkerReports | None = None
         """The page of steps of the latest attempt, which may be closed."""
         self._sleepers = sleepers
@@ -144,10 +154,16 @@ class LocalWorkers(Feature):
             on_change=self._on_change,
             signals_to_handle="",
             before_start=self._before_first,
-            replaceable=reports.replaceable,
+            replaceable=self._is_replaceable,
             owes_result=reports.owes_result,
+            vacates=self.replacements.vacates,
         )
         return dict(self.context.pids())
+
+    def _is_replaceable(self, local_rank: int) -> bool:
+        assert self.reports is not None
+        goes_on = self.reports.replaceable(local_rank)
+        return goes_on and not self.replacements.ends_attempt(local_rank)
 
     def _before_first(self, context: PContext) -> None:
         workers = self._job.group.workers
@@ -186,6 +202,7 @@ class LocalWorkers(Feature):
         """Handle a change of a worker; called by the process context on its own thread."""
         if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
             self.reports.stop()  # the context stops the other workers
+        self.replacements.on_change(change)
         self._job.post(partial(self.on_change, change))
 
     def on_change(self, change: WorkerChange) -> events.Event | None:
@@ -193,6 +210,8 @@ class LocalWorkers(Feature):
         if change.kind in ("lost", "suspended", "resumed"):
             self._record(change)
             return None
+        if change.kind in ("vacant", "cleared"):
+            return None  # `Replacements` handles it
         if self._job.recorder.noticed is None and change.status != 0:
             self._job.recorder.noticed = monotonic()
             return events.Failing()
@@ -262,8 +281,12 @@ class LocalWorkers(Feature):
         context, group = self.context, self._job.group
         assert context is not None, "the workers are not started yet"
         # A worker without an id has failed: the guardian was killed before it could start it.
+        pids = context.pids()
+        for worker in group.workers:
+            if self.replacements.incarnation(worker.local_rank):
+                worker.id = pids.get(worker.local_rank)
         started = {worker.id for worker in group.workers if worker.id is not None}
-        running = set(context.pids().values())
+        running = set(pids.values())
         if started != running:
             logger.error("worker pids %s do not match the context's %s", started, running)
             return RunResult(state=WorkerState.UNKNOWN)

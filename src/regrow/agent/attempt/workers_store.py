@@ -63,6 +63,8 @@ _CREDENTIALS = ("token_file", "user", "password", "password_file")
 _NO_OFFER = "the agent of node rank 0 offered none"
 _STARTS = 3
 """How often in a row the server may fail to start. It may have been killed at its start."""
+REPORT_S = 10.0
+"""Seconds in which the store has to receive a report of the agent."""
 _FAREWELL_S = 6.0  # seconds for the server to end: it is killed after 5 s
 
 logger = get_logger(__name__)
@@ -191,6 +193,31 @@ class WorkersStore:
         if token is None:
             return blank
         return blank | {TOKEN_ENV: self._derived(token, "jobs that workers start").decode()}
+
+    def report_not_replaced(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Report to the groups of ranks in this store that a rank is not replaced.
+
+        Args:
+            rank: the initial rank.
+            environment: variables that lead to the store.
+
+        Raises:
+            StoreError: the store does not receive the report.
+        """
+        from regrow.inprocess.group import group_messages
+        from regrow.store import connect
+        from regrow.store.workers import worker_tls
+
+        endpoint, token = environment.get(STORE_ENV), environment.get(STORE_TOKEN_ENV, "")
+        if not endpoint:
+            raise StoreError("the workers have no store")
+        tls, within = worker_tls(environment), REPORT_S
+        client = connect(endpoint, token=token.encode(), tls=tls, timeout=within)
+        try:
+            question = group_messages.encode(group_messages.NotReplaced(rank))
+            client.ask(group_messages.NAME, question, within)
+        finally:
+            client.close()
 
     # --- one node
 

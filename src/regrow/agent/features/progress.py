@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow._progress import (
     LONGEST,
+    MAY_BE_REPLACED,
     NOT_IN_RESTARTER,
     OTHERS_GO_ON,
     OWES_RESULT,
@@ -108,6 +109,17 @@ class WorkerReports:
     def owes_result(self, local_rank: int) -> bool:
         """Return whether this local rank has a wrapped function without a result."""
         return bool(self._restarter_state(local_rank) & OWES_RESULT)
+
+    def may_be_replaced(self, local_rank: int) -> bool:
+        """Return whether the other workers wait for another process of this local rank."""
+        return bool(self._restarter_state(local_rank) & MAY_BE_REPLACED)
+
+    def clear(self, local_rank: int) -> None:
+        """Clear the slot of a worker that has ended, for the process that replaces it."""
+        with self._lock:
+            if not self._memory.closed:
+                SLOT.pack_into(self._memory, local_rank * SLOT.size, 0, 0.0, 0, 0.0, 0)
+        self._first_steps.discard(local_rank)
 
     def _restarter_state(self, local_rank: int) -> int:
         with self._lock:

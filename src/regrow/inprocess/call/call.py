@@ -76,9 +76,6 @@ logger = library_logger(__name__)
 
 T = TypeVar("T")
 
-INCARNATION_ENV: Final = "REGROW_INCARNATION"
-"""Number of processes that had the rank of this process before; set by the agent."""
-
 
 class CallWrapper:
     """The running call of a wrapped function, as an interface for the function itself.
@@ -234,7 +231,7 @@ class CallWrapper:
 
     def _join(self) -> bool:
         """Join the group, up to the point before `enter`; return False if the call is over."""
-        incarnation = int(os.environ.get(INCARNATION_ENV) or 0)
+        incarnation = int(os.environ.get(board.INCARNATION_ENV) or 0)
         reply = self._link.take_over(incarnation) if incarnation else self._link.join()
         if reply is None:
             logger.warning("the call of the function has ended without this process")

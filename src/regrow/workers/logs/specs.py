@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -94,6 +94,23 @@ class LogsDest:
     """Destination of the lines of all tee'd stdouts that pass the filters."""
     filtered_stderr: str = ""
     """Destination of the lines of all tee'd stderrs that pass the filters."""
+
+
+def of_rank(dest: LogsDest, local_rank: int) -> LogsDest:
+    """Return the destinations of one local rank."""
+
+    def only(paths: Mapping[int, str]) -> dict[int, str]:
+        return {rank: path for rank, path in paths.items() if rank == local_rank}
+
+    return LogsDest(
+        only(dest.stdouts),
+        only(dest.stderrs),
+        only(dest.tee_stdouts),
+        only(dest.tee_stderrs),
+        only(dest.error_files),
+        dest.filtered_stdout,
+        dest.filtered_stderr,
+    )
 
 
 class LogsSpecs(ABC):

@@ -1,0 +1,265 @@
+"""`Replacements`: starts another process in the place of a worker that was lost (rung 2).
+
+A wrapper (`regrow.inprocess`) with `replace=True` marks its worker as one that another process may
+replace. When such a worker ends, its place in the group of workers is vacant. The agent then
+
+1. spends one of `--max-restarts`, which all nodes count together;
+2. waits until no process of the worker is left, so that no two processes have one rank;
+3. starts another process with the same ranks and `REGROW_INCARNATION`, or gives the place up.
+
+The other ranks wait for the new process in their restart. If none comes, the agent reports it to
+them through the workers' store, so they continue at once and do not wait for `replace_timeout`.
+
+A replacement that ends before its first training step is not replaced: the cause did not go with
+the process. The worker has then failed, which ends the attempt.
+
+Each replacement runs on a thread of its own, because it waits for other nodes and for the guardian.
+The decision itself is `may_replace`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from regrow._progress import INCARNATION_ENV
+from regrow.agent.attempt.environment import HEARTBEAT_ENV
+from regrow.agent.features import Feature, StartedWorkers
+from regrow.rendezvous import RendezvousError
+from regrow.utils import get_logger, signal_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from regrow.agent.features.progress import WorkerReports, WorkerSteps
+    from regrow.agent.job import Job
+    from regrow.workers import WorkerChange
+
+REPORT_S = 10.0
+"""Seconds in which the workers' store has to receive a report."""
+
+logger = get_logger(__name__)
+
+
+class Place(NamedTuple):
+    """What the agent knows about the place of a worker, when the worker ends."""
+
+    wanted: bool
+    """Whether the wrapper of the worker has `replace=True`, and the rendezvous counts restarts."""
+    incarnation: int
+    """Number of processes that had the place before the worker."""
+    stepped: bool
+    """Whether the worker has reported a training step."""
+    restarts: int
+    """Restarts that the job has left, as far as this node knows."""
+    leaving: bool = False
+    """Whether the agent is leaving the job."""
+
+
+def may_replace(place: Place) -> str:
+    """Return why a worker that has ended is not replaced; empty if it may be."""
+    if not place.wanted:
+        return "its wrapper does not ask for it"
+    if place.leaving:
+        return "the job ends"
+    if place.incarnation and not place.stepped:
+        return "it replaced another process, and ended before its first step (regrow.step)"
+    if place.restarts <= 0:
+        return "no restarts are left (--max-restarts)"
+    return ""
+
+
+def ends_attempt(place: Place) -> bool:
+    """Return whether the end of a worker ends the attempt, even if its ranks could continue."""
+    return place.wanted and place.incarnation > 0 and not place.stepped
+
+
+class Replacements(Feature):
+    """Replaces lost workers of this host.
+
+    Args:
+        job: what the parts of the agent share.
+        reports: returns the page of steps of the latest attempt.
+        report: reports to the ranks of the latest attempt that a rank is not replaced.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        reports: Callable[[], WorkerReports | None],
+        report: Callable[[int], None],
+    ) -> None:
+        self._job = job
+        self._reports = reports
+        self._report = report
+        self._workers: StartedWorkers | None = None
+        self._incarnations: dict[int, int] = {}
+        self._cleared: dict[int, threading.Event] = {}
+        self._threads: list[threading.Thread] = []
+
+    def on_start(self, workers: StartedWorkers) -> None:
+        """See base class."""
+        self._workers = workers
+        self._incarnations = {}
+        self._cleared = {}
+
+    def close(self) -> None:
+        """See base class: end the threads."""
+        for cleared in list(self._cleared.values()):
+            cleared.set()
+        for thread in self._threads:
+            thread.join(REPORT_S)
+
+    def before_stop(self) -> None:
+        """See base class: no worker is cleared any more for the sake of its place."""
+        for cleared in list(self._cleared.values()):
+            cleared.set()
+
+    def incarnation(self, local_rank: int) -> int:
+        """Return how many processes had the place of a worker before."""
+        return self._incarnations.get(local_rank, 0)
+
+    # --- questions of the process context, when a worker has ended; they must not block
+
+    def vacates(self, local_rank: int) -> bool:
+        """Return whether another process may take the place of a worker that has ended."""
+        return not may_replace(self._place(local_rank))
+
+    def ends_attempt(self, local_rank: int) -> bool:
+        """Return whether the end of a worker ends the attempt; see `ends_attempt`."""
+        return ends_attempt(self._place(local_rank))
+
+    def _place(self, local_rank: int) -> Place:
+        reports = self._reports()
+        return Place(
+            self._job.shared and reports is not None and reports.may_be_replaced(local_rank),
+            self._incarnations.get(local_rank, 0),
+            reports is not None and local_rank in reports.read(),
+            self._job.remaining_restarts,
+            self._job.leaving,
+        )
+
+    # --- changes of a worker
+
+    def on_change(self, change: WorkerChange) -> None:
+        """Handle the end of a worker; called by the process context on its own thread."""
+        local_rank = change.local_rank
+        match change.kind:
+            case "vacant":
+                self._cleared[local_rank] = threading.Event()
+                self._start_thread(partial(self._replace, change))
+            case "cleared" if local_rank in self._cleared:
+                self._cleared[local_rank].set()
+            case "lost" | "exited" if change.kind == "lost" or change.status == 0:
+                reports = self._reports()
+                if reports is not None and reports.may_be_replaced(local_rank):
+                    why = may_replace(self._place(local_rank)) or "it ended with exit code 0"
+                    self._start_thread(partial(self._report_not_replaced, local_rank, why))
+
+    def _start_thread(self, run: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=run, name="regrow-replacement", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # --- on a thread of its own
+
+    def _replace(self, change: WorkerChange) -> None:
+        workers, local_rank = self._workers, change.local_rank
+        assert workers is not None
+        context, reports = workers.context, self._reports()
+        cleared, incarnation = self._cleared[local_rank], self._incarnations.get(local_rank, 0) + 1
+        ended = self._describe_end(change, reports.read() if reports is not None else {})
+        self._emit("regrow.worker.vacated", local_rank, incarnation=incarnation - 1, **ended)
+        why = self._spend()
+        cleared.wait()
+        if why:
+            if context.give_up(local_rank):
+                self._report_not_replaced(local_rank, why)
+            return
+        if reports is not None:
+            reports.clear(local_rank)
+        _keep_error_file(context.error_files.get(local_rank, ""), incarnation)
+        self._incarnations[local_rank] = incarnation
+        # Heartbeats between workers begin together, so a new process cannot take part in them.
+        env = {INCARNATION_ENV: str(incarnation), HEARTBEAT_ENV: ""}
+        begun = monotonic()
+        if not context.replace(local_rank, env):
+            return
+        self._emit(
+            "regrow.worker.replaced",
+            local_rank,
+            incarnation=incarnation,
+            vacant_s=begun - change.monotonic,
+        )
+        logger.warning(
+            "rank %s: another process takes the place of pid %s, which ended %s; the other ranks "
+            "wait for it",
+            workers.ranks[local_rank],
+            change.pid,
+            ended["how"],
+        )
+
+    def _describe_end(
+        self, change: WorkerChange, steps: dict[int, WorkerSteps]
+    ) -> dict[str, object]:
+        assert self._workers is not None
+        status = change.status
+        how = f"by {signal_text(-status)}" if status < 0 else f"with exit code {status}"
+        failure = self._workers.context.ended(change.local_rank)
+        step = steps.get(change.local_rank)
+        return {
+            "pid": change.pid,
+            "exitcode": status,
+            "how": how,
+            "message": failure.summary if failure is not None else "",
+            "last_step": None if step is None else step.last_step,
+            "ended_monotonic": change.monotonic,
+        }
+
+    def _spend(self) -> str:
+        """Charge the job with one restart; return why that is not possible, empty if it is."""
+        job = self._job
+        limit = job.group.spec.max_restarts
+        try:
+            failures = job.handler.spend_restart()
+        except RendezvousError as error:
+            return str(error)
+        if failures is None:
+            return "the rendezvous does not count the restarts of all nodes together"
+        job.post(partial(self._count, failures))
+        return "" if failures <= limit else "no restarts are left (--max-restarts)"
+
+    def _count(self, failures: int) -> None:
+        self._job.count_failures(failures)
+
+    def _report_not_replaced(self, local_rank: int, why: str) -> None:
+        assert self._workers is not None
+        rank = self._workers.ranks[local_rank]
+        self._emit("regrow.worker.not_replaced", local_rank, reason=why)
+        logger.warning("rank %s is not replaced: %s", rank, why)
+        try:
+            self._report(rank)
+        except Exception as error:  # noqa: BLE001 - the ranks then wait for replace_timeout
+            logger.warning("the other ranks wait for rank %s until their time-out: %s", rank, error)
+
+    def _emit(self, name: str, local_rank: int, **fields: object) -> None:
+        workers = self._workers
+        assert workers is not None
+        rank = workers.ranks[local_rank]
+        attempt, emit = workers.attempt, self._job.recorder.emit
+        self._job.post(
+            lambda: emit(name, attempt=attempt, rank=rank, local_rank=local_rank, **fields)
+        )
+
+
+def _keep_error_file(path: str, incarnation: int) -> None:
+    """Rename the error file of a worker, so that it is not taken for that of its replacement."""
+    if path and path != os.devnull:
+        with suppress(OSError):
+            Path(path).replace(f"{path}.{incarnation - 1}")
