@@ -97,6 +97,22 @@ def test_a_monitor_ends_a_rank_that_makes_progress_and_does_not_return_in_time()
     watch.close()
 
 
+def test_a_monitor_ends_a_rank_whose_abort_hangs_while_its_function_makes_progress() -> None:
+    outside = Outside()
+    watch = watching(outside, [], 60.0)
+    watch.begin(0)
+    with watch.suspended(), watch.aborting():
+        wait_until(lambda: outside.knows.iteration == LIMITED, "the monitor knows of the limit")
+        until = outside.knows.until
+        assert until < float("inf")
+        count = len(outside.received)
+        wait_until(lambda: len(outside.received) > count + 3, "the rank makes progress")
+        assert outside.knows.until == until
+    wait_until(lambda: outside.knows.iteration == 0, "the monitor knows that the abort is over")
+    wait_until(lambda: outside.knows.until > until, "the rank may continue")
+    watch.close()
+
+
 def test_a_change_during_the_start_of_a_monitor_reaches_it() -> None:
     outside = Outside()
     watch = watching(outside, [], 60.0)

@@ -167,5 +167,13 @@ def test_the_hard_time_out_follows_the_soft_one_in_the_function_and_between_two_
     assert (deadlines(), progress.limited) == ((310.0, 315.0), False)
     progress.enter(RankPhase.FUNCTION, 301.0)
     assert deadlines() == (311.0, 316.0)
+    progress.abort_limit, progress.automatic_at = 318.0, 304.0
+    assert (deadlines(), progress.limited) == ((314.0, 318.0), True)
+    progress.automatic_at = 302.0
+    assert (deadlines(), progress.limited) == ((312.0, 317.0), False)
+    progress.suspended += 1
+    assert (deadlines(), progress.limited) == ((math.inf, 318.0), True)
+    progress.abort_limit = math.inf
+    assert (deadlines(), progress.limited) == ((math.inf, math.inf), False)
     progress.phase = RankPhase.ENDED
     assert deadlines() == (math.inf, math.inf)

@@ -122,7 +122,9 @@ class CallWrapper:
             self._link = ServiceLink(shared.session, group, *rank_and_size, timeouts)
             stack.callback(self._link.close)
             self._interrupter = stack.enter_context(Interrupter())
-            self._follower = IterationFollower(self._link, self._atomic, config.abort)
+            self._follower = IterationFollower(
+                self._link, self._atomic, config.abort, lambda: self._watch.aborting()
+            )
             stack.callback(self._follower.stop)
             stack.callback(self._link.close)
             soft, hard = config.soft_timeout.total_seconds(), config.hard_timeout.total_seconds()

@@ -40,7 +40,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -92,12 +92,20 @@ class IterationFollower:
         link: the link of this rank.
         atomic: keeps atomic sections and the termination procedure apart.
         abort: the abort plug-in.
+        limited: limits the time of a run of the abort.
     """
 
-    def __init__(self, link: ServiceLink, atomic: Atomic, abort: Abort | Compose | None) -> None:
+    def __init__(
+        self,
+        link: ServiceLink,
+        atomic: Atomic,
+        abort: Abort | Compose | None,
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._link = link
         self._atomic = atomic
         self._abort = abort
+        self._limited = limited
         self._work: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="regrow-inprocess", daemon=True)
         self._thread.start()
@@ -207,12 +215,12 @@ class IterationFollower:
                 wakers.clear()
                 return
 
-    @staticmethod
-    def _run_abort(abort: Abort | Compose | None, ending: Ending) -> None:
+    def _run_abort(self, abort: Abort | Compose | None, ending: Ending) -> None:
         try:
-            for part in _of_torch(abort):
-                ending.groups += part.groups()
-            call(abort, ending.state)
+            with self._limited():
+                for part in _of_torch(abort):
+                    ending.groups += part.groups()
+                call(abort, ending.state)
         except BaseException:
             logger.exception(
                 "abort failed on rank %s in iteration %d; the function is interrupted nevertheless",

@@ -14,6 +14,10 @@ A rank has three states:
 - **At rest.** The rank waits for other ranks. The time-outs of the barriers and those of the other
   ranks apply. The function can also suspend the checks (`CallWrapper.disable_hang_protection`).
 
+The abort runs in another thread, and the main thread leaves the function only after it. So the
+function may make progress for as long as the abort hangs. Therefore the hard time-out limits the
+abort in each of these states, with or without progress.
+
 `RankProgress` decides and reads no clock; times are seconds of a monotonic clock.
 
 `SoftWatch` is the thread that checks the main thread and restarts it if it makes no progress. To
@@ -86,6 +90,8 @@ class RankProgress:
     """What the rank does; only the thread that runs the function writes this."""
     limit: float = math.inf
     """Latest time for the end of its own part, with or without progress."""
+    abort_limit: float = math.inf
+    """Latest time for the end of the abort, which runs in another thread; infinity: none runs."""
     automatic_at: float = 0.0
     """Last time at which the main thread executed Python code; at rest, any thread."""
     manual_at: float | None = None
@@ -126,14 +132,21 @@ class RankProgress:
     def ends(self) -> float:
         """When the process is to be ended if it makes no progress; infinity: never."""
         if self.phase is RankPhase.RESTING:
-            return self.automatic_at + self.hard
-        ends = self.due - self.allowed + self.hard
-        return min(ends, self.limit) if self.phase is RankPhase.RECOVERING else ends
+            ends = self.automatic_at + self.hard
+        else:
+            ends = self.due - self.allowed + self.hard
+        return min(ends, self._limit)
 
     @property
     def limited(self) -> bool:
-        """Whether `limit` ends the process even if it makes progress."""
-        return self.phase is RankPhase.RECOVERING and self.ends == self.limit
+        """Whether a limit ends the process even if it makes progress."""
+        return self.ends == self._limit < math.inf
+
+    @property
+    def _limit(self) -> float:
+        """The earlier one of the limits that apply now; infinity: none does."""
+        recovering = self.phase is RankPhase.RECOVERING
+        return min(self.limit, self.abort_limit) if recovering else self.abort_limit
 
     def stale(self, now: float) -> Which | None:
         """Return the progress that is older than allowed, if any; automatic if both are."""
@@ -219,6 +232,20 @@ class SoftWatch:
         finally:
             self._progress.resume(time.monotonic())
             self._changed()
+
+    @contextmanager
+    def aborting(self) -> Iterator[None]:
+        """Run an abort, which has to end within the hard time-out; for another thread.
+
+        The main thread may still execute the function meanwhile, and make progress.
+        """
+        self._progress.abort_limit = time.monotonic() + self._progress.hard
+        self._begun.set()  # only the main thread may count a change, so the watch sends this
+        try:
+            yield
+        finally:
+            self._progress.abort_limit = math.inf
+            self._begun.set()
 
     def close(self) -> None:
         """End the watch at the end of the call."""
