@@ -19,6 +19,7 @@ from regrow.events.story_types import (
     InProcessRestart,
     OtherFailure,
     PlannedRestart,
+    Replacement,
     ServerEnd,
     StalledProgress,
     StepMark,
@@ -101,7 +102,7 @@ class _StoryBuilder:
             expiries=tuple(
                 e for e in self.unexplained_timers if all(e not in f.hung_too for f in failures)
             ),
-            in_place=tuple(map(_in_process_restart, self._sorted(_IN_PROCESS))),
+            in_place=self._in_process_restarts(),
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
             reports_steps=self.reports_steps,
@@ -260,6 +261,25 @@ class _StoryBuilder:
             **self._cost(number, text(ended, "host"), real(ended, "monotonic")),
         )
 
+    def _in_process_restarts(self) -> tuple[InProcessRestart, ...]:
+        """Return the restarts; each has the replacements of its ranks since the one before."""
+        replaced, vacated = self._sorted(_REPLACED), self._sorted(_VACATED)
+        restarts = []
+        for event in self._sorted(_IN_PROCESS):
+            ranks = event.get("replaced")
+            found = [
+                each
+                for each in replaced
+                if integer(each, "rank") in (ranks if isinstance(ranks, list) else [])
+                and integer(each, "attempt") == integer(event, "attempt")
+            ]
+            first = {integer(each, "rank"): each for each in reversed(found)}
+            replaced = [each for each in replaced if each not in first.values()]
+            restarts.append(
+                _in_process_restart(event, [_replacement(e, vacated) for e in first.values()])
+            )
+        return tuple(restarts)
+
     def _suspensions(self) -> tuple[Suspension, ...]:
         resumed = self._sorted("regrow.worker.resumed")
         found = []
@@ -285,6 +305,7 @@ class _StoryBuilder:
 _SERVER = "regrow.rendezvous.server_ended"
 _STALLED = "regrow.heartbeat.stalled"
 _IN_PROCESS = "regrow.inprocess.restarted"
+_REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
@@ -361,7 +382,31 @@ def _stall(event: Record) -> StalledProgress:
     )
 
 
-def _in_process_restart(event: Record) -> InProcessRestart:
+def _replacement(event: Record, vacated: list[Record]) -> Replacement:
+    keys = "host", "attempt", "rank"
+    before = (integer(event, "incarnation") or 1) - 1
+    ended = next(
+        (
+            each
+            for each in vacated
+            if all(each.get(key) == event.get(key) for key in keys)
+            and integer(each, "incarnation") == before
+        ),
+        {},
+    )
+    return Replacement(
+        rank=integer(event, "rank") or 0,
+        pid=integer(event, "pid"),
+        ended_pid=integer(ended, "pid"),
+        how=one_line(text(ended, "how") or "for an unknown reason"),
+        last_step=integer(ended, "last_step"),
+        forked=event.get("forked") is True,
+        started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
+        restarts_left=integer(event, "restarts_left"),
+    )
+
+
+def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
     lost, seconds = event.get("lost"), event.get("seconds")
     ranks = [each for each in lost if isinstance(each, int)] if isinstance(lost, list) else []
     known = seconds if isinstance(seconds, Mapping) else {}
@@ -377,6 +422,7 @@ def _in_process_restart(event: Record) -> InProcessRestart:
         lost=tuple(ranks),
         lost_count=integer(event, "lost_count") or len(ranks),
         phases=tuple((phase, after) for phase, after in phases if after is not None),
+        replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
     )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         InProcessRestart,
         OtherFailure,
         PlannedRestart,
+        Replacement,
         RestartCost,
         ServerEnd,
         StalledProgress,
@@ -306,6 +307,7 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
         phase, after = restart.phases[-1]
         steps = ", ".join(f"{name} {duration(s)}" for name, s in restart.phases[:-1])
         rows.append((f"{phase} after", duration(after), steps))
+    rows += _column("replaced", [_replacement(each) for each in restart.replaced])
     if restart.lost_count:
         ranks = ", ".join(map(str, restart.lost))
         more = restart.lost_count - len(restart.lost)
@@ -314,6 +316,17 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
         plural = "s" if restart.lost_count > 1 else ""
         rows.append(("without", f"rank{plural} {ranks}{also}{left}", ""))
     return [f"  in-process restart (iteration {restart.iteration}{of}): {what}", *_lines(rows)]
+
+
+def _replacement(of: Replacement) -> str:
+    at = f" after step {of.last_step}" if of.last_step is not None else ""
+    start = "from the template" if of.forked else "by a cold start"
+    after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
+    left = f"; {_count(of.restarts_left, 'restart')} left" if of.restarts_left is not None else ""
+    return (
+        f"rank {of.rank}: pid {of.ended_pid} ended {_clean(of.how)}{at}; pid {of.pid} started "
+        f"{start}{after}{left}"
+    )
 
 
 def _expired(expiry: Expiry) -> str:

@@ -154,6 +154,28 @@ class StalledProgress(OfWorker):
 
 
 @dataclass(frozen=True, slots=True)
+class Replacement:
+    """A process that took the place of a worker in its running group."""
+
+    rank: int
+    """Rank of the worker, and of the process."""
+    pid: int | None
+    """The process."""
+    ended_pid: int | None
+    """The worker's process."""
+    how: str
+    """How the worker ended, for example "by SIGKILL"."""
+    last_step: int | None
+    """The worker's last step."""
+    forked: bool
+    """Whether the process was forked from a template."""
+    started_after_s: float | None
+    """Seconds from the end of the worker to the start of the process."""
+    restarts_left: int | None
+    """Restarts that the job had left after that."""
+
+
+@dataclass(frozen=True, slots=True)
 class InProcessRestart:
     """A restart of the workers' function in the same processes."""
 
@@ -173,6 +195,8 @@ class InProcessRestart:
     """Number of lost ranks."""
     phases: tuple[tuple[str, float], ...]
     """Phases of the restart in order: name, and seconds after the fault, seen by the new rank 0."""
+    replaced: tuple[Replacement, ...] = ()
+    """Processes that took the places of ranks that had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

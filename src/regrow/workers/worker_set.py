@@ -44,19 +44,27 @@ class WorkerChange(NamedTuple):
     pid: int
     """The worker's process id; 0 if there is none."""
     kind: Literal[
-        "exited", "lost", "vacant", "cleared", "suspended", "resumed", "guardian_lost", "ended"
+        "exited",
+        "lost",
+        "vacant",
+        "cleared",
+        "replaced",
+        "suspended",
+        "resumed",
+        "guardian_lost",
+        "ended",
     ]
     """Kind of the change.
 
     `lost`: the worker ended, and the others continue without it. `vacant`: the same, but another
-    process may take its place. `cleared`: no process of that worker is left. `guardian_lost`: the
-    guardian is gone, with all workers. `ended`: no process of the group is left, and `wait` has its
-    result.
+    process may take its place. `cleared`: no process of that worker is left. `replaced`: another
+    process has taken its place. `guardian_lost`: the guardian is gone, with all workers. `ended`:
+    no process of the group is left, and `wait` has its result.
     """
     status: int
     """`exited`, `lost`, `vacant`: the exit code, negative for a signal.
 
-    `suspended`, `resumed`: the signal. `guardian_lost`: -9. `cleared`, `ended`: 0.
+    `suspended`, `resumed`: the signal. `guardian_lost`: -9. The others: 0.
     """
     monotonic: float
     """Time of the change, in seconds of the monotonic clock."""
@@ -166,6 +174,7 @@ class WorkerSet:
         """Local ranks that were forked from a template."""
         self.refusals: dict[int, OSError] = {}
         """Errors of programs that could not be started."""
+        self._replaced: set[int] = set()  # ranks whose worker was replaced
         self._workers: dict[int, int] = {}  # the guardian's numbers of the workers
         self._last_stop: tuple[int, float] | None = None  # signal and deadline
         self._killed_with: dict[int, str] = {}  # how the guardian's end killed these workers
@@ -198,6 +207,7 @@ class WorkerSet:
             return False
         self.group = replaced(self.group, rank)
         del self._workers[rank]
+        self._replaced.add(rank)
         self.forked.discard(rank)
         return True
 
@@ -239,10 +249,12 @@ class WorkerSet:
         self.add(rank, event.worker)
         pid = self.pids.get(rank, 0)
         match event:
-            case guard.Started(pid=pid, forked=forked):
+            case guard.Started(pid=pid, forked=forked, monotonic=at):
                 self.pids[rank] = pid
                 if forked:
                     self.forked.add(rank)
+                if rank in self._replaced:
+                    return WorkerChange(rank, pid, "replaced", 0, at)
             case guard.Refused(error=error):
                 if rank not in self.pids:
                     self.refusals[rank] = error

@@ -210,7 +210,7 @@ class LocalWorkers(Feature):
         if change.kind in ("lost", "suspended", "resumed"):
             self._record(change)
             return None
-        if change.kind in ("vacant", "cleared"):
+        if change.kind in ("vacant", "cleared", "replaced"):
             return None  # `Replacements` handles it
         if self._job.recorder.noticed is None and change.status != 0:
             self._job.recorder.noticed = monotonic()

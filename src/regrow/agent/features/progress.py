@@ -257,6 +257,7 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "message": _text,
         "lost": _ranks,
         "lost_count": _count,
+        "replaced": _ranks,
         "faults": _count,
         "seconds": _seconds,
     }

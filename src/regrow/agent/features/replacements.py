@@ -24,7 +24,6 @@ import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow._progress import INCARNATION_ENV
@@ -155,6 +154,8 @@ class Replacements(Feature):
                 self._start_thread(partial(self._replace, change))
             case "cleared" if local_rank in self._cleared:
                 self._cleared[local_rank].set()
+            case "replaced":
+                self._on_replaced(change)
             case "lost" | "exited" if change.kind == "lost" or change.status == 0:
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
@@ -188,21 +189,25 @@ class Replacements(Feature):
         self._incarnations[local_rank] = incarnation
         # Heartbeats between workers begin together, so a new process cannot take part in them.
         env = {INCARNATION_ENV: str(incarnation), HEARTBEAT_ENV: ""}
-        begun = monotonic()
-        if not context.replace(local_rank, env):
-            return
-        self._emit(
-            "regrow.worker.replaced",
-            local_rank,
-            incarnation=incarnation,
-            vacant_s=begun - change.monotonic,
-        )
+        context.replace(local_rank, env)
         logger.warning(
             "rank %s: another process takes the place of pid %s, which ended %s; the other ranks "
             "wait for it",
             workers.ranks[local_rank],
             change.pid,
             ended["how"],
+        )
+
+    def _on_replaced(self, change: WorkerChange) -> None:
+        assert self._workers is not None
+        self._emit(
+            "regrow.worker.replaced",
+            change.local_rank,
+            incarnation=self.incarnation(change.local_rank),
+            pid=change.pid,
+            forked=change.local_rank in self._workers.context.forked(),
+            started_monotonic=change.monotonic,
+            restarts_left=self._job.remaining_restarts,
         )
 
     def _describe_end(

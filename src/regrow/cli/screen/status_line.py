@@ -154,6 +154,9 @@ def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
         case "regrow.inprocess.lost":
             lost = f"rank {metadata['rank']} is lost; the others continue"
             return replace(status, workers=max(status.workers - 1, 0), incident=lost)
+        case "regrow.worker.vacated":
+            what = f"rank {metadata['rank']} ended; the others wait for another process"
+            return replace(status, incident=what)
         case "regrow.inprocess.restarted":
             return replace(status, incident=f"in-process restart after {metadata.get('kind')}")
         case "regrow.round.ended" | "regrow.rendezvous.lost":

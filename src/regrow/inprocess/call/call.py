@@ -399,7 +399,6 @@ class CallWrapper:
         met = meeting.result()
         timeline.reached("met", time.monotonic())
         timeline.faults = met.faults._replace(now=timeline.faults.now)
-        timeline.lost = met.lost
         self._cause = cause_of(
             timeline.root, self._state.iteration, self._state.initial_rank, own, before
         )
@@ -415,6 +414,8 @@ class CallWrapper:
         """Take the place of this rank in the next iteration."""
         self._iteration = met.iteration
         self._joined, self._replaced = False, tuple(each.rank for each in met.joined)
+        assert self._timeline is not None
+        self._timeline.lost, self._timeline.replaced = met.lost, self._replaced
         self._state.world_size = met.world_size
         self._assign(set(met.terminated))
         self._state.advance()

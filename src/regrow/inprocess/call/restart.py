@@ -138,6 +138,8 @@ class Timeline:
     """When this rank received the faults, in seconds of the clock that `reached` uses."""
     lost: tuple[int, ...] = ()
     """The initial ranks that were lost."""
+    replaced: tuple[int, ...] = ()
+    """The initial ranks that another process continues."""
     reached_at: dict[str, float] = field(default_factory=dict)
     """For each phase after "notified", the time of its end."""
 
@@ -302,6 +304,7 @@ def report_restart(timeline: Timeline, state: State) -> None:
             message=root.message[:TEXT] if root else "",
             lost=list(timeline.lost[:SHOWN]),
             lost_count=len(timeline.lost),
+            replaced=list(timeline.replaced[:SHOWN]),
             faults=len(timeline.faults.records),
             seconds=seconds,
         )
