@@ -42,7 +42,7 @@ from regrow.store import (
     make_token,
     read_token_file,
 )
-from regrow.utils import call_after_fork, get_logger
+from regrow.utils import call_after_fork, get_logger, start_thread
 
 if TYPE_CHECKING:
     import socket
@@ -341,8 +341,7 @@ class Activation:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         call_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name="regrow-workers-store", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-workers-store")
 
     def close(self) -> None:
         """Stop listening and end the server; `join` waits for its end."""

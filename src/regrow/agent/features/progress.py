@@ -28,7 +28,7 @@ from regrow._progress import (
     PROGRESS_ENV,
     SLOT,
 )
-from regrow.utils import get_logger
+from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
     from regrow.agent.job import Job
@@ -78,8 +78,7 @@ class WorkerReports:
         except OSError:
             os.close(self._memory_fd)
             raise
-        self._thread = threading.Thread(target=self._listen, name="regrow-first-steps", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._listen, "regrow-first-steps")
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variable with the page and the pipe for the worker of `local_rank`."""

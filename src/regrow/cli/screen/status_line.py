@@ -34,6 +34,8 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from regrow.utils import start_thread
+
 if TYPE_CHECKING:
     from regrow.events import Event
 
@@ -283,8 +285,7 @@ class StatusLine:
         atexit.register(self.close)
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGWINCH, self._on_resize)
-        self._thread = threading.Thread(target=self._run, name="regrow-status", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-status")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -43,7 +43,7 @@ from regrow.rendezvous.protocol.messages import ServerRestarted
 from regrow.rendezvous.settings import RESOLVE_PAUSES, RESTART_PAUSE, RESTARTS, RESTARTS_WITHIN
 from regrow.rendezvous.utils import check_host
 from regrow.store import StoreError, family_of, is_loopback
-from regrow.utils import Backoff, call_after_fork, get_logger
+from regrow.utils import Backoff, call_after_fork, get_logger, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,8 +249,7 @@ class HostedServer:
             self._release()
             raise
         call_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name="regrow-server", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-server")
 
     @property
     def pid(self) -> int:

@@ -74,6 +74,7 @@ from regrow.store import (
     StoreError,
     StoreLimitError,
 )
+from regrow.utils import start_thread
 
 if TYPE_CHECKING:
     from regrow.store import Timeout
@@ -295,10 +296,7 @@ class EtcdJob:
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name="regrow-etcd-watch", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(self._run, "regrow-etcd-watch")
 
     def _run(self) -> None:
         while not self._closed.is_set():
