@@ -14,6 +14,7 @@ from regrow.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from regrow.utils.backoff import Backoff, poll_until
+    from regrow.utils.descriptors import ready
     from regrow.utils.fork import call_after_fork
     from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
     from regrow.utils.number_limits import (
@@ -70,6 +71,7 @@ __getattr__, __dir__ = lazily(
     globals(),
     {
         "backoff": "Backoff poll_until",
+        "descriptors": "ready",
         "fork": "call_after_fork",
         "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",

@@ -28,7 +28,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
@@ -39,7 +38,7 @@ from time import monotonic, sleep
 from typing import IO, Any
 
 import regrow
-from regrow.utils import str_of
+from regrow.utils import ready, str_of
 from regrow.workers.guardian import procfs
 
 COMPLETE = b"\1"
@@ -260,9 +259,7 @@ class Gate:
     def wait(self) -> None:
         """Wait until all workers of the node have returned, and then for native threads to rest."""
         self.count()
-        poll = select.poll()
-        poll.register(self.opened.number, select.POLLIN)
-        poll.poll()
+        ready([self.opened.number])
         let_threads_rest()
 
     def close(self) -> None:

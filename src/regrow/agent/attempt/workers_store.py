@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,7 +41,7 @@ from regrow.store import (
     make_token,
     read_token_file,
 )
-from regrow.utils import call_after_fork, get_logger, start_thread
+from regrow.utils import call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     import socket
@@ -391,10 +390,7 @@ class Activation:
 
     def _becomes_readable(self, fd: int) -> bool:
         """Wait until a descriptor is readable; return False if `close` was called."""
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        return all(ready != self._wake for ready, _ in poll.poll())
+        return self._wake not in ready([fd, self._wake])
 
 
 def remove_socket(path: str) -> None:

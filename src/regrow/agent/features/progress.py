@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import select
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,7 +27,7 @@ from regrow._progress import (
     PROGRESS_ENV,
     SLOT,
 )
-from regrow.utils import get_logger, start_thread
+from regrow.utils import get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     from regrow.agent.job import Job
@@ -132,16 +131,13 @@ class WorkerReports:
             os.close(fd)
 
     def _listen(self) -> None:
-        poll = select.poll()
-        poll.register(self._read_fd, select.POLLIN)
-        poll.register(self._end_fd, select.POLLIN)
         unread, over = b"", False
         while not over:
-            ready = {fd for fd, _ in poll.poll()}
-            over = self._end_fd in ready  # handled after the data that was written before
-            if self._read_fd in ready:
-                found, unread = messages(unread + os.read(self._read_fd, _CHUNK))
-                for message in found:
+            found = ready([self._read_fd, self._end_fd])
+            over = self._end_fd in found  # handled after the data that was written before
+            if self._read_fd in found:
+                complete, unread = messages(unread + os.read(self._read_fd, _CHUNK))
+                for message in complete:
                     self._job.post(partial(self.on_message, message))
 
     def on_message(self, message: bytes) -> None:
