@@ -198,10 +198,7 @@ def _set_up(setup: Setup) -> None:
     # this worker ends.
     spawn.prctl(spawn.PR_SET_CHILD_SUBREAPER, 1)
     if setup.dies_with_parent:
-        spawn.prctl(spawn.PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have died before the line above took effect.
-        if setup.parent is not None and os.getppid() != setup.parent:
-            os._exit(1)
+        spawn.die_with(setup.parent)
     signal.set_wakeup_fd(-1)
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):  # a handler of the agent
