@@ -139,7 +139,8 @@ class ServerDriver:
         """The name of the job's life; empty before the first seat."""
         self._beats = 0
         self._latest: tuple[str, Snapshot] = ("", _NOTHING)
-        self._reached = False
+        self.reached = False
+        """Whether the server has been reached."""
         self._client = self._new_client(self._begin)
         self._round: ServiceClient | None = None
         self._local_addr = where.addr or ""
@@ -165,7 +166,7 @@ class ServerDriver:
         except StoreError as error:
             self._check()
             raise RendezvousConnectionError(self._unreachable(error)) from error
-        self._reached = True
+        self.reached = True
         self._local_addr = self._where.addr or client.local_host
         self._rounds_at = _reached(self._where, client.server)
 
@@ -250,9 +251,9 @@ class ServerDriver:
     def _begin(self, timeout: float, stop: int) -> StoreClient:
         """Begin a session; the server may be missing only the first time."""
         try:
-            return self._open(self._where, timeout, stop, wait_for_server=not self._reached)
+            return self._open(self._where, timeout, stop, wait_for_server=not self.reached)
         except StoreProtocolError as error:
-            if not self._reached:
+            if not self.reached:
                 raise
             # Another program listens on the server's port now.
             raise StoreConnectionError(str(error)) from error
