@@ -31,7 +31,7 @@ from regrow.store.api import (
     to_bytes,
     to_seconds,
 )
-from regrow.store.calls import Handle, PrefixStore, timeout_message
+from regrow.store.calls import Handle, PrefixStore, names_of, timeout_message
 from regrow.store.errors import (
     StoreAuthError,
     StoreClosedError,
