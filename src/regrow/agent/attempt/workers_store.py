@@ -194,27 +194,19 @@ class WorkersStore:
     # --- one node
 
     def _open_alone(self) -> dict[str, str]:
-        import socket
-
+        from regrow.store import endpoint_of_socket, listen, listen_unix
         from regrow.workers.logs.specs import temporary_directory
 
         token = make_token()
         path = os.path.join(temporary_directory(), f"regrow_{os.urandom(8).hex()}", "store")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             os.makedirs(os.path.dirname(path), 0o700)
-            listener.bind(path)
-            listener.listen(socket.SOMAXCONN)
-            endpoint = f"unix:{path}"
+            listener = listen_unix(path)
         except OSError:  # the directory is not writable, or the path is too long for a socket
-            from regrow.store import endpoint_of_socket, listen
-
-            listener.close()
             remove_socket(path)
             path, listener = "", listen("127.0.0.1", 0)
-            endpoint = endpoint_of_socket(listener)
         self._activate(listener, path, token, None)
-        return _variables(endpoint, token, None)
+        return _variables(endpoint_of_socket(listener), token, None)
 
     # --- several nodes
 

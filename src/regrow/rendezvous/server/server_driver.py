@@ -55,6 +55,7 @@ from regrow.store import (
     StoreSessionLost,
     StoreTimeout,
     connect,
+    host_of,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class ServerDriver:
 
     def is_served_by(self, addr: str) -> bool:
         """See `Driver`."""
-        return addr in {_host_of(self._where.endpoint), _host_of(self._rounds_at.endpoint)}
+        return addr in {host_of(self._where.endpoint), host_of(self._rounds_at.endpoint)}
 
     def submit(self, event: Event, timeout: float) -> Snapshot:
         """See `Driver`."""
@@ -355,9 +356,5 @@ def _reached(where: Where, server: str) -> Where:
     """Return the same server by its address, so that later rounds need no name service."""
     tls = where.tls
     if tls is not None and tls.server_hostname is None:
-        tls = replace(tls, server_hostname=_host_of(where.endpoint))
+        tls = replace(tls, server_hostname=host_of(where.endpoint))
     return where._replace(endpoint=server, tls=tls)
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.rpartition(":")[0].strip("[]")
