@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from regrow.workers.errors import ChildFailedError, get_error_handler, record
+from regrow.workers.errors import Recording, get_error_handler, record
 
 if TYPE_CHECKING:
     import socket
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from regrow.utils.http_server import Request, Response
@@ -63,7 +62,7 @@ class WorkerMain:
     """Decorator and context manager that `worker_main` returns."""
 
     def __init__(self) -> None:
-        self._serving: AbstractContextManager[None] | None = None
+        self._stack = ExitStack()
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T | None]:
         """Wrap `function`: record its exception, and serve HTTP while it runs.
@@ -80,9 +79,13 @@ class WorkerMain:
         return record(served)
 
     def __enter__(self) -> None:
-        get_error_handler().initialize()
-        self._serving = _served()
-        self._serving.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(Recording(get_error_handler()))
+            serving = _served()
+            serving.__enter__()
+            # Without the exception, whose traceback would show the frames of `_served`.
+            stack.callback(serving.__exit__, None, None, None)
+            self._stack = stack.pop_all()
 
     def __exit__(
         self,
@@ -90,14 +93,7 @@ class WorkerMain:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._serving is not None
-        self._serving.__exit__(None, None, None)
-        if isinstance(error, ChildFailedError):
-            _, failure = error.get_first_failure()
-            if failure.has_error_file:
-                get_error_handler().dump_error_file(failure.error_file, failure.exitcode)
-        elif isinstance(error, Exception):
-            get_error_handler().record_exception(error)
+        self._stack.__exit__(kind, error, traceback)
 
 
 @contextmanager

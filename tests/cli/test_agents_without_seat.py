@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from helpers.jobs.agents import Hosts, store_server_of
-from regrow.utils import PortReservation
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
@@ -31,14 +28,6 @@ elif first:
 """
 C10D = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:PORT"
 STATIC = "--nnodes 2 --master-addr 127.0.0.1 --master-port PORT --node-rank"
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with PortReservation() as port:
-        hosts = Hosts(tmp_path, port.port)
-        yield hosts
-        hosts.close()
 
 
 def heals(hosts: Hosts, *agents: object) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from helpers.jobs.agents import Hosts
@@ -29,14 +26,6 @@ done = subprocess.run([*command, "true"], check=False)
 print("the nested job ended with", done.returncode)
 sys.stdout.flush()
 """.replace("SECRET", SECRET)
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with PortReservation() as port:
-        hosts = Hosts(tmp_path, port.port)
-        yield hosts
-        hosts.close()
 
 
 @pytest.mark.parametrize("way", ["REGROW_TOKEN", "REGROW_TOKEN_FILE", "PET_RDZV_TOKEN_FILE"])

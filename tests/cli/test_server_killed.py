@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from helpers.jobs.agents import Hosts, store_server_of
 from helpers.processes import alive, wait_until
-from regrow.utils import PortReservation
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
 
@@ -29,14 +26,6 @@ while not Path(f"go-{attempt}").exists():
 if attempt == "0":
     sys.exit(1) if rank == "1" else signal.pause()
 """
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with PortReservation() as port:
-        hosts = Hosts(tmp_path, port.port)
-        yield hosts
-        hosts.close()
 
 
 def started(hosts: Hosts, flags: str) -> list[subprocess.Popen[str]]:

@@ -6,29 +6,18 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from helpers.jobs.agents import WAIT, Hosts, store_server_of
 from helpers.processes import children_of
-from regrow.utils import PortReservation
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180)]
 
 NODES = 4
 FLAGS = "--rdzv-endpoint 127.0.0.1:PORT --nnodes 2:4"
 Agents = list[subprocess.Popen[str]]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with PortReservation() as port:
-        hosts = Hosts(tmp_path, port.port)
-        yield hosts
-        hosts.close()
 
 
 def start(hosts: Hosts, worker: str, flags: str = "") -> Agents:

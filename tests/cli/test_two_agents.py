@@ -6,25 +6,14 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from helpers.commands import run
 from helpers.jobs.agents import WAIT, Hosts, store_server_of
 from helpers.processes import marked
-from regrow.utils import PortReservation
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with PortReservation() as port:
-        hosts = Hosts(tmp_path, port.port)
-        yield hosts
-        hosts.close()
 
 
 C10D = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:PORT"

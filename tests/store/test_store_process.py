@@ -186,3 +186,17 @@ def test_the_descriptors_of_a_server_are_given_back() -> None:
         connect(server.endpoint, token=token).close()
         server.close()
     assert count() == before
+
+
+def test_a_server_starts_beside_more_than_a_thousand_open_files() -> None:
+    script = """
+import os, resource
+from regrow.store import make_token, start_server
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+files = [os.dup(0) for _ in range(1100)]
+with start_server(token=make_token()) as server:
+    print(server.endpoint)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, b"")

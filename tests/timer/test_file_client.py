@@ -71,13 +71,6 @@ def reader(path: Path) -> Iterator[Reader]:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.clear()
-
-
-@pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the waits of all clients."""
     monkeypatch.setattr("regrow.timer.fifo.client.FLUSH_TIMEOUT", 0.01)

@@ -13,21 +13,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from helpers.processes import PATIENCE, wait_until
 from helpers.timers.file_timers import Rig, WatchedServer, line
 from regrow.timer.fifo.request import MAX_LINE, FileTimerRequest
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.clear()
 
 
 def serves(rig: Rig, server: WatchedServer, seconds: float = 0.5) -> None:

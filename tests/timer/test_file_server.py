@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,13 +22,6 @@ from regrow.timer.fifo.request import FileTimerRequest
 from regrow.timer.fifo.server import Reaping
 from regrow.timer.processes import Sleeper, TimedProcesses, foreign
 from regrow.timer.rules import SteadyClock
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
-    yield made
-    made.clear()
 
 
 def test_a_worker_with_an_expired_timer_is_killed_and_torchs_events_are_logged(rig: Rig) -> None:

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,20 +23,6 @@ from regrow.workers.logs.specs import LogsDest
 from regrow.workers.logs.stream import Stream
 
 Make = Callable[..., Rig]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes rigs."""
-    rigs: list[Rig] = []
-
-    def made(*args: object, **options: object) -> Rig:
-        rigs.append(Rig(tmp_path, *args, **options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield made
-    for rig in rigs:
-        rig.clear()
 
 
 def test_output_is_stored_byte_for_byte(make: Make) -> None:

@@ -22,20 +22,6 @@ LINE = b"line %06d of a worker that prints and prints\n"
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes rigs."""
-    rigs: list[Rig] = []
-
-    def made(*args: object, **options: object) -> Rig:
-        rigs.append(Rig(tmp_path, *args, **options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield made
-    for rig in rigs:
-        rig.clear()
-
-
-@pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
     if os.geteuid() != 0:

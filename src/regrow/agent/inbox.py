@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from regrow.agent.decisions.events import Event, Signaled
-from regrow.utils import split_signals
+from regrow.utils import split_signals, start_thread
 from regrow.workers import SignalException, signals_handled
 
 Message = Callable[[], Event | None] | Event
@@ -87,8 +87,7 @@ class Operations:
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._calls: SimpleQueue[tuple[Callable[[], Any], Ended] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="regrow-operations", daemon=True)
-        self._thread.start()
+        start_thread(self._run, "regrow-operations")
 
     def submit(self, call: Callable[[], Any], ended: Ended) -> None:
         """Run `call` after all earlier calls, and post `ended` with its outcome to the inbox."""

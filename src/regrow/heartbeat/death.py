@@ -45,12 +45,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from regrow._progress import stopping
 from regrow.heartbeat.terms import KILL_S
-from regrow.utils import get_logger
+from regrow.utils import get_logger, start_thread
 from regrow.workers.errors import get_error_handler
 
 if TYPE_CHECKING:
@@ -135,13 +135,10 @@ def _all_within(seconds: float, *calls: Callable[[], object]) -> None:
     deadline = time.monotonic() + seconds
     threads = []
     for call in calls:
-        thread = threading.Thread(target=_quietly, args=(call,), daemon=True)
         try:
-            thread.start()
+            threads.append(start_thread(partial(_quietly, call), "regrow-heartbeat-end"))
         except RuntimeError:  # too many threads exist, or the interpreter is about to end
             _quietly(call)  # if the call hangs, the kernel's timers end the process
-        else:
-            threads.append(thread)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 

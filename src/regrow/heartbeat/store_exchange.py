@@ -34,6 +34,7 @@ from regrow.store import (
     StoreSessionLost,
     StoreTimeout,
 )
+from regrow.utils import start_thread
 
 if TYPE_CHECKING:
     from regrow.store import StoreClient
@@ -106,9 +107,7 @@ class StoreExchange:
 
     def listen(self, notify: Callable[[Outcome], None]) -> None:
         """See `Meeting`."""
-        threading.Thread(
-            target=self._listen, args=(notify,), name="regrow-heartbeat-listen", daemon=True
-        ).start()
+        start_thread(lambda: self._listen(notify), "regrow-heartbeat-listen")
 
     def table(self, timeout: float) -> list[WorkerProgress]:
         """See `Meeting`."""

@@ -37,7 +37,6 @@ process that died, because its connections end. The default store is a server in
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -47,6 +46,7 @@ import torch.distributed as dist
 
 from regrow.heartbeat.terms import world
 from regrow.heartbeat.vector_exchange import MissingRanks
+from regrow.utils import start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -192,7 +192,7 @@ class TorchExchange:
     def _leave(self) -> None:
         # The end of a group waits for its threads, which may be stuck in an operation.
         group, self._group = [self._group], None
-        threading.Thread(target=group.clear, name="regrow-gloo-end", daemon=True).start()
+        start_thread(group.clear, "regrow-gloo-end")
         self._end()
 
     def _end(self) -> None:

@@ -40,7 +40,7 @@ from regrow.heartbeat.merge import (
     WorkerProgress,
     merge,
 )
-from regrow.utils import describe, headline
+from regrow.utils import describe, headline, start_thread
 
 __all__ = ["WORDS", "MissingRanks", "VectorMeeting", "beats_of", "vector_of"]
 
@@ -157,8 +157,7 @@ class VectorMeeting:
         if self._pending is not None and not wait([self._pending], timeout).done:
             raise TimeoutError("an earlier exchange has not returned yet")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="regrow-exchange", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "regrow-exchange")
         call = self._pending = Future[Sequence[int]]()
         self._jobs.put(lambda: self._answer(call, vector, deadline))
         if not wait([call], max(0.0, deadline - self._clock())).done:

@@ -204,17 +204,11 @@ def _run_agent(
         return result.return_values
     except ChildFailedError:
         raise
-    except SignalException:
-        shut_down_rendezvous = False
+    except Exception as error:
+        shut_down_rendezvous = not isinstance(error, SignalException)
         events.record(agent.get_event_failed(), config.event_log_handler)
-        raise
-    except RendezvousError as error:
-        events.record(agent.get_event_failed(), config.event_log_handler)
-        if not isinstance(error, RendezvousClosedError):
+        if isinstance(error, RendezvousError) and not isinstance(error, RendezvousClosedError):
             rendezvous.leave(f"its agent failed: {error}")
-        raise
-    except Exception:
-        events.record(agent.get_event_failed(), config.event_log_handler)
         raise
     finally:
         if shut_down_rendezvous:

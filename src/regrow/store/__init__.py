@@ -31,7 +31,7 @@ from regrow.store.api import (
     to_bytes,
     to_seconds,
 )
-from regrow.store.calls import Handle, PrefixStore, timeout_message
+from regrow.store.calls import Handle, PrefixStore, names_of, timeout_message
 from regrow.store.errors import (
     StoreAuthError,
     StoreClosedError,
@@ -67,10 +67,12 @@ if TYPE_CHECKING:
         endpoint_of,
         endpoint_of_socket,
         family_of,
+        host_of,
         is_loopback,
         keep_alive,
         listen,
         listen_at,
+        listen_unix,
     )
     from regrow.store.protocol.tls import Tls
     from regrow.store.server.journal import Journal, make_files
@@ -141,7 +143,8 @@ __getattr__, __dir__ = lazily(
         "client.service_client": "ServiceClient",
         "client.session": "ConnectionState",
         "protocol.sockets": (
-            "endpoint_of endpoint_of_socket family_of is_loopback keep_alive listen listen_at"
+            "endpoint_of endpoint_of_socket family_of host_of is_loopback keep_alive listen"
+            " listen_at listen_unix"
         ),
         "protocol.tls": "Tls",
         "workers": (

@@ -252,9 +252,14 @@ class PrefixStore:
         return [self._prefix + key for key in keys]
 
 
+def names_of(keys: Sequence[str]) -> str:
+    """Return the names of keys for an error text; of many keys, the first eight."""
+    return ", ".join(map(repr, keys[:8])) + (", ..." if len(keys) > 8 else "")
+
+
 def timeout_message(query: Query, seconds: float) -> str:
     """Return the error text for a query that timed out."""
-    names = ", ".join(map(repr, query.keys[:8])) + (", ..." if len(query.keys) > 8 else "")
+    names = names_of(query.keys)
     if query.kind == "watch":
         what = f"nothing changed after revision {query.after} under {names}"
     else:

@@ -151,7 +151,7 @@ def locate(
     endpoint = environ.get(STORE_ENV)
     if endpoint and host is None and port is None:
         token = token or environ.get(STORE_TOKEN_ENV, "").encode()
-        return endpoint, token or _token(environ, _host_of(endpoint)), None
+        return endpoint, token or _token(environ, sockets.host_of(endpoint)), None
     address = find(environ, rank, world_size, host, port)
     endpoint = sockets.endpoint_of(address.host, address.port)
     return endpoint, token or _token(environ, address.host), address
@@ -277,7 +277,7 @@ def _connect(
 ) -> StoreClient:
     from regrow.store.client.client import connect
 
-    here = sockets.is_loopback(_host_of(endpoint))
+    here = sockets.is_loopback(sockets.host_of(endpoint))
     return connect(
         endpoint,
         token=token,
@@ -323,9 +323,3 @@ def _token(environ: Mapping[str, str], host: str) -> bytes:
         f"regrow token ~/job.token (and copy it to hosts that do not see your home directory); "
         f"then set REGROW_TOKEN_FILE=~/job.token for all workers"
     )
-
-
-def _host_of(endpoint: str) -> str:
-    """Return the host of an endpoint; for a unix socket, this host."""
-    where = sockets.parse_endpoint(endpoint)
-    return "localhost" if isinstance(where, str) else where[0]

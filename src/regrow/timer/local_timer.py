@@ -28,7 +28,7 @@ from queue import Empty
 from typing import Any
 
 from regrow.timer.api import RequestQueue, TimerClient, TimerRequest, TimerServer
-from regrow.timer.processes import Sleeper, TimedProcesses
+from regrow.timer.processes import LAST_PID, Sleeper, TimedProcesses
 from regrow.timer.rules import Timers
 from regrow.timer.stacks.answering import arm
 from regrow.utils import describe, get_logger, repr_of
@@ -44,8 +44,6 @@ ARRIVING = 0.1
 
 A worker that was killed while it sent has counted requests that never arrive.
 """
-LAST_PID = 2**22
-"""The highest process id that Linux can be configured for."""
 
 
 class LocalTimerClient(TimerClient):

@@ -25,6 +25,8 @@ FIRST_PAUSE, LAST_PAUSE = 0.05, 5.0
 """First pause after a failed turn, doubled after each, and longest pause, in seconds."""
 LONGEST_WAIT = 86400.0
 """Most seconds of one wait: the timeout of an epoll is an int of milliseconds."""
+LAST_PID = 2**22
+"""The highest process id that Linux can be configured for."""
 GONE = "is of a process that is gone"
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two errors mean a thread
 

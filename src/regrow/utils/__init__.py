@@ -14,6 +14,7 @@ from regrow.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from regrow.utils.backoff import Backoff, poll_until
+    from regrow.utils.descriptors import ready
     from regrow.utils.fork import call_after_fork
     from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
     from regrow.utils.number_limits import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         split_signals,
         starting_helpers,
     )
+    from regrow.utils.threads import call_in_thread, start_thread
     from regrow.utils.user_text import (
         describe,
         get_cause,
@@ -69,6 +71,7 @@ __getattr__, __dir__ = lazily(
     globals(),
     {
         "backoff": "Backoff poll_until",
+        "descriptors": "ready",
         "fork": "call_after_fork",
         "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
@@ -77,6 +80,7 @@ __getattr__, __dir__ = lazily(
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV end_process end_text ends_within reap signal_name"
             " signal_text spawn_helper split_signals starting_helpers"
         ),
+        "threads": "call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline repr_of str_of",
         "api": "get_env_variable_or_raise macros",
         "distributed": "get_free_port get_socket_with_port",

@@ -25,6 +25,7 @@ from threading import Condition, Lock, Thread
 from time import monotonic
 from typing import Any, NamedTuple
 
+from regrow.utils import start_thread
 from regrow.utils.user_text import headline
 
 CLIENT_TIME_S = 5.0
@@ -78,8 +79,7 @@ class HttpServer:
         self._changed = Condition()  # guards `_clients` and `_stopping`
         self._stopping = False
         listener.settimeout(None)
-        self._thread = Thread(target=self._accept, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._accept, name)
 
     def stop(self) -> None:
         """Close the listener and every connection, and end the threads; may be called twice."""

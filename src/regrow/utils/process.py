@@ -15,13 +15,13 @@ blocked signals. So a helper is safe from its first instruction, and needs no co
 
 from __future__ import annotations
 
-import math
 import os
-import select
 import signal
 import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
+
+from regrow.utils.descriptors import ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,9 +77,7 @@ def signal_text(number: int) -> str:
 
 def ends_within(pidfd: int, seconds: float | None) -> bool:
     """Return whether a process ends within `seconds`; None waits without a limit."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(None if seconds is None else math.ceil(seconds * 1000)))
+    return bool(ready([pidfd], seconds))
 
 
 def end_process(

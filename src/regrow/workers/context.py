@@ -19,7 +19,7 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, split_signals
+from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, split_signals, start_thread
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, Place
@@ -345,7 +345,7 @@ class PContext:
     def _check_over(self) -> None:
         if self._launched and self._workers.group.over and not self._finishing:
             self._finishing = True
-            threading.Thread(target=self._finish, name="regrow-result", daemon=True).start()
+            start_thread(self._finish, "regrow-result")
 
     # --- the end of the group, on a separate thread
 

@@ -28,7 +28,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import select
 import signal
 import sys
 import threading
@@ -39,7 +38,7 @@ from time import monotonic, sleep
 from typing import IO, Any
 
 import regrow
-from regrow.utils import str_of
+from regrow.utils import ready, str_of
 from regrow.workers.guardian import procfs
 
 COMPLETE = b"\1"
@@ -199,10 +198,7 @@ def _set_up(setup: Setup) -> None:
     # this worker ends.
     spawn.prctl(spawn.PR_SET_CHILD_SUBREAPER, 1)
     if setup.dies_with_parent:
-        spawn.prctl(spawn.PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have died before the line above took effect.
-        if setup.parent is not None and os.getppid() != setup.parent:
-            os._exit(1)
+        spawn.die_with(setup.parent)
     signal.set_wakeup_fd(-1)
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):  # a handler of the agent
@@ -260,9 +256,7 @@ class Gate:
     def wait(self) -> None:
         """Wait until all workers of the node have returned, and then for native threads to rest."""
         self.count()
-        poll = select.poll()
-        poll.register(self.opened.number, select.POLLIN)
-        poll.poll()
+        ready([self.opened.number])
         let_threads_rest()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import BinaryIO, TextIO
 
+from regrow.utils import start_thread
 from regrow.workers.logs.lines import Lines
 
 __all__ = ["TailLog"]
@@ -55,10 +56,7 @@ class TailLog:
     def start(self) -> TailLog:
         """Start to copy; return this object."""
         if self._paths and self._dst:
-            self._thread = threading.Thread(
-                target=self._run, name=f"TailLog_{self._name}", daemon=True
-            )
-            self._thread.start()
+            self._thread = start_thread(self._run, f"TailLog_{self._name}")
         return self
 
     def stop(self) -> None:

@@ -7,11 +7,10 @@ This module also warns about an address that this host cannot resolve.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from regrow.utils import get_logger
+from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
     from regrow.agent.api import Worker
@@ -108,7 +107,7 @@ def warn_if_unknown(addr: str) -> None:
     cannot resolve it retry for minutes without a message. The agent starts them anyway, because a
     name service may learn the name later.
     """
-    threading.Thread(target=_resolve, args=(addr,), name="regrow-master-addr", daemon=True).start()
+    start_thread(lambda: _resolve(addr), "regrow-master-addr")
 
 
 def _resolve(addr: str) -> None:

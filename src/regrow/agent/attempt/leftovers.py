@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from regrow.utils import get_logger
+from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,9 +57,7 @@ class Leftovers:
         with self._lock:
             left, self._left = self._left, []
         if left:
-            threading.Thread(
-                target=self._delete, args=(left, store), name="regrow-leftovers", daemon=True
-            ).start()
+            start_thread(lambda: self._delete(left, store), "regrow-leftovers")
 
     def _delete(self, left: list[tuple[Store, Sequence[str]]], current: Store) -> None:
         from regrow.store import StoreConnectionError, StoreTimeout

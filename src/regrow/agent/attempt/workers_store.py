@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,7 +41,7 @@ from regrow.store import (
     make_token,
     read_token_file,
 )
-from regrow.utils import call_after_fork, get_logger
+from regrow.utils import call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     import socket
@@ -222,27 +221,19 @@ class WorkersStore:
     # --- one node
 
     def _open_alone(self) -> dict[str, str]:
-        import socket
-
+        from regrow.store import endpoint_of_socket, listen, listen_unix
         from regrow.workers.logs.specs import temporary_directory
 
         token = make_token()
         path = os.path.join(temporary_directory(), f"regrow_{os.urandom(8).hex()}", "store")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             os.makedirs(os.path.dirname(path), 0o700)
-            listener.bind(path)
-            listener.listen(socket.SOMAXCONN)
-            endpoint = f"unix:{path}"
+            listener = listen_unix(path)
         except OSError:  # the directory is not writable, or the path is too long for a socket
-            from regrow.store import endpoint_of_socket, listen
-
-            listener.close()
             remove_socket(path)
             path, listener = "", listen("127.0.0.1", 0)
-            endpoint = endpoint_of_socket(listener)
         self._activate(listener, path, token, None)
-        return _variables(endpoint, token, None)
+        return _variables(endpoint_of_socket(listener), token, None)
 
     # --- several nodes
 
@@ -368,8 +359,7 @@ class Activation:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         call_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name="regrow-workers-store", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-workers-store")
 
     def close(self) -> None:
         """Stop listening and end the server; `join` waits for its end."""
@@ -419,10 +409,7 @@ class Activation:
 
     def _becomes_readable(self, fd: int) -> bool:
         """Wait until a descriptor is readable; return False if `close` was called."""
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        return all(ready != self._wake for ready, _ in poll.poll())
+        return self._wake not in ready([fd, self._wake])
 
 
 def remove_socket(path: str) -> None:

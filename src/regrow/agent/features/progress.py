@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import select
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -29,7 +28,7 @@ from regrow._progress import (
     PROGRESS_ENV,
     SLOT,
 )
-from regrow.utils import get_logger
+from regrow.utils import get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     from regrow.agent.job import Job
@@ -79,8 +78,7 @@ class WorkerReports:
         except OSError:
             os.close(self._memory_fd)
             raise
-        self._thread = threading.Thread(target=self._listen, name="regrow-first-steps", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._listen, "regrow-first-steps")
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variable with the page and the pipe for the worker of `local_rank`."""
@@ -145,16 +143,13 @@ class WorkerReports:
             os.close(fd)
 
     def _listen(self) -> None:
-        poll = select.poll()
-        poll.register(self._read_fd, select.POLLIN)
-        poll.register(self._end_fd, select.POLLIN)
         unread, over = b"", False
         while not over:
-            ready = {fd for fd, _ in poll.poll()}
-            over = self._end_fd in ready  # handled after the data that was written before
-            if self._read_fd in ready:
-                found, unread = messages(unread + os.read(self._read_fd, _CHUNK))
-                for message in found:
+            found = ready([self._read_fd, self._end_fd])
+            over = self._end_fd in found  # handled after the data that was written before
+            if self._read_fd in found:
+                complete, unread = messages(unread + os.read(self._read_fd, _CHUNK))
+                for message in complete:
                     self._job.post(partial(self.on_message, message))
 
     def on_message(self, message: bytes) -> None:

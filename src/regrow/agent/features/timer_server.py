@@ -35,6 +35,7 @@ from regrow.timer.processes import GONE
 from regrow.timer.stacks.answering import Signals
 from regrow.timer.stacks.capture import Target, capture
 from regrow.timer.stacks.report import Dump, compare_places, dump_path, save, where
+from regrow.utils import start_thread
 from regrow.workers.errors import ErrorHandler
 from regrow.workers.guardian import procfs
 
@@ -219,8 +220,7 @@ class Watchdog(FileTimerServer):
     def _start_writer(self, write: Callable[[], object]) -> None:
         """Write files on a separate thread, unless the file system still hangs in the latest."""
         if self._writer is None or not self._writer.is_alive():
-            self._writer = threading.Thread(target=write, name="regrow-hang", daemon=True)
-            self._writer.start()
+            self._writer = start_thread(write, "regrow-hang")
 
     def read_places(self, attempt: int) -> dict[int, str]:
         """Return the current places of an attempt's workers, by rank, without ended workers.

@@ -34,6 +34,8 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from regrow.utils import ready, start_thread
+
 if TYPE_CHECKING:
     from regrow.events import Event
 
@@ -48,8 +50,8 @@ MIN_ROWS, MIN_COLUMNS = 5, 30
 
 REFRESH_S = 1.0
 CLOSE_TIMEOUT_S = 1.0
-RELEASE_TIMEOUT_MS = 500
-"""Time limit (ms) at the end of a job to restore a terminal that accepts no output."""
+RELEASE_TIMEOUT_S = 0.5
+"""Time limit (s) at the end of a job to restore a terminal that accepts no output."""
 
 _SAVE, _RESTORE = "\0337", "\0338"
 _WHOLE_SCREEN = "\033[r"
@@ -286,8 +288,7 @@ class StatusLine:
         atexit.register(self.close)
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGWINCH, self._on_resize)
-        self._thread = threading.Thread(target=self._run, name="regrow-status", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-status")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -314,7 +315,7 @@ class StatusLine:
             while self._receive():
                 self._refresh()
         finally:
-            self._hide(RELEASE_TIMEOUT_MS)
+            self._hide(RELEASE_TIMEOUT_S)
 
     def _receive(self) -> bool:
         """Wait for queue items and reduce all of the events; return False at the end."""
@@ -343,8 +344,8 @@ class StatusLine:
         if self._write(text):
             self._reserved = size.lines
 
-    def _hide(self, timeout_ms: int = 0) -> None:
-        if self._reserved is not None and self._write(release(self._reserved), timeout_ms):
+    def _hide(self, seconds: float = 0.0) -> None:
+        if self._reserved is not None and self._write(release(self._reserved), seconds):
             self._reserved = None
 
     def _room(self) -> os.terminal_size | None:
@@ -363,12 +364,10 @@ class StatusLine:
         except OSError:  # not the controlling terminal, so no other job runs on it
             return True
 
-    def _write(self, text: str, timeout_ms: int = 0) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
+    def _write(self, text: str, seconds: float = 0.0) -> bool:
+        if not ready([self._fd], seconds, select.POLLOUT):
+            return False
         try:
-            if not any(mask & select.POLLOUT for _, mask in poll.poll(timeout_ms)):
-                return False
             os.write(self._fd, text.encode("ascii"))
         except OSError:  # the terminal is gone; nothing to restore
             return False

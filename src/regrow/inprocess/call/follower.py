@@ -54,6 +54,7 @@ from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.interrupt.interrupt import GuardedCall
 from regrow.inprocess.ranks.assignment import call
 from regrow.inprocess.state import FrozenState
+from regrow.utils import start_thread
 from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
@@ -107,8 +108,7 @@ class IterationFollower:
         self._abort = abort
         self._limited = limited
         self._work: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="regrow-inprocess", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-inprocess")
 
     def follow(self, guarded: GuardedCall, state: FrozenState) -> Ending:
         """Start to follow an iteration; call this before the rank enters."""

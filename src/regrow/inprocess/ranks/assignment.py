@@ -33,16 +33,16 @@ import abc
 import functools
 import inspect
 import operator
-import threading
 import warnings
 from collections.abc import Callable, Collection
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from regrow.inprocess.exception import RestartError, TimeoutError
 from regrow.inprocess.state import FrozenState, Mode, State
-from regrow.utils import repr_of
+from regrow.utils import call_in_thread, repr_of
 
 
 class RankDiscarded(RestartError):
@@ -360,18 +360,7 @@ def run_timed(function: Callable[[], object], timeout: timedelta, name: str) -> 
         TimeoutError: the function did not finish within `timeout`; its thread continues.
         BaseException: the exception of the function.
     """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised in the caller
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds())
-    if thread.is_alive():
+    called = call_in_thread(function, name)
+    if not wait([called], timeout.total_seconds()).done:
         raise TimeoutError(f"{name} did not finish within {timeout.total_seconds():g} s")
-    if raised:
-        raise raised[0]
+    called.result()

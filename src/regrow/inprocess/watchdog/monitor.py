@@ -213,9 +213,7 @@ class Monitor:
         self._deadlines = Deadlines()  # by pidfd
         self._watched: dict[int, Watched] = {}  # by connection and by pidfd
         self._threads: list[threading.Thread] = []
-        self._ends: BackgroundWriter[tuple[Terms, str]]
         self._ends = BackgroundWriter(_report_ends, "regrow-reports")
-        self._notes: BackgroundWriter[tuple[str, str]]
         self._notes = BackgroundWriter(_write_notes, "regrow-notes")
 
     def run(self) -> None:

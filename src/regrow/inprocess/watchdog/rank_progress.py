@@ -51,7 +51,7 @@ from typing import Final, Literal
 
 from regrow.inprocess.exception import LinkError
 from regrow.inprocess.watchdog.monitor_client import LIMITED, UNCHECKED, HardWatch, RankDeadline
-from regrow.utils import describe
+from regrow.utils import describe, start_thread
 from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
@@ -198,8 +198,7 @@ class SoftWatch:
         self._begun = threading.Event()
         self._end = threading.Event()
         self.rest()
-        self._thread = threading.Thread(target=self._run, name="regrow-progress", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-progress")
 
     def begin(self, iteration: int) -> None:
         """Begin an iteration; called by the main thread."""

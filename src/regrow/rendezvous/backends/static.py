@@ -102,7 +102,6 @@ class StaticTCPRendezvous(DynamicRendezvousHandler):
             settings = RendezvousSettings(run_id, world_size, world_size, limits)
         shared = Credentials(token, tls)
         self._server_driver = _driver(master_addr, master_port or 0, rank, shared, settings)
-        self._reached = False
         super().__init__(
             self._server_driver,
             settings,
@@ -115,24 +114,23 @@ class StaticTCPRendezvous(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """See base class; RendezvousConnectionError also means that a node is lost for good."""
-        if not self._reached:
+        if not self._server_driver.reached:
             try:
                 self._server_driver.reach(self.timeout)
             except RendezvousConnectionError as error:
                 raise RendezvousConnectionError(
                     f"node rank {self.rank} could not reach node rank 0: {error}"
                 ) from error
-            self._reached = True
         return super().next_rendezvous()
 
     def is_closed(self) -> bool:
         """See base class."""
-        return self._reached and super().is_closed()
+        return self._server_driver.reached and super().is_closed()
 
     def interrupt(self) -> None:
         """See base class."""
         super().interrupt()
-        if not self._reached:
+        if not self._server_driver.reached:
             self._server_driver.interrupt()
 
 

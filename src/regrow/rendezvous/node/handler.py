@@ -73,7 +73,7 @@ from regrow.rendezvous.settings import (
     RendezvousTimeout,
     read_settings,
 )
-from regrow.utils import Backoff, get_logger, headline
+from regrow.utils import Backoff, get_logger, headline, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -653,7 +653,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
 def _abandon(connection: NodeConnection) -> None:
     # The garbage collector may run this at any point, so it must not wait for a lock.
-    threading.Thread(target=lambda: connection.end(linger=False, wait=False), daemon=True).start()
+    start_thread(lambda: connection.end(linger=False, wait=False), "rendezvous end")
 
 
 def over_backend(

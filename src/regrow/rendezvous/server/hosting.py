@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import threading
 import time
@@ -43,7 +42,7 @@ from regrow.rendezvous.protocol.messages import ServerRestarted
 from regrow.rendezvous.settings import RESOLVE_PAUSES, RESTART_PAUSE, RESTARTS, RESTARTS_WITHIN
 from regrow.rendezvous.utils import check_host
 from regrow.store import StoreError, family_of, is_loopback
-from regrow.utils import Backoff, call_after_fork, get_logger
+from regrow.utils import Backoff, call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,8 +248,7 @@ class HostedServer:
             self._release()
             raise
         call_after_fork(self)
-        self._thread = threading.Thread(target=self._run, name="regrow-server", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "regrow-server")
 
     @property
     def pid(self) -> int:
@@ -321,16 +319,11 @@ class HostedServer:
                     why = f"; the last one: {error}"
                 else:
                     return ""
-            pause = select.poll()
-            pause.register(self._wake, select.POLLIN)
-            pause.poll(RESTART_PAUSE * 1000)
+            ready([self._wake], RESTART_PAUSE)
 
     def _ends(self) -> bool:
         """Wait for the end of the server; return False if this object is closed first."""
-        poll = select.poll()
-        poll.register(self._server.fileno(), select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        return self._wake not in dict(poll.poll())
+        return self._wake not in ready([self._server.fileno(), self._wake])
 
     def _release(self) -> None:
         self._listener.close()

@@ -55,6 +55,7 @@ from regrow.store import (
     StoreSessionLost,
     StoreTimeout,
     connect,
+    host_of,
 )
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ class ServerDriver:
         """The name of the job's life; empty before the first seat."""
         self._beats = 0
         self._latest: tuple[str, Snapshot] = ("", _NOTHING)
-        self._reached = False
+        self.reached = False
+        """Whether the server has been reached."""
         self._client = self._new_client(self._begin)
         self._round: ServiceClient | None = None
         self._local_addr = where.addr or ""
@@ -165,7 +167,7 @@ class ServerDriver:
         except StoreError as error:
             self._check()
             raise RendezvousConnectionError(self._unreachable(error)) from error
-        self._reached = True
+        self.reached = True
         self._local_addr = self._where.addr or client.local_host
         self._rounds_at = _reached(self._where, client.server)
 
@@ -176,7 +178,7 @@ class ServerDriver:
 
     def is_served_by(self, addr: str) -> bool:
         """See `Driver`."""
-        return addr in {_host_of(self._where.endpoint), _host_of(self._rounds_at.endpoint)}
+        return addr in {host_of(self._where.endpoint), host_of(self._rounds_at.endpoint)}
 
     def submit(self, event: Event, timeout: float) -> Snapshot:
         """See `Driver`."""
@@ -250,9 +252,9 @@ class ServerDriver:
     def _begin(self, timeout: float, stop: int) -> StoreClient:
         """Begin a session; the server may be missing only the first time."""
         try:
-            return self._open(self._where, timeout, stop, wait_for_server=not self._reached)
+            return self._open(self._where, timeout, stop, wait_for_server=not self.reached)
         except StoreProtocolError as error:
-            if not self._reached:
+            if not self.reached:
                 raise
             # Another program listens on the server's port now.
             raise StoreConnectionError(str(error)) from error
@@ -354,9 +356,5 @@ def _reached(where: Where, server: str) -> Where:
     """Return the same server by its address, so that later rounds need no name service."""
     tls = where.tls
     if tls is not None and tls.server_hostname is None:
-        tls = replace(tls, server_hostname=_host_of(where.endpoint))
+        tls = replace(tls, server_hostname=host_of(where.endpoint))
     return where._replace(endpoint=server, tls=tls)
-
-
-def _host_of(endpoint: str) -> str:
-    return endpoint.rpartition(":")[0].strip("[]")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+import stat
 import sys
 from contextlib import suppress
 
@@ -24,6 +26,12 @@ def parse_endpoint(endpoint: str) -> tuple[str, int] | str:
             f'{endpoint!r} is not a store endpoint; use "host:port", "[::1]:port" or "unix:/path"'
         )
     return host.strip("[]"), int(port)
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of an endpoint; for a unix socket, this host."""
+    where = parse_endpoint(endpoint)
+    return "localhost" if isinstance(where, str) else where[0]
 
 
 def endpoint_of(host: str, port: int) -> str:
@@ -106,13 +114,11 @@ def listen_unix(path: str) -> socket.socket:
     Raises:
         OSError: the path is not available.
     """
-    from pathlib import Path
-
-    file = Path(path)
-    if file.is_socket():
-        file.unlink()
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116 - pathlib takes long to import
+            os.unlink(path)
     listener = socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
-    file.chmod(0o600)
+    os.chmod(path, 0o600)  # noqa: PTH101 - as above
     return listener
 
 

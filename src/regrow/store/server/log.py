@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 from regrow.store.limits import LOG_LINES, REFUSED_PEERS
+from regrow.utils import start_thread
 
 T = TypeVar("T")
 
@@ -53,8 +54,7 @@ class BackgroundWriter(Generic[T]):
             self._items.append(item)
             self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, self._name)
 
     def close(self, seconds: float) -> None:
         """Write the remaining items, for at most `seconds`."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -39,6 +38,7 @@ from regrow.utils import (
     end_process,
     end_text,
     ends_within,
+    ready,
     reap,
     spawn_helper,
 )
@@ -238,7 +238,7 @@ def _await_start(answer: int, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     received = b""
     while not received.endswith(b"\n"):
-        if not select.select([answer], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not ready([answer], deadline - time.monotonic()):
             raise StoreTimeout(f"the store server did not start within {timeout:g} s")
         chunk = os.read(answer, 65536)
         if not chunk:

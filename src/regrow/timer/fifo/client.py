@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from regrow.timer.api import TimerClient
 from regrow.timer.fifo.request import KEPT_OPEN, MAX_LINE, VERSION
-from regrow.utils import get_logger
+from regrow.utils import get_logger, ready
 
 __all__ = ["FileTimerClient"]
 
@@ -337,6 +337,4 @@ def write_line(fd: int, line: bytes) -> None:
 
 def wait_for_room(fd: int, timeout: float) -> bool:
     """Wait until a pipe accepts a line, or breaks; False: neither within `timeout` seconds."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(None if timeout == math.inf else max(0.0, timeout) * 1000))
+    return bool(ready([fd], None if timeout == math.inf else timeout, select.POLLOUT))

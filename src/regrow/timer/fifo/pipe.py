@@ -20,6 +20,7 @@ import termios
 from contextlib import suppress
 
 from regrow.timer.fifo.request import KEPT_OPEN
+from regrow.utils import ready
 
 SIZE = 1024 * 1024
 """Bytes that the pipe holds, so that a burst does not wait. Every user may have 1 MiB."""
@@ -75,9 +76,7 @@ class Pipe:
 
     def full(self) -> bool:
         """Return whether the pipe accepts no more bytes."""
-        poll = select.poll()
-        poll.register(self.fd, select.POLLOUT)
-        return not poll.poll(0)
+        return not ready([self.fd], 0, select.POLLOUT)
 
     def remove(self) -> None:
         """Remove the pipe from the file system, unless another object has taken its place."""

@@ -26,6 +26,7 @@ import stat
 from typing import NamedTuple
 
 from regrow.timer.api import TimerRequest
+from regrow.timer.processes import LAST_PID
 
 VERSION = 1
 """Version of the line format, in torch's numbering."""
@@ -42,8 +43,6 @@ More of them must not delay the requests.
 """
 LAST_SIGNAL = 64
 """The highest signal of Linux."""
-LAST_PID = 2**22
-"""The highest process id that Linux can be configured for."""
 
 _BEGIN = b'{"version"'
 _PID = re.compile(rb'"pid": ?(\d{1,7})[,}]')

@@ -54,27 +54,39 @@ def record(
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
         @wraps(function)
         def recorded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            handler.initialize()
             try:
-                return function(*args, **kwargs)
+                with Recording(handler):
+                    return function(*args, **kwargs)
             except SystemExit as exit:
                 if exit.code in (None, 0):
                     return None
-                raise
-            except ChildFailedError as error:
-                _, failure = error.get_first_failure()
-                if failure.has_error_file:
-                    _try(handler.dump_error_file, failure.error_file, failure.exitcode)
-                raise
-            except (KeyboardInterrupt, GeneratorExit):
-                raise
-            except BaseException as error:
-                _try(handler.record_exception, error)
                 raise
 
         return recorded
 
     return decorate if fn is None else decorate(fn)
+
+
+class Recording:
+    """Context in which an exception is recorded as by `record`; it leaves the context in any case.
+
+    Args:
+        handler: records the exceptions.
+    """
+
+    def __init__(self, handler: ErrorHandler) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        self._handler.initialize()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ChildFailedError):
+            _, failure = error.get_first_failure()
+            if failure.has_error_file:
+                _try(self._handler.dump_error_file, failure.error_file, failure.exitcode)
+        elif error and not isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+            _try(self._handler.record_exception, error)
 
 
 def _try(write: Callable[Q, object], *args: Q.args, **kwargs: Q.kwargs) -> None:

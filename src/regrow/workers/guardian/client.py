@@ -21,7 +21,7 @@ from itertools import count
 from time import monotonic
 from typing import NamedTuple
 
-from regrow.utils import end_text, ends_within, reap, spawn_helper
+from regrow.utils import end_text, ends_within, reap, spawn_helper, start_thread
 from regrow.workers.guardian import procfs
 from regrow.workers.guardian.events import (
     Exited,
@@ -342,8 +342,7 @@ class _Process:
         finally:
             theirs.close()
         self._pidfd = os.pidfd_open(self.pid)
-        self._thread = threading.Thread(target=self._listen, name="regrow-guardian", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._listen, "regrow-guardian")
 
     def send(self, message: Message, fds: Sequence[int] = ()) -> None:
         data = memoryview(encode(message))

@@ -81,6 +81,20 @@ def fields_of(body: bytes) -> list[bytes]:
     return fields
 
 
+def groups_of(fields: list[bytes], count: int) -> list[list[bytes]]:
+    """Return groups of fields, and the remaining fields as the last group.
+
+    Args:
+        fields: the sizes of the groups, the fields of each group, and any more fields.
+        count: the number of groups.
+    """
+    groups, at = [], count
+    for size in map(int, fields[:count]):
+        groups.append(fields[at : at + size])
+        at += size
+    return [*groups, fields[at:]]
+
+
 class Wire:
     """The guardian's end of the socket to its agent; no method waits for the agent."""
 

@@ -12,9 +12,11 @@ import os
 import signal
 
 from . import procfs
+from .protocol import groups_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1
@@ -33,15 +35,11 @@ class Program:
     """
 
     def __init__(self, frame: list[bytes], fds: list[int]) -> None:
-        parts, at = [], 7
-        for count in map(int, frame[4:7]):
-            parts.append(frame[at : at + count])
-            at += count
-        targets, self.argv, variables = parts
+        targets, self.argv, variables, paths = groups_of(frame[4:], 3)
         self.env = dict(variable.split(b"=", 1) for variable in variables)
         self.directory = fds.pop(0)
         self.mapping = {int(target): fds.pop(0) for target in targets}
-        self.drains = [(fds.pop(0), path) for path in frame[at:]]
+        self.drains = [(fds.pop(0), path) for path in paths]
 
     def start(self, guardian: int, *, is_helper: bool = False) -> tuple[int, int]:
         """Fork the process that runs the program.
@@ -82,19 +80,8 @@ class Program:
         try:
             signal.set_wakeup_fd(-1)
             os.setsid()
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != guardian:  # the guardian died before the line above took effect
-                os._exit(1)
-            # Move each descriptor above all targets first, and then to its own target.
-            above = max([2, *self.mapping]) + 1
-            report = fcntl.fcntl(report, fcntl.F_DUPFD_CLOEXEC, above)
-            directory = fcntl.fcntl(self.directory, fcntl.F_DUPFD_CLOEXEC, above)
-            moved = {
-                target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
-                for target, fd in self.mapping.items()
-            }
-            for target, fd in moved.items():
-                os.dup2(fd, target, inheritable=True)
+            die_with(guardian)
+            report, directory = move(self.mapping, report, self.directory)
             stage = b"chdir"
             os.fchdir(directory)
             stage = b"prepare"
@@ -137,6 +124,35 @@ def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, bytes]:
             if error.errno != errno.EACCES:  # like a shell: a later file may be executable
                 break
     return failure
+
+
+def die_with(parent: int | None) -> None:
+    """Make the kernel kill this process at the end of its parent.
+
+    Args:
+        parent: the pid of the parent, to end at once if the parent has ended before; None: unknown.
+    """
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def move(mapping: Mapping[int, int], *others: int) -> list[int]:
+    """Move descriptors to their targets, the keys of `mapping`.
+
+    Returns:
+        Copies of the other descriptors, which a target may have replaced.
+    """
+    # First above all targets, so that no target replaces a descriptor before its turn.
+    above = max([2, *mapping]) + 1
+    fds = (*mapping.values(), *others)
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+    for fd in mapping.values():
+        os.close(fd)
+    for target, copy in zip(mapping, copies, strict=False):
+        os.dup2(copy, target, inheritable=True)
+        os.close(copy)
+    return copies[len(mapping) :]
 
 
 def prctl(option: int, value: int | bytes) -> None:

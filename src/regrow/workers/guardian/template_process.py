@@ -17,15 +17,14 @@ the worker, and the driver of an accelerator that is in use cannot be forked.
 from __future__ import annotations
 
 import _socket
-import fcntl
 import gc
 import os
 import signal
 import sys
 
 from . import procfs
-from .protocol import encode, fields_of
-from .spawn import PR_SET_PDEATHSIG, prctl
+from .protocol import encode, fields_of, groups_of
+from .spawn import die_with, move
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -164,11 +163,7 @@ def _serve(
     memory, directory, gate, *streams = fds
     frame = fields_of(os.pread(memory, os.fstat(memory).st_size, 4))  # after its length
     os.close(memory)
-    parts, at = [], 3
-    for count in map(int, frame[:3]):
-        parts.append(frame[at : at + count])
-        at += count
-    targets, argv, variables = parts
+    targets, argv, variables, _ = groups_of(frame, 3)
     env = dict(variable.split(b"=", 1) for variable in variables)
     why = _misfit(argv, env, command, before) or _unfit()
     if why:
@@ -282,21 +277,10 @@ def _become(
         os._exit(1)
     os.close(gate)
     os.setsid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guardian:  # it died before the line above took effect
-        os._exit(1)
+    die_with(guardian)
     os.fchdir(directory)
     os.close(directory)
-    # Move each descriptor above all targets first, and then to its own target.
-    above = max([2, *mapping]) + 1
-    moved = {
-        target: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for target, fd in mapping.items()
-    }
-    for fd in mapping.values():
-        os.close(fd)
-    for target, fd in moved.items():
-        os.dup2(fd, target, inheritable=True)
-        os.close(fd)
+    move(mapping)
     os.environb.clear()
     os.environb.update(env)
     os.environ[procfs.WORKER_PID] = str(os.getpid())

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from time import monotonic
 
+from regrow.utils import start_thread
 from regrow.workers.logs.lines import Lines, Output, Sink, standard_output
 
 CHUNK = 32 * 1024
@@ -166,8 +167,7 @@ class Follower:
         if source is not None:
             self._due[source] = None
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="regrow-console", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "regrow-console")
         self._work.notify()
 
     # --- called at the end of a job

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
+from regrow.utils import ready
+
 MAX_LINE = 256 * 1024
 """Most bytes of a line; a longer line is split."""
 
@@ -97,7 +99,7 @@ class Sink:
             try:
                 left = left[os.write(self._fd, left) :]
             except BlockingIOError:  # another process made the terminal non-blocking
-                self._room().poll()
+                ready([self._fd], None, select.POLLOUT)
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     return  # a file on a full disk: the next lines may fit again
@@ -106,14 +108,9 @@ class Sink:
     def write_if_ready(self, text: str) -> None:
         """Write a short line unless that could block."""
         data = text.encode(errors="surrogateescape") + b"\n"
-        if not self._dead and self._room().poll(0):
+        if not self._dead and ready([self._fd], 0, select.POLLOUT):
             with suppress(OSError):
                 os.write(self._fd, data[: select.PIPE_BUF])
-
-    def _room(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        return poll
 
     def close(self) -> None:
         """Close the descriptor if it is owned."""

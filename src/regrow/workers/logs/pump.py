@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from regrow.utils import start_thread
 from regrow.workers.logs.console import Follower, Source, console
 from regrow.workers.logs.lines import Lines, Sink
 from regrow.workers.logs.stream import PIECE, PIPE_SIZE, Stream
@@ -167,8 +168,7 @@ class LogPump:
     def start(self) -> None:
         """Start to store the workers' output."""
         if self._streams and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="regrow-pump", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, "regrow-pump")
 
     def close_writers(self) -> None:
         """Close the agent's copies of the workers' ends; otherwise no stream ever ends."""

@@ -38,7 +38,6 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -54,7 +53,7 @@ from regrow.rendezvous.peer.backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous.protocol.document import unseal
 from regrow.rendezvous.protocol.state import watched
 from regrow.store import StoreError, characteristics_of, is_loopback
-from regrow.utils import LONGEST_S, Backoff, get_logger, poll_until
+from regrow.utils import LONGEST_S, Backoff, call_in_thread, get_logger, poll_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -329,17 +328,8 @@ def _within(seconds: float, make: Callable[[], Store]) -> Store:
     torch has no limit of its own: it waits for a server that accepts the connection and never
     answers.
     """
-    made: Future[Store] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:  # noqa: BLE001 - raised below
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="regrow-tcp-store", daemon=True).start()
     try:
-        return made.result(seconds)
+        return call_in_thread(make, "regrow-tcp-store").result(seconds)
     except TimeoutError:
         raise TimeoutError("the server there accepts connections and does not answer") from None
 

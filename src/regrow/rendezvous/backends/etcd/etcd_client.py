@@ -40,7 +40,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import select
 import socket
 import ssl
 import threading
@@ -54,7 +53,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from regrow.store import endpoint_of, keep_alive
-from regrow.utils import Backoff
+from regrow.utils import Backoff, ready
 
 Message = dict[str, Any]
 """One JSON object of a request or an answer."""
@@ -559,9 +558,7 @@ class EtcdMember:
         with self._lock:
             while self._idle:
                 connection = self._idle.pop()
-                poll = select.poll()
-                poll.register(connection.sock, select.POLLIN)
-                if not poll.poll(0):
+                if not ready([connection.sock.fileno()], 0):
                     self._busy[connection] = connection.sock
                     return connection
                 connection.close()  # the member closed it while no call used it

@@ -73,7 +73,9 @@ from regrow.store import (
     StoreConnectionError,
     StoreError,
     StoreLimitError,
+    names_of,
 )
+from regrow.utils import start_thread
 
 if TYPE_CHECKING:
     from regrow.store import Timeout
@@ -295,10 +297,7 @@ class EtcdJob:
     def _start(self) -> None:
         with self._changed:
             if self._thread is None and not self._closed.is_set():
-                self._thread = threading.Thread(
-                    target=self._run, name="regrow-etcd-watch", daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(self._run, "regrow-etcd-watch")
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -434,7 +433,7 @@ class _EtcdCells:
     def read(self, keys: Sequence[str]) -> list[Entry]:
         entries: list[Entry] = []
         revision = 0
-        with self._errors(f"to read {_names(keys)}", applied="no"):
+        with self._errors(f"to read {names_of(keys)}", applied="no"):
             for at in range(0, len(keys), TXN_OPS):
                 wanted = [get(self._root + key, at=revision) for key in keys[at : at + TXN_OPS]]
                 outcome = self._job.client.txn([], wanted)
@@ -455,9 +454,7 @@ class _EtcdCells:
         names = {self._root + key: value for key, value in values.items()}
         self._written.update(names)
         puts = [put(name, value, self._job.lease) for name, value in names.items()]
-        with self._errors(f"to set {_names([*values])}", applied="unknown"):
-            for at in range(0, len(puts), TXN_OPS):
-                self._job.write([], puts[at : at + TXN_OPS])
+        self._write(f"to set {names_of([*values])}", puts)
 
     def wait(self, key: str, seen: Entry, timeout: float) -> None:
         self._job.wait_for_key(self._root + key, seen.version, timeout, self._ended)
@@ -469,9 +466,12 @@ class _EtcdCells:
 
     def _delete_written(self) -> None:
         deletes = [delete(name) for name in self._written]
-        with self._errors("to delete the keys of an old round", applied="unknown"):
-            for at in range(0, len(deletes), TXN_OPS):
-                self._job.write([], deletes[at : at + TXN_OPS])
+        self._write("to delete the keys of an old round", deletes)
+
+    def _write(self, what: str, operations: Sequence[Message]) -> None:
+        with self._errors(what, applied="unknown"):
+            for at in range(0, len(operations), TXN_OPS):
+                self._job.write([], operations[at : at + TXN_OPS])
 
     @contextmanager
     def _errors(self, what: str, applied: Literal["no", "unknown"]) -> Iterator[None]:
@@ -486,7 +486,3 @@ class _EtcdCells:
             raise StoreLimitError(f"failed {what}: {error}") from error
         except EtcdError as error:
             raise StoreError(f"failed {what}: {error}") from error
-
-
-def _names(keys: Sequence[str]) -> str:
-    return ", ".join(map(repr, keys[:8])) + (", ..." if len(keys) > 8 else "")
