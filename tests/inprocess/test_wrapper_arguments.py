@@ -20,10 +20,12 @@ from regrow.inprocess.initialize import Initialize, RetryController
 from regrow.inprocess.rank_assignment import (
     ActivateAllRanks,
     FilterCountGroupedByKey,
+    Layer,
     MaxActiveWorldSize,
     RankAssignment,
     RankFilter,
     ShiftRanks,
+    Tree,
 )
 from regrow.inprocess.terminate import Terminate
 
@@ -99,6 +101,7 @@ def test_the_defaults_are_those_of_nvidia_resiliency_ext() -> None:
         for name, value in vars(wrapper).items()
         if isinstance(value, timedelta)
     }
+    assert named.pop("replace_timeout") == 60, "an argument of regrow only"
     assert named == {
         "monitor_thread_interval": 1,
         "monitor_process_interval": 1,
@@ -143,6 +146,8 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(DURATIONS, timedelta),
     "monitor_process_logfile": str | None,
     "monitor_process_pidfile": str | None,
+    "replace": bool,
+    "replace_timeout": timedelta,
     "enabled": bool,
 }
 
@@ -158,6 +163,14 @@ def test_the_signature_names_each_keyword_with_its_type_and_default(made_by: Any
         name: getattr(wrapper, name) for name in TYPES
     }
     assert {name: found[name].default.total_seconds() for name in DURATIONS} == DURATIONS
+
+
+def test_a_new_process_cannot_take_part_in_a_tree() -> None:
+    tree = Tree([Layer(key_or_fn="job")])
+    Wrapper(rank_assignment=tree)
+    for assignment in (tree, Compose(tree)):
+        with pytest.raises(ValueError, match=r"replace=True cannot be used with .*Tree"):
+            Wrapper(rank_assignment=assignment, replace=True)
 
 
 def test_chains_are_of_the_family_of_their_parts() -> None:

@@ -226,6 +226,11 @@ def _check_values(config: Wrapper) -> None:
                 f"{less} < {more} does not hold: {first.total_seconds():g} s is not less than "
                 f"{second.total_seconds():g} s"
             )
+    if config.replace and _keeps_state(config.rank_assignment):
+        raise ValueError(
+            f"replace=True cannot be used with {repr_of(config.rank_assignment)}: it keeps what it "
+            f"learned in its first call, which a new process does not have"
+        )
     for name in _PATHS:
         path = getattr(config, name)
         if path is None:
@@ -241,6 +246,12 @@ def _check_values(config: Wrapper) -> None:
             ) from None
         if "\0" in path:
             raise ValueError(f"{name}={path!r} is not a file name: it contains a null character")
+
+
+def _keeps_state(assignment: object) -> bool:
+    if isinstance(assignment, Compose):
+        return any(map(_keeps_state, assignment.instances))
+    return getattr(assignment, "keeps_state", False) is True
 
 
 def _why_not(fn: Any) -> str:

@@ -75,7 +75,13 @@ class RankAssignment(abc.ABC):
     same result on every rank. Active ranks call the wrapped function; the others wait in reserve.
     `Compose` chains several; the assignments that number the ranks run first. If none of the chain
     chooses active ranks, all ranks are active.
+
+    A process that replaces another one (`Wrapper(replace=True)`) calls it for the first time after
+    a restart, with the rank that the ended process had.
     """
+
+    keeps_state = False
+    """Whether it keeps what it learned in earlier iterations, which a new process does not have."""
 
     @abc.abstractmethod
     def __call__(self, ctx: RankAssignmentCtx) -> RankAssignmentCtx:

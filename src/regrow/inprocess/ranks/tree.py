@@ -349,6 +349,8 @@ class Tree(RankAssignment):
         TypeError: a layer, or a value in it, has the wrong type.
     """
 
+    keeps_state = True
+
     def __init__(
         self,
         layers: Sequence[Layer],
