@@ -89,6 +89,7 @@ if TYPE_CHECKING:
         locate,
         visit,
         worker_store,
+        worker_tls,
     )
 
 __all__ = [
@@ -149,7 +150,7 @@ __getattr__, __dir__ = lazily(
         "protocol.tls": "Tls",
         "workers": (
             "SERVICES STORE_ENV STORE_PORT_ENV STORE_TLS_ENV STORE_TOKEN_ENV locate visit "
-            "worker_store"
+            "worker_store worker_tls"
         ),
     },
 )

@@ -204,8 +204,7 @@ class WorkersStore:
             StoreError: the store does not receive the report.
         """
         from regrow.inprocess.group import group_messages
-        from regrow.store import connect
-        from regrow.store.workers import worker_tls
+        from regrow.store import connect, worker_tls
 
         endpoint, token = environment.get(STORE_ENV), environment.get(STORE_TOKEN_ENV, "")
         if not endpoint:
