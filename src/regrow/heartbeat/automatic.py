@@ -190,7 +190,7 @@ def _load() -> None:
 
 
 def _end() -> None:
-    """Wait for the thread at the program's end; then leave a heartbeat that has started."""
+    """Wait, at the program's end, for the thread that starts the heartbeat; end the heartbeat."""
     global _ended
     _ended = True
     wait(_WAIT)

@@ -275,7 +275,7 @@ def _try(state: BeatState, now: float) -> Step:
 
 
 def _window(state: BeatState, now: float) -> tuple[int, float]:
-    """The first window that has not ended, and the time of its end."""
+    """The first window with enough time left for an exchange, and the time of its end."""
     plan = state.plan
     window = max(state.window, int((now - state.since) // plan.cycle))
     closes = state.since + (window + 1) * plan.cycle

@@ -115,7 +115,14 @@ def die(failure: HeartbeatFailure) -> NoReturn:
 
 
 def kernel_timers(*, warn: bool) -> list[tuple[KernelTimer, float]]:
-    """The timers, each with its seconds after the deadline; empty if the kernel has none left."""
+    """Create the kernel timers.
+
+    Args:
+        warn: whether to log that the kernel has no timers left.
+
+    Returns:
+        Each timer with its delay after the deadline, in seconds; empty if there are none.
+    """
     try:
         return [(KernelTimer(signal.SIGABRT), ABORT_S), (KernelTimer(fatal_signal()), KILL_S)]
     except (OSError, ImportError) as error:

@@ -167,7 +167,7 @@ class HeartbeatGroup:
         return out, None
 
     def _update(self, session: Hashable, beat: Beat, now: float) -> list[Answer]:
-        """Update a member; an older process with the same rank gets an answer."""
+        """Update a member; the call of an older process with the same rank ends with "twice"."""
         rank = beat.rank
         member = self.members.get(rank)
         if member is not None and member.beat.incarnation == beat.incarnation:

@@ -130,7 +130,7 @@ class VectorMeeting:
         """See `Meeting.listen`: nothing arrives between two exchanges."""
 
     def table(self, timeout: float) -> list[WorkerProgress]:
-        """See `Meeting.table`: as of the last complete beat."""
+        """See `Meeting.table`: as of the last exchange in which all workers took part."""
         at, beats = self._last
         age = self._clock() - at
         return [beat.progress(age) for beat in beats]

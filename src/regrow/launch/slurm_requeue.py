@@ -278,7 +278,7 @@ def _is_lost(name: str) -> bool:
 
 
 def _is_reachable(shown: str, name: str) -> bool:
-    """Return whether a node accepts or refuses a connection to the port of Slurm's daemon."""
+    """Return whether a node answers at the port of Slurm's daemon, also by refusing."""
     address, port = rules.where(shown)
     try:
         socket.create_connection((address or name, port or SLURMD_PORT), CONNECT_S).close()

@@ -360,5 +360,5 @@ def _number(key: str, value: bytes) -> int:
         return int(value)
     except ValueError:
         raise StoreValueError(
-            f"add() needs a decimal number, and key {key!r} holds {value[:80]!r}"
+            f"add() needs an integer, but key {key!r} holds {value[:80]!r}"
         ) from None

@@ -48,7 +48,7 @@ class RoleInfo(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """First ranks of one agent's workers, and the sizes of the world and of the role."""
+    """Lowest ranks of one agent's workers in the world and in the role, and the sizes of both."""
 
     base_global_rank: int
     global_world_size: int

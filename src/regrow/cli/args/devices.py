@@ -131,7 +131,7 @@ def _ask(*command: str, timeout_s: float) -> str:
         raise DevicesUnknown(f"{python} does not start: {error.strerror}") from None
     if child.returncode != 0:
         last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise DevicesUnknown(f"{python} failed: {last}")
+        raise DevicesUnknown(f"torch in {python} does not answer: {last}")
     return child.stdout.split()[-1]
 
 

@@ -139,7 +139,7 @@ class IterationFollower:
         return met
 
     def stop(self) -> None:
-        """End the thread; close the link first."""
+        """End the thread. The caller has closed the link to the group."""
         self._work.put(None)
         self._thread.join(STOP_TIME)
 

@@ -38,8 +38,8 @@ _calls = itertools.count()
 def group_name(environ: Mapping[str, str] = os.environ) -> str:
     """Return the name of the group for the next call of a wrapped function.
 
-    All ranks compute the same name if they have made the same number of calls. The name differs in
-    later processes that a launcher starts, because they may find the same store.
+    All ranks compute the same name if they have made the same number of calls. Processes
+    of a later attempt get another name, because they may use the same store with its old keys.
     """
     run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or "run"
     attempt = environ.get("REGROW_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"

@@ -117,7 +117,10 @@ class CasStore(Handle):
             if new == seen.value or self._cells.replace(key, seen, new):
                 return result
             if time.monotonic() >= deadline:
-                raise StoreTimeout(f"other processes changed {key!r} before each attempt")
+                raise StoreTimeout(
+                    f"timed out after {self._seconds:g} s: other processes changed {key!r} "
+                    f"before each attempt to update it"
+                )
 
     def _read(self, query: Query, seconds: float) -> object:
         if query.kind == "watch":

@@ -123,7 +123,7 @@ class FileTimerClient(TimerClient):
 
 @lru_cache(maxsize=1024)
 def _written(scope: str) -> str:
-    """Encode a scope as JSON, short enough for a line."""
+    """Encode a scope as JSON, cut so that the request fits in one line of the pipe."""
     scope = str(scope)
     text = json.dumps(scope)
     if len(text) <= LONGEST_SCOPE:

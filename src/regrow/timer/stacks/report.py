@@ -58,7 +58,7 @@ class Thread(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """The answer of a process to a request for its stacks."""
+    """The result of a request for the stacks of a process."""
 
     pid: int
     outcome: Outcome
@@ -70,7 +70,7 @@ class Dump(NamedTuple):
     note: str = ""
     """Why stacks are missing, else empty.
 
-    A note that begins with "in " is the kernel's information about the place of the process.
+    A note that begins with "in " says where in the kernel the process waits.
     """
     text: str = ""
     """The text that `faulthandler` wrote."""

@@ -138,7 +138,7 @@ class ProcessFailure:
 
     @property
     def traceback(self) -> str | None:
-        """The exception's traceback from the error file, if it has one."""
+        """The exception's traceback from the error file; None if the file has none."""
         stack = _extra_info(self.message).get("py_callstack")
         return stack if isinstance(stack, str) else None
 

@@ -138,7 +138,7 @@ def decode(frame: list[bytes]) -> GuardianEvent | TemplateChanged:
 
 
 def _refusal(stage: str, code: int, path: str) -> OSError:
-    """Explain why a program did not run: the exception class of the errno, with a helpful text."""
+    """Return the error for a program that could not be started; its text explains the cause."""
     reason = os.strerror(code) if code else path
     if stage == "exec":
         reason = _exec_failure(code, path) or reason

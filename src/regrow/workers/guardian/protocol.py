@@ -69,7 +69,7 @@ def fields_of(body: bytes) -> list[bytes]:
     """Return the fields in the body of a frame.
 
     Raises:
-        ValueError: a length does not fit.
+        ValueError: a field ends beyond the end of the frame.
     """
     fields, at = [], 0
     while at < len(body):

@@ -1,32 +1,32 @@
 """Rendezvous over a store of torch, or over any store with the same methods.
 
 The document is one key, `torch.rendezvous.<run id>`, replaced by the store's compare-and-set. Its
-value is the document in base64, then a point and a random text. So all values ever written differ,
+value is the document in base64, then a dot and a random suffix. So all values ever written differ,
 and the value itself is the fencing token.
 
 This module cannot use the store's own `wait` to watch the document. No other thread can end a
 blocked `wait`, and a `wait` that times out writes two lines to the console. So a waiting node polls
 the document, at growing pauses.
 
-The connection is cloned, because all threads that share a TCPStore wait for each other. A program
-may be blocked in the same store that it has passed in here. No call in this module blocks.
+The connection is cloned, because all threads that share a TCPStore wait for each other. The program
+that passed in the store may itself be blocked in a call of it. No call in this module blocks.
 
 `create_backend` creates a store of torch for `--rdzv-conf store_type=tcp` (or `file`). This is for
 programs that already have such a store, or must keep it. regrow's own store server is the default.
 A TCPStore has no password, so any process that can reach its port can take part in the job. So a
 TCPStore for several hosts is refused, unless the user confirms that only the job can reach it.
 
-The first node on the endpoint's host serves the TCPStore. A node finds its role by binding the
-address, not by comparing names. An address that can be bound belongs to this host. A node that then
-finds the port taken connects to the process that holds it. If the endpoint is a name, the node
-repeats this check while it reaches no store (`hosting`). The store ends with the process that
-serves it. So at the end of a job this process stays until the others have left.
+The first node on the endpoint's host serves the TCPStore. A node learns whether it has to serve by
+trying to bind the address, not by comparing names. An address that can be bound belongs to this
+host. A node that then finds the port taken connects to the process that holds it. If the endpoint
+is a name, the node repeats this check until it reaches a store (`hosting`). The store ends with the
+process that serves it. So at the end of a job this process stays until the others have left.
 
-torch asks the name service for the names of both ends of every new connection. While the serving
+torch makes a reverse DNS lookup of both addresses of every new connection. While the serving
 process waits for that answer, it answers no other node. With a slow name service, every node that
-joins delays the heartbeats of all others. If the name service has to be asked twice (5 s), the
-delay is longer than a lease. There are two remedies: names of the hosts in /etc/hosts, or regrow's
-own store.
+joins delays the heartbeats of all others. If the first lookup times out (after 5 s) and is
+repeated, the delay is longer than a lease. There are two remedies: names of the hosts in
+/etc/hosts, or regrow's own store.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def refresh(directory: str) -> None:
 
 
 def wait_for(changed: Callable[[], bool], timeout: float, interrupted: threading.Event) -> None:
-    """Block until `changed` returns true, for `timeout` seconds, or until interrupted."""
+    """Block until `changed` returns true or `interrupted` is set, at most `timeout` seconds."""
     backoff = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH, jitter=0.4)
     poll_until(changed, backoff, timeout, interrupted)
 

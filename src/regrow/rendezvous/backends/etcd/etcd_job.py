@@ -224,7 +224,7 @@ class EtcdJob:
         """Return the ids of the live nodes, and the ids of the nodes that have ended.
 
         Raises:
-            EtcdError: etcd has sent nothing, neither before the call nor within its time limit.
+            EtcdError: nothing has arrived from etcd yet, nor within the client's time limit.
         """
         self._start()
         timeout = self.client.limit()
