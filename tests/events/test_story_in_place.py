@@ -51,6 +51,50 @@ def test_the_lost_ranks_and_the_number_of_the_others_are_shown() -> None:
     assert "without ranks 4, 5 and 7 more; 3 continue" in rendered(many)
 
 
+def vacated(rank: int, incarnation: int = 0, **fields: Any) -> Line:
+    at = {"monotonic": 104.1 + incarnation, "ended_monotonic": 104.0 + incarnation}
+    ended = {"pid": 70 + incarnation, "how": "by SIGKILL", "last_step": 5}
+    name = "regrow.worker.vacated"
+    return {"name": name, "rank": rank, "incarnation": incarnation, **at, **ended, **fields}
+
+
+def replaced(rank: int, incarnation: int = 1, **fields: Any) -> Line:
+    at = {"monotonic": 103.3 + incarnation, "started_monotonic": 103.2 + incarnation}
+    more = {"pid": 70 + incarnation, "forked": False, "restarts_left": 2}
+    name = "regrow.worker.replaced"
+    return {"name": name, "rank": rank, "incarnation": incarnation, **at, **more, **fields}
+
+
+def test_the_processes_that_took_the_places_of_others_are_shown() -> None:
+    lines = rendered(vacated(1), replaced(1), restarted(1, replaced=[1]))
+    assert (
+        "replaced rank 1: pid 70 ended by SIGKILL after step 5; pid 71 started by a cold start "
+        "200.0 ms later; 2 restarts left"
+    ) in lines
+    ended = vacated(1, last_step=None, how="with exit code 1")
+    forked = replaced(1, forked=True, restarts_left=1)
+    lines = rendered(ended, forked, restarted(1, replaced=[1]))
+    assert (
+        "replaced rank 1: pid 70 ended with exit code 1; pid 71 started from the template 200.0 ms "
+        "later; 1 restart left"
+    ) in lines
+
+
+def test_each_restart_has_its_own_replacements() -> None:
+    again = vacated(1, 1), replaced(1, 2)
+    lines = rendered(
+        vacated(1), replaced(1), restarted(1, replaced=[1]), *again, restarted(2, replaced=[1])
+    )
+    shown = [line for line in lines if line.startswith("replaced")]
+    assert ["pid 70 ended" in line for line in shown] == [True, False]
+    assert ["pid 72 started" in line for line in shown] == [False, True]
+
+
+def test_a_replacement_on_another_host_is_named_without_its_figures() -> None:
+    lines = rendered(restarted(1, replaced=[3]))
+    assert "replaced rank 3, by the agent of its host" in lines
+
+
 def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:
     lines = rendered(*(restarted(n) for n in range(1, 100)))
     assert "... 79 more in-process restarts ..." in lines

@@ -266,18 +266,14 @@ class _StoryBuilder:
         replaced, vacated = self._sorted(_REPLACED), self._sorted(_VACATED)
         restarts = []
         for event in self._sorted(_IN_PROCESS):
-            ranks = event.get("replaced")
-            found = [
-                each
-                for each in replaced
-                if integer(each, "rank") in (ranks if isinstance(ranks, list) else [])
-                and integer(each, "attempt") == integer(event, "attempt")
-            ]
-            first = {integer(each, "rank"): each for each in reversed(found)}
+            first: dict[int, Record] = {rank: {"rank": rank} for rank in _ranks(event, "replaced")}
+            for each in reversed(replaced):
+                rank = integer(each, "rank")
+                if rank in first and each.get("attempt") == event.get("attempt"):
+                    first[rank] = each
             replaced = [each for each in replaced if each not in first.values()]
-            restarts.append(
-                _in_process_restart(event, [_replacement(e, vacated) for e in first.values()])
-            )
+            found = [_replacement(each, vacated) for each in first.values()]
+            restarts.append(_in_process_restart(event, found))
         return tuple(restarts)
 
     def _suspensions(self) -> tuple[Suspension, ...]:
@@ -407,8 +403,7 @@ def _replacement(event: Record, vacated: list[Record]) -> Replacement:
 
 
 def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
-    lost, seconds = event.get("lost"), event.get("seconds")
-    ranks = [each for each in lost if isinstance(each, int)] if isinstance(lost, list) else []
+    ranks, seconds = _ranks(event, "lost"), event.get("seconds")
     known = seconds if isinstance(seconds, Mapping) else {}
     phases = ((str(phase), real(known, phase)) for phase in known)
     kind = text(event, "kind") or "an unknown fault"
@@ -424,6 +419,11 @@ def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcess
         phases=tuple((phase, after) for phase, after in phases if after is not None),
         replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
     )
+
+
+def _ranks(event: Record, name: str) -> list[int]:
+    found = event.get(name)
+    return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
 
 
 def _length(value: object) -> int:

@@ -319,6 +319,8 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
 
 
 def _replacement(of: Replacement) -> str:
+    if of.pid is None:  # another host has the events
+        return f"rank {of.rank}, by the agent of its host"
     at = f" after step {of.last_step}" if of.last_step is not None else ""
     start = "from the template" if of.forked else "by a cold start"
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""

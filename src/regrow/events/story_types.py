@@ -160,7 +160,7 @@ class Replacement:
     rank: int
     """Rank of the worker, and of the process."""
     pid: int | None
-    """The process."""
+    """The process; None if another host has its events."""
     ended_pid: int | None
     """The worker's process."""
     how: str
