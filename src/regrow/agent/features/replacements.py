@@ -150,8 +150,11 @@ class Replacements(Feature):
         local_rank = change.local_rank
         match change.kind:
             case "vacant":
-                self._cleared[local_rank] = threading.Event()
-                self._start_thread(partial(self._replace, change))
+                workers, reports = self._workers, self._reports()
+                assert workers is not None
+                assert reports is not None
+                cleared = self._cleared[local_rank] = threading.Event()
+                self._start_thread(partial(self._replace, workers, reports, change, cleared))
             case "cleared" if local_rank in self._cleared:
                 self._cleared[local_rank].set()
             case "replaced":
@@ -170,12 +173,16 @@ class Replacements(Feature):
 
     # --- on a thread of its own
 
-    def _replace(self, change: WorkerChange) -> None:
-        workers, local_rank = self._workers, change.local_rank
-        assert workers is not None
-        context, reports = workers.context, self._reports()
-        cleared, incarnation = self._cleared[local_rank], self._incarnations.get(local_rank, 0) + 1
-        ended = self._describe_end(change, reports.read() if reports is not None else {})
+    def _replace(
+        self,
+        workers: StartedWorkers,
+        reports: WorkerReports,
+        change: WorkerChange,
+        cleared: threading.Event,
+    ) -> None:
+        context, local_rank = workers.context, change.local_rank
+        incarnation = self.incarnation(local_rank) + 1
+        ended = self._describe_end(change, reports.read())
         self._emit("regrow.worker.vacated", local_rank, incarnation=incarnation - 1, **ended)
         why = self._spend()
         cleared.wait()
@@ -183,8 +190,7 @@ class Replacements(Feature):
             if context.give_up(local_rank):
                 self._report_not_replaced(local_rank, why)
             return
-        if reports is not None:
-            reports.clear(local_rank)
+        reports.clear(local_rank)
         _keep_error_file(context.error_files.get(local_rank, ""), incarnation)
         self._incarnations[local_rank] = incarnation
         # Heartbeats between workers begin together, so a new process cannot take part in them.
