@@ -211,15 +211,17 @@ class WorkerSet:
         self.forked.discard(rank)
         return True
 
-    def give_up(self, rank: int) -> bool:
-        """Note that no process takes the place of a worker; return whether it was vacant."""
+    def give_up(self, rank: int) -> WorkerChange | None:
+        """Note that no process takes the place of a worker, if it is vacant."""
         if not self._is_vacant(rank):
-            return False
+            return None
         self.group = given_up(self.group, rank)
         self.launcher.lost()
         if self.group.failed and self.group.stopped_at is None:
             self._stop(signal.SIGTERM, self.grace)
-        return True
+        end = self.group.ends[rank]
+        kind: Literal["lost", "exited"] = "lost" if end.outcome == "lost" else "exited"
+        return WorkerChange(rank, self.pids.get(rank, 0), kind, end.code, end.at)
 
     def _is_vacant(self, rank: int) -> bool:
         end = self.group.ends.get(rank)

@@ -99,6 +99,8 @@ class Replacements(Feature):
         self._workers: StartedWorkers | None = None
         self._incarnations: dict[int, int] = {}
         self._cleared: dict[int, threading.Event] = {}
+        self._refusals: dict[int, str] = {}  # why the place of a local rank is given up
+        self._is_stopping = False
         self._threads: list[threading.Thread] = []
 
     def on_start(self, workers: StartedWorkers) -> None:
@@ -106,18 +108,20 @@ class Replacements(Feature):
         self._workers = workers
         self._incarnations = {}
         self._cleared = {}
+        self._refusals = {}
+        self._is_stopping = False
+
+    def before_stop(self) -> None:
+        """See base class: no process takes a place any more."""
+        self._is_stopping = True
+        for cleared in list(self._cleared.values()):
+            cleared.set()
 
     def close(self) -> None:
         """See base class: end the threads."""
-        for cleared in list(self._cleared.values()):
-            cleared.set()
+        self.before_stop()
         for thread in self._threads:
             thread.join(REPORT_S)
-
-    def before_stop(self) -> None:
-        """See base class: no worker is cleared any more for the sake of its place."""
-        for cleared in list(self._cleared.values()):
-            cleared.set()
 
     def incarnation(self, local_rank: int) -> int:
         """Return how many processes had the place of a worker before."""
@@ -162,7 +166,8 @@ class Replacements(Feature):
             case "lost" | "exited" if change.kind == "lost" or change.status == 0:
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
-                    why = may_replace(self._place(local_rank)) or "it ended with exit code 0"
+                    refused = self._refusals.get(local_rank) or may_replace(self._place(local_rank))
+                    why = refused or "it ended with exit code 0"
                     self._start_thread(partial(self._report_not_replaced, local_rank, why))
 
     def _start_thread(self, run: Callable[[], None]) -> None:
@@ -186,16 +191,19 @@ class Replacements(Feature):
         self._emit("regrow.worker.vacated", local_rank, incarnation=incarnation - 1, **ended)
         why = self._spend()
         cleared.wait()
+        if self._is_stopping:
+            return
         if why:
-            if context.give_up(local_rank):
-                self._report_not_replaced(local_rank, why)
+            self._refusals[local_rank] = why
+            context.give_up(local_rank)
             return
         reports.clear(local_rank)
         _keep_error_file(context.error_files.get(local_rank, ""), incarnation)
         self._incarnations[local_rank] = incarnation
         # Heartbeats between workers begin together, so a new process cannot take part in them.
         env = {INCARNATION_ENV: str(incarnation), HEARTBEAT_ENV: ""}
-        context.replace(local_rank, env)
+        if not context.replace(local_rank, env):
+            return
         logger.warning(
             "rank %s: another process takes the place of pid %s, which ended %s; the other ranks "
             "wait for it",
