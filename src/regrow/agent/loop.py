@@ -197,7 +197,7 @@ class Loop:
 
 
 def _event_of(message: Message) -> events.Event | None:
-    """Call a message that is a function; return the event that the message means."""
+    """Return the event of a message; a message that is a function is called."""
     return message() if callable(message) else message
 
 

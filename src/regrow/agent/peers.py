@@ -98,7 +98,7 @@ class Peers:
         return end
 
     def on_report(self, report: object) -> events.Event | None:
-        """Record a report of the rendezvous; return its event for the loop."""
+        """Record a report from the rendezvous; return the event for the loop, if any."""
         from regrow.rendezvous import (
             Judged,
             NodesWaiting,

@@ -284,7 +284,7 @@ def _alone(vector: Sequence[int], timeout: float) -> Sequence[int]:
 
 
 def _how_far() -> tuple[int, str]:
-    """The step and the phase of this process."""
+    """The latest step number, and the text that the user gave as `phase`."""
     latest = board.latest() if own_step == NO_STEP else own_step
     return (NO_STEP if latest is None else latest), own_phase
 

@@ -164,7 +164,7 @@ class Sleep(NamedTuple):
     """Wait for an event."""
 
     until: float
-    """Latest end of the wait in monotonic seconds; an event may arrive earlier."""
+    """Latest time at which the wait ends, in monotonic seconds; an event may end it earlier."""
 
 
 class Listen(NamedTuple):

@@ -44,9 +44,9 @@ class Announcement(NamedTuple):
     """Current state of the inner restarter."""
 
     state: str
-    """initialize, handling, finalized or aborted."""
+    """"initialize", "handling", "finalized" or "aborted"."""
     stage: str | None = None
-    """starting or completed; only for the state handling."""
+    """"starting" or "completed"; set only if `state` is "handling"."""
 
     def __str__(self) -> str:
         stage = "" if self.stage is None else f" stage={self.stage}"

@@ -1,4 +1,4 @@
-"""Rank-filter plug-ins of the first generation: choose the active ranks.
+"""The rules that choose the active ranks, as rank-filter plug-ins of the first generation.
 
 They take and return a state. The wrapper's argument is `rank_filter`, and it calls them after
 `rank_assignment`. Current filters are rank assignments (`rank_assignment.RankFilter`). Both work.

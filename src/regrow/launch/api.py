@@ -3,7 +3,7 @@
 `elastic_launch` creates the rendezvous handler and the agent, runs the agent, and raises an
 exception if the job fails. At the end it shuts the rendezvous down, which closes it for all nodes.
 It does not do so if a signal stops this agent, or if this agent cannot take part in the rendezvous.
-The other nodes then go on without it.
+The other nodes then continue without this node.
 """
 
 from __future__ import annotations

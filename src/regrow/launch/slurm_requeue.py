@@ -221,8 +221,8 @@ def _cancel(ours: Task, theirs: Facts) -> None:
     )
     if steps:
         raise _RequestFailed(
-            f"{theirs.batch_host}, the host of the job's batch script, is lost, but other steps of "
-            f"the job still run"
+            f"its batch host {theirs.batch_host} is lost, so regrow would have to cancel the whole "
+            f"allocation, and other steps still run in it"
         )
     logger.warning(
         "ending the allocation of Slurm job %s by scancel: %s, the host of its script, is lost",

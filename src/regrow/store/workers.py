@@ -120,7 +120,7 @@ def visit(endpoint: str, token: bytes, timeout: float) -> StoreClient:
 
 
 class StoreAddress(NamedTuple):
-    """The address of the workers' store of a job without an agent's store."""
+    """Where the workers' store listens if no agent serves it, as under other launchers."""
 
     host: str
     """Name or address of the host of rank 0."""
@@ -128,7 +128,7 @@ class StoreAddress(NamedTuple):
     serves: bool
     """Whether this worker serves the store."""
     port_from: str
-    """The source of the port number."""
+    """Where the port number comes from, for error texts."""
 
 
 def locate(

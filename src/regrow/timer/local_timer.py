@@ -128,12 +128,12 @@ def _fault(item: object) -> str:
 
 
 class LocalTimerServer(TimerServer):
-    """Kills a worker process when one of its timers expires, after a request for its stacks.
+    """Asks a worker whose timer expires for its stacks, and then kills it.
 
     Args:
         mp_queue: a `multiprocessing.Queue` that the workers have too, or a queue of a `Manager`.
-        max_interval: the longest wait for a request, in seconds; the server never waits longer than
-            0.5 s. It acts on timers when they expire, however long this is.
+        max_interval: the longest wait for a request, in seconds; values above 0.5 count as 0.5. The
+            server acts on timers when they expire, whatever the value.
         daemon: whether the server's thread ends with the program.
     """
 

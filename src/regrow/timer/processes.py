@@ -32,7 +32,9 @@ _NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the last two errors m
 
 
 class ServerThread:
-    """A thread that takes turns until it is stopped; an error in a turn is logged.
+    """A thread that calls `turn` again and again, until it is stopped.
+
+    It logs an exception, and tries again after a growing pause.
 
     Args:
         name: name of the server, for the log and the thread.

@@ -60,7 +60,10 @@ class Feature:
         """
 
     def after_ranks(self, store: Store) -> None:
-        """Read the data that the other nodes wrote in `before_ranks`; all nodes are done."""
+        """Read the data that the other nodes wrote in `before_ranks`.
+
+        By now every node has finished `before_ranks`.
+        """
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """Prepare the start of the workers.
@@ -89,7 +92,7 @@ class Feature:
         return failures
 
     def evidence(self) -> dict[str, Any]:
-        """Return fields for the report of this node's failure to the other nodes."""
+        """Return fields to add to the report about a failure that this node sends to the others."""
         return {}
 
     def on_report(self, report: str) -> None:

@@ -129,15 +129,17 @@ class GuardedCall:
             self._end()
 
     def interrupt(self, meanwhile: Callable[[], object] | None = None) -> bool:
-        """End the call by `RankShouldRestart`, and wait until it is over.
+        """End the call by raising `RankShouldRestart` in its thread, and wait until it is over.
+
+        The exception is raised again, at growing pauses, until the call is over.
 
         A call that has not started ends as soon as it starts; this method does not wait for it.
 
         Args:
-            meanwhile: called before each repetition, to free a thread that no signal wakes.
+            meanwhile: called before each further attempt, to free a thread that no signal wakes.
 
         Returns:
-            False if the call was over before the request, which then has no effect.
+            False if the call was over already, so nothing was done; otherwise True.
         """
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         try:

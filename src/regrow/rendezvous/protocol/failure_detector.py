@@ -59,7 +59,7 @@ class Bounds:
 
     @property
     def lease(self) -> float:
-        """How long a node may run its workers after its last received heartbeat."""
+        """How long a node may run its workers after it *sent* its last answered heartbeat."""
         return self.keep_alive * self.misses
 
     @property

@@ -212,8 +212,8 @@ class Dialer:
         length = int.from_bytes(header, "big")
         if length > _MOST_GREETING_BYTES:
             raise StoreProtocolError(
-                f"its greeting has {length} bytes, and that of a regrow store has at most "
-                f"{_MOST_GREETING_BYTES}; check that the port is that of a regrow store"
+                f"its first reply announces {length} bytes, but a regrow store sends at most "
+                f"{_MOST_GREETING_BYTES}: check that this is the port of a regrow store"
             )
         greeting = self._take(transport, length, deadline, "open a session")
         try:

@@ -75,7 +75,7 @@ def proves(proof: bytes, token: bytes, side: str, client_nonce: bytes, server_no
 
 
 def is_stranger(received: bytes) -> bool:
-    """Return whether the first bytes received, even if few, do not match the preamble."""
+    """Return whether the bytes received so far cannot be the start of the preamble."""
     return received[: len(PREAMBLE)] != PREAMBLE[: len(received)]
 
 

@@ -243,7 +243,7 @@ def _await_start(answer: int, timeout: float) -> None:
         chunk = os.read(answer, 65536)
         if not chunk:
             raise StoreConnectionError(
-                "the store server ended before it served; its output on stderr has the reason"
+                "the store server ended before it was ready; its output on stderr has the reason"
             )
         received += chunk
     if failure := json.loads(received):

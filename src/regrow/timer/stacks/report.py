@@ -213,10 +213,10 @@ def printable(text: str, most: int = 60) -> str:
 
 
 class _Own(NamedTuple):
-    """The user's function in the result of `where`."""
+    """The parts of a place (a result of `where`): in `function`:`line``rest`."""
 
     function: str
-    """For example "step (train.py"."""
+    """Name and file, for example "step (train.py"; the parenthesis closes in `rest`."""
     line: str
     """Line number; empty if it is not known."""
     rest: str

@@ -57,7 +57,9 @@ class Decoder:
         while len(self._buffer) >= 4:
             size = int.from_bytes(self._buffer[:4], "little")
             if size > MAX_FRAME:
-                raise ValueError(f"a frame of {size} bytes exceeds the limit of {MAX_FRAME}")
+                raise ValueError(
+                    f"a message between agent and guardian has {size} bytes; the limit is {MAX_FRAME}"
+                )
             if len(self._buffer) < 4 + size:
                 return
             body = bytes(self._buffer[4 : 4 + size])

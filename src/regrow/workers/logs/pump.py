@@ -171,7 +171,10 @@ class LogPump:
             self._thread = start_thread(self._run, "regrow-pump")
 
     def close_writers(self) -> None:
-        """Close the agent's copies of the workers' ends; otherwise no stream ever ends."""
+        """Close the agent's copies of the write ends of the workers' pipes.
+
+        While one is open, the reader never sees the end of the file.
+        """
         while self._writers:
             os.close(self._writers.popitem()[1])
 

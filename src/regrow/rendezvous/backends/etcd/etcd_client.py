@@ -312,7 +312,9 @@ class EtcdClient:
         except (OSError, HTTPException, ValueError) as error:
             self._check_open()
             self._leave(member)
-            raise EtcdUnreachable(f"{member.name}: {self._describe(error)}") from error
+            raise EtcdUnreachable(
+                f"the stream from etcd member {member.name} broke: {self._describe(error)}"
+            ) from error
         except EtcdError as error:
             if self._is_outdated(error):
                 self._token = ""
