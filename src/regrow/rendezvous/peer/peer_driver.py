@@ -210,7 +210,7 @@ class NodesDriver:
         return self._shared.change(applied, deadline), refusal
 
     def _report_losses(self, id: str) -> float | None:
-        """Report what is due by this node's clock (a lost node); return the time of the next check."""
+        """Report what is due by this node's clock (a lost node); return when to check next."""
         with self._detector_lock:
             while True:
                 state = self._shared.state

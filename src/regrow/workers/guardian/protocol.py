@@ -58,7 +58,8 @@ class Decoder:
             size = int.from_bytes(self._buffer[:4], "little")
             if size > MAX_FRAME:
                 raise ValueError(
-                    f"a message between agent and guardian has {size} bytes; the limit is {MAX_FRAME}"
+                    f"a message of the guardian or its agent has {size} bytes, which exceeds the "
+                    f"limit of {MAX_FRAME}"
                 )
             if len(self._buffer) < 4 + size:
                 return
