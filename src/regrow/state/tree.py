@@ -124,7 +124,7 @@ def build(structure: Structure, key: str, make: Callable[[str, Spec], Any]) -> A
 
 
 def _build(structure: Structure, key: str, make: Callable[[str, Spec], Any], depth: int) -> object:
-    if not isinstance(structure, list):
+    if structure is None or isinstance(structure, _SCALARS):
         return structure
     match structure:
         case ["dict", list(entries)] if depth <= DEEPEST and all(map(_is_entry, entries)):
