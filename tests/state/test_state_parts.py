@@ -71,7 +71,7 @@ scalars = (
     | st.text()
     | st.binary(max_size=100)
 )
-arrays = st.builds(
+arrays: st.SearchStrategy[Any] = st.builds(
     lambda dtype, shape: (
         np.arange(int(np.prod(shape)), dtype=np.int64).astype(dtype).reshape(shape)
     ),
@@ -127,14 +127,14 @@ def test_an_array_is_filled_in_place_whatever_its_layout() -> None:
 
 
 def test_a_part_of_several_chunks_arrives() -> None:
-    source = np.arange(2 * CHUNK + 5, dtype=np.uint8)
+    source: Any = np.arange(2 * CHUNK + 5, dtype=np.uint8)
     target = np.zeros_like(source)
     carry(source, target)
     assert (source == target).all()
 
 
 def test_an_object_gets_the_state_of_another_through_load_state_dict() -> None:
-    for target in (Loader(5), Empty(0)):
+    for target in (Loader(5), Loader(4), Empty(0)):
         carry(Loader(5), target)
         assert target.position == 5
 
@@ -167,7 +167,6 @@ def test_chunks_in_another_order_are_found() -> None:
         ({"w": np.zeros(3)}, {"w": np.zeros(3, "f4")}, r"\['w'\] is numpy <f4 \[3\] on this rank"),
         ({"w": np.zeros(3)}, {"v": np.zeros(3)}, r"\['[vw]'\] exists on .*and does not on"),
         ({"w": 3}, [], r"replicated\['x'\] is of type list on this rank, and dict"),
-        (Loader(4), Loader(5), r"\['order'\] is numpy <i8 \[5\] on this rank, and .*\[4\] on rank"),
     ],
 )
 def test_what_does_not_fit_is_named_by_its_key_and_changes_nothing(

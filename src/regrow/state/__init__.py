@@ -33,7 +33,7 @@ sends to its receivers one after the other.
 | `choice` | the rule: which step, and which rank sends to which rank; no I/O |
 | `tree` | a state as a structure in msgpack and a list of arrays |
 | `arrays`, `torch_arrays` | the bytes of an array of numpy or torch |
-| `transport`, `torch_transport` | bytes from one rank to another |
+| `transport` | bytes from one rank to another, over TCP |
 | `parcel` | a part over a transport, with checksums |
 | `private` | two versions of the private parts, in memory |
 | `api` | `State` |

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +15,7 @@ from regrow.state.choice import DifferentParts, Groups, Plan, Report, StateError
 from regrow.state.parcel import Courier
 from regrow.state.parts import Part
 from regrow.state.private import MOST, PrivateMemory, pack, unpack
-from regrow.state.transport import StoreTransport, Transport
+from regrow.state.transport import SocketTransport, Transport
 from regrow.store import PrefixStore
 from regrow.utils.logging import library_logger
 
@@ -42,7 +41,7 @@ class State:
             scheduler), a dict, a list, a tensor or an array of numpy.
         private: parts of this rank alone, such as `regrow.rng()` and the state of its data loader.
         replicas: groups of initial ranks that hold the same replicated parts; None: all ranks do.
-        timeout: how long to wait for another rank in `recover`. A torch process group has its own.
+        timeout: how long to wait for another rank in `recover`.
         transport: takes the transport of a recovery, and returns the one to use; for tests and for
             transports of your own.
 
@@ -153,8 +152,7 @@ class State:
     def recover(self, call: CallWrapper, default: Callable[[], int]) -> int:
         """Bring all ranks to one step; all ranks call it once, at the start of the function.
 
-        If torch's default process group exists, the parts travel over it. Otherwise they travel
-        through the store of the wrapper.
+        A rank that lacks the step receives the replicated parts from a rank that has it, over TCP.
 
         Args:
             call: the running call.
@@ -174,7 +172,6 @@ class State:
         reports = [
             _parse(each, Report, "report") for each in self._exchange(store, "report", rank, call)
         ]
-        by_rank = {each.rank: each for each in reports}
         try:
             plan = choose(reports, self._replicas)
         except DifferentParts as error:
@@ -184,7 +181,7 @@ class State:
                 logger.warning("no step is complete, so default() is called: %s", plan.reason)
             step = self._start(default, store, rank, call)
         else:
-            self._transfer(plan, by_rank, store, rank)
+            self._transfer(plan, store, rank)
             if self._private:
                 self._restore(plan.step, rank)
             step = plan.step
@@ -219,7 +216,6 @@ class State:
                 tuple(sorted(part.name for part in self._private)),
             ),
             kept,
-            _group_rank(),
         )
 
     def _exchange(
@@ -270,34 +266,30 @@ class State:
             self._memory.clear(1)
         return step
 
-    def _transfer(self, plan: Plan, by_rank: Mapping[int, Report], store: Store, rank: int) -> None:
+    def _transfer(self, plan: Plan, store: Store, rank: int) -> None:
         mine = [each for each in plan.transfers if rank in each]
         if not mine:
             return
-        transport: Transport
-        if all(each.group_rank is not None for each in by_rank.values()):
-            from regrow.state.torch_transport import TorchTransport
-
-            transport = TorchTransport(
-                {n: each.group_rank for n, each in by_rank.items() if each.group_rank is not None}
-            )
-        else:
-            transport = StoreTransport(PrefixStore("data", store), rank, self._timeout)
-        if self._adapt is not None:
-            transport = self._adapt(transport)
-        self._clean = mine[0].source == rank
-        for transfer in mine:
-            other = transfer.target if transfer.source == rank else transfer.source
-            courier = Courier(transport, other)
-            for part in self._replicated:
-                (courier.send if transfer.source == rank else courier.receive)(part)
+        sends = mine[0].source == rank
+        others = [each.target if sends else each.source for each in mine]
+        self._clean = sends
+        with SocketTransport(store, rank, self._timeout) as sockets:
+            if sends:
+                sockets.accept(others)
+            else:
+                sockets.connect(others[0])
+            transport = sockets if self._adapt is None else self._adapt(sockets)
+            for other in others:
+                courier = Courier(transport, other)
+                for part in self._replicated:
+                    (courier.send if sends else courier.receive)(part)
         logger.info(
             "rank %s has %s step %d %s rank %s",
             rank,
-            "sent" if mine[0].source == rank else "received",
+            "sent" if sends else "received",
             plan.step,
-            "to" if mine[0].source == rank else "from",
-            ", ".join(str(e.target if e.source == rank else e.source) for e in mine),
+            "to" if sends else "from",
+            ", ".join(map(str, others)),
         )
 
     def _restore(self, step: int, rank: int) -> None:
@@ -320,12 +312,3 @@ def _parse(data: bytes, kind: type[T], what: str) -> T:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
         raise StateError(f"a rank has sent a malformed {what}: {error}") from error
-
-
-def _group_rank() -> int | None:
-    """Return the rank in torch's default process group; None without such a group."""
-    if "torch.distributed" not in sys.modules:
-        return None
-    from regrow.state.torch_transport import group_rank
-
-    return group_rank()

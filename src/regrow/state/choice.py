@@ -54,8 +54,6 @@ class Report(NamedTuple):
     """Names of the replicated parts and of the private parts."""
     private: tuple[int, ...] = ()
     """The steps of the private parts that this rank has."""
-    group_rank: int | None = None
-    """The rank in torch's default process group; None without such a group."""
 
 
 class Transfer(NamedTuple):

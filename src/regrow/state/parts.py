@@ -32,8 +32,11 @@ class Part:
         self._loads = callable(getattr(value, "state_dict", None)) and callable(
             getattr(value, "load_state_dict", None)
         )
-        # An optimizer may not have its tensors yet; a module has all of them.
-        self._has_all = not self._loads or hasattr(value, "named_parameters")
+        # The arrays of a module are the same on all ranks. An optimizer may not have its arrays
+        # yet, and those of a data loader may have had another length.
+        self._fixed = kind == "replicated" and (
+            not self._loads or hasattr(value, "named_parameters")
+        )
         if not self._loads and not isinstance(value, dict | list) and array_of(value) is None:
             raise TypeError(
                 f"{self.key} is of type {type(value).__qualname__}: a part is an object with "
@@ -66,18 +69,18 @@ class Part:
 
         tree.build(structure, self.key, sent.setdefault)
         for key, spec in sent.items():
-            if key in own and own[key].spec != spec:
+            if self._fixed and key in own and own[key].spec != spec:
                 raise StateError(
                     f"{key} is {own[key].spec} on this rank, and {spec} on rank {rank}"
                 )
-        if self._has_all and own:
+        if self._fixed and own:
             for key in sent.keys() ^ own.keys():
                 has, lacks = (f"rank {rank}", "this rank")[:: 1 if key in sent else -1]
                 raise StateError(f"{key} exists on {has}, and does not on {lacks}")
 
         def make(key: str, spec: Spec) -> Any:
             array = own.get(key)
-            if array is None:
+            if array is None or array.spec != spec:
                 try:
                     array = new_array(spec)
                 except StateError as error:
