@@ -178,6 +178,7 @@ PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
 TRAINING: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/heartbeats.md", 1): (GLOO, "--nproc-per-node 2", ""),
     ("docs/guides/in-process-restart.md", 0): ("", "--nproc-per-node 2", ""),
+    ("docs/guides/state.md", 0): ("", "--nproc-per-node 2", ""),
     ("docs/architecture.md", 0): (STORE, "--nproc-per-node 2", ""),
 }
 #: Its job fails, with this in the report.

@@ -50,6 +50,8 @@ def flatten(value: object, key: str) -> tuple[Structure, dict[str, Array]]:
 
 
 def _flatten(value: object, key: str, arrays: dict[str, Array], depth: int) -> Structure:
+    if value is None or type(value) in (bool, float, str, bytes):
+        return value
     if depth > DEEPEST:
         raise TypeError(f"{key} is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
@@ -84,8 +86,6 @@ def _flatten(value: object, key: str, arrays: dict[str, Array], depth: int) -> S
             if type(value) is int and not -(1 << 63) <= value < 1 << 64:
                 raise TypeError(f"{key} is a number of more than 64 bits: keep it as a str")
             return value if type(value) is plain else plain(value)
-    if value is None:
-        return None
     raise TypeError(
         f"{key} has the type {type(value).__qualname__}, which cannot be sent: a state consists of "
         f"dict, list, tuple, None, bool, int, float, str, bytes, arrays of numpy and tensors"
