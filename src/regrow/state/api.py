@@ -74,7 +74,7 @@ class State:
                 f"this process has made more than {MOST} regrow.State objects: create the object "
                 f"once, outside of the wrapped function"
             )
-        self._memory = PrivateMemory(self._number) if self._private else None
+        self._memory: PrivateMemory | None = None  # opened in the first recovery
         self._call: CallWrapper | None = None
         self._recoveries: tuple[int, int] = (-1, 0)  # iteration, number of recoveries in it
         self._step: int | None = None
@@ -181,7 +181,8 @@ class State:
                 logger.warning("no step is complete, so default() is called: %s", plan.reason)
             step = self._start(default, store, rank, call)
         else:
-            self._transfer(plan, store, rank)
+            with call.disable_hang_protection():  # each message has a deadline
+                self._transfer(plan, store, rank)
             if self._private:
                 self._restore(plan.step, rank)
             step = plan.step
@@ -189,7 +190,7 @@ class State:
         return step
 
     def _begin(self, call: CallWrapper) -> tuple[int, Store]:
-        """Return the initial rank, and a store for this recovery; publish this rank's report."""
+        """Return the initial rank, and a store for this recovery."""
         place = call.state
         iteration, number = self._recoveries
         number = number + 1 if place.iteration == iteration else 0
@@ -197,6 +198,8 @@ class State:
         rank = place.initial_rank
         assert rank is not None  # only a terminated rank has none
         self._call = None
+        if self._private and self._memory is None:
+            self._memory = PrivateMemory(self._number)
         return rank, PrefixStore(f"state/{self._number}/{number}", place.store)
 
     def _report(self, rank: int, call: CallWrapper) -> Report:
@@ -226,8 +229,9 @@ class State:
         value = self._report(rank, call) if value is None else value
         store.set(f"{what}/{place.active_rank}", msgspec.msgpack.encode(value))
         keys = [f"{what}/{each}" for each in range(place.active_world_size or 0)]
-        store.wait(keys, self._timeout)
-        return store.multi_get(keys)
+        with call.disable_hang_protection():  # the wait has a deadline of its own
+            store.wait(keys, self._timeout)
+            return store.multi_get(keys)
 
     def _explain(self, error: DifferentParts, store: Store, rank: int) -> str:
         """Return the error's text with the first key that differs between the two ranks."""
