@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
         "_progress",
         "timer",
         "heartbeat",
+        "state",
         "utils",
     },  # the package itself: the names a training script uses
     "_progress": set(),
@@ -38,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
     "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "compat"},
+    "state": _BASE | {"store", "inprocess", "_progress"},
     "agent": _AGENT | {"heartbeat", "inprocess"},
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},

@@ -15,7 +15,7 @@ import pytest
 
 PUBLIC = {
     "regrow": """
-        __version__ expires step
+        State __version__ expires rng step
     """,
     "regrow.agent": """
         DEFAULT_ROLE ElasticAgent LocalElasticAgent RunResult SimpleElasticAgent
@@ -60,6 +60,9 @@ PUBLIC = {
         RendezvousStoreInfo RendezvousTimeout RendezvousTimeoutError RoundClosed
         RoundEnded SoloRendezvousHandler WatchedRendezvousBackend create_handler
         get_rendezvous_handler rendezvous_handler_registry
+    """,
+    "regrow.state": """
+        State StateError Transport rng
     """,
     "regrow.store": """
         Answer Change Changes Characteristics ConnectionState Limits MemoryStore

@@ -1,4 +1,4 @@
-"""Public names for training scripts: `step` and `expires`."""
+"""Public names for training scripts: `State`, `expires`, `rng` and `step`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from regrow._progress import step
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
+    from regrow.state import State, rng
     from regrow.timer import expires
 
 compat.install()
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "expires", "step"]
+__all__ = ["State", "__version__", "expires", "rng", "step"]
 
-__getattr__, __dir__ = lazily(globals(), {"timer": "expires"})
+__getattr__, __dir__ = lazily(globals(), {"state": "State rng", "timer": "expires"})
 
 
 def _begin_heartbeat() -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import mmap
 
 PROGRESS_ENV = "REGROW_PROGRESS"
+PRIVATE_ENV = "REGROW_PRIVATE_STATE"  # `<memory path>|<local rank>`; see regrow.state.private
 INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this worker's ranks before
 # Layout of a slot: first step, its time, latest step, its time, restarter state (three bits).
 # A time of zero means "never reported". The agent reads a slot with this struct, in the machine's

@@ -3,6 +3,8 @@
 This is the agent's side of `regrow._progress`, which describes the layout and the reasons: a page
 of memory and a pipe that the workers of an attempt write into. Each attempt gets a new page and a
 new pipe. So a worker of an old attempt that ends late cannot overwrite the data of the new attempt.
+The agent also holds the memory in which `regrow.State` keeps private parts of each worker, for a
+process that replaces the worker. It does not read that memory.
 
 A worker may write any bytes into the pipe, and also half a message. So the agent does not trust
 them. It reports and drops a message that is not an event. An event has the fields below and no
@@ -25,6 +27,7 @@ from regrow._progress import (
     NOT_IN_RESTARTER,
     OTHERS_GO_ON,
     OWES_RESULT,
+    PRIVATE_ENV,
     PROGRESS_ENV,
     SLOT,
 )
@@ -73,6 +76,7 @@ class WorkerReports:
         try:
             os.posix_fallocate(self._memory_fd, 0, size)
             self._memory = mmap.mmap(self._memory_fd, size)
+            self._private_fd = os.memfd_create("regrow-private", os.MFD_CLOEXEC)
             self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
             self._end_fd = os.eventfd(0, os.EFD_CLOEXEC)
         except OSError:
@@ -81,10 +85,11 @@ class WorkerReports:
         self._thread = start_thread(self._listen, "regrow-first-steps")
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """Return the variable with the page and the pipe for the worker of `local_rank`."""
+        """Return the variables for the worker of `local_rank`: its page and pipe, its memory."""
         root = f"/proc/{os.getpid()}/fd"
         address = f"{root}/{self._memory_fd}|{root}/{self._write_fd}|{local_rank}"
-        return {PROGRESS_ENV: address}
+        private = f"{root}/{self._private_fd}|{local_rank}"
+        return {PROGRESS_ENV: address, PRIVATE_ENV: private}
 
     def read(self) -> dict[int, WorkerSteps]:
         """Return the steps of each local rank that has reported steps; none after `close`."""
@@ -139,7 +144,8 @@ class WorkerReports:
         self._thread.join()
         with self._lock:
             self._memory.close()
-        for fd in (self._memory_fd, self._read_fd, self._write_fd, self._end_fd):
+        fds = (self._memory_fd, self._private_fd, self._read_fd, self._write_fd, self._end_fd)
+        for fd in fds:
             os.close(fd)
 
     def _listen(self) -> None:

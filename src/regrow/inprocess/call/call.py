@@ -172,6 +172,11 @@ class CallWrapper:
         """The initial ranks whose processes are new in this iteration."""
         return self._replaced
 
+    @property
+    def state(self) -> FrozenState:
+        """A copy of this rank's state: its ranks and the number of ranks, the iteration's store."""
+        return self._state.freeze()
+
     def replace_me(self, reason: str) -> NoReturn:
         """End this process, and let another one take its place; see `Wrapper(replace=True)`.
 
