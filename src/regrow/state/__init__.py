@@ -24,7 +24,7 @@ they have to be kept before the gradients leave the rank. `prepare` does that. W
 keeps them, which is too late for such a rank: no step is complete then, and `recover` calls
 `default`.
 
-**What is not right yet.** With several replica groups, two groups may be a step apart when a rank
+**Limits.** With several replica groups, two groups may be a step apart when a rank
 dies between two optimizer steps. Neither group can go back, so `recover` calls `default`. A holder
 sends to its receivers one after the other.
 
