@@ -85,6 +85,7 @@ class History:
     def forgotten(self) -> None:
         """Begin another life of the job, without knowledge of the life before."""
         self.epoch += 1
+        self.endings.clear()  # of a job that the server forgot when its last node had gone
         self._begin()
 
     def recovered(self, before: Round, after: Round | None) -> None:
