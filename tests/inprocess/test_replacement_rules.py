@@ -12,6 +12,7 @@ from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group import Group, Phase, bit, ranks_of, reply
 from regrow.inprocess.group.group_messages import Joined, Timeouts
 from regrow.inprocess.group.group_rules import Lost, Tick, step
+from regrow.inprocess.group.group_service import InprocessService
 
 TIMEOUTS = Timeouts(barrier=10.0, completion=8.0, last_call=1.0, replacement=5.0)
 SIZE = 4
@@ -131,17 +132,33 @@ def test_the_others_continue_when_the_time_of_the_replacement_is_over() -> None:
     assert (met.terminated, met.lost, met.joined) == ((3,), (3,), ())
 
 
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("when", ["before the loss", "before the last call", "while they wait"])
 def test_the_others_continue_at_once_when_the_agent_reports_that_there_is_no_replacement(
-    early: bool,
+    when: str,
 ) -> None:
     ranks = running()
+    if when == "before the loss":  # the group learns of the loss when the session is over
+        ranks.send(messages.NotReplaced(3))
     ranks.lose(3)
-    if early:
+    if when == "before the last call":
         ranks.send(messages.NotReplaced(3))
     ranks.restart()
-    ranks.send(messages.NotReplaced(3))
+    if when == "while they wait":
+        ranks.send(messages.NotReplaced(3))
     assert ranks.group.iteration == 1
+
+
+def test_a_rank_whose_replacement_comes_after_all_is_awaited_at_its_next_loss() -> None:
+    ranks = running()
+    ranks.send(messages.NotReplaced(3))
+    ranks.lose(3)
+    ranks.replace(3)
+    ranks.restart()
+    ranks.follow_assignment()
+    ranks.enter()
+    ranks.lose(3)
+    ranks.restart()
+    assert ranks.group.phase is Phase.ENDING
 
 
 def test_without_the_option_a_lost_rank_is_not_awaited() -> None:
@@ -191,6 +208,16 @@ def test_a_newcomer_counts_as_reserve_while_it_waits() -> None:
     ranks.lose(2)
     ranks.restart()
     assert ranks.group.iteration == 2, "rank 1 takes the place of rank 2"
+
+
+def test_a_rank_in_reserve_that_was_replaced_takes_over_at_once() -> None:
+    ranks = running(active=3)
+    ranks.lose(1)
+    ranks.lose(3)  # in reserve
+    ranks.restart()
+    assert ranks.group.phase is Phase.ENDING
+    ranks.replace(3)
+    assert ranks.group.iteration == 1, "rank 3 takes the place of rank 1"
 
 
 def test_a_replacement_that_ends_before_it_is_admitted_is_awaited_again() -> None:
@@ -246,6 +273,20 @@ def test_a_newcomer_learns_that_the_call_is_over() -> None:
     assert isinstance(reply(ranks.group, ranks.join(1), 0.0), messages.Over)
 
 
+def test_a_replacement_that_joins_when_the_call_is_over_learns_that() -> None:
+    ranks = running()
+    ranks.lose(1)
+    ranks.send(messages.NotReplaced(1))
+    ranks.restart()
+    ranks.follow_assignment()
+    ranks.enter()
+    ranks.all_do(messages.RankDone)
+    ranks.all_do(messages.Confirm)
+    assert ranks.group.phase is Phase.OVER
+    ranks.replace(1)
+    assert isinstance(reply(ranks.group, ranks.join(1), 0.0), messages.Over)
+
+
 def test_newcomers_alone_cannot_continue() -> None:
     ranks = running()
     ranks.lose(0)
@@ -263,6 +304,41 @@ def test_a_message_of_a_process_that_was_counted_out_changes_nothing() -> None:
     before = ranks.group
     ranks.send(ranks.join(1))  # its own, of the same incarnation
     assert ranks.group is before
+
+
+class Service:
+    """A service with a session for each process."""
+
+    def __init__(self) -> None:
+        self.service = InprocessService()
+
+    def join(self, rank: int, incarnation: int, size: int = 1) -> list[Any]:
+        """A process joins; returns all answers that are sent then."""
+        process = f"process {incarnation} of {rank}"
+        question = messages.Join("group", rank, process, size, TIMEOUTS, incarnation)
+        answers = self.service.asked(process, 1, messages.encode(question), 0.0)
+        return [messages.decode_reply(answer.body) for answer in answers]
+
+
+def test_the_replacement_of_the_last_rank_begins_another_group() -> None:
+    service = Service()
+    assert service.join(0, 0) == [messages.Go(0)]
+    assert service.join(0, 1) == [messages.Go(0)]  # before the session of the first process is over
+
+
+def test_a_process_that_was_replaced_does_not_join_any_more() -> None:
+    service = Service()
+    service.join(0, 0, size=2)
+    service.join(0, 2, size=2)
+    service.service.suspended("process 2 of 0", 0.0)
+    (refusal,) = service.join(0, 1, size=2)
+    assert (type(refusal), refusal.reason) == (messages.GroupRefusal, "mismatch")
+    service.service.resumed("process 2 of 0", 0.0)
+    assert service.join(1, 0, size=2) == [messages.Go(0)]
+    for rank in (0, 1):
+        service.service.ended(f"process {2 - 2 * rank} of {rank}", "gone", True, 0.0)
+    (refusal,) = service.join(0, 1, size=2)  # no rank is left, so another group may begin
+    assert (type(refusal), refusal.reason) == (messages.GroupRefusal, "mismatch")
 
 
 histories = st.lists(

@@ -114,7 +114,7 @@ def _search(options: argparse.Namespace) -> int:
     return int(bool(broken))
 
 
-COUNTED = ("rounds", "losses", "evictions", "mistaken", "charged", "forgiven", "closed")
+COUNTED = ("rounds", "losses", "evictions", "mistaken", "charged", "forgiven", "spent", "closed")
 
 
 def _counts(outcome: Outcome) -> Counter[str]:

@@ -1,8 +1,9 @@
 """One simulated agent: the real node with its real threads, and a main thread that has workers.
 
 The simulated part is the agent's use of a node: it requests seats, starts and stops workers,
-reports their failures, and leaves on request. It ends when its node gives up. A simulated
-scheduler then starts it again.
+reports their failures, and leaves on request. In some jobs it also
+replaces workers in a running round, which costs a restart each. It ends when its node gives up. A
+simulated scheduler then starts it again.
 """
 
 from __future__ import annotations
@@ -169,6 +170,9 @@ class Agent(Program):
         self._wait_until(lambda: self._must_stop(round) or self.host.clock < self.lease)
         if not self._must_stop(round):
             guardian.start(self, round, self.lease)
+            if profile.spending and self.job.faults:
+                for _ in range(self.sim.random.choice([0, 1, 1, 2])):
+                    Thread(self, lambda: self._spend(node, round)).start()
             self._wait_until(lambda: self._must_stop(round) or not guardian.round)
         if not guardian.round and not self._must_stop(round):
             self._report(node)
@@ -177,6 +181,24 @@ class Agent(Program):
         if guardian.round:
             guardian.stop(profile.grace)
             self._wait_until(lambda: not guardian.round)
+
+    def _spend(self, node: Node, round: int) -> None:
+        """Replace a worker without the end of the round; this costs one restart."""
+        after = self.sim.random.uniform(0, 10)
+        self.wait(self.until(lambda: self._must_stop(round), after))
+        if self._must_stop(round) or self.host.guardian.round != round:
+            return
+        epoch, id = self.epoch, node.id
+        self.history.asks_to_spend(epoch, id)
+        if self.sim.random.random() < 0.5:  # perhaps before the answer
+            self.host.trouble(self.sim.now + 1.0)
+            self.sim.after(2 * self.job.delay(), lambda: self.job.place.reset(self))
+        try:
+            failures = node.spend_restart()
+        except RendezvousError as error:  # such as the end of the round
+            self.history.note(f"{id} replaces no worker: {error}")
+        else:
+            self.history.spent(epoch, id, failures)
 
     def _meet(self, node: Node) -> Seated:
         self._interruptible = True

@@ -27,6 +27,7 @@ from regrow.rendezvous.protocol.messages import (
     JoinRound,
     LastCallOver,
     NodeLost,
+    SpendRestart,
 )
 from regrow.rendezvous.protocol.state import Round, place, seated, watched
 from regrow.rendezvous.server import round_service
@@ -282,6 +283,17 @@ def _rounds_begin_again_when_the_server_is_killed() -> list[Any]:
     return _recovered_as(lambda state: Round(state.min_nodes, state.max_nodes))
 
 
+def _a_repeated_replacement_is_charged_twice() -> list[Any]:
+    """A restart that is spent is charged again if the event is repeated after a lost answer."""
+
+    def change(real: Step, state: Round, event: Event) -> rules.Step:
+        if isinstance(event, SpendRestart) and event.id in state.spent:
+            event = event._replace(number=state.spent[event.id] + 1)
+        return real(state, event)
+
+    return _stepping(change)
+
+
 class Bug(NamedTuple):
     """A planted bug, and the seeds and the driver that show it."""
 
@@ -315,6 +327,10 @@ BUGS: dict[str, Bug] = {
     ),
     "rounds begin again": Bug(
         "server", range(2, 102), _rounds_begin_again_when_the_server_is_killed
+    ),
+    "spent twice": Bug("server", range(5, 205, 7), _a_repeated_replacement_is_charged_twice),
+    "spent twice in a document": Bug(
+        "nodes", range(26, 205, 7), _a_repeated_replacement_is_charged_twice
     ),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
 }

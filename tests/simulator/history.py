@@ -23,6 +23,7 @@ from regrow.rendezvous.protocol.messages import (
     NodeLeaving,
     NodeLost,
     Seated,
+    SpendRestart,
     WorkersFailed,
 )
 from regrow.rendezvous.protocol.state import Round
@@ -66,8 +67,12 @@ class History:
         self.trace: Callable[[str], None] | None = None
         self.charged = 0
         self.forgiven = 0
+        self.spends = 0
         self.losses = 0
         self.evictions = 0
+        self._asked: dict[tuple[int, str], int] = {}
+        """By life of the job and node: restarts that its agent asked to spend."""
+        self._accepted: dict[tuple[int, str], int] = {}
         self._seats: dict[Run, tuple[int, str, str]] = {}
         self._over: dict[tuple[int, str], int] = {}
         self._replayed = False
@@ -79,6 +84,8 @@ class History:
         self.given_up: set[str] = set()
         """Nodes that were known once, and are unknown now."""
         self._charged_rounds: set[int] = set()
+        self._spent: dict[str, dict[int, int]] = {}
+        """By node and round: restarts with which the job was charged in the running round."""
         self._accused: dict[int, _Accused] = {}
         self._evicted: frozenset[str] = frozenset()
 
@@ -134,7 +141,15 @@ class History:
         self._check_token(before, event, after)
         self._check_loss(event, before, after)
         self._check_close(event, before, after)
-        self._check_verdict(before, event, after)
+        if isinstance(event, SpendRestart):
+            self._check_spend(before, event, after)
+        else:
+            self._check_verdict(before, event, after)
+        if after.failures != len(self._charged_rounds) + self._all_spent():
+            raise self.broken(
+                f"{after.failures} failures, of which {len(self._charged_rounds)} are verdicts and "
+                f"{self._all_spent()} were spent"
+            )
         if after.complete:
             self._check_members(after)
         known = frozenset({*after.members, *after.queue, *after.awaited})
@@ -225,7 +240,41 @@ class History:
             self.forgiven += 1
             del self._accused[after.number - 1]
 
+    def _check_spend(self, before: Round, event: SpendRestart, after: Round) -> None:
+        if after is before:
+            return
+        member = event.token == before.number and event.id in before.ranks
+        if not member or event.id in self.given_up:
+            raise self.broken(f"a node spends a restart that is not in the round: {event}")
+        spent = self._spent.setdefault(event.id, {})
+        costs = event.number - spent.get(event.token, 0)
+        if costs <= 0 or after.failures != before.failures + costs:
+            raise self.broken(f"{event} was charged twice, or not at all: {before}, then {after}")
+        kept = (before.number, before.complete, before.members, before.ranks, before.queue)
+        if (after.number, after.complete, after.members, after.ranks, after.queue) != kept:
+            raise self.broken(f"the round does not go on after {event}: {before}, then {after}")
+        spent[event.token] = event.number
+        self.spends += costs
+        if sum(spent.values()) > self._asked.get((self.epoch, event.id), 0):
+            raise self.broken(f"{event} was charged, and its agent did not ask: {spent}")
+
+    def _all_spent(self) -> int:
+        return sum(sum(spent.values()) for spent in self._spent.values())
+
     # --- the agents
+
+    def asks_to_spend(self, epoch: int, id: str) -> None:
+        """Note that an agent asks to spend a restart."""
+        self._asked[epoch, id] = self._asked.get((epoch, id), 0) + 1
+
+    def spent(self, epoch: int, id: str, failures: int | None) -> None:
+        """Check that the job was charged when an agent receives that it may replace a worker."""
+        self.note(f"{id} replaces a worker, after {failures} failures")
+        self._accepted[epoch, id] = accepted = self._accepted.get((epoch, id), 0) + 1
+        if epoch == self.epoch and sum(self._spent.get(id, {}).values()) < accepted:
+            raise self.broken(f"{id} replaced {accepted} workers, and paid {self._spent.get(id)}")
+        if failures is None or failures < accepted:
+            raise self.broken(f"{id} replaced {accepted} workers after {failures} failures")
 
     def seated(self, epoch: int, seat: Seated, over: int) -> None:
         """Check an agent's new seat; `over` is the last ended round it knew at its request."""

@@ -76,6 +76,8 @@ class Profile(NamedTuple):
     """Whether the backend wakes the clients that wait for a change."""
     most: int = 1
     """Most hosts that one fault strikes."""
+    spending: bool = False
+    """Whether agents spend restarts in running rounds."""
 
     @property
     def settings(self) -> RendezvousSettings:

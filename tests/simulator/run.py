@@ -30,6 +30,11 @@ STRANGERS = (1, 2)
 """The seeds, modulo 7, in which agents without a seat close the rendezvous."""
 CRASHES = (2, 3)
 """The seeds, modulo 7, in which the server's process is killed, and its agent starts another."""
+SPENDING = 5
+"""The seeds, modulo 7, in which agents spend restarts in running rounds.
+
+In the even ones of these seeds the server's process is killed too.
+"""
 SETTLED_WITHIN = 50.0
 """Virtual seconds from `CALM_AT` until every node has a seat."""
 
@@ -48,6 +53,8 @@ class Outcome(NamedTuple):
     """Agents that lived but counted as dead, because the network closed their connection."""
     charged: int
     forgiven: int
+    spent: int
+    """Restarts that nodes spent in running rounds."""
     closed: bool
     violation: str
     """The broken promise; empty if none was broken."""
@@ -108,6 +115,9 @@ class World:
     ) -> None:
         self.sim = sim = Simulation(seed)
         self.profile = profile or profile_of(sim, nodes)
+        if seed % 7 == SPENDING:
+            # A job that ended early would be forgotten by its server before the end of the seed.
+            self.profile = self.profile._replace(spending=True, max_restarts=10**6)
         self.history = History(sim, self.profile.bounds)
         self.job = Job(sim, self.profile, self.history)
         self.job.new_agent = Agent
@@ -174,7 +184,8 @@ def simulate(
         faults.begin()
         if seed % 7 in STRANGERS:
             faults.begin_strangers(seed)
-        if driver == "server" and seed % 7 in CRASHES:
+        crashes = seed % 7 in CRASHES or (seed % 7 == SPENDING and seed % 2 == 0)
+        if driver == "server" and crashes:
             faults.begin_crashes(seed)
         world.sim.preempted = 0.02
         world.sim.run(FAULTS_UNTIL)
@@ -258,6 +269,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         history.worlds.mistaken,
         history.charged,
         history.forgiven,
+        history.spends,
         bool(history.endings),
         violation,
     )

@@ -20,7 +20,7 @@ from simulator.restarts.run import Outcome, simulate
 
 BATCH = 25
 """Seeds that a process runs at a time."""
-COUNTED = ("events", "iterations", "faults", "lost", "repeated", "completed")
+COUNTED = ("events", "iterations", "faults", "lost", "replaced", "repeated", "completed")
 
 
 def main(arguments: list[str] | None = None) -> int:

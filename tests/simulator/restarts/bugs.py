@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from regrow.inprocess.group import group, group_rules
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group import Group, Phase, bit
-from regrow.inprocess.group.group_messages import Faults
+from regrow.inprocess.group.group_messages import Faults, NotReplaced
 from regrow.inprocess.group.group_rules import Event, Lost, Tick
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.store import Answer
@@ -28,7 +28,10 @@ class Bug(NamedTuple):
     """A planted bug, and the seeds that show it."""
 
     seeds: range
-    """One of these seeds finds it; they begin shortly before the first that does, to save time."""
+    """One of these seeds finds it; they begin shortly before the first that does, to save time.
+
+    The odd seeds replace processes.
+    """
     step: Step = group_rules.step
     reply: Reply = group.reply
     service: type[InprocessService] = InprocessService
@@ -101,6 +104,42 @@ def _step_ignores_faults_while_entering(state: Group, event: Event, now: float) 
         after = after._replace(phase=state.phase, here=state.here, since=state.since, faults=())
         return group_rules.step(after, Tick(), now)
     return after
+
+
+def _step_waits_for_nobody(state: Group, event: Event, now: float) -> Group:
+    """The group does not wait for the replacement of a lost rank."""
+    after = group_rules.step(state, event, now)
+    return group_rules.step(after._replace(awaited=0), Tick(), now) if after.awaited else after
+
+
+def _step_ignores_not_replaced(state: Group, event: Event, now: float) -> Group:
+    """The group waits on when it learns that no process replaces a lost rank."""
+    return state if isinstance(event, NotReplaced) else group_rules.step(state, event, now)
+
+
+def _step_forgets_early_report(state: Group, event: Event, now: float) -> Group:
+    """A report that no process replaces a rank has no effect before the loss of the rank."""
+    if isinstance(event, NotReplaced) and not state.awaited & bit(event.rank):
+        return state
+    return group_rules.step(state, event, now)
+
+
+def _step_ignores_reserve(state: Group, event: Event, now: float) -> Group:
+    """The group waits for a replacement although a rank in reserve can take over."""
+    if isinstance(event, messages.Enter):
+        event = replace(event, active=True)
+    return group_rules.step(state, event, now)
+
+
+def _step_seats_in_order(state: Group, event: Event, now: float) -> Group:
+    """Newcomers get the empty places in descending order, not the places that they had."""
+    after = group_rules.step(state, event, now)
+    met = after.before
+    if met is None or after.iteration == state.iteration:
+        return after
+    places = sorted((each.place for each in met.joined), reverse=True)
+    joined = tuple(each._replace(place=places.pop(0)) for each in met.joined)
+    return after._replace(before=met._replace(joined=joined))
 
 
 # ------------------------------------------------------------------------- the replies
@@ -200,11 +239,86 @@ class _EndsWithConnection(_RemembersSessions):
         return [*super().suspended(session, now), *self.end_rank(session, now)]
 
 
+class _TakesOldMessages(InprocessService):
+    """A message of a process that was replaced is taken for one of the latest process."""
+
+    def __init__(self, step: Step = group_rules.step, reply: Reply = group.reply) -> None:
+        super().__init__(step, reply)
+        self._latest: dict[int, messages.Join] = {}
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        asked = messages.decode_question(body)
+        if isinstance(asked, NotReplaced):
+            return super().asked(session, id, body, now)
+        latest = self._latest.get(asked.rank)
+        if isinstance(asked, messages.Join):
+            if latest is None or asked.incarnation >= latest.incarnation:
+                self._latest[asked.rank] = asked
+        elif latest is not None and asked.process != latest.process:
+            body = messages.encode(replace(asked, process=latest.process))
+        return super().asked(session, id, body, now)
+
+
+class _ChangesAnswers(InprocessService):
+    """Base of the services that send wrong answers to processes that join."""
+
+    def change(self, answers: list[Answer]) -> list[Answer]:
+        """Return the wrong answers."""
+        raise NotImplementedError
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        return self.change(super().asked(session, id, body, now))
+
+    def ended(self, session: Hashable, why: str, closed: bool, now: float) -> list[Answer]:
+        return self.change(super().ended(session, why, closed, now))
+
+    def due(self, now: float) -> list[Answer]:
+        return self.change(super().due(now))
+
+
+class _AdmitsTwo(_ChangesAnswers):
+    """A process that waits to join is admitted, although a later one has taken its place."""
+
+    def __init__(self, step: Step = group_rules.step, reply: Reply = group.reply) -> None:
+        super().__init__(step, reply)
+        self._joins: dict[int, list[tuple[Hashable, int]]] = {}
+
+    def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
+        asked = messages.decode_question(body)
+        if isinstance(asked, messages.Join):
+            self._joins.setdefault(asked.rank, []).append((session, id))
+        return super().asked(session, id, body, now)
+
+    def change(self, answers: list[Answer]) -> list[Answer]:
+        more: list[Answer] = []
+        for answer in answers:
+            if isinstance(messages.decode_reply(answer.body), messages.Admitted):
+                asked = answer.session, answer.id
+                for joins in self._joins.values():
+                    if asked in joins:
+                        others = [Answer(*other, answer.body) for other in joins if other != asked]
+                        more += others
+                        joins.clear()
+        return answers + more
+
+
+class _SharesAnswers(_ChangesAnswers):
+    """The answer for one newcomer is encoded once, and sent to all newcomers."""
+
+    def change(self, answers: list[Answer]) -> list[Answer]:
+        replies = [(answer, messages.decode_reply(answer.body)) for answer in answers]
+        first = next((a.body for a, reply in replies if isinstance(reply, messages.Admitted)), b"")
+        return [
+            answer._replace(body=first) if isinstance(reply, messages.Admitted) else answer
+            for answer, reply in replies
+        ]
+
+
 BUGS: dict[str, Bug] = {
     "lost awaited": Bug(range(100), step=_step_waits_for_lost),
     "report repeated": Bug(range(400), step=_step_counts_repeated_report),
     "overdue twice": Bug(range(400), step=_step_counts_overdue_twice),
-    "monitor bound": Bug(range(25, 400), service=_BindsMonitor),
+    "monitor bound": Bug(range(55, 400), service=_BindsMonitor),
     "meeting forgotten": Bug(range(400), step=_step_forgets_meeting),
     "first begins": Bug(range(100), reply=_reply_first_begins),
     "done let go": Bug(range(100), reply=_reply_done_continues),
@@ -217,4 +331,12 @@ BUGS: dict[str, Bug] = {
     "entering deaf": Bug(range(100), step=_step_ignores_faults_while_entering),
     "late unheard": Bug(range(400), reply=_reply_parks_late_request),
     "cut is lost": Bug(range(100), service=_EndsWithConnection),
+    "old message taken": Bug(range(1, 400, 2), service=_TakesOldMessages),
+    "two admitted": Bug(range(1, 400, 2), service=_AdmitsTwo),
+    "place of another": Bug(range(1, 400, 2), step=_step_seats_in_order),
+    "not awaited": Bug(range(1, 400, 2), step=_step_waits_for_nobody),
+    "awaited in vain": Bug(range(1, 400, 2), step=_step_ignores_not_replaced),
+    "early report forgotten": Bug(range(1, 400, 2), step=_step_forgets_early_report),
+    "reserve ignored": Bug(range(1, 400, 2), step=_step_ignores_reserve),
+    "answer of another": Bug(range(1, 400, 2), service=_SharesAnswers),
 }

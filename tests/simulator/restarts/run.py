@@ -6,6 +6,12 @@ that follows the group send the requests of a `Link`. At each step a seed may le
 leave, die, hang, stop for a while, or lose its connection. A connection is lost in one of three
 ways: so briefly that its session continues, so long that its session ends, or with its whole host.
 
+The odd seeds are jobs of `Wrapper(replace=True)`. When a process has died, or left and asked for
+another one, an agent starts another process of its rank after a while. Or the agent reports that
+none follows, or it does nothing. A process may also be stopped and taken for dead; it goes on after
+its replacement has joined. A replacement may die at any step, all processes may die at once, and
+the next process then begins another group of the same name.
+
 These promises are checked here (`Violation`):
 
 - Every process comes to an end: the call is over for it, or it left, or it was killed.
@@ -18,6 +24,19 @@ These promises are checked here (`Violation`):
 - The call is over for all living ranks or for none.
 - If a rank dies and its launcher reads that the others continue, the call is not over with this
   rank. If a rank leaves and receives that the others continue, it counts as left.
+
+The `Observer` checks these about replacements:
+
+- No rank has two admitted processes. A process that joins gets the answer for its own rank.
+- A rank that was lost and replaced in time keeps its place. No two ranks have one place, and the
+  ranks of a meeting fill all places but those of `Met.terminated`.
+- Ranks that are ready wait for the replacement of a rank that was lost in this iteration, for at
+  most `Timeouts.replacement` after the last loss. They do not wait for a rank of which an agent has
+  reported that no process replaces it, even if the report came before that of the loss. They do
+  not wait for more ranks than those in reserve, and those that wait to join, can replace.
+- No message of a process that was replaced changes the group. The process is refused.
+- A replacement that joins when the call is over receives that. If no rank is left, it begins
+  another group.
 """
 
 from __future__ import annotations
@@ -29,9 +48,11 @@ from typing import Any, NamedTuple
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group_messages import Faults, Met, Timeouts
 from simulator.kernel import Simulation
+from simulator.restarts.agent import Agent
 from simulator.restarts.bugs import NO_BUG, Bug
+from simulator.restarts.observer import Observer, Violation, incarnation_of
 from simulator.restarts.rank import Rank
-from simulator.restarts.server import Client, Server, Violation
+from simulator.restarts.server import Client, Server
 
 END = 3000.0
 """Virtual seconds after which a rank that still waits counts as hung."""
@@ -59,6 +80,8 @@ class Profile(NamedTuple):
     """Whether ranks may end before they join; then none of the others can begin."""
     reserve: int
     """Number of the last ranks that are in reserve."""
+    replacement: float
+    """Seconds that ranks wait for another process of an ended rank; 0.0: there is none."""
 
 
 class Outcome(NamedTuple):
@@ -73,12 +96,26 @@ class Outcome(NamedTuple):
     faults: int
     """Faults recorded in all iterations."""
     lost: int
-    """Ranks that ended before the call was over."""
+    """Processes that ended before the call was over."""
+    replaced: int
+    """Processes that a group admitted in the place of ended ones."""
     repeated: int
     """Requests that were repeated after a reconnect."""
     completed: int
     """Ranks for which the call came to its end."""
     violation: str
+
+
+Iteration = tuple[int, int]
+"""The number of a group, and of one of its iterations."""
+
+
+class _Entered(NamedTuple):
+    """How a process asked to enter an iteration."""
+
+    process: str
+    place: int
+    size: int
 
 
 class Job:
@@ -87,37 +124,51 @@ class Job:
     def __init__(self, seed: int, trace: Callable[[str], None] | None, bug: Bug) -> None:
         self.sim = Simulation(seed)
         self.seed = seed
-        self.profile = profile_of(self.sim)
-        self.server = Server(self.sim, bug)
+        self.profile = profile_of(self.sim, replacing=seed % 2 == 1)
+        self.observer = Observer()
+        self.server = Server(self.sim, bug, self.observer)
         completion = self.sim.random.choice([90.0, 90.0, 1.5])
-        self.timeouts = Timeouts(barrier=120.0, completion=completion, last_call=1.0)
+        self.timeouts = Timeouts(
+            barrier=120.0,
+            completion=completion,
+            last_call=1.0,
+            replacement=self.profile.replacement,
+        )
         self._trace = trace
-        self.asked_to_enter: dict[int, dict[int, tuple[int, ...]]] = {}
-        """By iteration and rank: the world with which the rank entered."""
-        self.running: dict[int, set[int]] = {}
-        """By iteration: the ranks that began to run it."""
-        self.roots: dict[int, tuple[Any, ...]] = {}
-        self.met: dict[int, Met] = {}
-        self.over: dict[int, int] = {}
-        """Ranks for which the call is over, and the iteration in which it was."""
-        self.doomed: set[int] = set()
-        """Ranks with a mishap that may count them out."""
+        self._entered: dict[Iteration, dict[int, _Entered]] = {}
+        """By iteration and rank: the process that asked to enter, and its place."""
+        self._running: dict[Iteration, dict[int, str]] = {}
+        """By iteration and rank: the process that began to run it."""
+        self._roots: dict[Iteration, tuple[Any, ...]] = {}
+        self._met: dict[Iteration, Met] = {}
+        self.over: dict[str, Iteration] = {}
+        """Processes for which the call is over, and the iteration in which it was."""
         self.ranks = [Rank(self, rank) for rank in range(self.profile.size)]
+        """All processes of all ranks."""
         self.watcher = Client(self.server, self.profile.delay)
+        self.agent = Agent(self)
 
     def note(self, text: str) -> None:
         if self._trace is not None:
             self._trace(f"{self.sim.now:10.4f} {text}")
 
-    def report_dead(self, rank: int, kind: str) -> None:
-        question = messages.ReportDead(
-            "job", rank, f"process-{rank}", kind, f"seen: {kind} of {rank}"
-        )
+    def add(self, process: Rank) -> None:
+        """Add a process that takes the place of one that ended."""
+        self.ranks.append(process)
+
+    def living(self, but: Rank) -> list[Rank]:
+        """Return all processes that run, except one, in random order."""
+        living = [each for each in self.ranks if each.runs and each is not but]
+        self.sim.random.shuffle(living)
+        return living
+
+    def report_dead(self, rank: Rank, kind: str) -> None:
+        question = messages.ReportDead(*rank.me, kind, f"seen: {kind} of {rank.process}")
         self.watcher.ask(messages.encode(question), lambda body: None)
 
-    def overdue(self, rank: int, iteration: int) -> None:
-        me, number = ("job", rank, f"process-{rank}"), messages.OVERDUE
-        question = messages.Report(*me, iteration, number, "SOFT_TIMEOUT", "seen from outside")
+    def overdue(self, rank: Rank, iteration: int) -> None:
+        number = messages.OVERDUE
+        question = messages.Report(*rank.me, iteration, number, "SOFT_TIMEOUT", "seen from outside")
 
         def on_reply(body: bytes) -> None:
             answer = messages.decode_reply(body)
@@ -125,77 +176,94 @@ class Job:
                 not isinstance(answer, messages.Noted)
                 and getattr(answer, "reason", "") != "unknown"
             ):
-                raise Violation(f"the monitor of rank {rank} received {answer}")
+                raise Violation(f"the monitor of {rank.process} received {answer}")
 
         self.watcher.ask(messages.encode(question), on_reply)
 
-    @property
-    def a_rank_never_joined(self) -> bool:
-        """Whether a rank ended before the server received its join."""
-        joined = self.server.joined
-        return any(not rank.program.alive and not joined >> rank.rank & 1 for rank in self.ranks)
+    def may_fail(self, group: int) -> bool:
+        """Return whether a group may fail: a rank never joined, or only newcomers are left."""
+        observer = self.observer
+        if group != observer.group or not observer.living:
+            return True
+        latest = {rank.rank: rank for rank in self.ranks}
+        joined = observer.joined
+        return any(not each.runs and not joined >> rank & 1 for rank, each in latest.items())
 
     # ------------------------------------------------------------ notifications to ranks
 
-    def interrupted(self, faults: Faults) -> None:
+    def interrupted(self, group: int, faults: Faults) -> None:
         """Check the end of an iteration, as a rank received it."""
         root = faults.records[0]
-        if self.roots.setdefault(faults.iteration, root) != root:
+        if self._roots.setdefault((group, faults.iteration), root) != root:
             raise Violation(f"two root causes of iteration {faults.iteration}")
 
-    def gathered(self, met: Met) -> None:
-        self.interrupted(met.faults)
+    def gathered(self, group: int, met: Met) -> None:
+        self.interrupted(group, met.faults)
         still = met._replace(faults=met.faults._replace(now=0.0))
-        first = self.met.setdefault(met.iteration, still)
+        first = self._met.setdefault((group, met.iteration), still)
         same = first._replace(faults=still.faults) == still
         begins = min(len(first.faults.records), len(still.faults.records))
         if not same or first.faults.records[:begins] != still.faults.records[:begins]:
             raise Violation(f"ranks met differently: {first} and {still}")
-        if len(still.faults.records) > begins or self.met[met.iteration] is still:
-            self.met[met.iteration] = still
-        if any(iteration < met.iteration for iteration in self.over.values()):
+        if len(still.faults.records) > begins:
+            self._met[group, met.iteration] = still
+        if any(group == of and iteration < met.iteration for of, iteration in self.over.values()):
             raise Violation(f"iteration {met.iteration} follows the end of the call")
 
-    def goes(self, rank: int, iteration: int) -> None:
+    def enters(self, rank: Rank, place: int) -> None:
+        """Note that a rank asks to enter with a place."""
+        entered = self._entered.setdefault((rank.group, rank.iteration), {})
+        asks = _Entered(rank.process, place, rank.size)
+        if entered.setdefault(rank.rank, asks) != asks:
+            raise Violation(f"rank {rank.rank} enters twice: {entered[rank.rank]} and {asks}")
+
+    def goes(self, rank: Rank) -> None:
         """Check that all ranks have entered; called when a rank is notified that they have."""
-        entered = self.asked_to_enter[iteration]
-        world = entered[rank]
-        if any(other != world for other in entered.values()):
+        iteration = rank.group, rank.iteration
+        entered = self._entered[iteration]
+        places = [each.place for each in entered.values()]
+        if {each.size for each in entered.values()} != {rank.size}:
             raise Violation(f"iteration {iteration} runs with different worlds: {entered}")
-        if not set(world) <= set(entered):
-            raise Violation(f"iteration {iteration} runs without {set(world) - set(entered)}")
-        self.running.setdefault(iteration, set()).add(rank)
+        if len(set(places)) < len(places):
+            raise Violation(f"iteration {iteration} runs with one place twice: {entered}")
+        if len(places) < rank.size:
+            raise Violation(f"iteration {iteration} runs without all of its ranks: {entered}")
+        running = self._running.setdefault(iteration, {})
+        if running.setdefault(rank.rank, rank.process) != rank.process:
+            raise Violation(f"rank {rank.rank} runs twice in iteration {iteration}: {running}")
 
     # ------------------------------------------------------------------------ the end
 
     def check(self) -> None:
         """Check how each rank ended."""
         for rank in self.ranks:
-            if rank.program.alive and not rank.ended:
-                raise Violation(f"rank {rank.rank} never ends: {rank.doing}")
+            if rank.runs:
+                raise Violation(f"{rank.process} never ends: {rank.doing}")
         of_all = [fault for records in self.server.records.values() for fault in records]
-        for rank in self.ranks:
-            own = [fault for fault in of_all if fault.rank == rank.rank]
+        ended = self.observer.ended
+        for number in range(self.profile.size):
+            own = [fault for fault in of_all if fault.rank == number]
+            processes = [rank for rank in self.ranks if rank.rank == number]
+            reports = sum(rank.reports for rank in processes)
+            answered = sum(rank.answered for rank in processes)
             raised = sum(fault.kind == "EXCEPTION" for fault in own)
-            if not rank.answered <= raised <= rank.reports:
+            if not answered <= raised <= reports:
                 raise Violation(
-                    f"rank {rank.rank} reported {rank.reports} faults, {rank.answered} of which "
-                    f"were answered, and {raised} were recorded"
+                    f"rank {number} reported {reports} faults, {answered} of which were answered, "
+                    f"and {raised} were recorded"
                 )
-            if sum(fault.kind in ENDS for fault in own) > 1:
-                raise Violation(f"rank {rank.rank} ended more than once: {own}")
-            left = any(end.own for end in self.server.ends if end.fault.rank == rank.rank)
-            if rank.ended == "discarded" and left and any(fault.kind in ENDS for fault in own):
-                raise Violation(f"rank {rank.rank} was discarded, and is a fault: {own}")
-        ended = Counter(end.fault.rank for end in self.server.ends)
-        over = [rank.rank for rank in self.ranks if rank.ended == "over"]
-        if max(ended.values(), default=0) > 1 or set(ended) & set(over):
-            raise Violation(f"ranks ended more than once, or after the end: {self.server.ends}")
-        if over and self.server.over is None:
-            raise Violation(f"the call is over for {over}, and for no other rank")
-        lost = [rank.rank for rank in self.ranks if rank.lost and rank.rank not in ended]
-        if self.server.over is not None and lost:
-            raise Violation(f"the call was over with {lost}, which died with their results")
+            ends = [end for rank in processes for end in ended.get(rank.process, [])]
+            if sum(fault.kind in ENDS for fault in own) > len(ends):
+                raise Violation(f"rank {number} ended more than once: {own}")
+        for rank in self.ranks:
+            of_rank = ended.get(rank.process, [])
+            if rank.ended == "discarded" and any(e.own and e.fault in of_all for e in of_rank):
+                raise Violation(f"{rank.process} was discarded, and is a fault: {of_rank}")
+            if rank.ended == "over" and (of_rank or rank.group not in self.observer.over):
+                raise Violation(f"the call is over for {rank.process}, and for no other: {of_rank}")
+            group = self.observer.admitted.get(rank.process)
+            if rank.lost and not of_rank and group in self.observer.over:
+                raise Violation(f"the call was over with {rank.process}, which died with a result")
         texts = [fault.message for fault in of_all if fault.message.startswith("own")]
         if len(set(texts)) < len(texts):
             raise Violation(f"recorded more than once: {Counter(texts).most_common(1)}")
@@ -209,8 +277,8 @@ class Job:
     """Number of recorded faults; set by `check`."""
 
 
-def profile_of(sim: Simulation) -> Profile:
-    """Draw the kind of job."""
+def profile_of(sim: Simulation, *, replacing: bool) -> Profile:
+    """Draw the kind of job; `replacing`: whether other processes take the place of ended ones."""
     chance = sim.random
     size = chance.choice([1, 2, 3, 4, 4, 6, 8, 8, 12, 16, 24, 64])
     return Profile(
@@ -223,6 +291,7 @@ def profile_of(sim: Simulation) -> Profile:
         calm_after=chance.choice([3, 6, 12]),
         late=chance.random() < 0.05,
         reserve=chance.choice([0, 0, 1, 2]) if size > 3 else 0,
+        replacement=chance.choice([3.0, 10.0, 30.0]) if replacing else 0.0,
     )
 
 
@@ -231,7 +300,7 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, bug: Bug = N
     job = Job(seed, trace, bug)
     violation = ""
     try:
-        for rank in job.ranks:
+        for rank in list(job.ranks):
             rank.program.spawn(rank.main())
         job.sim.run(END)
         job.check()
@@ -242,9 +311,10 @@ def simulate(seed: int, trace: Callable[[str], None] | None = None, bug: Bug = N
         job.profile.size,
         job.sim.done,
         job.sim.now,
-        max([0, *job.running]) + 1,
+        len(job.server.records),
         job.faults,
         sum(rank.ended != "over" for rank in job.ranks),
+        sum(incarnation_of(process) > 0 for process in job.observer.admitted),
         sum(rank.client.repeated for rank in job.ranks),
         len(job.over),
         violation,

@@ -4,44 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from regrow.inprocess.group.group import End, Group, Phase
-from regrow.inprocess.group.group_messages import Fault
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group.group import Group
+from regrow.inprocess.group.group_messages import Fault, NotReplaced
 from regrow.inprocess.group.group_rules import Event
 from regrow.store import Answer
 from simulator.kernel import Simulation
 from simulator.restarts.bugs import Bug
+from simulator.restarts.observer import Observer, Violation
 
 GRACE = 0.5
 """Seconds for which a session lasts without a connection."""
 
 
-class Violation(Exception):
-    """A promise was broken."""
-
-
 class Server:
     """The service, with its clock."""
 
-    def __init__(self, sim: Simulation, bug: Bug) -> None:
-        self.sim = sim
+    def __init__(self, sim: Simulation, bug: Bug, observer: Observer) -> None:
+        self.sim, self.observer = sim, observer
         self._rules = bug.step
         self.service = bug.service(self._step, bug.reply)
         self.clients: dict[Hashable, Client] = {}
-        self.records: dict[int, tuple[Fault, ...]] = {}
-        """All recorded faults, by iteration."""
-        self.joined = 0
-        """The ranks that have joined, as a bit mask, at the last check before all had joined."""
-        self.ends: tuple[End, ...] = ()
-        """The ends of ranks, with their reasons."""
-        self.over: int | None = None
-        """The iteration in which the call was over; None if it is not."""
+        self.records: dict[tuple[int, int], tuple[Fault, ...]] = {}
+        """All recorded faults, by group and iteration."""
         self._alarm: float | None = None
+
+    def received(self, session: Hashable, id: int, body: bytes) -> None:
+        """Handle a request of a client.
+
+        If it is from a process that another one has replaced, check that it changes nothing.
+        """
+        observer, asked = self.observer, messages.decode_question(body)
+        old = not isinstance(asked, NotReplaced) and observer.is_old(asked.rank, asked.process)
+        before = observer.group, observer.state
+        answers = self.service.asked(session, id, body, self.sim.now)
+        if old:
+            replies = [messages.decode_reply(answer.body) for answer in answers]
+            refused = [isinstance(reply, messages.GroupRefusal) for reply in replies] == [True]
+            if not refused or before[0] != observer.group or before[1] is not observer.state:
+                raise Violation(f"{asked} of an old process had an effect: {replies}")
+        self.send(answers)
 
     def send(self, answers: list[Answer]) -> None:
         """Send the replies of the service, and call it at its next deadline."""
         for answer in answers:
             client = self.clients.get(answer.session)
             if client is not None and client.session is answer.session:
+                body = client.bodies.get(answer.id)
+                asked = None if body is None else messages.decode_question(body)
+                if isinstance(asked, messages.Join):
+                    self.observer.answers_join(asked, messages.decode_reply(answer.body))
                 client.answered(answer)
         at = self.service.deadline
         if at is not None and at != self._alarm:
@@ -50,15 +62,15 @@ class Server:
 
     def _step(self, group: Group, event: Event, now: float) -> Group:
         """Apply the rules, and record the state for the checks."""
-        group = self._rules(group, event, now)
-        if group.phase is Phase.JOINING:
-            self.joined = group.here
-        self.records[group.iteration] = group.faults
+        before, group, observer = group, self._rules(group, event, now), self.observer
+        lost_at = observer.last_loss
+        observer.stepped(before, event, group, now)
+        if observer.last_loss not in (lost_at, float("-inf")):
+            wait = group.timeouts.replacement + 0.001
+            self.sim.after(wait, lambda: observer.check_wait(self.sim.now))
+        self.records[observer.group, group.iteration] = group.faults
         if group.before is not None:
-            self.records[group.iteration - 1] = group.before.faults.records
-        self.ends = group.ends
-        if group.phase is Phase.OVER:
-            self.over = group.iteration
+            self.records[observer.group, group.iteration - 1] = group.before.faults.records
         return group
 
     def _due(self, at: float) -> None:
@@ -85,6 +97,8 @@ class Client:
         self.alive = True
         """Whether the process is alive."""
         self._asked: dict[int, tuple[bytes, Callable[[bytes], None]]] = {}
+        self.bodies: dict[int, bytes] = {}
+        """All requests, by number."""
         self._number = 0
         self._cable = 0
         """Number of the current connection; messages under way on another one are lost."""
@@ -101,16 +115,13 @@ class Client:
     def ask(self, body: bytes, on_reply: Callable[[bytes], None]) -> None:
         self._number += 1
         self._asked[self._number] = body, on_reply
+        self.bodies[self._number] = body
         if self.connected:
             self._send(self._number, body)
 
     def _send(self, number: int, body: bytes) -> None:
-        session, service = self.session, self.server.service
-
-        def arrive() -> None:
-            self.server.send(service.asked(session, number, body, self.sim.now))
-
-        self._travel("up", arrive)
+        session = self.session
+        self._travel("up", lambda: self.server.received(session, number, body))
 
     def answered(self, answer: Answer) -> None:
         def arrive() -> None:

@@ -30,7 +30,7 @@ def test_no_promise_is_broken_under_any_fault_of_a_rank() -> None:
     outcomes = [simulate(seed) for seed in range(100)]
     assert [outcome.violation for outcome in outcomes] == [""] * 100
     assert max(outcome.size for outcome in outcomes) == 64
-    for what in ("iterations", "faults", "lost", "repeated", "completed"):
+    for what in ("iterations", "faults", "lost", "replaced", "repeated", "completed"):
         assert sum(getattr(outcome, what) for outcome in outcomes) > 100, f"too few {what}"
 
 

@@ -91,6 +91,8 @@ class Group(NamedTuple):
     """Ranks that ended in this iteration, and that another process may continue."""
     awaited_until: float = 0.0
     """Until when the group waits for these processes, in seconds."""
+    given_up: int = 0
+    """Ranks of which an agent has reported that no process continues them."""
     newcomers: int = 0
     """Ranks that ended, and whose next process waits for the next iteration."""
     failure: GroupRefusal | None = None
@@ -189,8 +191,10 @@ def _reply_now(group: Group, asked: messages.Asked, now: float) -> messages.Grou
 
 
 def _reply_to_join(group: Group, asked: messages.Join, now: float) -> messages.GroupReply | None:
+    if group.phase is Phase.OVER and asked.incarnation:
+        return messages.Over()
     if group.newcomers & bit(asked.rank):
-        return messages.Over() if group.phase is Phase.OVER else group.failure
+        return group.failure
     end = None if group.living & bit(asked.rank) else group.end_of(asked.rank)
     if end is not None:
         return _counted_out(end)

@@ -106,7 +106,8 @@ def _handle(group: Group, event: Event, now: float) -> Group:
         return _join(group, event, now)
     one = bit(event.rank)
     if isinstance(event, messages.NotReplaced):
-        return group._replace(awaited=group.awaited & ~one) if group.awaited & one else group
+        # The report may come before that of the loss.
+        return group._replace(awaited=group.awaited & ~one, given_up=group.given_up | one)
     if isinstance(event, Lost) and group.newcomers & one:  # it has taken part in nothing yet
         return _await(group._replace(newcomers=group.newcomers & ~one), one, now)
     if not group.living & one:
@@ -137,11 +138,10 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
     if group.phase is not Phase.JOINING:
         if not event.incarnation or group.newcomers & one:
             return group
-        return group._replace(newcomers=group.newcomers | one, awaited=group.awaited & ~one)
+        return _continued(group, one)._replace(newcomers=group.newcomers | one)
     return _arrive(
-        group._replace(
+        _continued(group, one)._replace(
             living=group.living | one,
-            awaited=group.awaited & ~one,
             # Another process replaces a process that ended before the first iteration.
             faults=tuple(fault for fault in group.faults if fault.rank != event.rank),
             ends=tuple(end for end in group.ends if end.fault.rank != event.rank),
@@ -149,6 +149,11 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
         one,
         now,
     )
+
+
+def _continued(group: Group, one: int) -> Group:
+    """Return the group without the wait for a rank: another process continues it."""
+    return group._replace(awaited=group.awaited & ~one, given_up=group.given_up & ~one)
 
 
 def _act(group: Group, event: messages.OfIteration, now: float) -> Group:
@@ -223,7 +228,7 @@ def _leave(group: Group, event: messages.Leave, now: float) -> Group:
 def _await(group: Group, one: int, now: float) -> Group:
     """Let the group wait for another process of a rank that has ended, if the ranks want that."""
     wait = group.timeouts.replacement
-    if not wait:
+    if not wait or group.given_up & one:
         return group
     return group._replace(awaited=group.awaited | one, awaited_until=now + wait)
 
@@ -313,7 +318,7 @@ def _waits_for_replacement(group: Group) -> bool:
     Ranks in reserve take over at once, as do processes that wait to join.
     """
     reserve = sum(bit(place.rank) for place in group.places if not place.active)
-    spare = (reserve & group.living) | (group.newcomers & ~group.world)
+    spare = (reserve & (group.living | group.newcomers)) | (group.newcomers & ~group.world)
     return (group.awaited & ~reserve).bit_count() > spare.bit_count()
 
 
@@ -342,6 +347,7 @@ def _meet(group: Group, now: float) -> Group:
         reported=frozenset(known for known in group.reported if known[0] == group.iteration),
         before=met,
         ends=tuple(end for end in group.ends if not group.newcomers & bit(end.fault.rank)),
+        given_up=group.given_up,
     )
 
 

@@ -216,6 +216,12 @@ class InprocessService:
         record = None if group is None else group.ranks.get(rank)
         known = record is not None and record.process == question.process
         newer = record is not None and question.incarnation > record.incarnation
+        if record is not None and question.incarnation < record.incarnation:
+            raise _RefusedError(
+                "mismatch",
+                f"another process has taken the place of this one as initial rank {rank} of the "
+                f"group {name!r}",
+            )
         is_over = group is not None and group.state.phase is Phase.OVER
         if group is None or (group.state.finished and not known and not (newer and is_over)):
             group, record = self._begin(question), None
@@ -239,6 +245,10 @@ class InprocessService:
         if newer:
             text = "its agent replaces its process"
             out = self._apply(group, Lost(rank, "TERMINATED", text), now)
+            if group.state.finished and not is_over:  # it was the last rank that could continue
+                group = self._begin(question)
+                group.ranks[rank] = _RankRecord(group, rank, question.process, question.incarnation)
+                return out
             self._unbind(record)
             record.process, record.incarnation = question.process, question.incarnation
             return out
