@@ -236,9 +236,12 @@ class PContext:
     def give_up(self, local_rank: int) -> bool:
         """Note that no process takes the place of a worker; return whether it was vacant."""
         with self._changed:
-            given_up = self._workers.give_up(local_rank)
+            change = self._workers.give_up(local_rank)
+        if change is not None:
+            self._on_change(change)
+        with self._changed:
             self._check_over()
-        return given_up
+        return change is not None
 
     def _launch(self, rank: int, pump: LogPump) -> None:
         place = self._place(rank, pump)

@@ -100,6 +100,7 @@ class Replacements(Feature):
         self._workers: StartedWorkers | None = None
         self._incarnations: dict[int, int] = {}
         self._cleared: dict[int, threading.Event] = {}
+        self._given_up: set[int] = set()
         self._threads: list[threading.Thread] = []
 
     def on_start(self, workers: StartedWorkers) -> None:
@@ -107,6 +108,7 @@ class Replacements(Feature):
         self._workers = workers
         self._incarnations = {}
         self._cleared = {}
+        self._given_up = set()
 
     def close(self) -> None:
         """See base class: end the threads."""
@@ -155,6 +157,8 @@ class Replacements(Feature):
                 self._start_thread(partial(self._replace, change))
             case "cleared" if local_rank in self._cleared:
                 self._cleared[local_rank].set()
+            case "lost" if local_rank in self._given_up:
+                pass  # the thread that gave its place up reports it
             case "lost" | "exited" if change.kind == "lost" or change.status == 0:
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
@@ -179,6 +183,7 @@ class Replacements(Feature):
         why = self._spend()
         cleared.wait()
         if why:
+            self._given_up.add(local_rank)
             if context.give_up(local_rank):
                 self._report_not_replaced(local_rank, why)
             return
