@@ -144,6 +144,45 @@ def test_the_others_continue_at_once_when_the_agent_reports_that_there_is_no_rep
     assert ranks.group.iteration == 1
 
 
+def test_the_report_that_a_rank_is_not_replaced_may_come_before_its_loss() -> None:
+    """The agent sees the end of a process at once, the store the end of its connection later."""
+    ranks = running()
+    ranks.send(messages.NotReplaced(3))
+    assert ranks.group.iteration == 0
+    assert ranks.group.phase is Phase.RUNNING
+    ranks.lose(3)
+    ranks.restart()
+    assert ranks.group.iteration == 1
+
+
+def test_the_report_that_a_rank_is_not_replaced_survives_a_restart_that_counted_it() -> None:
+    ranks = running()
+    ranks.lose(1)
+    ranks.replace(1)
+    ranks.all_do(messages.AnswerLastCall)
+    ranks.send(messages.NotReplaced(3))
+    ranks.all_do(messages.Ready)
+    ranks.follow_assignment()
+    ranks.enter()
+    assert ranks.group.iteration == 1
+    ranks.lose(3)
+    ranks.restart()
+    assert ranks.group.iteration == 2
+
+
+def test_a_rank_whose_next_process_has_joined_is_awaited_again() -> None:
+    ranks = running()
+    ranks.send(messages.NotReplaced(3))
+    ranks.lose(3)
+    ranks.replace(3)
+    ranks.restart()
+    ranks.follow_assignment()
+    ranks.enter()
+    ranks.lose(3)
+    ranks.restart()
+    assert ranks.group.iteration == 1
+
+
 def test_without_the_option_a_lost_rank_is_not_awaited() -> None:
     ranks = running(timeouts=TIMEOUTS._replace(replacement=0.0))
     ranks.lose(3)

@@ -91,6 +91,11 @@ class Group(NamedTuple):
     """Ranks that ended in this iteration, and that another process may continue."""
     awaited_until: float = 0.0
     """Until when the group waits for these processes, in seconds."""
+    not_replaced: int = 0
+    """Ranks that are about to be counted out, and that no other process continues.
+
+    An agent may report that before the loss of the rank is known here.
+    """
     newcomers: int = 0
     """Ranks that ended, and whose next process waits for the next iteration."""
     failure: GroupRefusal | None = None

@@ -106,7 +106,7 @@ def _handle(group: Group, event: Event, now: float) -> Group:
         return _join(group, event, now)
     one = bit(event.rank)
     if isinstance(event, messages.NotReplaced):
-        return group._replace(awaited=group.awaited & ~one) if group.awaited & one else group
+        return _replace_no_more(group, one)
     if isinstance(event, Lost) and group.newcomers & one:  # it has taken part in nothing yet
         return _await(group._replace(newcomers=group.newcomers & ~one), one, now)
     if not group.living & one:
@@ -137,11 +137,16 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
     if group.phase is not Phase.JOINING:
         if not event.incarnation or group.newcomers & one:
             return group
-        return group._replace(newcomers=group.newcomers | one, awaited=group.awaited & ~one)
+        return group._replace(
+            newcomers=group.newcomers | one,
+            awaited=group.awaited & ~one,
+            not_replaced=group.not_replaced & ~one,
+        )
     return _arrive(
         group._replace(
             living=group.living | one,
             awaited=group.awaited & ~one,
+            not_replaced=group.not_replaced & ~one,
             # Another process replaces a process that ended before the first iteration.
             faults=tuple(fault for fault in group.faults if fault.rank != event.rank),
             ends=tuple(end for end in group.ends if end.fault.rank != event.rank),
@@ -223,9 +228,18 @@ def _leave(group: Group, event: messages.Leave, now: float) -> Group:
 def _await(group: Group, one: int, now: float) -> Group:
     """Let the group wait for another process of a rank that has ended, if the ranks want that."""
     wait = group.timeouts.replacement
-    if not wait:
+    if not wait or group.not_replaced & one:
         return group
     return group._replace(awaited=group.awaited | one, awaited_until=now + wait)
+
+
+def _replace_no_more(group: Group, one: int) -> Group:
+    """Let the group not wait for another process of a rank, now or when the rank is lost."""
+    if group.awaited & one:
+        return group._replace(awaited=group.awaited & ~one)
+    if (group.living | group.newcomers) & one:
+        return group._replace(not_replaced=group.not_replaced | one)
+    return group
 
 
 def _fault(event: Lost | messages.Report | messages.Leave, now: float) -> Fault:
@@ -341,6 +355,7 @@ def _meet(group: Group, now: float) -> Group:
         world=living,
         reported=frozenset(known for known in group.reported if known[0] == group.iteration),
         before=met,
+        not_replaced=group.not_replaced & living,
         ends=tuple(end for end in group.ends if not group.newcomers & bit(end.fault.rank)),
     )
 
