@@ -235,6 +235,22 @@ def test_an_exit_with_0_in_the_function_is_not_replaced_and_ends_the_attempt(sta
     assert training.events("vacated") == []
 
 
+@pytest.mark.thorough
+def test_a_rank_that_dies_in_the_second_call_is_replaced_in_that_call(
+    start: Start, tmp_path: Path
+) -> None:
+    training = start("--max-restarts=1", env={"CALLS": "first,finish"})
+    before = training.await_all()
+    (tmp_path / "first").touch()
+    training.await_number_of_calls(2 * SIZE)
+    training.kill(before, 2)
+    after = training.await_all(rank_2=1)
+    same_ranks(after)
+    assert after[2].joined
+    assert training.finish() == 0, training.job.output
+    all_returned(training, rank_2=1)
+
+
 # --- no other process
 
 
@@ -436,6 +452,8 @@ def test_a_replacement_is_forked_from_the_template_if_there_is_one(
     training.kill(before, 0)
     after = training.await_all(rank_0=1)
     same_ranks(after)
+    imported = training.await_report(lambda each: each.what == "imported" and each.incarnation == 1)
+    assert imported.words == (("no",) if killed else ("yes",))
     assert training.finish() == 0, training.job.output
     all_returned(training, rank_0=1)
 
@@ -468,6 +486,20 @@ def test_the_lines_of_the_dead_and_of_the_new_process_are_in_one_file_in_order(
     if "--tee=3" in flags:
         shown = [line.partition("]:")[2] for line in training.job.stdout.splitlines()]
         assert [line for line in shown if line.startswith("rank 1 ")] == lines
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flag", ["--redirects=3", "--tee=3"])
+def test_no_line_of_a_process_that_dies_in_a_flood_is_lost(start: Start, flag: str) -> None:
+    acts = [Act(1, incarnation, "function", -1, "flood") for incarnation in (0, 1)]
+    training = start("--max-restarts=2", flag, acts=acts)
+    training.await_all(rank_1=2)
+    assert training.finish() == 0, training.job.output
+    flood = [f"line {n} of {incarnation}" for incarnation in (0, 1) for n in range(5000)]
+    assert [line for line in logged(training, 1) if line.startswith("line ")] == flood
+    if flag == "--tee=3":
+        shown = [line.partition("]:")[2] for line in training.job.stdout.splitlines()]
+        assert [line for line in shown if line.startswith("line ")] == flood
 
 
 def logged(training: Training, rank: int) -> list[str]:

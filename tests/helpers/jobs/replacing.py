@@ -41,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 
 FOLDER, INCARNATION = Path(os.environ["FOLDER"]), int(os.environ.get("REGROW_INCARNATION") or 0)
-ACTS = json.loads(os.environ["ACTS"])
+ACTS, LINES = json.loads(os.environ["ACTS"]), 5000
 
 def processes_before():
     # "pid start-time" of each earlier process of this rank; the start time tells reused pids apart
@@ -85,6 +85,10 @@ def act(place, iteration=-1):
                 native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
                 native.pthread_mutex_lock(mutex)
                 native.pthread_mutex_lock(mutex)
+            case "flood":
+                sys.stdout.writelines(f"line {n} of {INCARNATION}\\n" for n in range(LINES))
+                sys.stdout.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
             case "block":
                 while True:
                     time.sleep(0.02)
@@ -107,6 +111,7 @@ def act(place, iteration=-1):
 
 print(f"rank {RANK} incarnation {INCARNATION} starts", flush=True)
 say("starts", os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], len(together))
+say("imported", "yes" if "decimal" in sys.modules else "no")  # by a template
 act("import")
 
 from regrow.inprocess import CallWrapper, Wrapper
@@ -152,14 +157,16 @@ def train(call: CallWrapper):
     print(f"rank {RANK} incarnation {INCARNATION} runs {call.iteration}", flush=True)
     say("called", call.iteration, *where, int(call.joined), replaced)
     act("function", call.iteration)
-    while not (FOLDER / "finish").exists():
+    while not finish.exists():
         time.sleep(0.01)
         call.ping()
     act("end", call.iteration)
     return RANK
 
 act("before the call")
-result = train()
+for name in os.environ.get("CALLS", "finish").split(","):
+    finish = FOLDER / name
+    result = train()
 print(f"rank {RANK} incarnation {INCARNATION} returns", flush=True)
 say("returns", result)
 """
@@ -295,6 +302,11 @@ class Training:
                 == (rank, incarnation, attempt, "starts")
             )
         ).pid
+
+    def await_number_of_calls(self, number: int) -> None:
+        """Wait until the function has been called this many times on all ranks together."""
+        while len(self.calls()) < number:
+            self._read()
 
     def await_returns(self, *ranks: int) -> None:
         """Wait until the function has returned on these ranks."""
