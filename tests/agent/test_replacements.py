@@ -76,6 +76,24 @@ class Restarts(PlainHandler):
         return count
 
 
+class Unhurried(PlainHandler):
+    """A rendezvous whose first answer waits a moment for a second request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 0
+        self._second = threading.Event()
+
+    def spend_restart(self) -> int | None:
+        """Count a restart; return the number of restarts so far."""
+        self.failures += 1
+        if self.failures > 1:
+            self._second.set()
+        else:
+            self._second.wait(0.2)
+        return self.failures
+
+
 class Context:
     """Replaces the workers' processes; records its calls."""
 
@@ -224,6 +242,19 @@ def test_a_place_for_which_no_restart_is_spent_is_given_up_when_it_is_cleared(
     assert scene.names() == ["vacated", "not_replaced"], "the loss is reported once"
     assert scene.events[1][1]["reason"] == why
     assert scene.reported.empty()
+
+
+def test_of_two_workers_that_end_at_once_one_is_replaced_with_the_last_restart(
+    make: Make,
+) -> None:
+    scene = make()
+    handler = Unhurried()
+    scene.job.handler = cast("PushingRendezvousHandler", handler)
+    scene.job.group.spec.max_restarts = 1
+    for kind in ("vacant", "cleared"):
+        for local_rank in (0, 1):
+            scene.replacements.on_change(WorkerChange(local_rank, 100, kind, -9, 5.0))
+    assert {scene.call()[0] for _ in range(2)} == {"replace", "give up"}
 
 
 def test_a_place_that_is_not_vacant_any_more_is_not_reported(make: Make) -> None:
