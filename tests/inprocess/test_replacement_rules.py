@@ -148,6 +148,21 @@ def test_the_others_continue_at_once_when_the_agent_reports_that_there_is_no_rep
     assert ranks.group.iteration == 1
 
 
+def test_the_report_that_a_rank_is_not_replaced_survives_a_restart_that_counted_it() -> None:
+    ranks = running()
+    ranks.lose(1)
+    ranks.replace(1)
+    ranks.all_do(messages.AnswerLastCall)
+    ranks.send(messages.NotReplaced(3))
+    ranks.all_do(messages.Ready)
+    ranks.follow_assignment()
+    ranks.enter()
+    assert ranks.group.iteration == 1
+    ranks.lose(3)
+    ranks.restart()
+    assert ranks.group.iteration == 2
+
+
 def test_a_rank_whose_replacement_comes_after_all_is_awaited_at_its_next_loss() -> None:
     ranks = running()
     ranks.send(messages.NotReplaced(3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended
+from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended, given_up, replaced
 
 STOPPED = 2.0
 
@@ -78,3 +78,50 @@ def test_workers_that_all_left_and_completed_their_tasks_have_not_failed() -> No
 def test_a_loss_remains_a_loss_when_the_last_of_the_others_fails() -> None:
     group = end(end(GroupState(2), 1, replaceable=True), 0)
     assert outcomes(group) == {0: "failed", 1: "lost"}
+
+
+# --- places that another process may take
+
+
+def vacate(group: GroupState, rank: int) -> GroupState:
+    return ended(group, rank, WorkerEnd(-9, 1.0, "failed"), replaceable=True, vacates=True)
+
+
+def test_a_group_with_a_vacant_place_is_not_over_until_the_owner_has_decided() -> None:
+    group = vacate(GroupState(2), 1)
+    group = end(group, 0, "completed")._replace(gone=frozenset((0, 1)))
+    assert (outcomes(group)[1], group.failed, group.over) == ("vacant", (), False)
+    assert given_up(group, 1).over
+    assert not replaced(group, 1).over
+
+
+def test_a_worker_that_fails_or_completes_leaves_no_vacant_place() -> None:
+    failed = WorkerEnd(1, 1.0, "failed")
+    group = ended(GroupState(3), 0, failed, replaceable=False, vacates=True)
+    group = ended(group, 1, WorkerEnd(0, 1.0, "completed"), replaceable=True, vacates=True)
+    assert outcomes(group) == {0: "failed", 1: "left"}
+    stopped = ended(GroupState(3, stopped_at=STOPPED), 0, failed, replaceable=True, vacates=True)
+    assert outcomes(stopped) == {0: "failed"}
+
+
+def test_a_replaced_worker_has_not_ended_and_is_not_gone() -> None:
+    group = vacate(vacate(GroupState(3), 1), 2)._replace(gone=frozenset((1, 2)))
+    group = replaced(group, 1)
+    assert outcomes(group) == {2: "vacant"}
+    assert group.gone == {2}
+    group = end(group, 1, "completed")
+    assert outcomes(group) == {1: "completed", 2: "vacant"}
+
+
+def test_a_place_that_is_given_up_is_a_loss_and_other_ends_stay() -> None:
+    group = end(vacate(vacate(GroupState(4), 1), 2), 0, "completed")
+    group = given_up(group, 0, 1, 3)
+    assert (outcomes(group), group.failed) == ({0: "completed", 1: "lost", 2: "vacant"}, ())
+
+
+def test_losses_are_failures_when_the_last_place_is_given_up() -> None:
+    group = vacate(vacate(GroupState(2), 0), 1)
+    assert group.failed == ()
+    group = given_up(group, 0)
+    assert group.failed == ()
+    assert given_up(group, 1).failed == (0, 1)

@@ -226,3 +226,99 @@ def test_the_launchers_explanation_goes_to_the_error_file_unless_there_is_one(
     assert failure.summary == "its own"
     nowhere = workers.set.failure(1, os.devnull)
     assert nowhere.summary == "it called os._exit"
+
+
+# --- another process in the place of a worker
+
+
+def vacant(*ranks: int) -> Workers:
+    """Return three workers of which some have ended, and whose places other processes may take."""
+    workers = Workers(replaceable=lambda _: True, vacates=lambda _: True)
+    for rank in ranks:
+        assert workers.exit(rank, -9) == "vacant"
+    return workers
+
+
+def clear(workers: Workers, rank: int) -> str:
+    """Report that no process of a worker is left; return the kind of the change."""
+    change = workers.set.handle(rank, Gone(NUMBERS[rank], 0, 0, 3.0))
+    return "" if change is None else change.kind
+
+
+def test_a_place_becomes_free_when_no_process_of_its_worker_is_left() -> None:
+    workers = vacant(1)
+    assert not workers.set.replace(1)
+    assert clear(workers, 1) == "cleared"
+    assert workers.set.replace(1)
+    assert not workers.set.replace(1), "the next process has the place"
+    assert workers.guardian.stops == []
+    assert workers.launcher.calls == []
+
+
+def test_only_a_vacant_place_is_replaced_or_given_up() -> None:
+    workers = vacant()
+    assert workers.exit(0, 0) == "exited"
+    assert clear(workers, 0) == ""
+    for rank in (0, 2):
+        assert not workers.set.replace(rank)
+        assert workers.set.give_up(rank) is None
+
+
+def test_the_next_process_has_the_guardians_next_number_and_is_stopped_with_the_others() -> None:
+    workers = vacant(1)
+    clear(workers, 1)
+    workers.set.replace(1)
+    workers.set.add(1, 21)
+    workers.set.handle(1, Started(21, 201, 4.0))
+    assert workers.set.pids == {0: 100, 1: 201, 2: 102}
+    workers.exit(0, 0)
+    workers.set.close(signal.SIGTERM, 1.0)
+    assert workers.guardian.stops == [([10, 12, 21], signal.SIGTERM, 1.0)]
+
+
+def test_a_place_that_is_given_up_is_a_loss_of_which_owner_and_launcher_are_notified() -> None:
+    workers = vacant(1)
+    change = workers.set.give_up(1)
+    assert change is not None
+    assert change[:4] == (1, 101, "lost", -9)
+    assert workers.launcher.calls == ["lost"]
+    assert workers.guardian.stops == []
+    assert workers.set.give_up(1) is None
+
+
+def test_the_workers_have_failed_when_the_last_place_is_given_up() -> None:
+    workers = vacant(0, 1, 2)
+    changes = [workers.set.give_up(rank) for rank in range(3)]
+    assert [change and change.kind for change in changes] == ["lost", "lost", "exited"]
+    assert workers.set.group.failed == (0, 1, 2)
+    assert workers.launcher.calls == ["lost", "lost", "stopping"]
+
+
+def test_a_stop_gives_all_places_up() -> None:
+    workers = vacant(1)
+    clear(workers, 1)
+    workers.set.close(signal.SIGTERM, GRACE)
+    assert not workers.set.replace(1)
+    assert workers.set.give_up(1) is None
+    for rank in (0, 2):
+        workers.exit(rank, -15, stopping=True)
+        clear(workers, rank)
+    assert workers.set.group.over
+    assert workers.set.group.failed == ()
+
+
+def test_a_process_that_cannot_be_started_in_a_free_place_has_failed() -> None:
+    by_the_owner, by_the_guardian = vacant(1), vacant(1)
+    for workers in (by_the_owner, by_the_guardian):
+        clear(workers, 1)
+        workers.set.replace(1)
+    by_the_owner.set.refuse(1)
+    change = by_the_guardian.set.handle(1, Refused(21, OSError("no such program")))
+    assert change is not None
+    assert (change.kind, change.status) == ("exited", 127)
+    for workers in (by_the_owner, by_the_guardian):
+        assert workers.set.group.failed == (1,)
+        assert workers.set.failure(1, "").exitcode == 127
+        assert [signum for _, signum, _ in workers.guardian.stops] == [signal.SIGTERM]
+    assert 1 in by_the_owner.set.group.gone
+    assert by_the_owner.set.left == [0, 2]

@@ -233,14 +233,15 @@ class PContext:
                 self._check_over()
         return True
 
-    def give_up(self, local_rank: int) -> None:
-        """Note that no process takes the place of a worker: it is lost, if it was vacant."""
+    def give_up(self, local_rank: int) -> bool:
+        """Note that no process takes the place of a worker; return whether the place was vacant."""
         with self._changed:
             change = self._workers.give_up(local_rank)
         if change is not None:
             self._on_change(change)
         with self._changed:
             self._check_over()
+        return change is not None
 
     def _launch(self, rank: int, pump: LogPump) -> None:
         place = self._place(rank, pump)

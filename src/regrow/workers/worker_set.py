@@ -212,16 +212,17 @@ class WorkerSet:
         return True
 
     def give_up(self, rank: int) -> WorkerChange | None:
-        """Note that no process takes the place of a worker, if it is vacant."""
+        """Note that no process takes the place of a worker.
+
+        Returns:
+            The change of the worker for the owner; None if it was not vacant.
+        """
         if not self._is_vacant(rank):
             return None
         self.group = given_up(self.group, rank)
-        self.launcher.lost()
         if self.group.failed and self.group.stopped_at is None:
             self._stop(signal.SIGTERM, self.grace)
-        end = self.group.ends[rank]
-        kind: Literal["lost", "exited"] = "lost" if end.outcome == "lost" else "exited"
-        return WorkerChange(rank, self.pids.get(rank, 0), kind, end.code, end.at)
+        return self._change_of_end(rank)
 
     def _is_vacant(self, rank: int) -> bool:
         end = self.group.ends.get(rank)
@@ -287,14 +288,17 @@ class WorkerSet:
         outcome: EndKind = "completed" if well else "stopped" if event.stopping else "failed"
         end = WorkerEnd(code, event.monotonic, outcome, event.late)
         self._note_end(rank, end, replaceable, replaceable and self.vacates(rank))
-        pid = self.pids.get(rank, 0)
-        match self.group.ends[rank].outcome:
+        return self._change_of_end(rank)
+
+    def _change_of_end(self, rank: int) -> WorkerChange:
+        end, pid = self.group.ends[rank], self.pids.get(rank, 0)
+        match end.outcome:
             case "lost":
                 self.launcher.lost()
-                return WorkerChange(rank, pid, "lost", code, event.monotonic)
+                return WorkerChange(rank, pid, "lost", end.code, end.at)
             case "vacant":
-                return WorkerChange(rank, pid, "vacant", code, event.monotonic)
-        return WorkerChange(rank, pid, "exited", code, event.monotonic)
+                return WorkerChange(rank, pid, "vacant", end.code, end.at)
+        return WorkerChange(rank, pid, "exited", end.code, end.at)
 
     def _note_end(
         self, rank: int, end: WorkerEnd, replaceable: bool = False, vacates: bool = False

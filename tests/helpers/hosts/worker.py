@@ -1,7 +1,8 @@
 """A worker that records its actions, for jobs on several hosts: `worker.py MODE`.
 
 Modes: `gloo` repeats all-reduces. `plain` imports nothing and sleeps. `beating` sleeps too, after
-one heartbeat with all other workers. `wrapped` sleeps in a function with in-process restart.
+one heartbeat with all other workers. `wrapped` sleeps in a function with in-process restart;
+`replaced` does so, and another process takes the place of one that is lost.
 
 Each action is one line in JOB_FOLDER/records, stamped by the monotonic clock, which the hosts of a
 test share. In JOB_FOLDER/alive each worker updates the time at which it last ran.
@@ -19,6 +20,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 FOLDER = Path(os.environ["JOB_FOLDER"])
@@ -78,12 +81,15 @@ def beating() -> None:
         time.sleep(STEP_S)
 
 
-def wrapped() -> None:
+def wrapped(replace: bool = False) -> None:
     """Record each call of a function with in-process restart, until a command to end."""
+    import regrow
     from regrow.inprocess import CallWrapper, Wrapper
 
-    @Wrapper()
+    @Wrapper(replace=replace)
     def train(call: CallWrapper) -> None:
+        if replace:
+            regrow.step(call.iteration)
         note(f"iteration {call.iteration}")
         while not (FOLDER / "finish").exists():
             if asked_to_fail():
@@ -150,5 +156,12 @@ if "STAYS" in os.environ:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 note("started")
 threading.Thread(target=keep_alive, daemon=True).start()
-{"gloo": gloo, "plain": plain, "beating": beating, "wrapped": wrapped}[sys.argv[1]]()
+MODES: dict[str, Callable[[], None]] = {
+    "gloo": gloo,
+    "plain": plain,
+    "beating": beating,
+    "wrapped": wrapped,
+    "replaced": partial(wrapped, replace=True),
+}
+MODES[sys.argv[1]]()
 note("finished")

@@ -121,7 +121,8 @@ class WorkerReports:
         """Clear the slot of a worker that has ended, for the process that replaces it."""
         with self._lock:
             if not self._memory.closed:
-                SLOT.pack_into(self._memory, local_rank * SLOT.size, 0, 0.0, 0, 0.0, 0)
+                blank = 0, 0.0, 0, 0.0, OWES_RESULT
+                SLOT.pack_into(self._memory, local_rank * SLOT.size, *blank)
         self._first_steps.discard(local_rank)
 
     def _restarter_state(self, local_rank: int) -> int:

@@ -102,6 +102,7 @@ class Replacements(Feature):
         self._refusals: dict[int, str] = {}  # why the place of a local rank is given up
         self._is_stopping = False
         self._threads: list[threading.Thread] = []
+        self._spending = threading.Lock()  # each restart has a number of its own
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class."""
@@ -246,7 +247,8 @@ class Replacements(Feature):
         job = self._job
         limit = job.group.spec.max_restarts
         try:
-            failures = job.handler.spend_restart()
+            with self._spending:
+                failures = job.handler.spend_restart()
         except RendezvousError as error:
             return str(error)
         if failures is None:
