@@ -213,6 +213,17 @@ def test_a_rank_is_replaced_however_it_ends(start: Start, how: str, code: int | 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("how", ["stop", "hold"])
+def test_the_monitor_also_ends_a_replacement_that_hangs(start: Start, how: str) -> None:
+    training = start("--max-restarts=2", acts=[Act(1, 1, "function", -1, how)])
+    training.kill(training.await_all(), 1)
+    after = training.await_all(rank_1=2)
+    same_ranks(after)
+    assert training.finish() == 0, training.job.output
+    all_returned(training, rank_1=2)
+
+
+@pytest.mark.thorough
 def test_a_rank_that_fails_its_health_check_is_replaced(start: Start) -> None:
     """The health check after a fault of another rank fails on rank 1."""
     training = start("--max-restarts=2", acts=[Act(1, 0, "check after a fault", -1, "unhealthy")])
