@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.jobs.replacing import SIZE, Act, Call, Launch, Training
+from helpers.jobs.replacing import SCRIPT, SIZE, Act, Call, Launch, Training
 from helpers.processes import children_of, state_of, wait_until
 
 NO_RESTARTS = "no restarts are left (--max-restarts)"
@@ -213,6 +213,17 @@ def test_a_rank_is_replaced_however_it_ends(start: Start, how: str, code: int | 
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("how", ["stop", "hold"])
+def test_the_monitor_also_ends_a_replacement_that_hangs(start: Start, how: str) -> None:
+    training = start("--max-restarts=2", acts=[Act(1, 1, "function", -1, how)])
+    training.kill(training.await_all(), 1)
+    after = training.await_all(rank_1=2)
+    same_ranks(after)
+    assert training.finish() == 0, training.job.output
+    all_returned(training, rank_1=2)
+
+
+@pytest.mark.thorough
 def test_a_rank_that_fails_its_health_check_is_replaced(start: Start) -> None:
     """The health check after a fault of another rank fails on rank 1."""
     training = start("--max-restarts=2", acts=[Act(1, 0, "check after a fault", -1, "unhealthy")])
@@ -247,6 +258,18 @@ def test_a_rank_that_dies_in_the_second_call_is_replaced_in_that_call(
     after = training.await_all(rank_2=1)
     same_ranks(after)
     assert after[2].joined
+    assert training.finish() == 0, training.job.output
+    all_returned(training, rank_2=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("flags", [[], ["--heartbeat=0.5"]])
+def test_a_rank_whose_script_starts_a_heartbeat_is_replaced(start: Start, flags: list[str]) -> None:
+    """The heartbeat of the others ends with the loss; the replacement does not wait for them."""
+    script = "from regrow import heartbeat\nheartbeat.start(0.5, start_timeout=20)\n" + SCRIPT
+    training = start("--max-restarts=1", *flags, script=script)
+    training.kill(training.await_all(), 2)
+    training.await_all(rank_2=1)
     assert training.finish() == 0, training.job.output
     all_returned(training, rank_2=1)
 

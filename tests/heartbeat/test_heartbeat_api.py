@@ -521,3 +521,15 @@ def test_a_worker_that_leaves_during_its_first_beat_notifies_the_others() -> Non
     beater.leave()
     assert not beater.alive
     assert [beat.leaving for beat in meeting.received] == [True, True]
+
+
+def test_a_process_that_replaces_another_one_takes_no_part_in_the_running_heartbeat(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(board.INCARNATION_ENV, "1")
+    event = heartbeat.start(60, rank=0, world_size=2, start_timeout=0.1)
+    assert event.is_set(), "as after the end of the heartbeat"
+    assert heartbeat.progress() == []
+    assert "it sends no heartbeat" in caplog.text
+    with pytest.raises(ValueError, match="period"):
+        heartbeat.start(-1, rank=0, world_size=2)

@@ -91,6 +91,10 @@ def start(
     The call waits for the other workers only if `start_timeout` is given. If another worker has
     left by then, the heartbeat has ended. The call still logs a warning and returns that event.
 
+    All workers begin together, so a process that replaces another one cannot take part
+    (`inprocess.Wrapper(replace=True)`). The call then logs a warning and returns an event that is
+    set.
+
     When the program ends, the worker leaves, and the other workers stop their heartbeats without an
     error. If the program ends with an exception other than SystemExit, the worker does not leave,
     so the other workers detect the failure.
@@ -147,6 +151,15 @@ def start(
         stall_is_fatal=on_stall == "fatal",
     )
     _check(plan, on_stall)
+    if _replaces_another():
+        logger.warning(
+            "heartbeat of rank %s: this process replaces another one while the heartbeat of the"
+            " other workers runs or has ended, so it sends no heartbeat",
+            rank,
+        )
+        over = threading.Event()
+        over.set()
+        return over
     beater = _begin(plan, exchange, store, on_failure)
     if beater.plan.patient and start_timeout is not None:
         beater.meet(start_timeout)
@@ -196,18 +209,24 @@ def step(n: int, phase: str | None = None) -> None:
 def progress() -> list[WorkerProgress]:
     """Return the progress of every worker at its last beat, by rank.
 
-    The list is empty after the heartbeat has ended.
+    The list is empty after the heartbeat has ended, and in a process that replaces another one.
 
     Raises:
         RuntimeError: no heartbeat was started in this process.
         StoreError: the store is not reachable.
     """
+    if running is None and _replaces_another():
+        return []
     if running is None:
         raise RuntimeError(
             "no heartbeat was started in this process: call regrow.heartbeat.start first"
         )
     beater = running.beater
     return beater.meeting.table(beater.plan.timeout) if beater.alive else []
+
+
+def _replaces_another() -> bool:
+    return int(os.environ.get(board.INCARNATION_ENV) or 0) > 0
 
 
 def _begin(
