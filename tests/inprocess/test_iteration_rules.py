@@ -120,6 +120,7 @@ def test_a_repeated_message_changes_nothing(history: list[Any]) -> None:
     group, now = joined(), 0.0
     for kind, rank, off, number, passes in history:
         now += passes
+        group = step(group, Tick(), now)  # as the service does before the next message
         iteration = group.iteration + off
         group = apply(group, kind, rank, iteration, number, now)
         if kind != "ready" and kind not in TOGETHER:  # of the next iteration
