@@ -17,13 +17,13 @@ from regrow._progress import IN_RESTARTER, MAY_BE_REPLACED, NOT_IN_RESTARTER
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features.progress import WorkerReports, WorkerSteps
-from regrow.agent.features.replacements import Place, Replacements, ends_attempt, may_replace
+from regrow.agent.features.replacements import EndedWorker, Replacements, ends_attempt, may_replace
 from regrow.agent.job import Job
 from regrow.rendezvous import PushingRendezvousHandler, RendezvousError
 from regrow.workers import Guardian, PContext, WorkerChange
 from regrow.workers.errors import ProcessFailure
 
-MAY = Place(wanted=True, incarnation=0, stepped=False, restarts=1)
+MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ MAY = Place(wanted=True, incarnation=0, stepped=False, restarts=1)
         (MAY._replace(incarnation=1, wanted=False), "its wrapper does not ask for it"),
     ],
 )
-def test_whether_a_worker_may_be_replaced(place: Place, why: str) -> None:
+def test_whether_a_worker_may_be_replaced(place: EndedWorker, why: str) -> None:
     assert may_replace(place) == why
 
 
@@ -58,7 +58,7 @@ def test_whether_a_worker_may_be_replaced(place: Place, why: str) -> None:
         (MAY._replace(incarnation=1, wanted=False), False),
     ],
 )
-def test_whether_the_end_of_a_worker_ends_the_attempt(place: Place, ends: bool) -> None:
+def test_whether_the_end_of_a_worker_ends_the_attempt(place: EndedWorker, ends: bool) -> None:
     assert ends_attempt(place) == ends
 
 

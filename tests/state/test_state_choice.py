@@ -10,25 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.state import StateError
-from regrow.state.choice import DifferentParts, Plan, Report, choose
+from regrow.state.choice import DifferentParts, RecoveryPlan, RankReport, choose
 
 PARTS = (("model", "optim"), ("rng",))
 NO_PRIVATE = (("model", "optim"), ())
 PRINTS = {"model": "m", "optim": "o"}
 
-Situation = tuple[list[Report], list[list[int]]]
+Situation = tuple[list[RankReport], list[list[int]]]
 
 
-def clean(rank: int, step: int, *private: int) -> Report:
-    return Report(rank, False, step, True, PRINTS, PARTS, private or (step,))
+def clean(rank: int, step: int, *private: int) -> RankReport:
+    return RankReport(rank, False, step, True, PRINTS, PARTS, private or (step,))
 
 
-def dirty(rank: int, step: int, *private: int) -> Report:
-    return Report(rank, False, step, False, {}, PARTS, private)
+def dirty(rank: int, step: int, *private: int) -> RankReport:
+    return RankReport(rank, False, step, False, {}, PARTS, private)
 
 
-def new(rank: int, *private: int) -> Report:
-    return Report(rank, True, None, True, {}, PARTS, private)
+def new(rank: int, *private: int) -> RankReport:
+    return RankReport(rank, True, None, True, {}, PARTS, private)
 
 
 @st.composite
@@ -43,11 +43,11 @@ def situations(draw: st.DrawFn) -> Situation:
         is_clean = draw(st.booleans())
         kept = tuple(draw(st.sets(st.integers(0, 4), max_size=2)) | ({step} if step else set()))
         prints = PRINTS if is_clean and step is not None else {}
-        reports.append(Report(rank, step is None, step, is_clean, prints, names, kept))
+        reports.append(RankReport(rank, step is None, step, is_clean, prints, names, kept))
     return reports, groups
 
 
-def is_complete(step: int, reports: Sequence[Report], groups: Sequence[Sequence[int]]) -> bool:
+def is_complete(step: int, reports: Sequence[RankReport], groups: Sequence[Sequence[int]]) -> bool:
     held = {each.rank for each in reports if each.clean and each.step == step}
     return all(held & set(group) for group in groups) and all(
         step in each.private for each in reports if each.names[1]
@@ -125,18 +125,18 @@ def test_one_step_apart_is_never_a_loss_with_one_group_and_prepared_private_part
 
 
 def test_nothing_anywhere_calls_the_default_without_a_warning() -> None:
-    assert choose([new(0), new(1)], None) == Plan(None)
+    assert choose([new(0), new(1)], None) == RecoveryPlan(None)
 
 
 def test_a_dirty_rank_receives_the_step_that_the_others_have_completed() -> None:
     plan = choose([clean(0, 7), dirty(1, 6, 6, 7), new(2, 7)], None)
-    assert plan == Plan(7, ((0, 1), (0, 2)))  # type: ignore[arg-type]
+    assert plan == RecoveryPlan(7, ((0, 1), (0, 2)))  # type: ignore[arg-type]
 
 
 def test_ranks_that_are_a_step_ahead_go_back_if_only_the_older_step_is_complete() -> None:
     groups = [[0, 1], [2, 3]]
     reports = [clean(0, 7, 6, 7), clean(1, 6), clean(2, 6), new(3, 6)]
-    assert choose(reports, groups) == Plan(6, ((1, 0), (2, 3)))  # type: ignore[arg-type]
+    assert choose(reports, groups) == RecoveryPlan(6, ((1, 0), (2, 3)))  # type: ignore[arg-type]
 
 
 def test_a_private_part_that_was_not_kept_is_named() -> None:

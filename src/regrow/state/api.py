@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from regrow.state import tree
-from regrow.state.choice import DifferentParts, Groups, Plan, Report, StateError, choose
+from regrow.state.choice import DifferentParts, Groups, RecoveryPlan, RankReport, StateError, choose
 from regrow.state.parcel import Courier
 from regrow.state.parts import Part
 from regrow.state.private import MOST, PrivateMemory, pack, unpack
@@ -170,7 +170,8 @@ class State:
         """
         rank, store = self._begin(call)
         reports = [
-            _parse(each, Report, "report") for each in self._exchange(store, "report", rank, call)
+            _parse(each, RankReport, "report")
+            for each in self._exchange(store, "report", rank, call)
         ]
         try:
             plan = choose(reports, self._replicas)
@@ -202,13 +203,13 @@ class State:
             self._memory = PrivateMemory(self._number)
         return rank, PrefixStore(f"state/{self._number}/{number}", place.store)
 
-    def _report(self, rank: int, call: CallWrapper) -> Report:
+    def _report(self, rank: int, call: CallWrapper) -> RankReport:
         prints = {}
         if self._clean and self._step is not None:
             for part in self._replicated:
                 prints[part.name] = tree.fingerprint(part.flatten()[0], part.key)
         kept = () if self._memory is None else tuple(sorted(self._memory.read()))
-        return Report(
+        return RankReport(
             rank,
             call.joined,
             self._step,
@@ -270,7 +271,7 @@ class State:
             self._memory.clear(1)
         return step
 
-    def _transfer(self, plan: Plan, store: Store, rank: int) -> None:
+    def _transfer(self, plan: RecoveryPlan, store: Store, rank: int) -> None:
         mine = [each for each in plan.transfers if rank in each]
         if not mine:
             return

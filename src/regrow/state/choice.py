@@ -37,7 +37,7 @@ class DifferentParts(StateError):
         self.ranks = ranks
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank has when a recovery begins."""
 
     rank: int
@@ -63,7 +63,7 @@ class Transfer(NamedTuple):
     target: int
 
 
-class Plan(NamedTuple):
+class RecoveryPlan(NamedTuple):
     """The result of the rule."""
 
     step: int | None
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     """Why no step is complete; empty if a step was chosen, or no rank has committed a step."""
 
 
-def choose(reports: Sequence[Report], groups: Groups | None) -> Plan:
+def choose(reports: Sequence[RankReport], groups: Groups | None) -> RecoveryPlan:
     """Return the plan of a recovery.
 
     Args:
@@ -94,14 +94,14 @@ def choose(reports: Sequence[Report], groups: Groups | None) -> Plan:
     for step in sorted(steps, reverse=True):
         lacks = _lacks(step, reports, members)
         if not lacks:
-            return Plan(step, _transfers(step, members))
+            return RecoveryPlan(step, _transfers(step, members))
         reason = reason or lacks
     if not reason and any(each.step is not None for each in reports):
         reason = "every rank that had a state was interrupted within a commit"
-    return Plan(None, reason=reason)
+    return RecoveryPlan(None, reason=reason)
 
 
-def _check_names(reports: Sequence[Report]) -> None:
+def _check_names(reports: Sequence[RankReport]) -> None:
     first = reports[0]
     for each in reports:
         for kind, here, there in zip(("replicated", "private"), first.names, each.names):  # noqa: B905
@@ -112,11 +112,11 @@ def _check_names(reports: Sequence[Report]) -> None:
                 )
 
 
-def _members(reports: Sequence[Report], groups: Groups | None) -> list[list[Report]]:
+def _members(reports: Sequence[RankReport], groups: Groups | None) -> list[list[RankReport]]:
     if groups is None:
         return [list(reports)]
     group_of = {rank: number for number, group in enumerate(groups) for rank in group}
-    members: dict[int, list[Report]] = {}
+    members: dict[int, list[RankReport]] = {}
     for each in reports:
         if each.rank not in group_of:
             raise StateError(f"rank {each.rank} is in no group of replicas={list(groups)!r}")
@@ -124,11 +124,11 @@ def _members(reports: Sequence[Report], groups: Groups | None) -> list[list[Repo
     return list(members.values())
 
 
-def _holders(step: int, group: Sequence[Report]) -> list[Report]:
+def _holders(step: int, group: Sequence[RankReport]) -> list[RankReport]:
     return [each for each in group if each.clean and each.step == step]
 
 
-def _lacks(step: int, reports: Sequence[Report], members: list[list[Report]]) -> str:
+def _lacks(step: int, reports: Sequence[RankReport], members: list[list[RankReport]]) -> str:
     """Return what is missing for a step; empty if the step is complete."""
     for group in members:
         if not _holders(step, group):
@@ -140,7 +140,7 @@ def _lacks(step: int, reports: Sequence[Report], members: list[list[Report]]) ->
     return ""
 
 
-def _transfers(step: int, members: list[list[Report]]) -> tuple[Transfer, ...]:
+def _transfers(step: int, members: list[list[RankReport]]) -> tuple[Transfer, ...]:
     """Assign the receivers of each group to its holders in turns."""
     transfers = []
     for group in members:

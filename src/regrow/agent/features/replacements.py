@@ -45,8 +45,8 @@ REPORT_S = 10.0
 logger = get_logger(__name__)
 
 
-class Place(NamedTuple):
-    """What the agent knows about the place of a worker, when the worker ends."""
+class EndedWorker(NamedTuple):
+    """What the agent knows about a worker that has ended."""
 
     wanted: bool
     """Whether the wrapper of the worker has `replace=True`, and the rendezvous counts restarts."""
@@ -60,22 +60,22 @@ class Place(NamedTuple):
     """Whether the agent is leaving the job."""
 
 
-def may_replace(place: Place) -> str:
+def may_replace(worker: EndedWorker) -> str:
     """Return why a worker that has ended is not replaced; empty if it may be."""
-    if not place.wanted:
+    if not worker.wanted:
         return "its wrapper does not ask for it"
-    if place.leaving:
+    if worker.leaving:
         return "the job ends"
-    if place.incarnation and not place.stepped:
+    if worker.incarnation and not worker.stepped:
         return "it replaced another process, and ended before its first step (regrow.step)"
-    if place.restarts <= 0:
+    if worker.restarts <= 0:
         return "no restarts are left (--max-restarts)"
     return ""
 
 
-def ends_attempt(place: Place) -> bool:
+def ends_attempt(worker: EndedWorker) -> bool:
     """Return whether the end of a worker ends the attempt, even if its ranks could continue."""
-    return place.wanted and place.incarnation > 0 and not place.stepped
+    return worker.wanted and worker.incarnation > 0 and not worker.stepped
 
 
 class Replacements(Feature):
@@ -132,15 +132,15 @@ class Replacements(Feature):
 
     def vacates(self, local_rank: int) -> bool:
         """Return whether another process may take the place of a worker that has ended."""
-        return not may_replace(self._place(local_rank))
+        return not may_replace(self._ended(local_rank))
 
     def ends_attempt(self, local_rank: int) -> bool:
         """Return whether the end of a worker ends the attempt; see `ends_attempt`."""
-        return ends_attempt(self._place(local_rank))
+        return ends_attempt(self._ended(local_rank))
 
-    def _place(self, local_rank: int) -> Place:
+    def _ended(self, local_rank: int) -> EndedWorker:
         reports = self._reports()
-        return Place(
+        return EndedWorker(
             self._job.shared and reports is not None and reports.may_be_replaced(local_rank),
             self._incarnations.get(local_rank, 0),
             reports is not None and local_rank in reports.read(),
@@ -167,7 +167,7 @@ class Replacements(Feature):
             case "lost" | "exited" if change.kind == "lost" or change.status == 0:
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
-                    refused = self._refusals.get(local_rank) or may_replace(self._place(local_rank))
+                    refused = self._refusals.get(local_rank) or may_replace(self._ended(local_rank))
                     why = refused or "it ended with exit code 0"
                     self._start_thread(partial(self._report_not_replaced, local_rank, why))
 
