@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.state import StateError
-from regrow.state.choice import DifferentParts, RecoveryPlan, RankReport, choose
+from regrow.state.choice import DifferentParts, RankReport, RecoveryPlan, choose
 
 PARTS = (("model", "optim"), ("rng",))
 NO_PRIVATE = (("model", "optim"), ())

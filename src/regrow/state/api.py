@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from regrow.state import tree
-from regrow.state.choice import DifferentParts, Groups, RecoveryPlan, RankReport, StateError, choose
+from regrow.state.choice import DifferentParts, Groups, RankReport, RecoveryPlan, StateError, choose
 from regrow.state.parcel import Courier
 from regrow.state.parts import Part
 from regrow.state.private import MOST, PrivateMemory, pack, unpack
