@@ -149,14 +149,21 @@ def test_clean_removes_the_environments(project: Path) -> None:
 # --- .ci/run
 
 NEEDED = ("ip", "etcd", "etcdctl", "openssl", "cc", "slurmctld", "munged", "mpirun")
-EVERYTHING = ["lint", "docs", "test", "thorough", "training", "hosts", "schedulers"]
+EVERYTHING = sorted(["lint", "docs", "test", "thorough", "training", "hosts", "schedulers"])
 
 
-def check(project: Path) -> tuple[Ended, list[tuple[str, str]]]:
-    """Run `.ci/run`; return how it ended, and the Pythons and targets that it gave to make."""
+def check(project: Path, failing: str = "") -> tuple[Ended, list[tuple[str, str]]]:
+    """Run `.ci/run`; return how it ended, and the Pythons and targets that it gave to make.
+
+    Args:
+        project: its folder.
+        failing: a target with which make fails.
+    """
+    (project / "made").unlink(missing_ok=True)
     write_script(project / ".ci" / "run", (ROOT / ".ci" / "run").read_text())
     shutil.copy(ROOT / "pyproject.toml", project)
-    write_script(project / "bin" / "make", f'#!/bin/sh\necho "$*" >> {project}/made\n')
+    script = f'#!/bin/sh\necho "$*" >> {project}/made\ntest "$2" != "{failing}"\n'
+    write_script(project / "bin" / "make", script)
     for name in NEEDED:
         write_script(project / "bin" / name, "#!/bin/sh\n")
     for number in range(11, 20):  # those of this machine
@@ -175,16 +182,24 @@ def test_the_check_uses_the_oldest_and_the_newest_python_that_runs(project: Path
     play_python(project, newest, "3.13")
     ended, made = check(project)
     assert ended.code == 0, ended.output
-    assert [target for python, target in made if python == "python3"] == EVERYTHING
+    assert sorted(target for python, target in made if python == "python3") == EVERYTHING
     assert [target for python, target in made if python == newest] == ["lint", "test"]
     assert len(made) == len(EVERYTHING) + 2
+
+
+def test_a_stage_that_fails_beside_another_one_fails_the_check(project: Path) -> None:
+    play_python(project, "python3", "3.12")
+    for failing in ("schedulers", "training", "hosts"):
+        ended, made = check(project, failing)
+        assert ended.code == 1, ended.output
+        assert len(made) == len(EVERYTHING)
 
 
 def test_the_check_is_content_with_the_only_python(project: Path) -> None:
     play_python(project, "python3", "3.12")
     ended, made = check(project)
     assert ended.code == 0, ended.output
-    assert made == [("python3", target) for target in EVERYTHING]
+    assert sorted(made) == [("python3", target) for target in EVERYTHING]
     assert "no Python 3.11 on this machine: not tested" in ended.output
 
 
