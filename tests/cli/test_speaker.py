@@ -80,13 +80,15 @@ def test_node_rank_1_speaks_while_the_host_of_rank_0_is_lost() -> None:
 
 
 def test_the_lowest_rank_that_lives_speaks_when_no_further_round_forms() -> None:
-    def departed(*ranks: int) -> Event:
-        nodes = [{"node": f"10.0.0.{rank + 1}/7/a", "rank": rank, "why": "?"} for rank in ranks]
+    def departed(*ranks: int, why: str = "no heartbeat arrived for 4 s") -> Event:
+        nodes = [{"node": f"10.0.0.{rank + 1}/7/a", "rank": rank, "why": why} for rank in ranks]
         return event("round.departed", nodes=nodes)
 
     gone = lost("10.0.0.1/7/a"), departed(0, 1, 3)
     assert [speaks(5, met(rank), *gone) for rank in (2, 4)] == [True, False]
     assert not speaks(5, met(3), departed(1, 2)), "node rank 0 lives"
+    for why in ("it gave up", "its agent failed: it waited 8 s", "its agent got SIGTERM"):
+        assert not speaks(5, met(3), *gone, departed(2, why=why)), "node rank 2 prints it"
     assert not speaks(5, met(2), *gone, met(1, attempt=1)), "the next round has another rank 0"
 
 

@@ -59,6 +59,10 @@ ABOUT_THE_JOB = (
 DELAY = 10.0
 """Seconds of waiting before the agent prints a line about it."""
 
+_BY_ITSELF = ("it gave up", "its agent ")
+"""Begin the reasons of nodes that left by their own decision (`LeaveRound`): they waited too long
+for the others, got a signal, or failed."""
+
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
 
 EVENTFUL = frozenset(
@@ -87,8 +91,8 @@ class Speaker(NamedTuple):
     leader_serves: bool = False
     """Whether that host serves the rendezvous."""
     lost: frozenset[int] = frozenset()
-    """Node ranks of the hosts that were lost or have left since the round formed, as far as this
-    agent knows."""
+    """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
+    agent that has left by itself prints its own lines, and is not among them."""
 
     @property
     def speaks(self) -> bool:
@@ -129,8 +133,12 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
             if metadata.get("lost") and address == speaker.leader:
                 return speaker._replace(lost=speaker.lost | {0})
         case "regrow.round.departed":
-            ranks = {node["rank"] for node in metadata.get("nodes", ())}
-            return speaker._replace(lost=speaker.lost | ranks)
+            lost = (
+                node["rank"]
+                for node in metadata.get("nodes", ())
+                if not str(node["why"]).startswith(_BY_ITSELF)
+            )
+            return speaker._replace(lost=speaker.lost.union(lost))
         case "regrow.rendezvous.lost" if speaker.leader_serves:
             return speaker._replace(lost=speaker.lost | {0})
     return speaker
