@@ -149,7 +149,7 @@ def test_clean_removes_the_environments(project: Path) -> None:
 # --- .ci/run
 
 NEEDED = ("ip", "etcd", "etcdctl", "openssl", "cc", "slurmctld", "munged", "mpirun")
-EVERYTHING = sorted(["lint", "docs", "test", "thorough", "training", "hosts", "schedulers"])
+EVERYTHING = sorted(["lint", "docs", "test", "training", "hosts", "schedulers"])
 
 
 def check(project: Path, failing: str = "") -> tuple[Ended, list[tuple[str, str]]]:
