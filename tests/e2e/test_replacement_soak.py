@@ -17,7 +17,7 @@ SIZE = 8
 STAY = (0, 7)
 """Ranks that stay in their processes."""
 ROUNDS = 50
-"""Iterations at whose ends all other ranks are killed."""
+"""Number of iterations; at the end of each, all other ranks are killed."""
 FIRST_LOOK = 12
 """Iteration in which the test looks first. What is made once has been made by then."""
 GROWTH_KIB = 4096

@@ -1,6 +1,6 @@
 """Arrays as ranges of bytes: of numpy here, of torch in `torch_arrays`.
 
-Neither library is imported unless the state has an array of it.
+A library is imported only if the state has an array of this library.
 """
 
 from __future__ import annotations

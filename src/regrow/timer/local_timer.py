@@ -128,7 +128,7 @@ def _fault(item: object) -> str:
 
 
 class LocalTimerServer(TimerServer):
-    """Asks a worker whose timer expires for its stacks, and then kills it.
+    """Kills a worker when one of its timers expires; first it requests the stacks of the worker.
 
     Args:
         mp_queue: a `multiprocessing.Queue` that the workers have too, or a queue of a `Manager`.

@@ -26,7 +26,7 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 def call_in_thread(function: Callable[[], T], name: str) -> Future[T]:
     """Call a function in a daemon thread; return the future of its result or exception.
 
-    Python cannot end a thread. So a function whose caller no longer waits continues to run.
+    Python cannot end a thread. So a function continues to run after its caller has stopped waiting.
     """
     from concurrent.futures import Future
 
