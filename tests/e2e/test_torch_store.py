@@ -27,10 +27,13 @@ os.write(1, b"rank done\\n")
 """
 
 
-def job(*words: str | Path, ranks: int = 2) -> Ended:
+SHARED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+
+
+def job(*words: str | Path, ranks: int = 2, env: dict[str, str] | None = None) -> Ended:
     flags = ("--standalone", f"--nproc-per-node={ranks}")
     command = [sys.executable, "-m", "regrow.run", *flags, *words]
-    return run(command, env={"OMP_NUM_THREADS": "1"})
+    return run(command, env={"OMP_NUM_THREADS": "1", **(env or {})})
 
 
 @pytest.mark.training
@@ -40,6 +43,25 @@ def test_a_rank_that_uses_torchs_store_after_rank_0_fails_the_job() -> None:
     assert ended.output.count("rank done") == 1
     assert "rank 1 on host" in ended.output
     assert "DistNetworkError" in ended.output
+
+
+@pytest.mark.training
+def test_with_torchs_variable_the_store_outlives_rank_0_and_a_restart_gets_a_new_one() -> None:
+    ended = job(RANK, "late", "torch's", env=SHARED)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("rank done") == 2
+
+    ended = job("--max-restarts=1", RANK, "restarted", "torch's", env=SHARED)
+    assert ended.code == 0, ended.output
+    assert "the first attempt fails" in ended.output
+
+
+@pytest.mark.training
+def test_a_server_of_torchs_store_that_is_killed_costs_a_restart() -> None:
+    ended = job("--max-restarts=1", RANK, "killed", "torch's", env=SHARED)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("rank done") == 2
+    assert "was killed by SIGKILL during the attempt" in ended.output
 
 
 @pytest.mark.training

@@ -37,6 +37,7 @@ from regrow.agent.api import WorkerState as State
 from regrow.agent.attempt.attempt import Attempt
 from regrow.agent.attempt.environment import (
     HEALTH_CHECK_PORT_ENV,
+    SHARING_ENV,
     TORCHELASTIC_ENABLE_FILE_TIMER,
 )
 from regrow.agent.attempt.local import LocalWorkers
@@ -436,6 +437,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
             cores = len(os.sched_getaffinity(0))
             common.features.append(Templates(common, workers.guardian, preload, cores))
+        if os.environ.get(SHARING_ENV) == "0" and not spec.rdzv_handler.use_agent_store:
+            from regrow.agent.features.torch_store import TorchStores
+            from regrow.store import start_torch_server
+
+            common.features.append(TorchStores(common, start_torch_server))
         in_environment = os.environ.get(TORCHELASTIC_ENABLE_FILE_TIMER) == "1"
         self._regrow_timers: TimerReports | None = None
         if timers or in_environment or heartbeat is not None:

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from regrow.store.server.process import FOR_WORKERS, ServerProcess, import_paths, start_server
     from regrow.store.server.server import StoreServer
     from regrow.store.server.services import Answer, Service, within
+    from regrow.store.server.torch_server import start_torch_server
     from regrow.store.workers import (
         SERVICES,
         STORE_ENV,
@@ -141,6 +142,7 @@ __getattr__, __dir__ = lazily(
         "server.process": "FOR_WORKERS ServerProcess import_paths start_server",
         "server.server": "StoreServer",
         "server.services": "Answer Service within",
+        "server.torch_server": "start_torch_server",
         "client.service_client": "ServiceClient",
         "client.session": "ConnectionState",
         "protocol.sockets": (

@@ -1,6 +1,8 @@
 """A rank with a default group over torch's store, or the agent's; its arguments select a case.
 
 late STORE: rank 0 ends; then rank 1 uses the store, and creates a group over it.
+restarted STORE: rank 1 fails in the first attempt, after the group was used.
+killed STORE: rank 0 kills the process that serves the store in the first attempt.
 again STORE: all ranks create the default group three times, and groups within it.
 private PORT: all ranks create the default group at an address of their own.
 """
@@ -9,7 +11,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -52,6 +56,31 @@ def late(kind: str) -> None:
     dist.destroy_process_group()
 
 
+def restarted(kind: str) -> None:
+    store = make_group(kind)
+    add_up()
+    assert store.add("attempts", 1) <= WORLD_SIZE, "the store of an older attempt"
+    dist.barrier()
+    if RANK == 1 and os.environ["REGROW_ATTEMPT"] == "0":
+        raise RuntimeError("the first attempt fails")
+    dist.destroy_process_group()
+
+
+def killed(kind: str) -> None:
+    store = make_group(kind)
+    add_up()
+    if os.environ["REGROW_ATTEMPT"] == "0":
+        if RANK == 0:
+            guardian = Path(f"/proc/{os.getppid()}/stat").read_text()
+            agent = guardian.rpartition(")")[2].split()[1]
+            for children in Path(f"/proc/{agent}/task").glob("*/children"):
+                for pid in children.read_text().split():
+                    if b"torch_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        os.kill(int(pid), signal.SIGKILL)
+        store.get("never set")
+    dist.destroy_process_group()
+
+
 def again(kind: str) -> None:
     for turn in range(3):
         make_group(kind, str(turn))
@@ -68,5 +97,6 @@ def private(port: str) -> None:
 
 
 if __name__ == "__main__":
-    {"late": late, "again": again, "private": private}[sys.argv[1]](*sys.argv[2:])
+    cases = {c.__name__: c for c in (late, restarted, killed, again, private)}
+    cases[sys.argv[1]](*sys.argv[2:])
     os.write(1, b"rank done\n")

@@ -22,6 +22,9 @@ FENCING_TOKEN_ENV = "REGROW_FENCING_TOKEN"
 HEALTH_CHECK_PORT_ENV = "TORCHELASTIC_HEALTH_CHECK_PORT"
 TORCHELASTIC_ENABLE_FILE_TIMER = "TORCHELASTIC_ENABLE_FILE_TIMER"
 TORCHELASTIC_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
+USE_AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
+SHARING_ENV = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torch's variable: with 1, worker rank 0 serves torch's store, and with 0, an agent does."""
 ASYNC_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 
 logger = get_logger(__name__)
@@ -58,7 +61,7 @@ def worker_environment(job: Job, worker: Worker, outer: Mapping[str, str]) -> di
         "TORCHELASTIC_RESTART_COUNT": str(job.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
+        USE_AGENT_STORE_ENV: str(spec.rdzv_handler.use_agent_store),
         ATTEMPT_ENV: str(job.attempt),
         **group.store_environment,
     }
