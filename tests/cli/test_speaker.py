@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from regrow.cli.exit_codes import outcome
+from regrow.cli.screen import reachable
 from regrow.cli.screen.console import Console, Speaker, advance
 from regrow.events import Event, EventSource
 from regrow.rendezvous import RendezvousConnectionError
@@ -44,6 +45,7 @@ def met(rank: int, *, attempt: int = 0, serves: bool = True) -> Event:
         group_rank=rank,
         leader="10.0.0.1",
         leader_serves=serves,
+        successors=["10.0.0.2", "10.0.0.3", "10.0.0.4"],
         attempt=attempt,
     )
 
@@ -52,11 +54,15 @@ def lost(node: str, name: str = "round.ended") -> Event:
     return event(name, node=node, why="silence", lost=True)
 
 
-def speaks(started_as: int | None, *events: Event) -> bool:
+def after(started_as: int | None, *events: Event) -> Speaker:
     speaker = Speaker(started_as)
     for each in events:
         speaker = advance(speaker, each.name, each.metadata)
-    return speaker.speaks
+    return speaker
+
+
+def speaks(started_as: int | None, *events: Event) -> bool:
+    return after(started_as, *events).speaks
 
 
 def test_an_agent_with_an_output_of_its_own_always_speaks() -> None:
@@ -99,6 +105,38 @@ def test_node_rank_1_speaks_when_the_place_to_meet_is_lost_with_the_host_of_rank
     cut_off = event("rendezvous.lost", why="nobody answers")
     assert speaks(1, met(1, serves=serves), cut_off) is serves
     assert speaks(0, met(0, serves=serves), cut_off)
+
+
+def test_a_successor_asks_the_hosts_before_it_when_nobody_else_can_tell() -> None:
+    cut_off = event("rendezvous.lost", why="nobody answers")
+
+    def unheard(rank: int, *events: Event) -> dict[int, str]:
+        return after(0, met(rank), *events).unheard()
+
+    assert unheard(2, cut_off) == {1: "10.0.0.2"}
+    assert unheard(3, cut_off) == {1: "10.0.0.2", 2: "10.0.0.3"}
+    nodes = [{"node": "10.0.0.2/7/a", "rank": 1, "why": "no heartbeat"}]
+    assert unheard(3, event("round.departed", nodes=nodes), cut_off) == {2: "10.0.0.3"}
+    assert unheard(4, cut_off) == {}, "a thousand agents do not ask a thousand hosts"
+    assert unheard(1, cut_off) == unheard(0, cut_off) == unheard(2) == {}
+    assert unheard(2, cut_off, met(2, attempt=1)) == {}, "there is a rendezvous again"
+
+
+@pytest.mark.parametrize("silent", [{"10.0.0.2"}, set[str]()])
+def test_it_prints_the_story_if_none_of_these_hosts_answers(
+    silent: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachable, "is_silent", lambda address, seconds: address in silent)
+    error = RendezvousConnectionError("the rendezvous 'job' cannot be reached")
+    cut_off = event("rendezvous.lost", why="silence")
+    for rank, prints in ((2, bool(silent)), (3, False)):
+        _, end = printed(rank, STARTED, met(rank), cut_off, FINISHED, error=error)
+        assert ("job job FAILED" in end) is prints, (rank, end)
+
+
+def test_the_kernel_of_a_host_answers_also_where_no_program_listens() -> None:
+    assert not reachable.is_silent("127.0.0.1", 5.0)
+    assert not reachable.is_silent("node7", 5.0), "a name is not looked up"
 
 
 # --- output

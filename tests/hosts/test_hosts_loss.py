@@ -267,22 +267,37 @@ def test_below_the_least_number_of_nodes_the_job_waits_for_one_to_return(
     job.finish(agents[0], agents[2], returned)
 
 
+@pytest.mark.parametrize(
+    ("served_by", "lost", "evidence"),
+    [
+        ("etcd", (0, 1), "node rank 1 ({}): no heartbeat"),
+        ("server", (0, 1), "cannot be reached"),
+        ("server", (0,), "cannot be reached"),
+    ],
+)
 def test_the_lowest_node_rank_that_lives_prints_the_story_for_all(
-    prepare: Callable[..., Job], hosts: list[Host]
+    prepare: Callable[..., Job],
+    hosts: list[Host],
+    served_by: str,
+    lost: tuple[int, ...],
+    evidence: str,
 ) -> None:
-    job = prepare("etcd", nodes="4:4", conf="last_call_timeout=1,join_timeout=8")
+    job = prepare(served_by, nodes="4:4", conf="last_call_timeout=1,join_timeout=8")
     for number, host in enumerate(hosts):  # as srun starts them
         task = {"SLURM_PROCID": f"{number}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
         size = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4"}
         job.agent(host, env={**task, **size, "SLURM_STEP_NODELIST": "node[1-4]"})
     world = job.world(4)
     by_rank = {world.hosts.index(agent.host.name): agent for agent in job.agents}
-    by_rank[0].host.lose_power()
-    by_rank[1].host.lose_power()
-    assert [by_rank[rank].finish() for rank in (2, 3)] == [75, 75], job
-    story = f"node rank 1 ({by_rank[1].host.addr}): no heartbeat"
-    assert [story in by_rank[rank].output for rank in (2, 3)] == [True, False], job
-    assert by_rank[3].output.count("logs and events in") == 1, job
+    for rank in lost:
+        by_rank[rank].host.lose_power()
+    first, *others = [by_rank[rank] for rank in range(len(lost), 4)]
+    assert [agent.finish() for agent in (first, *others)] == [75] * (4 - len(lost)), job
+    assert evidence.format(by_rank[1].host.addr) in first.output, job
+    assert "regrow: job job (" in first.output, job
+    for other in others:
+        assert "regrow: job job (" not in other.output, job
+        assert other.output.count("logs and events in") == 1, job
 
 
 def test_with_etcd_the_loss_of_a_member_costs_nothing_and_the_next_loss_is_healed(

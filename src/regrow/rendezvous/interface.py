@@ -85,6 +85,8 @@ class RendezvousInfo:
     departed: tuple[Departed, ...] = field(default=(), repr=False)
     """The nodes of the previous round that are lost or have left, with their ranks in that
     round."""
+    successors: tuple[str, ...] = field(default=(), repr=False)
+    """Addresses of the first node ranks after 0, at most three."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
@@ -102,6 +104,7 @@ def info_of(seated: Seated, run_id: str, store: Store) -> RendezvousInfo:
         seated.round,
         seated.failures,
         seated.departed,
+        seated.successors,
     )
 
 

@@ -351,6 +351,7 @@ class Attempt:
             world_size=assigned[0].world_size,
             leader=addr,
             leader_serves=job.handler.is_served_by(addr),
+            successors=list(info.successors),
             duration_s=monotonic() - start,
         )
         return True

@@ -15,7 +15,9 @@ once, after the report. This holds for regrow's command line and for a user's pr
 **The agent that prints for the job.** `srun` and `mpirun` show the lines of all agents in one
 terminal or file. Lines about the whole job (the limits at the start, the story at the end) appear
 there once. The agent of node rank 0 prints them. After the loss of hosts, the agent with the lowest
-node rank among the others prints them until the next round has formed. Every other agent that ends
+node rank among the others prints them until the next round has formed. If the rendezvous was on a
+lost host, nobody reports further losses; the first successors then ask each lower rank's kernel
+whether its host is there. Every other agent that ends
 with an error prints one line with the directory of its logs. Each agent prints the lines about its
 own host, such as a worker that failed or was stopped there. An agent with an output of its own (its
 user's terminal, a pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of
@@ -58,6 +60,8 @@ ABOUT_THE_JOB = (
 """Prefixes of the names of loggers that emit the same warnings in all agents at the same time."""
 DELAY = 10.0
 """Seconds of waiting before the agent prints a line about it."""
+ANSWER_S = 1.0
+"""Seconds that another host has to answer, at the end of a job that lost its rendezvous."""
 
 _BY_ITSELF = ("it gave up", "its agent ")
 """Begin the reasons of nodes that left by their own decision (`LeaveRound`): they waited too long
@@ -90,6 +94,11 @@ class Speaker(NamedTuple):
     """Address of node rank 0 in that round."""
     leader_serves: bool = False
     """Whether that host serves the rendezvous."""
+    successors: tuple[str, ...] = ()
+    """Addresses of the first node ranks after 0."""
+    is_alone: bool = False
+    """Whether the rendezvous is lost with the host of node rank 0, so that nobody reports further
+    losses to this agent."""
     lost: frozenset[int] = frozenset()
     """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
     agent that has left by itself prints its own lines, and is not among them."""
@@ -102,6 +111,19 @@ class Speaker(NamedTuple):
         if self.rank is None:
             return self.started_as == 0
         return self.lost.issuperset(range(self.rank))
+
+    def unheard(self) -> dict[int, str]:
+        """Return the addresses of lower node ranks that may be lost although nobody reports it.
+
+        Returns:
+            Addresses by node rank. Only the successors ask for others, so that a large job does not
+            end with many connections.
+        """
+        own = self.rank or 0
+        if not self.is_alone or own > len(self.successors):
+            return {}
+        successors = enumerate(self.successors, 1)
+        return {rank: at for rank, at in successors if rank < own and rank not in self.lost}
 
     @property
     def prints_waits(self) -> bool:
@@ -126,6 +148,8 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
                 rank=metadata.get("group_rank"),
                 leader=str(metadata.get("leader", "")),
                 leader_serves=bool(metadata.get("leader_serves")),
+                successors=tuple(metadata.get("successors", ())),
+                is_alone=False,
                 lost=frozenset(),
             )
         case "regrow.round.ended" | "regrow.round.judged" | "regrow.rendezvous.closed":
@@ -140,7 +164,7 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
             )
             return speaker._replace(lost=speaker.lost.union(lost))
         case "regrow.rendezvous.lost" if speaker.leader_serves:
-            return speaker._replace(lost=speaker.lost | {0})
+            return speaker._replace(lost=speaker.lost | {0}, is_alone=True)
     return speaker
 
 
@@ -272,7 +296,7 @@ class Console:
         logs = ""
         if self._log_dir and self._log_dir != os.devnull:
             logs = f"logs and events in {self._log_dir}"
-        if not self._speaker.speaks:
+        if not self._speaks_at_end():
             if error is not None:
                 setattr(error, BRIEF, logs)
             return
@@ -285,6 +309,16 @@ class Console:
             error.add_note(text)
         else:
             say(self._stream, text)
+
+    def _speaks_at_end(self) -> bool:
+        """Return whether this agent prints the story; ask lower ranks if nobody else knows them."""
+        speaker = self._speaker
+        if speaker.speaks or not speaker.unheard():
+            return speaker.speaks
+        from regrow.cli.screen.reachable import is_silent
+
+        silent = {rank for rank, where in speaker.unheard().items() if is_silent(where, ANSWER_S)}
+        return speaker._replace(lost=speaker.lost | silent).speaks
 
     def _story(self) -> str:
         if not self._eventful:

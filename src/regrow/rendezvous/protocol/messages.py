@@ -149,6 +149,10 @@ def subject(event: Event) -> str:
 # --- statuses of nodes, and notifications
 
 
+SUCCESSORS = 3
+"""How many ranks may act for rank 0 when its host is lost."""
+
+
 class Departed(NamedTuple):
     """A member of the previous round that is not in this round."""
 
@@ -177,6 +181,8 @@ class Seated(NamedTuple):
     """How many worker failures the job had been charged with when the round began."""
     departed: tuple[Departed, ...] = ()
     """Members of the previous round that are lost or have left, by their ranks in that round."""
+    successors: tuple[str, ...] = ()
+    """Addresses of the ranks from 1 on, at most `SUCCESSORS`: the first that act for rank 0."""
 
 
 class Placed(NamedTuple):

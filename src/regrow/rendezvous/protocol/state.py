@@ -16,6 +16,7 @@ from zlib import crc32
 from msgspec import Meta, Struct, field
 
 from regrow.rendezvous.protocol.messages import (
+    SUCCESSORS,
     Departed,
     Judged,
     Node,
@@ -95,11 +96,14 @@ class Round(Struct, frozen=True):
 def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClosed | None:
     """Return the status of a node; None if the state does not contain the node."""
     if id in state.ranks and id not in state.gone:
-        leader = state.members[next(iter(state.ranks))]
+        leader, *others = [state.members[id] for id in islice(state.ranks, SUCCESSORS + 1)]
         rank, world_size = state.ranks[id], len(state.ranks)
         where = leader.addr, state.digest, leader.port
         failures = _failures_before(state)
-        return Seated(id, state.number, rank, world_size, *where, failures, departed(state))
+        successors = tuple(node.addr for node in others)
+        return Seated(
+            id, state.number, rank, world_size, *where, failures, departed(state), successors
+        )
     if id in state.awaited:
         # A node stops its workers when its round is over; its next join is then refused.
         return state.closed if state.closed and state.closed.report else state.ended
