@@ -9,6 +9,7 @@
 #   make schedulers  the documented jobs under a real Slurm and Open MPI, as root; some minutes
 #   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
+#   make demo-replace  a training that replaces two killed processes, one by one
 #   make clean     remove what the targets made
 #
 # `make test PYTHON=python3.13` runs a target with another Python, in an environment of its own.
@@ -39,7 +40,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts schedulers training demo lint docs bench simulate repeat clean check-python
+.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench simulate repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -61,6 +62,9 @@ training: $(DEV)/.installed
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py
+
+demo-replace: $(DEMO)/.installed
+	$(DEMO)/bin/python examples/demo_replace.py
 
 lint: $(DEV)/.installed
 	$(DEV)/bin/python -m ruff check .

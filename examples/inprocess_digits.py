@@ -2,7 +2,8 @@
 
 This is the training of train_digits.py, with its loop in a function. When a rank fails,
 `regrow.inprocess.Wrapper` calls the function again in the remaining processes. They do not import,
-load or read anything again. The training needs no checkpoint as long as one rank is left:
+load or read anything again. After a fault, ranks may differ by a step; `regrow.State` brings all to
+the last complete one. The training needs no checkpoint as long as one rank is left:
 
     regrow run --standalone --nproc-per-node 3 examples/inprocess_digits.py
 
@@ -25,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from train_digits import SEED, accuracy, digits, network  # type: ignore[import-not-found]
 
+import regrow
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.inprocess.initialize import RetryController
 from regrow.store import worker_store
@@ -39,39 +41,24 @@ class Training:
         self.train_set, self.test_set = digits()
         self.net = network()
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=args.lr)
-        self.steps_done = 0
+        self.state = regrow.State({"net": self.net, "optimizer": self.optimizer})
         self.initial_rank = int(os.environ["RANK"])  # a restart may assign another rank
         self.failed = False
         self.store = TorchStore(worker_store())
 
-    def agree(self, call: CallWrapper) -> None:
-        """Copy the state of the most advanced rank; after a fault, ranks may differ by a step."""
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        done = torch.zeros(world_size, dtype=torch.int64)
-        done[rank] = self.steps_done
-        dist.all_reduce(done)
-        source = int(done.argmax())
-        state = [self.net.state_dict(), self.optimizer.state_dict()] if rank == source else [{}, {}]
-        dist.broadcast_object_list(state, src=source)
-        with call.atomic():
-            self.net.load_state_dict(state[0])
-            self.optimizer.load_state_dict(state[1])
-            self.steps_done = int(done[source])
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        """Yield the image indices of each remaining step; the same on all ranks."""
+    def batches(self, done: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each step after `done`, and its image indices; the same on all ranks."""
         step = 0
         for epoch in range(self.args.epochs):
             order = torch.Generator().manual_seed(SEED + epoch)
             shuffled = torch.randperm(len(self.train_set), generator=order)
             for batch in shuffled.split(self.args.batch_size):
                 step += 1
-                if step > self.steps_done:
-                    yield batch
+                if step > done:
+                    yield step, batch
 
-    def fail(self) -> None:
+    def fail(self, step: int) -> None:
         """Kill rank 0 at one step, and raise on rank 1 at a later step."""
-        step = self.steps_done + 1
         if step == self.args.kill_at and self.initial_rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == self.args.fail_at and self.initial_rank == 1 and not self.failed:
@@ -81,24 +68,23 @@ class Training:
 
 @Wrapper(initialize=RetryController(max_iterations=10))
 def train(training: Training, call: CallWrapper) -> None:
-    """Train from the last completed step; called again after each fault."""
+    """Train from the last complete step; called again after each fault."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = dist.PrefixStore(f"gloo/{call.iteration}", training.store)
     dist.init_process_group("gloo", store=keys, rank=rank, world_size=world_size)
-    training.agree(call)
+    done = training.state.recover(call, default=lambda: 0)
     if rank == 0:
-        print(f"{world_size} ranks go on after step {training.steps_done}", flush=True)
+        print(f"{world_size} ranks continue after step {done}", flush=True)
     model = DistributedDataParallel(training.net)
     loss_of = nn.CrossEntropyLoss(reduction="sum")
-    for batch in training.batches():
+    for step, batch in training.batches(done):
         images, labels = training.train_set[batch[rank::world_size]]
         training.optimizer.zero_grad()
         loss = loss_of(model(images), labels) * world_size / len(batch)  # DDP takes the mean
-        training.fail()
+        training.fail(step)
         loss.backward()
-        with call.atomic():  # both or none, at any time that another rank fails
+        with training.state.commit(step):  # all or nothing, at any time that another rank fails
             training.optimizer.step()
-            training.steps_done += 1
     right = accuracy(training.net, training.test_set, rank, world_size)
     if rank == 0:
         print(f"final test accuracy {right:.4f}", flush=True)

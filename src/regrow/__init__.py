@@ -53,10 +53,15 @@ def _arm() -> None:
 def _start_worker() -> None:
     """Do what a worker needs at its first import of this package.
 
-    A worker that was forked from a template calls it, if the template had imported the package.
+    A worker that started from a template or a standby calls it, if the package was imported there.
     """
     _arm()
     _begin_heartbeat()  # last, because it starts a thread that imports modules of this package
 
 
-_start_worker()
+if os.environ.get("REGROW_STANDBY"):
+    from regrow import _standby
+
+    _standby.begin()
+else:
+    _start_worker()

@@ -137,6 +137,12 @@ def _own() -> _Reporter | None:
     return _reporter
 
 
+def reopen() -> None:
+    """Look for the agent again, because this process has become a worker (`_standby`)."""
+    global _opened
+    _opened = False
+
+
 def step(n: int) -> None:
     """Report that training step `n` is done, so the job's report can show what a failure cost.
 

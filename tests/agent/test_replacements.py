@@ -116,9 +116,9 @@ class Context:
         self.calls.put(("replace", local_rank, dict(env)))
         return self.vacant
 
-    def forked(self) -> set[int]:
+    def sources(self) -> dict[int, str]:
         """See `PContext`."""
-        return {1}
+        return {1: "template"}
 
     def give_up(self, local_rank: int) -> bool:
         """See `PContext`."""

@@ -12,10 +12,10 @@ import pytest
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
 from regrow.agent import WorkerGroup, WorkerSpec
-from regrow.agent.features.templates import Templates, command_of
+from regrow.agent.features.templates import DelayedStart, Templates, command_of
 from regrow.agent.job import Job
 from regrow.rendezvous.foreign import adapted
-from regrow.workers.guardian.events import TemplateChanged
+from regrow.workers.guardian.events import HelperChanged
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class FakeGuardian:
     """Records the requested templates."""
 
     def __init__(self) -> None:
-        self.on_template: Callable[[TemplateChanged], None] = lambda changed: None
+        self.on_template: Callable[[HelperChanged], None] = lambda changed: None
         self.has_template = False
         self.preloaded: list[tuple[Any, ...]] = []
         self.begun = threading.Event()
@@ -64,7 +64,7 @@ class Attempts:
         job.recorder.emit = lambda name, **more: self.events.append((name, more))  # type: ignore[method-assign]
         self.guardian, self._inbox = FakeGuardian(), inbox
         self.expects = entrypoint == "python" and cores > 2
-        self.feature = Templates(job, cast(Any, self.guardian), ["torch"], cores)
+        self.feature = Templates(job, cast(Any, self.guardian), ["torch"], DelayedStart(cores, 2))
 
     def start(self) -> int:
         """Start an attempt; return how many templates have been started so far."""
@@ -80,7 +80,7 @@ class Attempts:
         if kind in ("gone", "unfit"):
             self.guardian.has_template = False
             self.expects = kind == "gone"
-        self.guardian.on_template(TemplateChanged(kind, 7, 5, why, 2.0))
+        self.guardian.on_template(HelperChanged("template", kind, 7, 5, why, 2.0))
         self._inbox.get(timeout=1)()
 
 

@@ -40,10 +40,10 @@ def test_a_training_that_loses_a_rank_and_a_step_ends_as_accurate_as_one_that_do
 ) -> None:
     undisturbed = by_agent(tmp_path / "undisturbed", *WITHOUT_FAULTS)
     disturbed = by_agent(tmp_path / "disturbed")
-    assert re.findall(r"\d ranks go on after step \d+", disturbed) == [
-        "3 ranks go on after step 0",
-        "2 ranks go on after step 99",
-        "2 ranks go on after step 199",
+    assert re.findall(r"\d ranks continue after step \d+", disturbed) == [
+        "3 ranks continue after step 0",
+        "2 ranks continue after step 99",
+        "2 ranks continue after step 199",
     ]
     # Sums in another order are rounded differently, which is worth an image or two of 359.
     assert accuracy(disturbed) == pytest.approx(accuracy(undisturbed), abs=0.01)

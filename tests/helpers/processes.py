@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from regrow.workers.guardian import procfs
-from regrow.workers.guardian.events import GuardianEvent, TemplateChanged
+from regrow.workers.guardian.events import GuardianEvent, HelperChanged
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -100,10 +100,10 @@ class EventQueue:
     """A listener that queues its events until the test reads them."""
 
     def __init__(self) -> None:
-        self._events: queue.SimpleQueue[GuardianEvent | TemplateChanged] = queue.SimpleQueue()
-        self.all: list[GuardianEvent | TemplateChanged] = []
+        self._events: queue.SimpleQueue[GuardianEvent | HelperChanged] = queue.SimpleQueue()
+        self.all: list[GuardianEvent | HelperChanged] = []
 
-    def __call__(self, event: GuardianEvent | TemplateChanged) -> None:
+    def __call__(self, event: GuardianEvent | HelperChanged) -> None:
         self._events.put(event)
 
     def next(self, kind: type[E]) -> E:

@@ -15,7 +15,7 @@ import pytest
 from helpers.processes import GROUP_SIGNALS, EventQueue, alive, children_of, ends, wait_until
 from regrow.workers import Guardian
 from regrow.workers.guardian.client import Place
-from regrow.workers.guardian.events import Exited, Gone, GuardianLost, Started, TemplateChanged
+from regrow.workers.guardian.events import Exited, Gone, GuardianLost, HelperChanged, Started
 
 SLOW = "regrow_tests_slow"
 """A module that shows whether a worker has imported it or found it imported."""
@@ -68,10 +68,10 @@ class Bench:
         path.write_text(text)
         self.command = [sys.executable, "-u", str(path)]
 
-    def preload(self, *modules: str) -> TemplateChanged:
+    def preload(self, *modules: str) -> HelperChanged:
         """Start the template; return its first change."""
         self.guardian.preload(modules or (SLOW, "numpy"), self.command, self.env)
-        return self.changes.next(TemplateChanged)
+        return self.changes.next(HelperChanged)
 
     def start(
         self, *arguments: str, env: Mapping[str, str] | None = None, output: int | None = None
@@ -89,10 +89,10 @@ class Bench:
         os.close(writer)
         with open(reader) as output:
             text = output.read()
-        forked, code = events.next(Started).forked, events.next(Exited).code
+        source, code = events.next(Started).source, events.next(Exited).code
         events.next(Gone)
         assert code is not None
-        return forked, code, text
+        return source == "template", code, text
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_worker_with_another_variable_of_a_library_starts_by_exec(bench: Bench
     bench.script("import os; print(os.environ.get('OMP_NUM_THREADS'))")
     bench.preload(SLOW)
     assert bench.run(env={**bench.env, "OMP_NUM_THREADS": "2"}) == (False, 0, "2\n")
-    assert "OMP_NUM_THREADS" in bench.changes.next(TemplateChanged).why
+    assert "OMP_NUM_THREADS" in bench.changes.next(HelperChanged).why
     assert bench.run(env={**bench.env, "RANK": "2"}) == (True, 0, "1\n")
 
 
@@ -217,7 +217,7 @@ def test_a_module_that_has_used_cuda_makes_workers_start_by_exec(bench: Bench) -
     bench.script("print('trained')")
     bench.preload("torch")
     assert bench.run() == (False, 0, "trained\n")
-    assert "CUDA" in bench.changes.next(TemplateChanged).why
+    assert "CUDA" in bench.changes.next(HelperChanged).why
 
 
 def test_a_stop_keeps_its_signal_when_a_later_one_shortens_its_grace(bench: Bench) -> None:
@@ -238,7 +238,7 @@ def test_another_program_starts_by_exec(bench: Bench) -> None:
     bench.preload(SLOW)
     bench.command[2:] = ["-c", "print('another')"]
     assert bench.run() == (False, 0, "another\n")
-    assert bench.changes.next(TemplateChanged).why == "a worker has another program"
+    assert bench.changes.next(HelperChanged).why == "a worker has another program"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_module_that_cannot_be_preloaded_costs_nothing(bench: Bench, text: str
 def test_a_killed_template_costs_nothing_and_can_be_replaced(bench: Bench) -> None:
     bench.script("print('trained')")
     os.kill(bench.preload(SLOW).pid, signal.SIGKILL)
-    assert bench.changes.next(TemplateChanged).kind == "gone"
+    assert bench.changes.next(HelperChanged).kind == "gone"
     assert bench.run() == (False, 0, "trained\n")
     assert bench.preload(SLOW).kind == "ready"
     assert bench.run() == (True, 0, "trained\n")
@@ -280,7 +280,7 @@ def test_a_template_that_is_stopped_is_ended_and_its_worker_starts_once(bench: B
     pid = bench.preload(SLOW).pid
     os.kill(pid, signal.SIGSTOP)
     assert bench.run() == (False, 0, "")
-    assert "in time" in bench.changes.next(TemplateChanged).why
+    assert "in time" in bench.changes.next(HelperChanged).why
     wait_until(lambda: not alive(pid), "the template is ended")
     assert (bench.folder / "starts").read_text() == "x"
 
@@ -292,7 +292,7 @@ def test_a_template_ignores_the_signals_of_a_group_and_its_workers_do_not(bench:
         os.kill(pid, signum)
     events = bench.start()
     started = events.next(Started)
-    assert started.forked
+    assert started.source == "template"
     os.kill(started.pid, signal.SIGTERM)
     assert events.next(Exited).code == -signal.SIGTERM
 
@@ -318,7 +318,7 @@ def test_a_worker_leaves_nothing_and_the_template_nothing_behind_either(bench: B
     before = len(os.listdir(f"/proc/{bench.guardian.pid}/fd")), open_files(template)
     for _ in range(30):
         events = bench.start()
-        assert events.next(Started).forked
+        assert events.next(Started).source == "template"
         assert events.next(Gone).left_behind == 1
     assert (len(os.listdir(f"/proc/{bench.guardian.pid}/fd")), open_files(template)) == before
     assert bench.guardian.pid is not None

@@ -378,6 +378,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         restart_timeout: seconds between the stop signal and SIGKILL for a restart after a failure.
             At most `shutdown_timeout`; None means the smaller of `shutdown_timeout` and 5 s.
         preload: modules that a process imports from which later workers are forked.
+        standby: number of processes that wait at their wrapped call for the place of a lost worker.
     """
 
     def __init__(
@@ -399,6 +400,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         heartbeat: float | None = None,
         restart_timeout: float | None = None,
         preload: Sequence[str] = (),
+        standby: int = 0,
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -432,11 +434,18 @@ class LocalElasticAgent(SimpleElasticAgent):
         )
         self._regrow.attempt.workers = self._regrow_workers = workers
         common.features += [workers, workers.replacements]
+        cores = len(os.sched_getaffinity(0))
         if preload:
-            from regrow.agent.features.templates import Templates
+            from regrow.agent.features.templates import DelayedStart, Templates
 
-            cores = len(os.sched_getaffinity(0))
-            common.features.append(Templates(common, workers.guardian, preload, cores))
+            delay = DelayedStart(cores, spec.local_world_size)
+            common.features.append(Templates(common, workers.guardian, preload, delay))
+        if standby:
+            from regrow.agent.features.standbys import Standbys
+            from regrow.agent.features.templates import DelayedStart
+
+            log_dir, delay = (job or {}).get("log_dir"), DelayedStart(cores, spec.local_world_size)
+            common.features.append(Standbys(common, workers.guardian, standby, log_dir, delay))
         if os.environ.get(SHARING_ENV) == "0" and not spec.rdzv_handler.use_agent_store:
             from regrow.agent.features.torch_store import TorchStores
             from regrow.store import start_torch_server

@@ -396,7 +396,7 @@ def _replacement(event: Record, vacated: list[Record]) -> Replacement:
         ended_pid=integer(ended, "pid"),
         how=one_line(text(ended, "how") or "for an unknown reason"),
         last_step=integer(ended, "last_step"),
-        forked=event.get("forked") is True,
+        source=one_line(text(event, "source") or "exec"),
         started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
         restarts_left=integer(event, "restarts_left"),
     )

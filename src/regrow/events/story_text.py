@@ -318,11 +318,18 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
     return [f"  in-process restart (iteration {restart.iteration}{of}): {what}", *_lines(rows)]
 
 
+_SOURCES = {
+    "exec": "by a cold start",
+    "template": "from the template",
+    "standby": "as a standby at the wrapped call",
+}
+
+
 def _replacement(of: Replacement) -> str:
     if of.pid is None:  # another host has the events
         return f"rank {of.rank}, by the agent of its host"
     at = f" after step {of.last_step}" if of.last_step is not None else ""
-    start = "from the template" if of.forked else "by a cold start"
+    start = _SOURCES.get(of.source, of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
     left = f"; {_count(of.restarts_left, 'restart')} left" if of.restarts_left is not None else ""
     return (

@@ -167,8 +167,8 @@ class Replacement:
     """How the worker ended, for example "by SIGKILL"."""
     last_step: int | None
     """The worker's last step."""
-    forked: bool
-    """Whether the process was forked from a template."""
+    source: str
+    """From what the process has started: `exec`, `template` or `standby`."""
     started_after_s: float | None
     """Seconds from the end of the worker to the start of the process."""
     restarts_left: int | None

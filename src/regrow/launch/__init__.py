@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from regrow.launch.api import elastic_launch, launch_agent
-from regrow.launch.config import LaunchConfig, grace_fault, heartbeat_fault, preload_fault
+from regrow.launch.config import (
+    LaunchConfig,
+    grace_fault,
+    heartbeat_fault,
+    preload_fault,
+    standby_fault,
+)
 from regrow.launch.scheduler import SERVED_BY_A_NODE, is_placed, is_scheduled
 from regrow.utils import lazily
 

@@ -177,6 +177,7 @@ def _run_agent(
         "heartbeat": config.heartbeat,
         "restart_timeout": config.restart_timeout,
         "preload": config.preload,
+        "standby": config.standby,
     }
     # Programs written for torch replace the class in this module, so the name is read here.
     own = _accepted(LocalElasticAgent, added)

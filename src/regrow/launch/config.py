@@ -26,6 +26,8 @@ DEFAULT_SHUTDOWN_TIMEOUT_S = 30
 SHORTEST_PERIOD_S = 0.1
 #: Longest heartbeat period, in seconds (one day). A worker that misses three ends the job.
 LONGEST_PERIOD_S = 86_400
+#: Most standbys of a node: each has the memory of a worker, and one node rarely loses two at once.
+MOST_STANDBYS = 64
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -86,12 +88,15 @@ class LaunchConfig:
         preload: modules for a process on each node that imports them once. The workers of later
             attempts are forked from it, and do not import them again. For `python SCRIPT` and
             `python -m MODULE` only. regrow's own addition.
+        standby: number of processes on each node that run the script up to its wrapped call, and
+            wait there for the place of a lost worker (`Wrapper(replace=True)`). regrow's own
+            addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
-            `preload` is not the name of a module.
+            `preload` is not the name of a module; or `standby` is no number of processes.
     """
 
     min_nodes: int
@@ -124,6 +129,7 @@ class LaunchConfig:
     restart_timeout: float | None = None
     requeue: bool = False
     preload: Sequence[str] = ()
+    standby: int = 0
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -143,6 +149,8 @@ class LaunchConfig:
             raise ValueError(f"heartbeat: {fault}")
         if fault := preload_fault(self.preload):
             raise ValueError(f"preload: {fault}")
+        if fault := standby_fault(self.standby):
+            raise ValueError(f"standby: {fault}")
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:
@@ -152,6 +160,13 @@ def preload_fault(modules: Sequence[str]) -> str | None:
     for module in modules:
         if not all(part.isidentifier() for part in module.split(".")):
             return f"{module!r} is not the name of a module; give names such as torch"
+    return None
+
+
+def standby_fault(count: int) -> str | None:
+    """Return why `count` is invalid as a number of standbys; None if it is valid."""
+    if not 0 <= count <= MOST_STANDBYS:
+        return f"{count} is not a number of processes; give 0 to {MOST_STANDBYS}, for example 1"
     return None
 
 

@@ -220,7 +220,7 @@ class PContext:
         try:
             pump = self._pumps[local_rank] = self._new_pump(of_rank(self._dest, local_rank))
             try:
-                self._launch(local_rank, pump)
+                self._launch(local_rank, pump, replaces=True)
             finally:
                 pump.close_writers()
                 pump.start()
@@ -243,8 +243,8 @@ class PContext:
             self._check_over()
         return change is not None
 
-    def _launch(self, rank: int, pump: LogPump) -> None:
-        place = self._place(rank, pump)
+    def _launch(self, rank: int, pump: LogPump, *, replaces: bool = False) -> None:
+        place = self._place(rank, pump)._replace(may_take_standby=replaces)
         worker = self._launcher.launch(rank, place, self._guardian, sorted(pump.own_fds()))
         with self._changed:
             self._workers.add(rank, worker)
@@ -289,10 +289,10 @@ class PContext:
         with self._changed:
             return dict(sorted(self._workers.pids.items()))
 
-    def forked(self) -> set[int]:
-        """Return the local ranks of the workers that were forked from a template."""
+    def sources(self) -> dict[int, str]:
+        """Return from what each local rank has started: exec, a template or a standby."""
         with self._changed:
-            return set(self._workers.forked)
+            return dict(self._workers.sources)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         """Stop the workers and all their descendants, and release all resources. May be repeated.

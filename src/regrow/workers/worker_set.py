@@ -170,8 +170,8 @@ class WorkerSet:
         self.group = GroupState(self.size)
         self.pids: dict[int, int] = {}
         """Process id of each local rank, also after its end."""
-        self.forked: set[int] = set()
-        """Local ranks that were forked from a template."""
+        self.sources: dict[int, str] = {}
+        """From what each local rank has started; see `Started`."""
         self.refusals: dict[int, OSError] = {}
         """Errors of programs that could not be started."""
         self._replaced: set[int] = set()  # ranks whose worker was replaced
@@ -208,7 +208,6 @@ class WorkerSet:
         self.group = replaced(self.group, rank)
         del self._workers[rank]
         self._replaced.add(rank)
-        self.forked.discard(rank)
         return True
 
     def give_up(self, rank: int) -> WorkerChange | None:
@@ -252,10 +251,8 @@ class WorkerSet:
         self.add(rank, event.worker)
         pid = self.pids.get(rank, 0)
         match event:
-            case guard.Started(pid=pid, forked=forked, monotonic=at):
-                self.pids[rank] = pid
-                if forked:
-                    self.forked.add(rank)
+            case guard.Started(pid=pid, source=source, monotonic=at):
+                self.pids[rank], self.sources[rank] = pid, source
                 if rank in self._replaced:
                     return WorkerChange(rank, pid, "replaced", 0, at)
             case guard.Refused(error=error):

@@ -193,8 +193,8 @@ class LocalWorkers(Feature):
 
     def forked(self) -> list[int]:
         """Return the global ranks of the workers that were forked from a template."""
-        forked = getattr(self.context, "forked", set)  # torch's context has no templates
-        return sorted(self._ranks()[local_rank] for local_rank in forked())
+        sources = getattr(self.context, "sources", dict)  # torch's context has no templates
+        return sorted(self._ranks()[rank] for rank, of in sources().items() if of == "template")
 
     # --- watch
 

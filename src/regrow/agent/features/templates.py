@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from regrow.utils import get_logger
 if TYPE_CHECKING:
     from regrow.agent.job import Job
     from regrow.workers import Guardian
-    from regrow.workers.guardian.events import TemplateChanged
+    from regrow.workers.guardian.events import HelperChanged
 
 _OF_A_WORKER = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
@@ -32,10 +32,44 @@ _OURS = ("REGROW_", "TORCHELASTIC_")
 """`_OF_A_WORKER`, and what begins like this: variables of one worker or attempt. The modules do not
 see them at their import."""
 DELAY_S = 5.0
-"""Seconds after the start of the workers at which the template starts, if it has no core of its
-own. By then most workers have imported their modules."""
+"""Seconds after the start of the workers at which a template or a standby starts, if it has no core
+of its own. By then most workers have imported their modules."""
 
 logger = get_logger(__name__)
+
+
+class DelayedStart:
+    """Runs a function once, after a delay, on a thread of its own.
+
+    Args:
+        cores: number of cores that this host has for the job.
+        workers: number of workers of this host.
+    """
+
+    def __init__(self, cores: int, workers: int) -> None:
+        self._seconds = 0.0 if cores > workers else DELAY_S
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def begin(self, run: Callable[[], None]) -> None:
+        """Run `run` after the delay, in the place of a function that has not run yet."""
+        self.cancel()
+        with self._lock:
+            self._timer = threading.Timer(self._seconds, self._run, [run])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def cancel(self) -> None:
+        """Do not run the function; wait for its end if it runs."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _run(self, run: Callable[[], None]) -> None:
+        with self._lock:
+            if self._timer is threading.current_thread():
+                run()
 
 
 class Templates(Feature):
@@ -45,19 +79,19 @@ class Templates(Feature):
         job: what the parts of the agent share.
         guardian: starts the workers and the template.
         modules: the modules that the template imports.
-        cores: number of cores that this host has for the job.
+        start: delays the start.
     """
 
-    def __init__(self, job: Job, guardian: Guardian, modules: Sequence[str], cores: int) -> None:
+    def __init__(
+        self, job: Job, guardian: Guardian, modules: Sequence[str], start: DelayedStart
+    ) -> None:
         self._job = job
         self._guardian = guardian
         self._modules = tuple(modules)
         self._environment: dict[str, str] = {}
         self._begun = 0.0
         self._is_useless = False
-        self._delay_s = 0.0 if cores > job.group.spec.local_world_size else DELAY_S
-        self._lock = threading.Lock()
-        self._timer: threading.Timer | None = None
+        self._start = start
         self._refused: set[str] = set()  # reasons in this attempt
         guardian.on_template = lambda changed: job.post(partial(self.on_change, changed))
 
@@ -79,20 +113,14 @@ class Templates(Feature):
             self._is_useless = True
             self._refuse("the workers are not started as `python SCRIPT` or `python -m MODULE`", 0)
             return
-        with self._lock:
-            self._timer = threading.Timer(self._delay_s, self._begin, [command])
-            self._timer.daemon = True
-            self._timer.start()
+        self._start.begin(partial(self._begin, command))
 
     def _begin(self, command: Sequence[str]) -> None:
-        with self._lock:  # so that `close` leaves no guardian behind
-            if self._timer is None:
-                return
-            self._begun = monotonic()
-            try:
-                self._guardian.preload(self._modules, command, self._environment)
-            except (OSError, ValueError) as error:
-                logger.warning("--preload: the template cannot be started: %s", error)
+        self._begun = monotonic()
+        try:
+            self._guardian.preload(self._modules, command, self._environment)
+        except (OSError, ValueError) as error:
+            logger.warning("--preload: the template cannot be started: %s", error)
 
     def before_stop(self) -> None:
         """See base class."""
@@ -100,12 +128,9 @@ class Templates(Feature):
 
     def close(self) -> None:
         """See base class: start no template any more."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+        self._start.cancel()
 
-    def on_change(self, changed: TemplateChanged) -> None:
+    def on_change(self, changed: HelperChanged) -> None:
         """Record a change of the template."""
         if changed.kind == "refused":
             self._refuse(changed.why, changed.pid)

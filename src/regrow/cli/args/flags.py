@@ -148,6 +148,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             added=True,
         ),
         Flag(
+            "standby",
+            "keep this many processes on this node that have run the script up to its wrapped "
+            "function, and take the place of a lost worker at once",
+            0,
+            _integer,
+            metavar="K",
+            added=True,
+        ),
+        Flag(
             "monitor-interval",
             "seconds between polls of a rendezvous plug-in that cannot push its changes",
             0.1,

@@ -288,6 +288,9 @@ def _run(wrapper: Wrapper, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
         RuntimeError: another thread of this process runs a call.
         BaseException: the exception that ended this rank.
     """
+    standby = sys.modules.get("regrow._standby")
+    if standby is not None:
+        standby.take_place()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         raise ValueError(

@@ -28,10 +28,10 @@ from regrow.workers.guardian.events import (
     Gone,
     GuardianEvent,
     GuardianLost,
+    HelperChanged,
     Lapsed,
     Listener,
     Started,
-    TemplateChanged,
     decode,
 )
 from regrow.workers.guardian.protocol import Decoder, encode
@@ -65,6 +65,8 @@ class Place(NamedTuple):
     """Pipes that the guardian empties into files if the agent is killed."""
     grace: float = 30.0
     """Seconds between SIGTERM and SIGKILL for processes that the worker leaves behind."""
+    may_take_standby: bool = False
+    """Whether a standby (`Guardian.stand_by`) may become the worker."""
 
 
 class Guardian:
@@ -84,8 +86,10 @@ class Guardian:
         kill_timeout: float = 5.0,
         on_lapse: Callable[[Lapsed], None] | None = None,
     ) -> None:
-        self.on_template: Callable[[TemplateChanged], None] = lambda changed: None
+        self.on_template: Callable[[HelperChanged], None] = lambda changed: None
         """Called with changes of the template (`preload`), in the same way as `on_lapse`."""
+        self.on_standby: Callable[[HelperChanged], None] = lambda changed: None
+        """Called with changes of the standbys (`stand_by`), in the same way."""
         self._kill_timeout = kill_timeout
         self._on_lapse = on_lapse or (lambda lapsed: None)
         self._lease: float | None = None
@@ -124,7 +128,8 @@ class Guardian:
             OSError: no guardian can be started.
             ValueError: arguments or environment have a null byte, or exceed the message limit.
         """
-        return self._request(b"fork" if self.has_template else b"spawn", argv, place)
+        kind = b"replace" if place.may_take_standby else b"fork" if self.has_template else b"spawn"
+        return self._request(kind, argv, place)
 
     def _request(self, kind: bytes, argv: Sequence[str], place: Place) -> int:
         words = [os.fsencode(word) for word in argv]
@@ -176,6 +181,25 @@ class Guardian:
         package = os.path.dirname(os.path.abspath(__file__))
         argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, ",".join(modules)]
         self._request(b"preload", [*argv, *command, package], Place(env, lambda event: None))
+
+    def stand_by(self, argv: Sequence[str], place: Place) -> None:
+        """Start a standby: a worker's program, which waits at its wrapped call to become a worker.
+
+        Args:
+            argv: the command of the workers.
+            place: its surroundings. The listener is not called; `on_standby` is.
+
+        Raises:
+            OSError: no guardian can be started.
+            ValueError: an argument or a variable has a null byte.
+        """
+        self._request(b"stand_by", argv, place)
+
+    def dismiss(self) -> None:
+        """End all standbys; their ends are not reported."""
+        with self._lock:
+            if self._process is not None and not self._process.lost:
+                self._process.send([b"dismiss"])
 
     def mark(self) -> str:
         """Return a mark for a worker to adopt, for `REGROW_WORKER` in its environment."""
@@ -268,14 +292,17 @@ class Guardian:
             self._process = _Process(self._lock, self._kill_timeout, self._notify)
         return self._process
 
-    def _notify(self, event: Lapsed | TemplateChanged) -> None:
+    def _notify(self, event: Lapsed | HelperChanged) -> None:
         """Pass on an event that is about no single worker."""
-        if isinstance(event, TemplateChanged):
-            if event.kind in ("gone", "unfit"):
-                self._process_with_template = None
-            self.on_template(event)
-        else:
-            self._on_lapse(event)
+        match event:
+            case HelperChanged(helper="standby"):
+                self.on_standby(event)
+            case HelperChanged():
+                if event.kind in ("gone", "unfit"):
+                    self._process_with_template = None
+                self.on_template(event)
+            case Lapsed():
+                self._on_lapse(event)
 
     def _new_mark(self) -> str:
         return f"{self._ensure().prefix}{next(self._numbers)}/"
@@ -286,7 +313,7 @@ class Guardian:
         process, number = self._ensure(), next(self._numbers)
         if kind == b"preload":  # before the guardian can report its end
             self._process_with_template = process
-        else:
+        elif kind != b"stand_by":
             process.listeners[number] = place.listener
         head: Message = [kind, number, mark.encode(), round(place.grace * 1e9)]
         paths = [os.fsencode(path) for _, path in place.drains]
@@ -320,7 +347,7 @@ class _Process:
         self,
         lock: threading.Lock,
         kill_timeout: float,
-        notify: Callable[[Lapsed | TemplateChanged], None],
+        notify: Callable[[Lapsed | HelperChanged], None],
     ) -> None:
         self._notify = notify
         self._lock = lock
@@ -401,7 +428,7 @@ class _Process:
         except ConnectionResetError:
             return b""
 
-    def _dispatch(self, event: GuardianEvent | TemplateChanged) -> None:
+    def _dispatch(self, event: GuardianEvent | HelperChanged) -> None:
         match event:
             case Started(pid=pid):
                 self.pids.add(pid)
@@ -409,7 +436,7 @@ class _Process:
                 listener = self.listeners.pop(event.worker)
                 listener(event)
                 return
-            case Lapsed() | TemplateChanged():
+            case Lapsed() | HelperChanged():
                 self._notify(event)
                 return
             case Exited(late=True):

@@ -14,8 +14,8 @@ class Started(NamedTuple):
     worker: int
     pid: int
     monotonic: float
-    forked: bool = False
-    """Whether it was forked from a template, and not started by exec."""
+    source: str = "exec"
+    """`exec`, or the `template` or `standby` from which it has started."""
 
 
 class Refused(NamedTuple):
@@ -78,12 +78,14 @@ class Lapsed(NamedTuple):
     monotonic: float
 
 
-class TemplateChanged(NamedTuple):
-    """A change of the template (`Guardian.preload`)."""
+class HelperChanged(NamedTuple):
+    """A change of the template (`Guardian.preload`) or of a standby (`Guardian.stand_by`)."""
 
+    helper: str
+    """`template` or `standby`."""
     kind: str
-    """`ready`: it forks workers. `refused`: it has not forked one. `gone`: it has ended. `unfit`:
-    no template can fork these workers."""
+    """`ready`: workers can start from it. `refused`: one could not. `gone`: it has ended. `unfit`:
+    no such process can start these workers. `taken`: the standby has become a worker."""
     pid: int
     resident: int
     """`ready`: its resident memory in bytes."""
@@ -105,7 +107,7 @@ GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | Lapsed
 Listener = Callable[[GuardianEvent], None]
 
 
-def decode(frame: list[bytes]) -> GuardianEvent | TemplateChanged:
+def decode(frame: list[bytes]) -> GuardianEvent | HelperChanged:
     """Parse an event from a message of the guardian.
 
     Raises:
@@ -117,7 +119,7 @@ def decode(frame: list[bytes]) -> GuardianEvent | TemplateChanged:
     stamp = int(rest[-1]) / 1e9
     match kind:
         case b"started":
-            return Started(worker, int(rest[0]), stamp, rest[1] == b"1")
+            return Started(worker, int(rest[0]), stamp, rest[1].decode())
         case b"exited":
             code = os.waitstatus_to_exitcode(int(rest[0])) if rest[0] else None
             return Exited(worker, code, rest[1] == b"1", stamp, rest[2] != b"0")
@@ -129,11 +131,11 @@ def decode(frame: list[bytes]) -> GuardianEvent | TemplateChanged:
             return Gone(worker, int(rest[0]), int(rest[1]), stamp)
         case b"lapsed":
             return Lapsed(worker, int(rest[0]), stamp)
-        case b"template":  # kind, pid, memory or reason
-            what, pid, more = rest[0].decode(), int(rest[1]), rest[2]
+        case b"template" | b"standby":  # kind, pid, memory or reason
+            helper, what, pid, more = kind.decode(), rest[0].decode(), int(rest[1]), rest[2]
             if what == "ready":
-                return TemplateChanged(what, pid, int(more), "", stamp)
-            return TemplateChanged(what, pid, 0, more.decode(errors="replace"), stamp)
+                return HelperChanged(helper, what, pid, int(more), "", stamp)
+            return HelperChanged(helper, what, pid, 0, more.decode(errors="replace"), stamp)
     raise ValueError(f"the guardian sent an unknown event {kind!r}")
 
 

@@ -38,7 +38,8 @@ The parts:
 - `WorkerRecords` and `LeaseTimer` decide, without I/O.
 - `Wire` is the socket to the agent.
 - `Program` turns a forked child into a worker.
-- `Template`, if the agent requests one, forks workers that have imported modules already.
+- `Template`, if the agent requests one, forks workers that have imported modules already; as a
+  standby, it becomes a worker.
 - `shut_down` ends everything.
 """
 
@@ -134,8 +135,9 @@ class MainLoop:
         self._lease = LeaseTimer()
         self._frames: list[list[bytes]] = []  # received, not yet handled
         self._template: Template | None = None
+        self._standbys: list[Template] = []
         self._forking: dict[int, tuple[WorkerRecord, list[int]]] = {}  # with signals for later
-        self._reaper.is_template = self._is_template
+        self._reaper.is_of_helper = self._is_of_helper
         self._poller.watch(wire.number, self._on_wire)
         self._agent_gone = False
         try:
@@ -172,8 +174,9 @@ class MainLoop:
         for frame in frames:
             self._handle(frame)
         self._reaper.keep_deadlines()
-        if self._template is not None:
-            self._template.check(monotonic_ns())
+        for helper in self._helpers():
+            helper.check(monotonic_ns())
+        self._standbys = [each for each in self._standbys if not each.gone]
         if self._reaper.sweep_due:
             self._reaper.sweep()
         del self._poller.resumptions[:resumptions]
@@ -183,8 +186,7 @@ class MainLoop:
         checks = [self._records.next_check()]
         if self._records.by_number:
             checks.append(self._lease.next_check())
-        if self._template is not None:
-            checks.append(self._template.deadline)
+        checks += [helper.deadline for helper in self._helpers()]
         first = min((check for check in checks if check is not None), default=None)
         if first is None:
             return None
@@ -224,10 +226,12 @@ class MainLoop:
 
     def _handle(self, frame: list[bytes]) -> None:
         match frame[0]:
-            case b"spawn" | b"fork":
+            case b"spawn" | b"fork" | b"replace":
                 self._spawn(frame)
-            case b"preload":
-                self._preload(frame)
+            case b"preload" | b"stand_by":
+                self._prepare(frame)
+            case b"dismiss":
+                self._dismiss()
             case b"adopt":
                 self._adopt(frame)
             case b"stop":  # signal number (0: none), grace in ns, workers
@@ -237,12 +241,15 @@ class MainLoop:
             case word:
                 raise RuntimeError(f"the agent sent an unknown message {word!r}")
 
-    def _preload(self, frame: list[bytes]) -> None:
+    def _prepare(self, frame: list[bytes]) -> None:
+        """Start a template or a standby."""
         from .template import Template
 
         program = Program(frame, self._wire.fds)
+        name = b"template" if frame[0] == b"preload" else b"standby"
         try:
-            self._template = Template(
+            started = Template(
+                name,
                 program,
                 self._poller,
                 self._wire.send,
@@ -252,22 +259,38 @@ class MainLoop:
             )
         except OSError as error:
             why = f"it cannot be started: {os.strerror(error.errno or 0)}"
-            self._wire.send(b"template", 0, b"gone", 0, why.encode(), monotonic_ns())
+            self._wire.send(name, 0, b"gone", 0, why.encode(), monotonic_ns())
+        else:
+            if name == b"template":
+                self._template = started
+            else:
+                self._standbys.append(started)
         finally:
             program.close()
 
-    def _is_template(self, pid: int) -> bool:
-        if self._template is None or self._template.gone:
-            return False
-        entry = procfs.stat(pid)
-        return self._template.owns(pid, entry.session if entry is not None else None)
+    def _dismiss(self) -> None:
+        for standby in self._standbys:
+            standby.dismiss()
+
+    def _helpers(self) -> list[Template]:
+        """Return the template, if there is one, and the standbys."""
+        return [*self._standbys, *([] if self._template is None else [self._template])]
+
+    def _is_of_helper(self, pid: int) -> bool:
+        helpers = [helper for helper in self._helpers() if not helper.gone]
+        entry = procfs.stat(pid) if helpers else None
+        session = entry.session if entry is not None else None
+        return any(helper.owns(pid, session) for helper in helpers)
 
     def _spawn(self, frame: list[bytes]) -> None:
         program = Program(frame, self._wire.fds)
         record = WorkerRecord(int(frame[1]), frame[2], int(frame[3]), program.drains)
-        if frame[0] == b"fork" and self._template is not None and self._template.ready:
+        free = [each for each in self._standbys if each.is_free and frame[0] == b"replace"]
+        if self._template is not None and self._template.ready and frame[0] != b"spawn":
+            free.append(self._template)
+        if free:
             self._forking[record.number] = record, []
-            self._template.fork(record, program)
+            free[0].start(record, program)
         else:
             self._execute(record, program)
 
@@ -293,14 +316,13 @@ class MainLoop:
             self._wire.send(b"gone", record.number, 0, 0, monotonic_ns())
 
     def _begin(self, record: WorkerRecord) -> None:
-        """Watch a worker that the template has forked; it still waits behind its gate."""
-        record.forked = True
+        """Watch a worker from a template or a standby; it still waits behind its gate."""
         self._reaper.watch(record)
         self._reaper.send_started(record)
         self._signal_late(record)
 
     def _signal_late(self, record: WorkerRecord) -> None:
-        """Send a worker the signals of stops that came while the template forked it."""
+        """Send a worker the signals of stops that came while it was being started."""
         _, signals = self._forking.pop(record.number, (record, []))
         for signum in signals:
             self._reaper.signal(record, signum)
@@ -339,7 +361,7 @@ class MainLoop:
         for frame in self._frames:
             if frame[0] == b"adopt":
                 self._adopt(frame)
-            elif frame[0] in (b"spawn", b"fork", b"preload"):
+            elif frame[0] in (b"spawn", b"fork", b"replace", b"preload", b"stand_by"):
                 Program(frame, self._wire.fds)  # takes its descriptors off the list
 
 

@@ -5,9 +5,10 @@ bytes, little endian. A field is a word, a decimal number, or bytes in the kerne
 and environments need not be UTF-8, so JSON cannot carry them. The guardian also needs no parser.
 Both ends belong to regrow, but a length is checked before memory is allocated for it.
 
-From the agent: `spawn`, `fork`, `adopt`, `preload`, `stop`, `lease`, `bye`. To the agent:
-`started`, `refused`, `exited`, `stopped`, `continued`, `gone`, `lapsed`, `template`. The code of
-the guardian that handles or sends a message documents its fields.
+From the agent: `spawn`, `fork`, `replace`, `adopt`, `preload`, `stand_by`, `dismiss`, `stop`,
+`lease`, `bye`. To the agent: `started`, `refused`, `exited`, `stopped`, `continued`, `gone`,
+`lapsed`, `template`, `standby`. The code of the guardian that handles or sends a message documents
+its fields.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Reaper:
         self._send = send
         self._pid = os.getpid()
         self.sweep_due = False
-        self.is_template: Callable[[int], bool] = lambda pid: False
+        self.is_of_helper: Callable[[int], bool] = lambda pid: False
         """Whether a child is a template, or a process that no worker has become yet."""
         poller.on_child = self.reap
 
@@ -105,7 +105,7 @@ class Reaper:
         self.reap()
         children = procfs.children(self._pid, self._pid)
         orphans = self._records.orphans_of_ended(
-            [pid for pid in children if not self.is_template(pid)], procfs.mark_and_session
+            [pid for pid in children if not self.is_of_helper(pid)], procfs.mark_and_session
         )
         for record in self._records.ended():
             found = orphans.get(record.number, [])
@@ -126,8 +126,8 @@ class Reaper:
         procfs.send(record.pidfd, signal.SIGKILL)
 
     def send_started(self, record: WorkerRecord) -> None:
-        """Report that a worker's program runs, and whether it was forked from a template."""
-        self._send(b"started", record.number, record.pid, int(record.forked), monotonic_ns())
+        """Report that a worker's program runs, and from what it has started."""
+        self._send(b"started", record.number, record.pid, record.source, monotonic_ns())
 
     def send_exited(
         self, record: WorkerRecord, status: int | bytes, stopping: int, now: int

@@ -62,7 +62,7 @@ class WorkerRecord:
         self.pid = 0
         self.pidfd = -1
         self.exec_pipe = -1  # open until the child runs its program
-        self.forked = False  # from a template
+        self.source = b"exec"  # or the `template` or `standby` from which it has started
         self.refused = False  # the program could not be run
         self.status: int | None = None  # wait status of the worker, once reaped
         self.traced = False  # the worker ended, but a debugger gets its status first

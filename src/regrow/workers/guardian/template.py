@@ -1,16 +1,17 @@
-"""The guardian's side of a template: a process that has imported modules, and forks workers.
+"""The guardian's side of a process that makes workers start faster: a template or a standby.
 
-A worker that is forked from a template does not import these modules again. `template_process` is
-the program of the template.
+A *template* has imported modules, and forks workers, which do not import them again.
+`template_process` is its program. A *standby* has run a worker's program up to its wrapped call,
+and becomes one worker when it is asked. `regrow._standby` is its side.
 
-**The worker is a child of the guardian**, like one that was started by exec. The template forks it
+**The worker is a child of the guardian**, like one that was started by exec. A template forks it
 in two steps; the process in between ends at once, and the kernel gives its child to the guardian,
 which is the nearest subreaper.
 
-**No worker starts twice.** A forked worker waits at a pipe, the *gate*. The guardian opens the gate
-when it watches the worker. If the template refuses a worker, is gone, or does not answer in time,
-the guardian closes the gate, so a process that exists ends. It then starts the program by exec. So
-the loss of a template costs time, and nothing else.
+**No worker starts twice.** The worker waits at a pipe, the *gate*. The guardian opens the gate when
+it watches the worker. If the template refuses a worker, is gone, or does not answer in time, the
+guardian closes the gate, so a process that exists ends. It then starts the program by exec. So the
+loss of a template or a standby costs time, and nothing else.
 """
 
 from __future__ import annotations
@@ -41,22 +42,24 @@ TEXT = 1000
 
 
 class Template:
-    """A running template.
+    """A running template, or a standby.
 
     Args:
-        program: the program of the template.
+        name: `template` or `standby`; also the name of its messages to the agent.
+        program: its program.
         poller: wakes the guardian.
         send: sends a message to the agent.
-        begin: called with a record that has the pid and pidfd of a forked worker.
+        begin: called with a record that has the pid and pidfd of a worker.
         execute: starts a worker's program by exec.
         may_start: returns whether workers may start now.
 
     Raises:
-        OSError: the template cannot be started.
+        OSError: it cannot be started.
     """
 
     def __init__(
         self,
+        name: bytes,
         program: Program,
         poller: Poller,
         send: Callable[..., None],
@@ -64,37 +67,49 @@ class Template:
         execute: Callable[[WorkerRecord, Program], None],
         may_start: Callable[[], bool],
     ) -> None:
+        self._name = name
+        self._is_standby = name == b"standby"
         self._may_start = may_start
         self._poller, self._send, self._begin, self._execute = poller, send, begin, execute
         ours, theirs = _socket.socketpair()
         program.mapping[CONTROL] = theirs.detach()  # closed with the program's other descriptors
-        self.pid, failure = program.start(os.getpid(), is_helper=True)
+        self.pid, failure = program.start(os.getpid(), is_helper=not self._is_standby)
         os.close(failure)  # its end shows that it could not run
         self._pidfd = os.pidfd_open(self.pid)
         self._socket = ours
         self._wire = Wire(ours)
         self.ready = False
-        """Whether it can fork workers."""
+        """Whether it has said that workers can start from it."""
         self.gone = False
-        """Whether it forks no workers any more."""
+        """Whether no worker starts from it any more."""
         self.deadline: int | None = None
         """End of the time in which it has to answer, in ns of the monotonic clock."""
         self._waiting: list[tuple[WorkerRecord, Program]] = []
         self._asked: tuple[WorkerRecord, Program, int] | None = None  # with the gate
         poller.watch(self._wire.number, self._on_answer)
 
-    def fork(self, record: WorkerRecord, program: Program) -> None:
-        """Fork a worker; `begin` or `execute` is called for it later."""
+    @property
+    def is_free(self) -> bool:
+        """Whether it can start a worker at once."""
+        return self.ready and self._asked is None
+
+    def dismiss(self) -> None:
+        """End it, because it is not needed any more; its end is not reported."""
+        if not self.gone:
+            self._end("", b"")
+
+    def start(self, record: WorkerRecord, program: Program) -> None:
+        """Start a worker from it; `begin` or `execute` is called for the worker later."""
         self._waiting.append((record, program))
         self._ask_next()
 
     def check(self, now: int) -> None:
-        """End the template if it has not answered in time."""
+        """End it if it has not answered in time."""
         if self.deadline is not None and now >= self.deadline:
             self._end("it did not answer in time")
 
     def owns(self, pid: int, session: int | None) -> bool:
-        """Return whether a process is the template, or a worker behind its gate."""
+        """Return whether a process is this one, is in its session, or waits behind its gate."""
         return self.pid in (pid, session)
 
     def _ask_next(self) -> None:
@@ -147,13 +162,13 @@ class Template:
                 return
             case b"ready":  # resident memory in bytes
                 self.ready = True
-                self._send(b"template", 0, b"ready", self.pid, int(frame[1]), monotonic_ns())
+                self._send(self._name, 0, b"ready", self.pid, int(frame[1]), monotonic_ns())
                 self._ask_next()
             case b"forked":  # pid
                 self._on_forked(int(frame[1]))
             case b"refused":  # reason
                 why = frame[1][:TEXT]
-                self._send(b"template", 0, b"refused", self.pid, why, monotonic_ns())
+                self._send(self._name, 0, b"refused", self.pid, why, monotonic_ns())
                 self._close_gate()
             case b"unfit":  # reason; it ends by itself
                 self._end(frame[1][:TEXT].decode(errors="replace"), b"unfit")
@@ -174,7 +189,10 @@ class Template:
             return
         record, program, gate = self._asked
         self._asked = self.deadline = None
-        record.pid, record.pidfd = pid, pidfd
+        record.pid, record.pidfd, record.source = pid, pidfd, self._name
+        if self._is_standby:
+            self._release()
+            self._send(self._name, 0, b"taken", pid, b"", monotonic_ns())
         self._begin(record)
         _open(gate)
         program.close()
@@ -190,17 +208,21 @@ class Template:
         self._ask_next()
 
     def _end(self, why: str, kind: bytes = b"gone") -> None:
-        """Use the template no more, and start its workers by exec."""
-        self.gone, self.ready = True, False
+        """Kill it, and start its workers by exec; report that, unless `kind` is empty."""
         procfs.send(self._pidfd, signal.SIGKILL)
-        os.close(self._pidfd)
-        self._poller.forget(self._wire.number)
-        self._socket.detach()  # `forget` has closed it
-        self._send(b"template", 0, kind, self.pid, why.encode(), monotonic_ns())
+        self._release()
+        if kind:
+            self._send(self._name, 0, kind, self.pid, why.encode(), monotonic_ns())
         self._close_gate()
         waiting, self._waiting = self._waiting, []
         for record, program in waiting:
             self._execute(record, program)
+
+    def _release(self) -> None:
+        self.gone, self.ready = True, False
+        os.close(self._pidfd)
+        self._poller.forget(self._wire.number)
+        self._socket.detach()  # `forget` has closed it
 
 
 def _open(gate: int) -> None:

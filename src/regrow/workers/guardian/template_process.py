@@ -62,10 +62,10 @@ def main() -> Run:
         sys.path[0] = own
     why = _unrunnable(command) or _import(modules) or _unfit()
     if why:
-        _answer(control, b"unfit", why.encode(errors="replace"))
+        answer(control, b"unfit", why.encode(errors="replace"))
         _wait_for_end(control)
     gc.collect()  # once here, and not in each worker
-    _answer(control, b"ready", b"%d" % _resident())
+    answer(control, b"ready", b"%d" % resident())
     while True:
         found = _serve(control, guardian, command, before, own)
         if found is not None:
@@ -116,12 +116,14 @@ def _unrunnable(command: Sequence[str]) -> str:
     return ""
 
 
-def _resident() -> int:
+def resident() -> int:
+    """Return the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _answer(control: _socket.socket, *fields: bytes) -> None:
+def answer(control: _socket.socket, *fields: bytes) -> None:
+    """Send an answer to the guardian; the process ends if the guardian has ended."""
     try:
         control.sendall(encode(fields))
     except OSError:  # the guardian has ended
@@ -154,6 +156,35 @@ def _serve(
         before: the environment before the modules were imported.
         own_path: the entry of `sys.path` for the script; None if the interpreter adds none.
     """
+    argv, env, directory, gate, mapping = receive(control)
+    why = _misfit(argv, env, command, before) or _unfit()
+    if why:
+        answer(control, b"refused", why.encode(errors="replace"))
+    else:
+        pid = _fork()
+        if pid == 0:
+            control.detach()
+            os.close(CONTROL)
+            _become(guardian, gate, directory, mapping, _with_changes(env, before))
+            return _program([os.fsdecode(word) for word in argv], own_path)
+        if pid > 0:
+            answer(control, b"forked", b"%d" % pid)
+        else:
+            answer(control, b"refused", _FORK_FAULTS[pid])
+    for fd in (directory, gate, *mapping.values()):
+        os.close(fd)
+    return None
+
+
+def receive(
+    control: _socket.socket,
+) -> tuple[list[bytes], dict[bytes, bytes], int, int, dict[int, int]]:
+    """Wait for a request; the process ends with the guardian.
+
+    Returns:
+        The command and the environment of a worker, descriptors of its directory and of its gate,
+        and its descriptors: number there -> number here.
+    """
     data, ancillary, _, _ = control.recvmsg(1, 4096, _socket.MSG_CMSG_CLOEXEC)
     if not data:
         os._exit(0)
@@ -165,24 +196,7 @@ def _serve(
     os.close(memory)
     targets, argv, variables, _ = groups_of(frame, 3)
     env = dict(variable.split(b"=", 1) for variable in variables)
-    why = _misfit(argv, env, command, before) or _unfit()
-    if why:
-        _answer(control, b"refused", why.encode(errors="replace"))
-    else:
-        pid = _fork()
-        if pid == 0:
-            mapping = dict(zip(map(int, targets), streams, strict=True))
-            control.detach()
-            os.close(CONTROL)
-            _become(guardian, gate, directory, mapping, _with_changes(env, before))
-            return _program([os.fsdecode(word) for word in argv], own_path)
-        if pid > 0:
-            _answer(control, b"forked", b"%d" % pid)
-        else:
-            _answer(control, b"refused", _FORK_FAULTS[pid])
-    for fd in (directory, gate, *streams):
-        os.close(fd)
-    return None
+    return argv, env, directory, gate, dict(zip(map(int, targets), streams, strict=True))
 
 
 def _misfit(
@@ -273,9 +287,7 @@ def _become(
     env: Mapping[bytes, bytes],
 ) -> None:
     """Become the worker, once the guardian has opened the gate."""
-    if os.read(gate, 1) != b"!":  # the guardian has ended, or has started the worker by exec
-        os._exit(1)
-    os.close(gate)
+    await_gate(gate)
     os.setsid()
     die_with(guardian)
     os.fchdir(directory)
@@ -293,6 +305,13 @@ def _become(
     regrow = sys.modules.get("regrow")
     if regrow is not None:
         regrow._start_worker()
+
+
+def await_gate(gate: int) -> None:
+    """Wait until the guardian watches this process; the process ends if it does not."""
+    if os.read(gate, 1) != b"!":  # the guardian has ended, or has started the worker by exec
+        os._exit(1)
+    os.close(gate)
 
 
 def _program(argv: list[str], own_path: str | None) -> Run:

@@ -1,0 +1,159 @@
+"""Standbys: processes that wait at the wrapped call, and become a worker when one is needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.processes import EventQueue, alive, wait_until
+from regrow.utils import PortReservation
+from regrow.workers import Guardian
+from regrow.workers.guardian.client import Place
+from regrow.workers.guardian.events import Exited, Gone, HelperChanged, Started
+
+SCRIPT = """
+import os, sys
+import regrow
+from regrow.inprocess import Wrapper
+
+print("prologue", flush=True)
+os.environ["MINE"] = "of the script"
+if os.environ.get("EARLY"):
+    eval(os.environ["EARLY"])
+
+@Wrapper()
+def train():
+    mine = os.environ["REGROW_WORKER_PID"] == str(os.getpid())
+    print("rank", os.environ["RANK"], os.environ["MINE"], mine, "REGROW_STANDBY" in os.environ)
+
+train()
+sys.exit(3)
+"""
+
+
+class Bench:
+    """A guardian, a standby, and a worker that may take its place."""
+
+    def __init__(self, folder: Path) -> None:
+        self.guardian = Guardian()
+        self.changes = EventQueue()
+        self.guardian.on_standby = self.changes
+        self.output = folder / "standby.log"
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        self._command = [sys.executable, "-u", str(script)]
+
+    def stand_by(self, **more: str) -> HelperChanged:
+        """Start a standby; return its first change."""
+        env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"REGROW_STANDBY": "3", **more}
+        with self.output.open("ab") as file:
+            fds = {1: file.fileno(), 2: file.fileno()}
+            self.guardian.stand_by(self._command, Place(env, lambda event: None, fds=fds))
+        return self.changes.next(HelperChanged)
+
+    def run(self, *, may_take_standby: bool = True) -> tuple[Started, int | None, str]:
+        """Run a worker to its end; return its start, exit code and output."""
+        reader, writer = os.pipe()
+        events = EventQueue()
+        with PortReservation() as port:
+            rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+            env = {**os.environ, **rank, "MASTER_PORT": str(port.port)}
+            place = Place(env, events, fds={1: writer, 2: writer})
+            place = place._replace(may_take_standby=may_take_standby)
+            self.guardian.spawn(self._command, place)
+            os.close(writer)
+            with open(reader) as output:
+                text = output.read()
+        started, code = events.next(Started), events.next(Exited).code
+        events.next(Gone)
+        return started, code, text
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    assert bench.guardian.close(30)
+
+
+def test_a_standby_becomes_the_worker_with_its_rank_and_streams(bench: Bench) -> None:
+    standby = bench.stand_by()
+    assert (standby.helper, standby.kind) == ("standby", "ready")
+    assert standby.resident > 1 << 20
+    started, code, text = bench.run()
+    assert (started.source, started.pid, code) == ("standby", standby.pid, 3)
+    assert text == "rank 0 of the script True False\n", "the rest went to the standby's own file"
+    assert bench.output.read_text() == "prologue\n"
+    taken = bench.changes.next(HelperChanged)
+    assert (taken.kind, taken.pid) == ("taken", standby.pid)
+    assert bench.run()[0].source == "exec", "there was one standby"
+
+
+def test_only_a_worker_that_may_takes_a_standby(bench: Bench) -> None:
+    standby = bench.stand_by()
+    started, _, text = bench.run(may_take_standby=False)
+    assert started.source == "exec"
+    assert text.startswith("prologue\nrank 0")
+    assert alive(standby.pid)
+    assert bench.run()[0].pid == standby.pid
+
+
+@pytest.mark.parametrize(
+    ("early", "why"),
+    [
+        ('os.environ["RANK"]', "the script reads RANK before its wrapped call"),
+        ('os.environ.get("LOCAL_RANK", 0)', "the script reads LOCAL_RANK before its wrapped call"),
+        ('"GROUP_RANK" in os.environ', "the script reads GROUP_RANK before its wrapped call"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("sys.exit(0)", "the script has ended without a call of a wrapped function"),
+    ],
+)
+def test_a_script_that_does_not_reach_its_wrapped_call_is_no_standby(
+    bench: Bench, early: str, why: str
+) -> None:
+    change = bench.stand_by(EARLY=early)
+    assert change.kind == "unfit"
+    assert why in change.why
+    assert bench.run()[0].source == "exec"
+
+
+def test_a_standby_that_is_killed_costs_the_worker_its_start(bench: Bench) -> None:
+    standby = bench.stand_by()
+    os.kill(standby.pid, signal.SIGKILL)
+    started, code, _ = bench.run()
+    assert (started.source, code) == ("exec", 3)
+    gone = bench.changes.next(HelperChanged)
+    assert (gone.kind, gone.why, gone.pid) == ("gone", "it has ended", standby.pid)
+
+
+def test_a_standby_that_is_suspended_is_given_up(bench: Bench) -> None:
+    standby = bench.stand_by()
+    os.kill(standby.pid, signal.SIGSTOP)
+    started, code, _ = bench.run()
+    assert (started.source, code) == ("exec", 3)
+    gone = bench.changes.next(HelperChanged)
+    assert (gone.kind, gone.why) == ("gone", "it did not answer in time")
+    wait_until(lambda: not alive(standby.pid), "the suspended standby has ended")
+
+
+def test_standbys_are_dismissed_without_a_report(bench: Bench) -> None:
+    first, second = bench.stand_by(), bench.stand_by()
+    bench.guardian.dismiss()
+    wait_until(lambda: not alive(first.pid) and not alive(second.pid), "both have ended")
+    assert bench.run()[0].source == "exec"
+    third = bench.stand_by()
+    assert third.kind == "ready"
+    assert [change.kind for change in bench.changes.all if isinstance(change, HelperChanged)] == [
+        "ready"
+    ] * 3
+
+
+def test_a_standby_ends_with_its_guardian(bench: Bench) -> None:
+    standby = bench.stand_by()
+    assert bench.guardian.close(30)
+    assert not alive(standby.pid)
