@@ -126,6 +126,28 @@ def test_an_array_is_filled_in_place_whatever_its_layout() -> None:
     assert (view == values).all()
 
 
+def read_only(value: Any) -> Any:
+    value.flags.writeable = False
+    return value
+
+
+@pytest.mark.parametrize(
+    "locked",
+    [
+        read_only(np.zeros((4, 3))),
+        read_only(np.zeros((4, 6))[:, ::2]),
+        np.broadcast_to(np.zeros(3), (4, 3)),
+    ],
+)
+def test_an_array_that_is_read_only_gives_way_to_a_new_one(locked: Any) -> None:
+    values, target = np.arange(12.0).reshape(4, 3), {"w": locked}
+    carry({"w": values}, target)
+    assert (target["w"] == values).all()
+    assert (locked == 0).all()
+    with pytest.raises(StateError, match=r"replicated\['x'\] is read-only on this rank"):
+        carry(values, locked)
+
+
 def test_a_part_of_several_chunks_arrives() -> None:
     source: Any = np.arange(2 * CHUNK + 5, dtype=np.uint8)
     target = np.zeros_like(source)

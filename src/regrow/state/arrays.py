@@ -35,6 +35,8 @@ class Array(Protocol):
     """The array itself."""
     spec: Spec
     nbytes: int
+    writable: bool
+    """Whether `write` can change the array; a read-only array of numpy is False."""
 
     def read(self, start: int, into: memoryview) -> None:
         """Copy bytes from `start` on into a buffer, as many as fit there."""
@@ -96,6 +98,7 @@ class NumpyArray:
         self.value = value
         self.spec = Spec("numpy", value.dtype.str, value.shape)
         self.nbytes = math.prod(value.shape) * value.dtype.itemsize
+        self.writable = bool(value.flags.writeable)
         self._flat: Any = None
 
     def _bytes(self) -> Any:
@@ -117,5 +120,5 @@ class NumpyArray:
     def close(self) -> None:
         """See `Array`."""
         flat, self._flat = self._flat, None
-        if flat is not None and not self.value.flags.c_contiguous and self.value.flags.writeable:
+        if flat is not None and not self.value.flags.c_contiguous and self.writable:
             self.value[...] = flat.view(self.value.dtype).reshape(self.value.shape)

@@ -78,9 +78,12 @@ class Part:
                 has, lacks = (f"rank {rank}", "this rank")[:: 1 if key in sent else -1]
                 raise StateError(f"{key} exists on {has}, and does not on {lacks}")
 
+        if not self._loads and self.key in own and not own[self.key].writable:
+            raise StateError(f"{self.key} is read-only on this rank: use an array that is not")
+
         def make(key: str, spec: Spec) -> Any:
             array = own.get(key)
-            if array is None or array.spec != spec:
+            if array is None or array.spec != spec or not array.writable:
                 try:
                     array = new_array(spec)
                 except StateError as error:

@@ -26,6 +26,7 @@ class TorchArray:
         self._local = local
         self.spec = Spec(kind, str(local.dtype).removeprefix("torch."), tuple(local.shape))
         self.nbytes = math.prod(local.shape) * local.element_size()
+        self.writable = True
         self._flat: Any = None
 
     def _bytes(self) -> Any:
