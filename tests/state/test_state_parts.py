@@ -144,7 +144,7 @@ def test_an_array_that_is_read_only_gives_way_to_a_new_one(locked: Any) -> None:
     carry({"w": values}, target)
     assert (target["w"] == values).all()
     assert (locked == 0).all()
-    with pytest.raises(StateError, match=r"replicated\['x'\] is read-only on this rank"):
+    with pytest.raises(StateError, match=r"replicated\['x'\] cannot be changed on this rank"):
         carry(values, locked)
 
 

@@ -36,7 +36,7 @@ class Array(Protocol):
     spec: Spec
     nbytes: int
     writable: bool
-    """Whether `write` can change the array; a read-only array of numpy is False."""
+    """False for a read-only array, and for a tensor whose elements share memory (`expand`)."""
 
     def read(self, start: int, into: memoryview) -> None:
         """Copy bytes from `start` on into a buffer, as many as fit there."""
@@ -100,6 +100,7 @@ class NumpyArray:
         self.nbytes = math.prod(value.shape) * value.dtype.itemsize
         self.writable = bool(value.flags.writeable)
         self._flat: Any = None
+        self._written = False
 
     def _bytes(self) -> Any:
         if self._flat is None:
@@ -114,11 +115,12 @@ class NumpyArray:
 
     def write(self, start: int, data: memoryview) -> None:
         """See `Array`."""
-        flat = self._bytes()
+        flat, self._written = self._bytes(), True
         flat.data[start : start + len(data)] = data
 
     def close(self) -> None:
         """See `Array`."""
         flat, self._flat = self._flat, None
-        if flat is not None and not self.value.flags.c_contiguous and self.writable:
+        written, self._written = self._written, False
+        if written and not self.value.flags.c_contiguous:
             self.value[...] = flat.view(self.value.dtype).reshape(self.value.shape)

@@ -79,7 +79,10 @@ class Part:
                 raise StateError(f"{key} exists on {has}, and does not on {lacks}")
 
         if not self._loads and self.key in own and not own[self.key].writable:
-            raise StateError(f"{self.key} is read-only on this rank: use an array that is not")
+            raise StateError(
+                f"{self.key} cannot be changed on this rank: it is read-only, or an expanded "
+                f"tensor; pass a copy of it"
+            )
 
         def make(key: str, spec: Spec) -> Any:
             array = own.get(key)
