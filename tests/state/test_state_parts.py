@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ class Empty(Loader):
         return {"position": 0}
 
 
+class Color(str, Enum):  # noqa: UP042
+    RED = "red"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Long(IntEnum):
+    OTHER = 1 << 70
+
+
 scalars = (
     st.none()
     | st.booleans()
@@ -116,6 +129,23 @@ def test_a_private_part_is_restored_as_it_was_kept(state: Any) -> None:
     target: list[Any] = []
     unpack(pack([Part("private", "x", [state])]), [Part("private", "x", target)], 0)
     assert same(target, [state])
+
+
+def test_keys_and_values_of_subclasses_become_the_plain_type() -> None:
+    source = {
+        np.str_("a"): {np.float64(0.5): 1},
+        Color.RED: {Level.HIGH: np.zeros(2)},
+        "values": [Color.RED, Level.HIGH, np.float64(0.5), np.str_("b")],
+    }
+    targets: list[dict[Any, Any]] = [{}, {Color.RED: {Level.HIGH: np.ones(2)}}]
+    for target in targets:
+        carry(source, target)
+        assert same(
+            target,
+            {"a": {0.5: 1}, "red": {3: np.zeros(2)}, "values": ["red", 3, 0.5, "b"]},
+        )
+        types = [type(name) for name in (*target, *target["a"], *target["red"])]
+        assert types == [str, str, str, float, int]
 
 
 def test_an_array_is_filled_in_place_whatever_its_layout() -> None:
@@ -206,6 +236,8 @@ def test_what_does_not_fit_is_named_by_its_key_and_changes_nothing(
         ({"a": {"b": object()}}, r"x\['a'\]\['b'\] has the type object, which cannot be sent"),
         ({"a": [1, 1 << 64]}, r"x\['a'\]\[1\] is a number of more than 64 bits"),
         ({"a": np.array([{}])}, r"x\['a'\]: an array of dtype object has no plain bytes"),
+        ({"a": {1 << 70: 3}}, r"the key 1180591620717411303424 of x\['a'\] is a number of more th"),
+        ({"a": Long.OTHER}, r"x\['a'\] is a number of more than 64 bits"),
         ({(1, 2): 3}, r"x has the key \(1, 2\), which is not a str or a number"),
     ],
 )
