@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -176,6 +177,21 @@ def test_an_array_that_is_read_only_gives_way_to_a_new_one(locked: Any) -> None:
     assert (locked == 0).all()
     with pytest.raises(StateError, match=r"replicated\['x'\] cannot be changed on this rank"):
         carry(values, locked)
+
+
+def test_an_array_of_a_dtype_that_is_not_of_numpy_arrives_with_this_dtype() -> None:
+    source = {
+        "w": np.arange(3).astype(ml_dtypes.bfloat16),
+        "f": np.ones(3, ml_dtypes.float8_e4m3fn),
+        "void": np.zeros(2, "V2"),
+    }
+    target: dict[str, Any] = {}
+    carry(source, target)
+    assert same(target, source)
+    carry({"w": np.ones(3, ml_dtypes.bfloat16)}, {"w": target["w"]})
+    assert list(target["w"]) == [1, 1, 1]
+    with pytest.raises(StateError, match=r"\['w'\] is numpy <f2 .* and numpy bfloat16"):
+        carry({"w": source["w"]}, {"w": np.zeros(3, "f2")})
 
 
 def test_a_part_of_several_chunks_arrives() -> None:

@@ -21,7 +21,7 @@ class Spec(NamedTuple):
     kind: str
     """"numpy", "torch", or "dtensor" for the local shard of a DTensor."""
     dtype: str
-    """For example "<f4" (numpy) or "float32" (torch)."""
+    """For example "<f4" or "bfloat16" (numpy), "float32" (torch)."""
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -96,7 +96,8 @@ class NumpyArray:
         if value.dtype.hasobject or value.dtype.names:
             raise TypeError(f"an array of dtype {value.dtype} has no plain bytes")
         self.value = value
-        self.spec = Spec("numpy", value.dtype.str, value.shape)
+        extension = value.dtype.isbuiltin == 2  # such as bfloat16, whose str is that of plain bytes
+        self.spec = Spec("numpy", value.dtype.name if extension else value.dtype.str, value.shape)
         self.nbytes = math.prod(value.shape) * value.dtype.itemsize
         self.writable = bool(value.flags.writeable)
         self._flat: Any = None
