@@ -165,7 +165,7 @@ class State:
 
         Raises:
             StateError: parts do not fit together, or were damaged on their way; the text names the
-                key. The state of a rank that received is dirty.
+                key. The state of a rank is dirty if one of its parts has been changed.
             StoreError: a rank has not come within the time-out, or the store is lost.
         """
         rank, store = self._begin(call)
@@ -277,7 +277,6 @@ class State:
             return
         sends = mine[0].source == rank
         others = [each.target if sends else each.source for each in mine]
-        self._clean = sends
         with SocketTransport(store, rank, self._timeout) as sockets:
             if sends:
                 sockets.accept(others)
@@ -285,7 +284,7 @@ class State:
                 sockets.connect(others[0])
             transport = sockets if self._adapt is None else self._adapt(sockets)
             for other in others:
-                courier = Courier(transport, other)
+                courier = Courier(transport, other, self._change)
                 for part in self._replicated:
                     (courier.send if sends else courier.receive)(part)
         logger.info(
@@ -296,6 +295,9 @@ class State:
             "to" if sends else "from",
             ", ".join(map(str, others)),
         )
+
+    def _change(self) -> None:
+        self._clean = False
 
     def _restore(self, step: int, rank: int) -> None:
         """Set the private parts to their values at a step, and forget those of other steps."""
