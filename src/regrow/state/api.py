@@ -171,7 +171,7 @@ class State:
         rank, store = self._begin(call)
         reports = [
             _parse(each, RankReport, "report")
-            for each in self._exchange(store, "report", rank, call)
+            for each in self._exchange(store, "report", self._report(rank), call)
         ]
         try:
             plan = choose(reports, self._replicas)
@@ -203,7 +203,7 @@ class State:
             self._memory = PrivateMemory(self._number)
         return rank, PrefixStore(f"state/{self._number}/{number}", place.store)
 
-    def _report(self, rank: int, call: CallWrapper) -> RankReport:
+    def _report(self, rank: int) -> RankReport:
         prints = {}
         if self._clean and self._step is not None:
             for part in self._replicated:
@@ -211,7 +211,6 @@ class State:
         kept = () if self._memory is None else tuple(sorted(self._memory.read()))
         return RankReport(
             rank,
-            call.joined,
             self._step,
             self._clean,
             prints,
@@ -222,12 +221,9 @@ class State:
             kept,
         )
 
-    def _exchange(
-        self, store: Store, what: str, rank: int, call: CallWrapper, value: Any = None
-    ) -> list[bytes]:
-        """Publish a value of this rank (default: its report), and return those of all ranks."""
+    def _exchange(self, store: Store, what: str, value: Any, call: CallWrapper) -> list[bytes]:
+        """Publish a value of this rank, and return those of all ranks."""
         place = call.state
-        value = self._report(rank, call) if value is None else value
         store.set(f"{what}/{place.active_rank}", msgspec.msgpack.encode(value))
         keys = [f"{what}/{each}" for each in range(place.active_world_size or 0)]
         with call.disable_hang_protection():  # the wait has a deadline of its own
@@ -257,7 +253,7 @@ class State:
             raise TypeError(f"default() has returned {step!r:.80} in place of the step, an int")
         steps = [
             _parse(each, tuple[int, int], "step")
-            for each in self._exchange(store, "start", rank, call, (rank, step))
+            for each in self._exchange(store, "start", (rank, step), call)
         ]
         for other, theirs in steps:
             if theirs != step:
