@@ -89,7 +89,7 @@ class State:
 
     @property
     def clean(self) -> bool:
-        """Whether no commit and no recovery is in progress or was left by an exception."""
+        """Whether the replicated parts are those of `step`."""
         return self._clean
 
     def prepare(self, step: int) -> None:
@@ -105,6 +105,7 @@ class State:
 
         Raises:
             ValueError: the step is not after the committed one.
+            RuntimeError: `recover` was not called in this call of the function, or has failed.
             TypeError: a private part has a value that cannot be kept; the text names its key.
         """
         self._check_step(step)
@@ -167,6 +168,8 @@ class State:
             StateError: parts do not fit together, or were damaged on their way; the text names the
                 key. The state of a rank is dirty if one of its parts has been changed.
             StoreError: a rank has not come within the time-out, or the store is lost.
+            TypeError: `default` has returned no int, or a part has a value that cannot be sent; the
+                text names its key.
         """
         rank, store = self._begin(call)
         reports = [

@@ -36,8 +36,7 @@ _SCALARS: Final[dict[type, Callable[[Any], Any]]] = {
 """Types of values, with the function that turns a subclass into the type."""
 
 Structure = Any
-"""A structure as described above; after `decode`, its kinds and types have been checked by
-`build`."""
+"""A structure as described above. `decode` does not check it; `build` does."""
 
 
 def flatten(value: object, key: str) -> tuple[Structure, dict[str, Array]]:
