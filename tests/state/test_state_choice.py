@@ -20,15 +20,15 @@ Situation = tuple[list[RankReport], list[list[int]]]
 
 
 def clean(rank: int, step: int, *private: int) -> RankReport:
-    return RankReport(rank, False, step, True, PRINTS, PARTS, private or (step,))
+    return RankReport(rank, step, True, PRINTS, PARTS, private or (step,))
 
 
 def dirty(rank: int, step: int, *private: int) -> RankReport:
-    return RankReport(rank, False, step, False, {}, PARTS, private)
+    return RankReport(rank, step, False, {}, PARTS, private)
 
 
 def new(rank: int, *private: int) -> RankReport:
-    return RankReport(rank, True, None, True, {}, PARTS, private)
+    return RankReport(rank, None, True, {}, PARTS, private)
 
 
 @st.composite
@@ -43,7 +43,7 @@ def situations(draw: st.DrawFn) -> Situation:
         is_clean = draw(st.booleans())
         kept = tuple(draw(st.sets(st.integers(0, 4), max_size=2)) | ({step} if step else set()))
         prints = PRINTS if is_clean and step is not None else {}
-        reports.append(RankReport(rank, step is None, step, is_clean, prints, names, kept))
+        reports.append(RankReport(rank, step, is_clean, prints, names, kept))
     return reports, groups
 
 

@@ -6,9 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
+from threading import Event
 
 import msgspec
 import pytest
@@ -125,6 +126,55 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     source = SocketTransport(MemoryStore(), 0, timedelta(milliseconds=1))
     with pytest.raises(StateError, match="rank 2 has not connected to rank 0"):
         source.accept([2, 3])
+
+
+def trickle(peer: socket.socket, end: Event) -> bool:
+    """Send single bytes until `end`; return whether there were as many as a handshake has."""
+    with peer, suppress(ConnectionError):
+        for _ in range(72):
+            if end.wait(0.2):  # less than a time-out, so that each recv returns in time
+                return False
+            peer.sendall(b"x")
+        return True
+    return False
+
+
+def test_programs_that_send_slowly_do_not_hold_a_rank_after_its_deadline(
+    threads: ThreadPoolExecutor,
+) -> None:
+    ended, strangers = Event(), []
+
+    class Visited(MemoryStore):
+        """Connects strangers when a rank has published its address."""
+
+        def set(self, key: str, value: str | bytes, /, *, ephemeral: bool = False) -> None:
+            super().set(key, value, ephemeral=ephemeral)
+            for _ in range(2):
+                stranger = socket.create_connection(address(self)[:2], 30)
+                strangers.append(threads.submit(trickle, stranger, ended))
+
+    accepted = threads.submit(SocketTransport(Visited(), 0, timedelta(seconds=0.5)).accept, [1])
+    accepted.add_done_callback(lambda _: ended.set())
+    accepted.exception(30)
+    assert not any(each.result() for each in strangers)
+    with pytest.raises(StateError, match="rank 1 has not connected to rank 0"):
+        accepted.result()
+
+
+def test_a_message_that_arrives_slowly_has_one_deadline(threads: ThreadPoolExecutor) -> None:
+    store = MemoryStore()
+    source, accepted = open_source(store, threads, 1)
+    with SocketTransport(store, 1, timedelta(seconds=3)) as target:
+        target.connect(0)
+        accepted.result()
+        received = threads.submit(target.receive, 0, memoryview(bytearray(70)))
+        for _ in range(70):
+            if wait([received], 0.2).done:
+                break
+            source.send(1, memoryview(b"x"))
+        with pytest.raises(StateError, match="rank 0 does not send its state"):
+            received.result()
+    source.__exit__(None, None, None)
 
 
 def test_a_host_names_the_address_with_which_it_sends_to_the_first_host(

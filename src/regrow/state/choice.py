@@ -42,8 +42,6 @@ class RankReport(NamedTuple):
 
     rank: int
     """Initial rank."""
-    joined: bool
-    """Whether this process has replaced another one in this iteration."""
     step: int | None
     """The step that the rank committed last; None: it has no state."""
     clean: bool
