@@ -71,7 +71,9 @@ def standby_of(training: Training, *but: int) -> int:
 
 
 def sources(training: Training) -> list[tuple[int, str]]:
-    return [(event["rank"], event["started_from"]) for event in training.job.events("worker.replaced")]
+    return [
+        (event["rank"], event["started_from"]) for event in training.job.events("worker.replaced")
+    ]
 
 
 def test_a_standby_takes_the_place_of_a_lost_rank_and_another_one_stands_by(start: Start) -> None:
