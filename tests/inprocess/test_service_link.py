@@ -10,7 +10,7 @@ from helpers.processes import wait_until
 from helpers.ranks.monitor_reports import report_dead
 from helpers.stores.storing import Background, CuttingProxy, ServerThread
 from regrow.inprocess.exception import CountedOutError, LinkLostError
-from regrow.inprocess.group.group_messages import Timeouts
+from regrow.inprocess.group.group_messages import Admitted, Joined, Timeouts
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.inprocess.group.service_link import ServiceLink
 from regrow.store import StoreClient, connect
@@ -26,12 +26,14 @@ class Served:
         self.server = ServerThread(services={"inprocess": self.service})
         self.proxy = CuttingProxy(self.server.port)
 
-    def link(self, rank: int, size: int, grace: float = 10.0) -> ServiceLink:
+    def link(
+        self, rank: int, size: int, grace: float = 10.0, timeouts: Timeouts = TIMEOUTS
+    ) -> ServiceLink:
         def session(seconds: float) -> StoreClient:
             token = self.server.token
             return connect(self.proxy.endpoint, token=token, session_grace=grace, timeout=seconds)
 
-        return ServiceLink(session, "group", rank, size, TIMEOUTS)
+        return ServiceLink(session, "group", rank, size, timeouts)
 
 
 @pytest.fixture
@@ -90,6 +92,32 @@ def test_a_process_that_was_away_for_too_long_was_counted_out(
     watch.close()
     for link in links:
         link.close()
+
+
+def test_another_process_takes_the_place_of_a_rank_that_was_counted_out(served: Served) -> None:
+    timeouts = TIMEOUTS._replace(replacement=20.0)
+    other = ServiceLink(lambda _: served.server.connect(), "group", 1, 2, timeouts)
+    link = served.link(0, 2, grace=0.05, timeouts=timeouts)
+    joining = Background(other.join)
+    link.join()
+    joining.result()
+    entering = Background(other.enter, 0, 1, 2)
+    link.enter(0, 0, 2)
+    entering.result()
+    served.proxy.lead_to(0)
+    served.proxy.cut_now()
+    wait_until(lambda: served.server.sessions() == 1, "the session of rank 0 ends")
+    served.proxy.lead_to(served.server.port)
+    with pytest.raises(CountedOutError):
+        link.follow(0)
+    other.answer_last_call(0)
+    meeting = Background(other.ready, 0)
+    replacement = served.link(0, 2, timeouts=timeouts)
+    admitted = replacement.take_over(1)
+    assert isinstance(admitted, Admitted)
+    assert (admitted.place, meeting.result().joined) == (0, (Joined(0, 0),))
+    for each in (link, other, replacement):
+        each.close()
 
 
 def test_a_monitor_reports_a_dead_rank_without_a_link(served: Served) -> None:
