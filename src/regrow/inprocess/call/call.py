@@ -164,7 +164,11 @@ class CallWrapper:
 
     @property
     def joined(self) -> bool:
-        """Whether this process is new in this iteration, in place of one that ended."""
+        """Whether this process is new in this iteration, in place of one that ended.
+
+        It is true only where `replaced` names this rank. In the first iteration of a call it is
+        false on all ranks.
+        """
         return self._joined
 
     @property
@@ -246,7 +250,6 @@ class CallWrapper:
         board.set_restart_state(self._in_restarter)
         if isinstance(reply, int):
             self._iteration = self._state.iteration = reply
-            self._joined = incarnation > 0
             self._assign(set())
             return True
         met = reply.met
