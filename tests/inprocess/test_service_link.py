@@ -9,7 +9,10 @@ import pytest
 from helpers.processes import wait_until
 from helpers.ranks.monitor_reports import report_dead
 from helpers.stores.storing import Background, CuttingProxy, ServerThread
-from regrow.inprocess.exception import CountedOutError, LinkLostError
+from regrow.inprocess.exception import BarrierTimeout, CountedOutError, LinkLostError
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group import service_link
+from regrow.inprocess.group.group import Group, reply
 from regrow.inprocess.group.group_messages import Admitted, Joined, Timeouts
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.inprocess.group.service_link import ServiceLink
@@ -146,6 +149,27 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     with pytest.raises(LinkLostError, match="cannot reach the store of its group 'group'"):
         following.result()
     link.close()
+
+
+@pytest.mark.parametrize("replacement", [0.0, 0.05])
+def test_ranks_that_are_ready_do_not_wait_for_ever_for_a_server_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, replacement: float
+) -> None:
+    def silent(group: Group, asked: messages.Asked, now: float) -> messages.GroupReply | None:
+        return None if isinstance(asked, messages.Ready) else reply(group, asked, now)
+
+    monkeypatch.setattr(service_link, "SLACK", 0.05)
+    server = ServerThread(services={"inprocess": InprocessService(reply=silent)})
+    timeouts = Timeouts(barrier=0.05, replacement=replacement)
+    link = ServiceLink(lambda _: server.connect(), "group", 0, 1, timeouts)
+    link.join()
+    link.enter(0, 0, 1)
+    link.report(0, "EXCEPTION", "a mistake")
+    link.answer_last_call(0)
+    with pytest.raises(BarrierTimeout, match="the store did not answer Ready within"):
+        Background(link.ready, 0).result()
+    link.close()
+    server.stop()
 
 
 def test_a_restarted_server_does_not_know_the_group() -> None:
