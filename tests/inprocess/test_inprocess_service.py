@@ -50,8 +50,8 @@ def refusal(answer: Any) -> str:
     return answer.reason
 
 
-def join(rank: int, size: int, process: str = "") -> messages.Join:
-    return messages.Join(*me(rank, process), size, TIMEOUTS)
+def join(rank: int, size: int, process: str = "", incarnation: int = 0) -> messages.Join:
+    return messages.Join(*me(rank, process), size, TIMEOUTS, incarnation)
 
 
 def running(size: int) -> Asking:
@@ -216,3 +216,27 @@ def test_a_group_that_is_over_makes_room_for_another_of_its_name() -> None:
     assert asking.answer("session-0", join(0, 1, "the next call")) == messages.Go(0)
     entered = messages.Enter(*me(0, "the next call"), 0, 0, 1)
     assert asking.answer("session-0", entered) == messages.Go(0)
+
+
+def over_and_deleted() -> Asking:
+    asking = running(1)
+    asking.ask("session-0", messages.RankDone(*me(0), 0))
+    asking.ask("session-0", messages.Confirm(*me(0), 0))
+    asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
+    asking.now = 1.0 + FORGET
+    asking.take(asking.service.due(asking.now))
+    assert asking.due_at() is None
+    return asking
+
+
+def test_a_call_that_is_over_stays_over_for_a_process_that_replaces_another() -> None:
+    asking = over_and_deleted()
+    for session in ("first", "second"):
+        assert asking.answer(session, join(0, 1, session, incarnation=1)) == messages.Over()
+
+
+def test_a_group_that_was_over_and_deleted_makes_room_for_another_of_its_name() -> None:
+    asking = over_and_deleted()
+    assert asking.answer("another", join(0, 1, "the next call")) == messages.Go(0)
+    replaced = asking.answer("third", join(0, 1, "its replacement", incarnation=1))
+    assert replaced == messages.Go(0), "the later group is not over"

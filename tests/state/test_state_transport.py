@@ -184,5 +184,7 @@ def test_a_host_names_the_address_with_which_it_sends_to_the_first_host(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert own_host() == "localhost"  # the others reach this host by the name that they have
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts with one active rank left on each
+    assert own_host() == "localhost"
+    monkeypatch.delenv("MASTER_ADDR")
     assert own_host() == "127.0.0.1"

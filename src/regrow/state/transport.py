@@ -171,10 +171,8 @@ def own_host() -> str:
     It is the address with which this host sends to MASTER_ADDR. On the host of MASTER_ADDR, that
     may be a loopback address; MASTER_ADDR is then what the other hosts use.
     """
-    environ = os.environ
-    master = environ.get("MASTER_ADDR")
-    size = environ.get("WORLD_SIZE")
-    if not master or (size is not None and size == environ.get("LOCAL_WORLD_SIZE")):
+    master = os.environ.get("MASTER_ADDR")
+    if not master:
         return "127.0.0.1"
     family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -24,7 +24,9 @@ the rank as ended (`ReportDead`) or as overdue. The server answers a malformed o
 with a `GroupRefusal` and changes nothing.
 
 A group is deleted `FORGET` seconds after the last session of its processes ended. It is also
-deleted when it is finished and another group of the same name begins.
+deleted when it is finished and another group of the same name begins. Of a call that is over, the
+name is kept: a process that replaces another one runs the script from its start, and asks about
+the calls that the other ranks have completed.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ GROUPS: Final = 1024
 """Largest number of groups at once."""
 FORGET: Final = 60.0
 """Seconds for which a group without a connection is kept, for a process that reconnects late."""
+
+CALLS_OVER: Final = 16_384
+"""Number of deleted groups whose names are kept because their calls are over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +97,8 @@ class InprocessService:
         self._step = step
         self._reply = reply
         self._groups: dict[str, _GroupRecord] = {}
+        self._over: dict[str, None] = {}
+        """Names of the deleted groups whose calls are over, the oldest first."""
         self._bound: dict[Hashable, _RankRecord] = {}
         """The rank of each session."""
         self._suspended: dict[Hashable, float] = {}
@@ -160,7 +167,7 @@ class InprocessService:
             if at is not None and at <= now:
                 out += self._apply(group, Tick(), now)
             if group.forget_at is not None and group.forget_at <= now:
-                del self._groups[group.name]
+                self._delete(group)
         self._plan()
         return out
 
@@ -181,6 +188,8 @@ class InprocessService:
             isinstance(question, messages.Report) and question.number == messages.OVERDUE
         )
         if isinstance(question, messages.Join):
+            if question.incarnation and question.group in self._over:
+                return [Answer(session, id, messages.encode(messages.Over()))]
             out += self._join(question, now)
         group = self._groups.get(question.group)
         record = None if group is None else group.ranks.get(question.rank)
@@ -278,9 +287,17 @@ class InprocessService:
                 self._unbind(record)
         elif len(self._groups) >= GROUPS:
             raise ValueError(f"this store has {GROUPS} groups already, which is the maximum")
+        self._over.pop(question.group, None)
         group = _GroupRecord(question.group, Group(question.size, question.timeouts))
         self._groups[question.group] = group
         return group
+
+    def _delete(self, group: _GroupRecord) -> None:
+        del self._groups[group.name]
+        if group.state.phase is Phase.OVER:
+            self._over[group.name] = None
+            if len(self._over) > CALLS_OVER:
+                del self._over[next(iter(self._over))]
 
     # ------------------------------------------------------------------ the rules
 
