@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group_messages import Timeouts
 from regrow.inprocess.group.group_service import FORGET, InprocessService
@@ -235,8 +237,28 @@ def test_a_call_that_is_over_stays_over_for_a_process_that_replaces_another() ->
         assert asking.answer(session, join(0, 1, session, incarnation=1)) == messages.Over()
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_group_whose_ranks_were_all_replaced_continues_the_numbers_of_the_iterations(
+    deleted: bool,
+) -> None:
+    """Keys of its iterations may be left in the store, such as the addresses of gloo."""
+    asking = running(2)
+    for rank in range(2):
+        asking.take(asking.service.ended(f"session-{rank}", "it is over", True, 1.0))
+    if deleted:
+        asking.now = 1.0 + FORGET
+        asking.take(asking.service.due(asking.now))
+        assert asking.due_at() is None
+    waits = asking.ask("first", join(0, 2, "first", incarnation=1))
+    assert asking.answer("second", join(1, 2, "second", incarnation=1)) == messages.Go(1)
+    assert asking.replies["first", waits] == messages.Go(1)
+    for rank, process in enumerate(("first", "second")):
+        enters = asking.ask(process, messages.Enter(*me(rank, process), 1, rank, 2))
+    assert asking.replies["second", enters] == messages.Go(1)
+
+
 def test_a_group_that_was_over_and_deleted_makes_room_for_another_of_its_name() -> None:
     asking = over_and_deleted()
     assert asking.answer("another", join(0, 1, "the next call")) == messages.Go(0)
     replaced = asking.answer("third", join(0, 1, "its replacement", incarnation=1))
-    assert replaced == messages.Go(0), "the later group is not over"
+    assert replaced == messages.Go(1), "the later group is not over"

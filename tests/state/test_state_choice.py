@@ -151,6 +151,11 @@ def test_a_group_without_a_holder_is_named() -> None:
     assert plan.reason == "no rank of the replica group of ranks 1, 3 has a clean state of step 7"
 
 
+def test_a_group_of_which_no_rank_is_left_makes_no_step_complete() -> None:
+    plan = choose([clean(0, 7), clean(2, 7)], [[0, 2], [1, 3]])
+    assert plan == RecoveryPlan(None, reason="all ranks of a replica group are lost")
+
+
 def test_holders_with_different_structures_are_refused_with_the_name_of_the_part() -> None:
     other = clean(1, 7)._replace(prints={"model": "m", "optim": "another"})
     with pytest.raises(DifferentParts, match=r"replicated\['optim'\].* rank 1 than on rank 0"):
