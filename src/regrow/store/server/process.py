@@ -113,7 +113,9 @@ class ServerProcess:
             ended = _killed(self.pid, self._pidfd)
         if ended:
             reap(self._pidfd)
-        os.close(self._pidfd)
+            os.close(self._pidfd)
+        else:
+            _left.append(self._pidfd)
         self._pidfd = self._lifeline = -1
 
     def __enter__(self) -> ServerProcess:
@@ -131,6 +133,14 @@ class ServerProcess:
             os.close(self._lifeline)
             os.close(self._pidfd)
             self._pidfd = self._lifeline = -1
+
+
+_left: list[int] = []
+"""Pidfds of servers that outlived their handles; the next start of a server reaps those that ended.
+
+So this process keeps the zombie of the last server only, and not one of each server.
+"""
+os.register_at_fork(after_in_child=_left.clear)
 
 
 def start_server(
@@ -174,6 +184,7 @@ def start_server(
             listen, the cause is an OSError with the `errno`.
         StoreTimeout: the server did not start in time.
     """
+    _reap_left()
     config = {
         "path": path,
         "token": check_token_length(token).hex(),
@@ -222,6 +233,19 @@ def start_server(
     finally:
         os.close(answer)
     return ServerProcess(pid, pidfd, lifeline, endpoint, linger)
+
+
+def _reap_left() -> None:
+    running = []
+    with suppress(IndexError):  # none is left; another thread may take some too
+        while True:
+            pidfd = _left.pop()
+            if ends_within(pidfd, 0):
+                reap(pidfd)
+                os.close(pidfd)
+            else:
+                running.append(pidfd)
+    _left.extend(running)
 
 
 def _listen(host: str, port: int, path: str | None) -> socket.socket:
