@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -696,6 +697,30 @@ def test_other_children_of_the_agent_are_left_alone(guardian: Guardian) -> None:
     assert alive(other.pid)
     other.kill()
     assert other.wait() == -signal.SIGKILL
+
+
+def test_the_loss_of_the_guardian_is_reported_also_if_no_descriptor_is_free(
+    guardian: Guardian,
+) -> None:
+    _, started, events = _run(guardian, "sh", "-c", f"{FAMILY}; sleep 1000")
+    family = _members(started.pid, 6)
+    pid = guardian.pid
+    assert pid is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    taken = []
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                taken.append(os.dup(0))
+        os.kill(pid, signal.SIGKILL)
+        events.next(GuardianLost)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
+    assert not [pid for pid in family if alive(pid)]
 
 
 def test_ends_are_reported_in_their_order_also_after_the_guardian_was_suspended(

@@ -21,7 +21,7 @@ from itertools import count
 from time import monotonic
 from typing import NamedTuple
 
-from regrow.utils import end_text, ends_within, reap, spawn_helper, start_thread
+from regrow.utils import end_text, ends_within, get_logger, reap, spawn_helper, start_thread
 from regrow.workers.guardian import procfs
 from regrow.workers.guardian.events import (
     Exited,
@@ -50,6 +50,8 @@ TEMPLATE_BOOTSTRAP = (
 Message = Sequence[bytes | int]
 #: Most seconds to kill the orphans of a dead guardian before the loss is reported.
 _LOSS_TIMEOUT = 5.0
+
+logger = get_logger(__name__)
 
 
 class Place(NamedTuple):
@@ -414,13 +416,17 @@ class _Process:
         now = monotonic()
         ended = ends_within(self._pidfd, None if self._closing else _LOSS_TIMEOUT)
         how = f"the guardian (pid {self.pid}) {end_text(reap(self._pidfd) if ended else None)}"
-        if not self._closing:
-            procfs.kill_family(self.pids, (self.prefix.encode(),), _LOSS_TIMEOUT)
-        self._socket.close()
-        os.close(self._pidfd)
-        while self.listeners:
-            worker, listener = self.listeners.popitem()
-            listener(GuardianLost(worker, now, how))
+        self._socket.close()  # so that one descriptor is free to read /proc
+        try:
+            if not self._closing:
+                procfs.kill_family(self.pids, (self.prefix.encode(),), _LOSS_TIMEOUT)
+        except OSError:
+            logger.exception("%s; processes that its workers started may be left", how)
+        finally:
+            os.close(self._pidfd)
+            while self.listeners:
+                worker, listener = self.listeners.popitem()
+                listener(GuardianLost(worker, now, how))
 
     def _receive(self) -> bytes:
         try:
