@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -711,7 +712,7 @@ def test_the_loss_of_the_guardian_is_reported_also_if_no_descriptor_is_free(
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     taken = []
     try:
-        with pytest.raises(OSError, match="Too many open files"):
+        with suppress(OSError):
             while True:
                 taken.append(os.dup(0))
         os.kill(pid, signal.SIGKILL)
