@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
@@ -40,8 +41,6 @@ from regrow.cli.exit_codes import BRIEF
 from regrow.utils import quieten
 
 if TYPE_CHECKING:
-    import threading
-
     from regrow.cli.screen.status_line import StatusLine
     from regrow.events import Event
 
@@ -196,8 +195,6 @@ class Waiting:
     def begin(self, pause: float = 0.0) -> None:
         """Start the delay of the line; the wait begins now, or after `pause` seconds."""
         self.close()
-        import threading
-
         self._timer = threading.Timer(self._delay + pause, self._say, (self._line,))
         self._timer.daemon = True
         self._timer.start()
@@ -210,7 +207,7 @@ class Waiting:
 
 
 class Console:
-    """Event sink that prints for the user, and context manager around the run.
+    """Event sink that prints for the user, and context manager around the run; thread-safe.
 
     Args:
         stream: destination of the output, normally stderr of the launcher.
@@ -227,6 +224,9 @@ class Console:
         speaker: Speaker = _SPEAKS,
     ) -> None:
         self._stream = stream
+        # Events come from several threads. The lock is not held while the console prints, because a
+        # blocked terminal must not delay the thread that handles signals.
+        self._lock = threading.Lock()
         self._speaker = speaker
         self._greeting = ""
         self._events: list[dict[str, Any]] = []
@@ -255,26 +255,30 @@ class Console:
         from regrow.events import as_record
 
         data = event.metadata
-        self._events.append(as_record(event))
-        if event.name == "regrow.job.started":
-            self.job_started = True
-            self._log_dir = data.get("log_dir") or ""
-            self._greeting = greeting(data) if self._greets else ""
-        self._follow_speaker(event.name, data)
-        self._eventful |= is_eventful(event.name, data)
+        with self._lock:
+            self._events.append(as_record(event))
+            if event.name == "regrow.job.started":
+                self.job_started = True
+                self._log_dir = data.get("log_dir") or ""
+                self._greeting = greeting(data) if self._greets else ""
+            due = self._follow_speaker(event.name, data)
+            self._eventful |= is_eventful(event.name, data)
+            if self._waiting is not None:
+                self._waiting(event)
         if self._status is not None:
             self._status(event)
-        if self._waiting is not None:
-            self._waiting(event)
+        if due:
+            say(self._stream, due)
 
-    def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> None:
+    def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> str:
+        """Update the facts of the speaker; return the greeting if it is due now."""
         before, self._speaker = self._speaker, advance(self._speaker, name, data)
         if self._speaker.speaks != before.speaks:
             quieten(() if self._speaker.speaks else ABOUT_THE_JOB)
-        if self._greeting and (self._speaker.started_as is None or self._speaker.rank is not None):
-            if self._speaker.speaks and data.get("attempt", 0) <= 0:
-                say(self._stream, self._greeting)
-            self._greeting = ""
+        if self._speaker.started_as is not None and self._speaker.rank is None:
+            return ""
+        due, self._greeting = self._greeting, ""
+        return due if self._speaker.speaks and data.get("attempt", 0) <= 0 else ""
 
     def _print_wait(self, line: str) -> None:
         if self._speaker.prints_waits:
@@ -289,7 +293,8 @@ class Console:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._waiting is not None:
-            self._waiting.close()
+            with self._lock:
+                self._waiting.close()
         if self._status is not None:
             self._status.close()
         quieten(())
