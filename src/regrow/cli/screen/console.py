@@ -34,7 +34,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain, count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from regrow.cli.exit_codes import BRIEF
@@ -66,6 +69,18 @@ _BY_ITSELF = ("it gave up", "its agent ")
 """Begin the reasons of nodes that left by their own decision (`LeaveRound`): they waited too long
 for the others, got a signal, or failed."""
 
+MOST = 200
+"""Most events of each name that are kept from the start of the job, and from its end."""
+
+_WITHIN_BUDGET = tuple(
+    f"regrow.{name}"
+    for name in (
+        *("attempt.", "job.", "round.", "rendezvous."),
+        *("worker.failed", "worker.first_step", "worker.vacated", "worker.replaced"),
+    )
+)
+"""Begin the names of events that are all kept, because their number is bounded."""
+
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
 
 EVENTFUL = frozenset(
@@ -80,6 +95,10 @@ EVENTFUL = frozenset(
     )
 )
 """Events after which the job's story is printed at the end."""
+
+
+_Numbered = tuple[int, dict[str, Any]]
+"""An event with its number."""
 
 
 class Speaker(NamedTuple):
@@ -206,6 +225,37 @@ class Waiting:
             self._timer = None
 
 
+class KeptEvents:
+    """Events of a job for its story, in bounded memory.
+
+    A crash loop within processes causes some events a second, for days. So of each name only the
+    first and the last `MOST` events are kept, more than the story shows of a kind. Events of whole
+    attempts and of replaced workers are all kept: the restart budget bounds their number, and the
+    story relates them to each other.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[list[_Numbered], deque[_Numbered]]] = {}
+        self._numbers = count()
+        self.left_out = 0
+        """Number of events that were not kept."""
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add an event, as in the event log."""
+        name, entry = str(record.get("name")), (next(self._numbers), record)
+        first, last = self._kept.setdefault(name, ([], deque(maxlen=MOST)))
+        if len(first) < MOST or name.startswith(_WITHIN_BUDGET) or record.get("replaced"):
+            first.append(entry)
+        else:
+            self.left_out += len(last) == MOST
+            last.append(entry)
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """Return the kept events in the order in which they were added."""
+        entries = chain.from_iterable(chain(*lists) for lists in self._kept.values())
+        return [record for _, record in sorted(entries, key=itemgetter(0))]
+
+
 class Console:
     """Event sink that prints for the user, and context manager around the run; thread-safe.
 
@@ -229,7 +279,7 @@ class Console:
         self._lock = threading.Lock()
         self._speaker = speaker
         self._greeting = ""
-        self._events: list[dict[str, Any]] = []
+        self._events = KeptEvents()
         self._log_dir = ""
         self.job_started = False
         """Whether the job has started."""
@@ -256,7 +306,7 @@ class Console:
 
         data = event.metadata
         with self._lock:
-            self._events.append(as_record(event))
+            self._events.add(as_record(event))
             if event.name == "regrow.job.started":
                 self.job_started = True
                 self._log_dir = data.get("log_dir") or ""
@@ -330,7 +380,12 @@ class Console:
             return ""
         from regrow.events import story
 
-        return story(self._events).render().rstrip("\n")
+        with self._lock:
+            events, left_out = self._events.in_order(), self._events.left_out
+        text = story(events).render().rstrip("\n")
+        if left_out:
+            text += f"\nregrow: without {left_out} events; `regrow events` shows the story with all"
+        return text
 
 
 def is_eventful(name: str, data: Mapping[str, Any]) -> bool:
