@@ -2,11 +2,12 @@
 
     python benchmarks/replace.py [-n RUNS] [--json FILE] [--check]
 
-Three ways to continue with four ranks, which alternate:
+Four ways to continue with four ranks, which alternate:
 
 1. regrow replaces the rank, and its process starts as usual (`Wrapper(replace=True)`)
 2. the same, with a process that is forked from a template (`--preload torch`)
-3. torchrun starts all workers again
+3. the same, with a process that waits at the wrapped function (`--standby 1`)
+4. torchrun starts all workers again
 
 The peer of the in-process wrapper cannot do this: it continues with three ranks
 (`benchmarks/inprocess.py`). The time ends with the last of the four ranks, by stamps of the
@@ -32,18 +33,20 @@ RANKS = 4
 VICTIM = 2
 DEADLINE_S = 120.0
 TEMPLATE_S = 12.0
-"""Seconds after which the template is ready."""
+"""Seconds after which the template or the standby process is ready."""
 
 COLD, FORKED, TORCHRUN = "regrow", "regrow --preload torch", "torchrun"
+STANDBY = "regrow --standby 1"
 PRELOAD = "--preload=torch,regrow.inprocess"
 WAYS = {
     COLD: ("regrow.run", "wrapped", []),
     FORKED: ("regrow.run", "wrapped", [PRELOAD]),
+    STANDBY: ("regrow.run", "wrapped", ["--standby=1"]),
     TORCHRUN: ("torch.distributed.run", "plain", []),
 }
-BOUNDS = {FORKED: 0.25}
+BOUNDS = {FORKED: 0.25, STANDBY: 0.15}
 """Longest median, in seconds."""
-SHARES = {FORKED: 0.1}
+SHARES = {FORKED: 0.1, STANDBY: 0.1}
 """Longest median, as a share of torchrun's."""
 
 

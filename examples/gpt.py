@@ -38,17 +38,13 @@ TEST_SHARE = 0.05
 
 
 def library() -> tuple[torch.Tensor, int]:
-    """Return the text as numbers of characters, and how many different characters it has."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    text, length = [], 0
-    for path in sorted(folder.glob("*.py")):
-        text.append(path.read_bytes().decode("ascii", "ignore"))
-        length += len(text[-1])
-        if length > CHARACTERS:
-            break
-    joined = "".join(text)
-    number = {character: n for n, character in enumerate(sorted(set(joined)))}
-    return torch.tensor([number[character] for character in joined]), len(number)
+    """Return the text as numbers of its characters, and how many different characters it has."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += path.read_bytes()[: CHARACTERS - len(text)]
+    values = torch.frombuffer(text, dtype=torch.uint8).long()
+    used, numbers = values.unique(return_inverse=True)
+    return numbers, len(used)
 
 
 class Block(nn.Module):  # type: ignore[misc]
@@ -97,39 +93,51 @@ class Transformer(nn.Module):  # type: ignore[misc]
 
 
 class Training:
-    """State that a restart must keep; it lives outside the wrapped function."""
+    """State that a restart must keep; it lives outside the wrapped function.
+
+    Nothing here depends on the rank, so that the process may also be a standby (`--standby`).
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        cuda = torch.cuda.is_available()
-        self.device = (
-            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        )
-        self.backend = "nccl" if cuda else "gloo"
         text, characters = library()
         held_out = int(len(text) * TEST_SHARE)
         self.train_text, self.test_text = text[held_out:], text[:held_out]
-        self.net = Transformer(characters, args.width, args.layers).to(self.device)
+        self.net = Transformer(characters, args.width, args.layers)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=args.lr)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.factor)
+        self.first_schedule = self.schedule.state_dict()
         self.store = TorchStore(worker_store())
         self.state = regrow.State(
             {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule},
             {"rng": regrow.rng()},  # the dropout of this rank
         )
 
+    def begin(self) -> int:
+        """Set the state of step 0, also in a process that has trained already; return the step."""
+        torch.manual_seed(SEED)  # the same weights on all ranks
+        for module in self.net.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        self.optimizer.state.clear()
+        self.schedule.load_state_dict(self.first_schedule)
+        torch.manual_seed(SEED + int(os.environ["RANK"]))  # another dropout on each
+        return 0
+
     def factor(self, step: int) -> float:
         """Return the factor of the learning rate: it rises for 20 steps, then falls as a cosine."""
         return min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * step / self.args.steps))
 
-    def texts(self, source: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def texts(
+        self, source: torch.Tensor, seed: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random texts and their next characters; they follow from the seed alone."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(
             len(source) - CONTEXT, (self.args.batch_size, 1), generator=generator
         )
         at = starts + torch.arange(CONTEXT)
-        return source[at].to(self.device), source[at + 1].to(self.device)
+        return source[at].to(device), source[at + 1].to(device)
 
 
 def loss_of(scores: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -143,13 +151,19 @@ def train(training: Training, call: CallWrapper) -> None:
     args, state = training.args, training.state
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     keys = dist.PrefixStore(f"groups/{call.iteration}", training.store)
-    dist.init_process_group(training.backend, store=keys, rank=rank, world_size=world_size)
-    done = state.recover(call, default=lambda: 0)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=keys, rank=rank, world_size=world_size)
+    training.net.to(device)
+    done = state.recover(call, default=training.begin)
     if rank == 0 and call.replaced:
         print(f"rank {sorted(call.replaced)} is replaced; continue after step {done}", flush=True)
     model = DistributedDataParallel(training.net)
     for step in range(done + 1, args.steps + 1):
-        text, following = training.texts(training.train_text, SEED + step * world_size + rank)
+        text, following = training.texts(
+            training.train_text, SEED + step * world_size + rank, device
+        )
         training.optimizer.zero_grad()
         loss = loss_of(model(text), following)
         state.prepare(step)  # the gradients of this step have not left this rank yet
@@ -160,7 +174,7 @@ def train(training: Training, call: CallWrapper) -> None:
         regrow.step(step)
         if rank == 0 and step % args.print_every == 0:
             print(f"step {step}, loss {loss.item():.3f}", flush=True)
-    mean = evaluate(training, rank) / world_size
+    mean = evaluate(training, rank, device) / world_size
     dist.all_reduce(mean)
     if rank == 0:
         print(f"final test loss {mean.item():.3f}", flush=True)
@@ -168,13 +182,13 @@ def train(training: Training, call: CallWrapper) -> None:
     dist.destroy_process_group()
 
 
-def evaluate(training: Training, rank: int) -> torch.Tensor:
+def evaluate(training: Training, rank: int, device: torch.device) -> torch.Tensor:
     """Return the mean loss of this rank's texts of the test set."""
     training.net.eval()
     losses = []
     with torch.no_grad():
         for turn in range(8):
-            text, following = training.texts(training.test_text, 1000 * rank + turn)
+            text, following = training.texts(training.test_text, 1000 * rank + turn, device)
             losses.append(loss_of(training.net(text), following))
     training.net.train()
     return torch.stack(losses).mean()
@@ -192,10 +206,7 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)  # the same first weights on all ranks
-    training = Training(args)
-    torch.manual_seed(SEED + int(os.environ["RANK"]))  # another dropout on each
-    train(training)  # type: ignore[call-arg] # the wrapper adds `call`
+    train(Training(args))  # type: ignore[call-arg] # the wrapper adds `call`
 
 
 if __name__ == "__main__":

@@ -24,12 +24,14 @@ ALLOWED: dict[str, set[str]] = {
     "": {
         "compat",
         "_progress",
+        "_standby",
         "timer",
         "heartbeat",
         "state",
         "utils",
     },  # the package itself: the names a training script uses
     "_progress": set(),
+    "_standby": {"_progress", "workers", "utils", ""},
     "utils": set(),
     "events": _BASE,
     "metrics": _BASE,
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
     "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "compat"},
     "state": _BASE | {"store", "inprocess", "_progress"},
-    "agent": _AGENT | {"heartbeat", "inprocess"},
+    "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,

@@ -21,6 +21,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "shutdown-timeout": ("5", 5),
     "restart-timeout": ("5", 5),
     "heartbeat": ("2.5", 2.5),
+    "standby": ("2", 2),
     "preload": ("torch,os.path", ["torch", "os.path"]),
 }
 VALUED = [flag for flag in FLAGS if not flag.switch]

@@ -180,7 +180,8 @@ BEYOND = f"1{'0' * 400}"  # no float
             "is not a heartbeat period",
         ),
         ("--local-ranks-filter", ["nan", "0,inf"], "is not a list of local ranks"),
-        ("--preload", ["", "torch,", "a-b", "train.py,7"], "is not the name of a module"),
+        ("--preload", ["torch,", "a-b", "train.py,7"], "is not the name of a module"),
+        ("--standby", ["-1", "65", HUGE], "is not a number of processes"),
     ],
 )
 def test_a_number_that_makes_no_job_is_one_line_and_exit_code_2(

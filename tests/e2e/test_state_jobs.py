@@ -166,6 +166,58 @@ def test_a_byte_that_changes_on_its_way_is_found_and_sent_again(
     assert found.results() == {"0": "10000.0", "1": "10000.0"}
 
 
+LOST_SENDER = (
+    FAULTS
+    + """
+import regrow
+from regrow.inprocess import CallWrapper, Wrapper
+
+values = {"steps": []}
+
+def adapt(transport):
+    at(2, "sends")  # the receivers are connected, and have no byte yet
+    return transport
+
+def default():
+    values["steps"][:] = []
+    return report("default") or 0
+
+state = regrow.State({"values": values}, transport=adapt)
+
+@Wrapper(replace=True)
+def train(call: CallWrapper):
+    step = state.recover(call, default)
+    if state.step == step == 1:
+        report("continued", step)
+    while step < 3:
+        step += 1
+        store = call.state.store
+        if step == 2 and call.iteration == 0 and RANK != 0:
+            store.wait(["the end of the iteration"])
+        with state.commit(step):
+            values["steps"].append(step)
+        regrow.step(step)
+        store.set(f"{step}/{RANK}", b"")
+        if step == 2 and call.iteration == 0:
+            raise RuntimeError("only rank 0 has step 2")
+        store.wait([f"{step}/{rank}" for rank in range(3)])
+
+train()
+report("result", values["steps"])
+"""
+)
+
+
+def test_ranks_whose_sender_ends_before_it_sends_keep_their_step(
+    launch: Launch, tmp_path: Path
+) -> None:
+    found = Finished(start(launch, tmp_path, LOST_SENDER, [Kill(2, 0, "sends")]))
+    assert len(found.job.events("worker.replaced")) == 1
+    assert len(found.of("default")) == 3  # only in the first iteration
+    assert sorted(line[0] for line in found.of("continued")) == ["0", "1", "2"]
+    assert set(found.results().values()) == {"[1, 2, 3]"}
+
+
 def test_a_rank_with_another_shape_is_refused_with_the_key(launch: Launch, tmp_path: Path) -> None:
     script = DAMAGE.replace(
         "np.zeros(1000)", "np.zeros(1000 if not os.listdir(os.environ['DONE']) else 8)"

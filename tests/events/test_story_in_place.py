@@ -60,7 +60,7 @@ def vacated(rank: int, incarnation: int = 0, **fields: Any) -> Line:
 
 def replaced(rank: int, incarnation: int = 1, **fields: Any) -> Line:
     at = {"monotonic": 103.3 + incarnation, "started_monotonic": 103.2 + incarnation}
-    more = {"pid": 70 + incarnation, "source": "exec", "restarts_left": 2}
+    more = {"pid": 70 + incarnation, "started_from": "exec", "restarts_left": 2}
     name = "regrow.worker.replaced"
     return {"name": name, "rank": rank, "incarnation": incarnation, **at, **more, **fields}
 
@@ -72,7 +72,7 @@ def test_the_processes_that_took_the_places_of_others_are_shown() -> None:
         "200.0 ms later; 2 restarts left"
     ) in lines
     ended = vacated(1, last_step=None, how="with exit code 1")
-    forked = replaced(1, source="template", restarts_left=1)
+    forked = replaced(1, started_from="template", restarts_left=1)
     lines = rendered(ended, forked, restarted(1, replaced=[1]))
     assert (
         "replaced rank 1: pid 70 ended with exit code 1; pid 71 started from the template 200.0 ms "

@@ -23,7 +23,7 @@ from regrow.inprocess.rank_assignment import (
     ShiftRanks,
 )
 from regrow.inprocess.rank_filter import RankFilter
-from regrow.inprocess.ranks.assignment import assign, call
+from regrow.inprocess.ranks.assignment import assign, call_plugin
 
 ERROR = ValueError("the function's")
 
@@ -155,20 +155,20 @@ def test_what_a_part_of_a_chain_raises_ends_it() -> None:
 
 def test_a_plugin_of_today_gets_the_state() -> None:
     check, state = NewCheck(), frozen()
-    assert call(check, state) is state
+    assert call_plugin(check, state) is state
     assert check.given == [(state,)]
 
 
 @pytest.mark.parametrize("make", [OldCheck, OldCheckWithAnOption, OldCheckThatReturnsNothing])
 def test_an_older_plugin_gets_the_exception_too(make: type[Any]) -> None:
     check, state = make(), frozen()
-    assert call(check, state) is state
+    assert call_plugin(check, state) is state
     assert check.given == [(state, ERROR)]
 
 
 def test_parts_of_both_generations_are_chained() -> None:
     new, old, state = NewCheck(), OldCheck(), frozen()
-    assert call(Compose(new, old, new, old), state) is state
+    assert call_plugin(Compose(new, old, new, old), state) is state
     assert new.given == [(state,)] * 2
     assert old.given == [(state, ERROR)] * 2
 
@@ -193,10 +193,10 @@ def test_a_built_in_answers_a_class_derived_from_it_in_kind() -> None:
             return state, train_ex
 
     counter = OldCounter(1)
-    call(counter, frozen())
+    call_plugin(counter, frozen())
     assert counter.faults_count == 1
     with pytest.raises(FaultCounterExceeded):
-        call(counter, frozen())
+        call_plugin(counter, frozen())
 
 
 def test_the_state_of_an_older_plugin_has_the_store() -> None:
@@ -210,7 +210,7 @@ def test_the_state_of_an_older_plugin_has_the_store() -> None:
             return state
 
     store, old = object(), OldInitialize()
-    call(Compose(old, Changing()), frozen(store=store))
+    call_plugin(Compose(old, Changing()), frozen(store=store))
     assert old.given == [(store, Status.INITIALIZED, 9)]
 
 
@@ -239,7 +239,7 @@ def test_a_plugin_that_is_silent_about_its_arguments_gets_todays() -> None:
     finalize, state = Delegating(), frozen()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        call(finalize, state)
+        call_plugin(finalize, state)
     assert finalize.given == [(state,)]
     assert Compose(max)([1, 3, 2]) == 3
 

@@ -50,6 +50,18 @@ def test_without_an_agent_ranks_meet_at_a_server_that_rank_0_starts() -> None:
     one.close()
 
 
+def test_after_a_loss_the_ranks_of_two_hosts_do_not_meet_on_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("REGROW_WORLD_SIZE", "4")  # kept by an earlier call of the wrapper
+    for store, _ in meetings(MemoryStore()):
+        assert store.whereabouts()[0].startswith("localhost:")
+        store.close()
+
+
 def test_under_an_agent_ranks_meet_in_its_store(agent: ServerThread) -> None:
     (one, name), (other, same) = meetings(MemoryStore())
     assert name == same

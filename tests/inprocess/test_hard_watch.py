@@ -9,10 +9,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from helpers.processes import PATIENCE
+from regrow.inprocess.watchdog import monitor_client
 from regrow.inprocess.watchdog.monitor_client import (
     DEADLINE,
     GOODBYE,
@@ -85,6 +87,23 @@ def test_a_monitor_that_does_not_read_does_not_block_the_rank(
         watch.send(RankDeadline(1, 4999.0))
         assert DEADLINE.unpack(monitor.recv(1 << 16)) == (1, 4999.0, UNCHECKED)
         watch.close()
+
+
+def test_a_monitor_that_has_lasted_is_replaced_at_once_however_often_it_ends(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(monitor_client, "time", SimpleNamespace(monotonic=lambda: now))
+    listener.settimeout(PATIENCE)
+    deadline = RankDeadline(0, math.inf)
+    watch = HardWatch(Terms(3, 90.0, 5.0, "group"), JOB)
+    for _ in range(10):
+        monitor, _ = listener.accept()
+        now += 2.0
+        watch.reconnect(deadline)  # the monitor still runs
+        monitor.close()
+        watch.reconnect(deadline)
+    watch.close()
 
 
 def test_a_forked_child_sends_nothing_over_its_parents_connection(listener: socket.socket) -> None:

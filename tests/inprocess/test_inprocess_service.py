@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group.group_messages import Timeouts
 from regrow.inprocess.group.group_service import FORGET, InprocessService
@@ -50,8 +52,8 @@ def refusal(answer: Any) -> str:
     return answer.reason
 
 
-def join(rank: int, size: int, process: str = "") -> messages.Join:
-    return messages.Join(*me(rank, process), size, TIMEOUTS)
+def join(rank: int, size: int, process: str = "", incarnation: int = 0) -> messages.Join:
+    return messages.Join(*me(rank, process), size, TIMEOUTS, incarnation)
 
 
 def running(size: int) -> Asking:
@@ -216,3 +218,47 @@ def test_a_group_that_is_over_makes_room_for_another_of_its_name() -> None:
     assert asking.answer("session-0", join(0, 1, "the next call")) == messages.Go(0)
     entered = messages.Enter(*me(0, "the next call"), 0, 0, 1)
     assert asking.answer("session-0", entered) == messages.Go(0)
+
+
+def over_and_deleted() -> Asking:
+    asking = running(1)
+    asking.ask("session-0", messages.RankDone(*me(0), 0))
+    asking.ask("session-0", messages.Confirm(*me(0), 0))
+    asking.take(asking.service.ended("session-0", "it is over", True, 1.0))
+    asking.now = 1.0 + FORGET
+    asking.take(asking.service.due(asking.now))
+    assert asking.due_at() is None
+    return asking
+
+
+def test_a_call_that_is_over_stays_over_for_a_process_that_replaces_another() -> None:
+    asking = over_and_deleted()
+    for session in ("first", "second"):
+        assert asking.answer(session, join(0, 1, session, incarnation=1)) == messages.Over()
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_group_whose_ranks_were_all_replaced_continues_the_numbers_of_the_iterations(
+    deleted: bool,
+) -> None:
+    """Keys of its iterations may be left in the store, such as the addresses of gloo."""
+    asking = running(2)
+    for rank in range(2):
+        asking.take(asking.service.ended(f"session-{rank}", "it is over", True, 1.0))
+    if deleted:
+        asking.now = 1.0 + FORGET
+        asking.take(asking.service.due(asking.now))
+        assert asking.due_at() is None
+    waits = asking.ask("first", join(0, 2, "first", incarnation=1))
+    assert asking.answer("second", join(1, 2, "second", incarnation=1)) == messages.Go(1)
+    assert asking.replies["first", waits] == messages.Go(1)
+    for rank, process in enumerate(("first", "second")):
+        enters = asking.ask(process, messages.Enter(*me(rank, process), 1, rank, 2))
+    assert asking.replies["second", enters] == messages.Go(1)
+
+
+def test_a_group_that_was_over_and_deleted_makes_room_for_another_of_its_name() -> None:
+    asking = over_and_deleted()
+    assert asking.answer("another", join(0, 1, "the next call")) == messages.Go(0)
+    replaced = asking.answer("third", join(0, 1, "its replacement", incarnation=1))
+    assert replaced == messages.Go(1), "the later group is not over"

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +17,15 @@ from typing import Any
 import pytest
 
 from helpers.processes import wait_until
-from helpers.stores.storing import ServerThread
+from helpers.stores.storing import Background, ServerThread
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.inprocess.watchdog.monitor import Monitor
-from regrow.inprocess.watchdog.monitor_client import monitor_job, monitor_name
+from regrow.inprocess.watchdog.monitor_client import (
+    RankDeadline,
+    Terms,
+    monitor_job,
+    monitor_name,
+)
 from regrow.store import STORE_ENV, STORE_TOKEN_ENV
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "hung_ranks.py"
@@ -281,6 +287,41 @@ def test_a_process_that_ended_before_its_first_packet_is_not_reported(
         subprocess.run([sys.executable, "-S", "-c", f"import socket; {connect}"], check=True)
         Monitor(listener).run()
     assert capfd.readouterr() == ("", "")
+
+
+HUNG_RANK = """
+import socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as monitor:
+    monitor.connect("\\0" + sys.argv[1])
+    monitor.send(sys.argv[2].encode())
+    monitor.recv(1)
+"""
+
+
+def test_a_log_that_cannot_be_opened_does_not_keep_a_hung_rank_alive(
+    server: ServerThread, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    os.mkfifo(log)  # opening it blocks, as on a file server that does not answer
+    where = server.endpoint, server.token.hex()
+    terms = Terms(0, 1.0, 1.0, "group", "process", *where, logfile=str(log), soft=0.5, overdue=0.7)
+    first = json.dumps({"terms": terms._asdict(), "deadline": RankDeadline(1, time.monotonic())})
+    name = f"regrow-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        command = [sys.executable, "-S", "-c", HUNG_RANK, name, first]
+        with subprocess.Popen(command) as rank:
+            monitor = Background(Monitor(listener).run)
+            try:
+                assert rank.wait(20) == -signal.SIGTERM
+            finally:
+                rank.kill()
+                with open(os.open(log, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+                    monitor.result()
+                    text = reader.read()
+    assert "watches initial rank 0" in text
+    assert "is ended: no progress for 1 s" in text
 
 
 STUCK_STDERR = """

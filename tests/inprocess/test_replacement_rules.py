@@ -338,7 +338,7 @@ class Service:
 def test_the_replacement_of_the_last_rank_begins_another_group() -> None:
     service = Service()
     assert service.join(0, 0) == [messages.Go(0)]
-    assert service.join(0, 1) == [messages.Go(0)]  # before the session of the first process is over
+    assert service.join(0, 1) == [messages.Go(1)]  # before the session of the first process is over
 
 
 def test_a_process_that_was_replaced_does_not_join_any_more() -> None:

@@ -7,7 +7,23 @@ import math
 import pytest
 from regrow.inprocess.monitor_thread import RankShouldRestart
 
-from regrow.inprocess.call.restart import Next, Pauses, Timeline, after, cause_of, root_cause
+from regrow.inprocess.call.restart import (
+    Next,
+    Pauses,
+    Timeline,
+    after,
+    cause_of,
+    may_be_replaced,
+    root_cause,
+)
+from regrow.inprocess.exception import (
+    BarrierTimeout,
+    CountedOutError,
+    HealthCheckError,
+    LinkLostError,
+    ReplaceRank,
+    RestartAbort,
+)
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.watchdog.rank_progress import RankPhase, RankProgress
 
@@ -43,6 +59,24 @@ def test_an_exception_before_the_rank_received_a_fault_is_its_own_fault(
     error: BaseException, interrupted: bool, received: bool, follows: Next
 ) -> None:
     assert after(error, interrupted=interrupted, received=received) is follows
+
+
+@pytest.mark.parametrize(
+    ("error", "replaced"),
+    [
+        (ReplaceRank("this GPU is slow"), True),
+        (HealthCheckError("a broken GPU"), True),
+        (SystemExit(1), True),
+        (SystemExit(0), False),
+        (KeyboardInterrupt(), False),
+        (RestartAbort(), False),
+        (CountedOutError("its connection was lost"), True),  # the others wait for a replacement
+        (LinkLostError("the store is gone"), False),
+        (BarrierTimeout("rank 2 is missing"), False),
+    ],
+)
+def test_which_ranks_another_process_may_continue(error: BaseException, replaced: bool) -> None:
+    assert may_be_replaced(error) is replaced
 
 
 def test_a_process_that_ended_is_the_cause_of_exceptions_that_came_before_its_report() -> None:

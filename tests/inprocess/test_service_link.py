@@ -9,8 +9,11 @@ import pytest
 from helpers.processes import wait_until
 from helpers.ranks.monitor_reports import report_dead
 from helpers.stores.storing import Background, CuttingProxy, ServerThread
-from regrow.inprocess.exception import CountedOutError, LinkLostError
-from regrow.inprocess.group.group_messages import Timeouts
+from regrow.inprocess.exception import BarrierTimeout, CountedOutError, LinkLostError
+from regrow.inprocess.group import group_messages as messages
+from regrow.inprocess.group import service_link
+from regrow.inprocess.group.group import Group, reply
+from regrow.inprocess.group.group_messages import Admitted, Joined, Timeouts
 from regrow.inprocess.group.group_service import InprocessService
 from regrow.inprocess.group.service_link import ServiceLink
 from regrow.store import StoreClient, connect
@@ -26,12 +29,14 @@ class Served:
         self.server = ServerThread(services={"inprocess": self.service})
         self.proxy = CuttingProxy(self.server.port)
 
-    def link(self, rank: int, size: int, grace: float = 10.0) -> ServiceLink:
+    def link(
+        self, rank: int, size: int, grace: float = 10.0, timeouts: Timeouts = TIMEOUTS
+    ) -> ServiceLink:
         def session(seconds: float) -> StoreClient:
             token = self.server.token
             return connect(self.proxy.endpoint, token=token, session_grace=grace, timeout=seconds)
 
-        return ServiceLink(session, "group", rank, size, TIMEOUTS)
+        return ServiceLink(session, "group", rank, size, timeouts)
 
 
 @pytest.fixture
@@ -92,6 +97,32 @@ def test_a_process_that_was_away_for_too_long_was_counted_out(
         link.close()
 
 
+def test_another_process_takes_the_place_of_a_rank_that_was_counted_out(served: Served) -> None:
+    timeouts = TIMEOUTS._replace(replacement=20.0)
+    other = ServiceLink(lambda _: served.server.connect(), "group", 1, 2, timeouts)
+    link = served.link(0, 2, grace=0.05, timeouts=timeouts)
+    joining = Background(other.join)
+    link.join()
+    joining.result()
+    entering = Background(other.enter, 0, 1, 2)
+    link.enter(0, 0, 2)
+    entering.result()
+    served.proxy.lead_to(0)
+    served.proxy.cut_now()
+    wait_until(lambda: served.server.sessions() == 1, "the session of rank 0 ends")
+    served.proxy.lead_to(served.server.port)
+    with pytest.raises(CountedOutError):
+        link.follow(0)
+    other.answer_last_call(0)
+    meeting = Background(other.ready, 0)
+    replacement = served.link(0, 2, timeouts=timeouts)
+    admitted = replacement.take_over(1)
+    assert isinstance(admitted, Admitted)
+    assert (admitted.place, meeting.result().joined) == (0, (Joined(0, 0),))
+    for each in (link, other, replacement):
+        each.close()
+
+
 def test_a_monitor_reports_a_dead_rank_without_a_link(served: Served) -> None:
     link = served.link(0, 1)
     link.join()
@@ -118,6 +149,27 @@ def test_the_end_of_the_server_ends_every_wait() -> None:
     with pytest.raises(LinkLostError, match="cannot reach the store of its group 'group'"):
         following.result()
     link.close()
+
+
+@pytest.mark.parametrize("replacement", [0.0, 0.05])
+def test_ranks_that_are_ready_do_not_wait_for_ever_for_a_server_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, replacement: float
+) -> None:
+    def silent(group: Group, asked: messages.Asked, now: float) -> messages.GroupReply | None:
+        return None if isinstance(asked, messages.Ready) else reply(group, asked, now)
+
+    monkeypatch.setattr(service_link, "SLACK", 0.05)
+    server = ServerThread(services={"inprocess": InprocessService(reply=silent)})
+    timeouts = Timeouts(barrier=0.05, replacement=replacement)
+    link = ServiceLink(lambda _: server.connect(), "group", 0, 1, timeouts)
+    link.join()
+    link.enter(0, 0, 1)
+    link.report(0, "EXCEPTION", "a mistake")
+    link.answer_last_call(0)
+    with pytest.raises(BarrierTimeout, match="the store did not answer Ready within"):
+        Background(link.ready, 0).result()
+    link.close()
+    server.stop()
 
 
 def test_a_restarted_server_does_not_know_the_group() -> None:

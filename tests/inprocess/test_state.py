@@ -10,12 +10,15 @@ import threading
 import pytest
 
 from regrow.inprocess import FrozenState, Mode, State, Status
+from regrow.store import launched_world_size
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("REGROW_WORLD_SIZE", "")  # so that it is removed after the test
+    monkeypatch.delenv("REGROW_WORLD_SIZE")
 
 
 def test_a_state_begins_with_the_values_of_the_environment() -> None:
@@ -107,6 +110,12 @@ def test_the_function_sees_the_active_rank_and_the_active_world_size() -> None:
 def test_the_environment_of_a_rank_in_reserve_holds_numbers() -> None:
     State(5, 8, active_world_size=4, mode=Mode.INACTIVE).set_distributed_vars()
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("5", "4")
+
+
+def test_the_world_size_of_the_launcher_is_kept_when_the_function_sees_another_one() -> None:
+    for size in (4, 2):
+        State(0, size).set_distributed_vars()
+    assert (os.environ["WORLD_SIZE"], launched_world_size(os.environ)) == ("2", 8)
 
 
 def test_an_advance_forgets_what_was_raised() -> None:

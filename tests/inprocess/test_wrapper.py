@@ -37,6 +37,12 @@ def test_a_function_without_faults_is_called_once(play: Play) -> None:
     assert [worlds(fate) for fate in fates] == [[[0, str(r), "3"]] for r in range(3)]
 
 
+def test_a_process_that_replaced_another_begins_its_next_call_as_every_other_rank(
+    play: Play,
+) -> None:
+    assert seen(play("completes_its_second_call")) == [[[False, []]]] * 3
+
+
 def test_an_exception_restarts_the_function_on_all_ranks(play: Play) -> None:
     fates = play("raises")
     assert values(fates) == [1, 1, 1]

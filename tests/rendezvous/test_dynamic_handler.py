@@ -946,6 +946,19 @@ def test_an_interrupt_ends_an_unanswered_call(make_job: MakeJob) -> None:
         waiting.result()
 
 
+def test_an_interrupt_ends_an_unanswered_call_after_another_call_has_ended(
+    make_job: MakeJob,
+) -> None:
+    """The agent's thread reports a failure while another thread replaces a worker."""
+    (a,) = make_job(1, 1).seated("a")
+    a.driver.hold(WorkersFailed)
+    reporting = Background(a.handler.report_failure, "rank 0 failed")
+    wait_until(lambda: a.driver.blocked, "the call is blocked")
+    a.handler.spend_restart()
+    a.handler.interrupt()
+    reporting.result()
+
+
 def test_an_interrupt_before_the_first_call_counts(make_job: MakeJob) -> None:
     a = make_job(1, 1).agent("a")
     a.handler.interrupt()

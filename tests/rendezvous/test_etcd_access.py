@@ -35,7 +35,12 @@ from regrow.rendezvous.backends.etcd.etcd_backend import (
     read_access,
     read_prefix,
 )
-from regrow.rendezvous.backends.etcd.etcd_client import Access, EtcdClient, EtcdUnreachable
+from regrow.rendezvous.backends.etcd.etcd_client import (
+    Access,
+    EtcdClient,
+    EtcdError,
+    EtcdUnreachable,
+)
 from regrow.rendezvous.parameters import unknown_config_keys
 
 SECRET = "correct horse"
@@ -375,9 +380,11 @@ def serving(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_another_server_is_named_with_its_answer(other_server: str) -> None:
@@ -386,6 +393,34 @@ def test_another_server_is_named_with_its_answer(other_server: str) -> None:
         backend(other_server, read_timeout="1"),
     ):
         pass
+
+
+ANSWERS = [
+    '{"status": "ok"}',
+    '{"result": "ok"}',
+    '{"header": {"revision": "new"}, "ID": "new"}',
+    '{"header": {"revision": "3"}, "responses": ["ok"]}',
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_another_server_that_answers_in_json_is_named_with_its_answer(answer: str) -> None:
+    class Json(NoEtcd):
+        """A service that answers every request alike."""
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+    with serving(Json) as endpoint:
+        with pytest.raises(RendezvousConnectionError, match="no etcd"), backend(endpoint):
+            pass
+        client = EtcdClient(access(endpoint), PATIENCE)
+        with pytest.raises(EtcdError):
+            client.renew([7])
+        client.close()
 
 
 def test_a_proxy_without_a_server_behind_it_is_retried() -> None:

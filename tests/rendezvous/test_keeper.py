@@ -207,6 +207,22 @@ def test_a_server_that_was_closed_is_not_replaced() -> None:
     assert len(os.listdir("/proc/self/fd")) == open_files
 
 
+@pytest.mark.parametrize("opens", ["memfd_create", "eventfd"])
+def test_a_server_without_free_descriptors_leaves_none_open(
+    opens: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    open_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, opens, fails)
+    started: list[int] = []
+    with pytest.raises(OSError, match="Too many"):
+        HostedServer(listen_at("127.0.0.1", 0), start(started))
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert not started
+
+
 def test_a_server_that_cannot_be_started_leaves_nothing() -> None:
     open_files = len(os.listdir("/proc/self/fd"))
 

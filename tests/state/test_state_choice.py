@@ -20,15 +20,15 @@ Situation = tuple[list[RankReport], list[list[int]]]
 
 
 def clean(rank: int, step: int, *private: int) -> RankReport:
-    return RankReport(rank, False, step, True, PRINTS, PARTS, private or (step,))
+    return RankReport(rank, step, True, PRINTS, PARTS, private or (step,))
 
 
 def dirty(rank: int, step: int, *private: int) -> RankReport:
-    return RankReport(rank, False, step, False, {}, PARTS, private)
+    return RankReport(rank, step, False, {}, PARTS, private)
 
 
 def new(rank: int, *private: int) -> RankReport:
-    return RankReport(rank, True, None, True, {}, PARTS, private)
+    return RankReport(rank, None, True, {}, PARTS, private)
 
 
 @st.composite
@@ -43,7 +43,7 @@ def situations(draw: st.DrawFn) -> Situation:
         is_clean = draw(st.booleans())
         kept = tuple(draw(st.sets(st.integers(0, 4), max_size=2)) | ({step} if step else set()))
         prints = PRINTS if is_clean and step is not None else {}
-        reports.append(RankReport(rank, step is None, step, is_clean, prints, names, kept))
+        reports.append(RankReport(rank, step, is_clean, prints, names, kept))
     return reports, groups
 
 
@@ -149,6 +149,11 @@ def test_a_group_without_a_holder_is_named() -> None:
     plan = choose([clean(0, 7), clean(2, 7), new(1, 7), new(3, 7)], [[0, 2], [1, 3]])
     assert plan.step is None
     assert plan.reason == "no rank of the replica group of ranks 1, 3 has a clean state of step 7"
+
+
+def test_a_group_of_which_no_rank_is_left_makes_no_step_complete() -> None:
+    plan = choose([clean(0, 7), clean(2, 7)], [[0, 2], [1, 3]])
+    assert plan == RecoveryPlan(None, reason="all ranks of a replica group are lost")
 
 
 def test_holders_with_different_structures_are_refused_with_the_name_of_the_part() -> None:

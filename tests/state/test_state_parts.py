@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import msgspec
 import numpy as np
 import pytest
@@ -61,6 +63,18 @@ class Empty(Loader):
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": 0}
+
+
+class Color(str, Enum):  # noqa: UP042
+    RED = "red"
+
+
+class Level(IntEnum):
+    HIGH = 3
+
+
+class Long(IntEnum):
+    OTHER = 1 << 70
 
 
 scalars = (
@@ -118,12 +132,66 @@ def test_a_private_part_is_restored_as_it_was_kept(state: Any) -> None:
     assert same(target, [state])
 
 
+def test_keys_and_values_of_subclasses_become_the_plain_type() -> None:
+    source = {
+        np.str_("a"): {np.float64(0.5): 1},
+        Color.RED: {Level.HIGH: np.zeros(2)},
+        "values": [Color.RED, Level.HIGH, np.float64(0.5), np.str_("b")],
+    }
+    targets: list[dict[Any, Any]] = [{}, {Color.RED: {Level.HIGH: np.ones(2)}}]
+    for target in targets:
+        carry(source, target)
+        assert same(
+            target,
+            {"a": {0.5: 1}, "red": {3: np.zeros(2)}, "values": ["red", 3, 0.5, "b"]},
+        )
+        types = [type(name) for name in (*target, *target["a"], *target["red"])]
+        assert types == [str, str, str, float, int]
+
+
 def test_an_array_is_filled_in_place_whatever_its_layout() -> None:
     target = {"w": np.zeros((4, 6))[:, ::2]}
     view, values = target["w"], np.arange(12.0).reshape(4, 3)
     carry({"w": values}, target)
     assert target["w"] is view
     assert (view == values).all()
+
+
+def read_only(value: Any) -> Any:
+    value.flags.writeable = False
+    return value
+
+
+@pytest.mark.parametrize(
+    "locked",
+    [
+        read_only(np.zeros((4, 3))),
+        read_only(np.zeros((4, 6))[:, ::2]),
+        np.broadcast_to(np.zeros(3), (4, 3)),
+    ],
+)
+def test_an_array_that_is_read_only_gives_way_to_a_new_one(locked: Any) -> None:
+    values, target = np.arange(12.0).reshape(4, 3), {"w": locked}
+    carry({"w": values}, target)
+    assert (target["w"] == values).all()
+    assert (locked == 0).all()
+    with pytest.raises(StateError, match=r"replicated\['x'\] cannot be changed on this rank"):
+        carry(values, locked)
+
+
+def test_an_array_of_a_dtype_that_is_not_of_numpy_arrives_with_this_dtype() -> None:
+    source = {
+        "w": np.arange(3).astype(ml_dtypes.bfloat16),
+        "f": np.ones(3, ml_dtypes.float8_e4m3fn),
+        "void": np.zeros(2, "V2"),
+    }
+    target: dict[str, Any] = {}
+    carry(source, target)
+    assert same(target, source)
+    carry({"w": np.ones(3, ml_dtypes.bfloat16)}, {"w": target["w"]})
+    assert list(target["w"]) == [1, 1, 1]
+    with pytest.raises(StateError, match=r"\['w'\] is numpy <f2 .* and numpy bfloat16"):
+        carry({"w": source["w"]}, {"w": np.zeros(3, "f2")})
 
 
 def test_a_part_of_several_chunks_arrives() -> None:
@@ -184,6 +252,8 @@ def test_what_does_not_fit_is_named_by_its_key_and_changes_nothing(
         ({"a": {"b": object()}}, r"x\['a'\]\['b'\] has the type object, which cannot be sent"),
         ({"a": [1, 1 << 64]}, r"x\['a'\]\[1\] is a number of more than 64 bits"),
         ({"a": np.array([{}])}, r"x\['a'\]: an array of dtype object has no plain bytes"),
+        ({"a": {1 << 70: 3}}, r"the key 1180591620717411303424 of x\['a'\] is a number of more th"),
+        ({"a": Long.OTHER}, r"x\['a'\] is a number of more than 64 bits"),
         ({(1, 2): 3}, r"x has the key \(1, 2\), which is not a str or a number"),
     ],
 )

@@ -62,6 +62,39 @@ def test_a_tensor_is_filled_in_place_whatever_its_layout(torch: Any) -> None:
     assert torch.equal(view, torch.arange(24.0).reshape(6, 4))
 
 
+def test_a_tensor_that_is_kept_or_sent_is_not_changed(torch: Any) -> None:
+    """Autograd refuses a backward pass whose tensors have another version."""
+    tensors = {
+        "transposed": torch.zeros(4, 6).t(),
+        "expanded": torch.zeros(1, 3).expand(4, 3),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+    versions = [each._version for each in tensors.values()]
+    pack([Part("private", "x", tensors)])
+    carry(tensors, {})
+    assert [each._version for each in tensors.values()] == versions
+
+
+def test_views_of_every_kind_arrive(torch: Any) -> None:
+    values = torch.randn(4, 3, dtype=torch.complex64)
+    source = {"conj": values.conj(), "neg": values.conj().imag, "row": values[:1].expand(4, 3)}
+    new: dict[str, Any] = {}
+    old = {
+        "conj": torch.zeros(4, 3, dtype=torch.complex64).conj(),
+        "neg": torch.zeros(4, 3, dtype=torch.complex64).conj().imag,
+        "row": torch.zeros(1, 3, dtype=torch.complex64).expand(4, 3),
+    }
+    places = {name: each.data_ptr() for name, each in old.items()}
+    for target in (new, old):
+        carry(source, target)
+        for name, value in source.items():
+            assert torch.equal(target[name], value), name
+    assert {name for name, each in old.items() if each.data_ptr() == places[name]} == {
+        "conj",
+        "neg",
+    }  # the elements of an expanded tensor share memory, so a new one takes its place
+
+
 def build(torch: Any) -> tuple[Any, Any]:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -6,9 +6,10 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
+from threading import Event
 
 import msgspec
 import pytest
@@ -127,6 +128,55 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
         source.accept([2, 3])
 
 
+def trickle(peer: socket.socket, end: Event) -> bool:
+    """Send single bytes until `end`; return whether there were as many as a handshake has."""
+    with peer, suppress(ConnectionError):
+        for _ in range(72):
+            if end.wait(0.2):  # less than a time-out, so that each recv returns in time
+                return False
+            peer.sendall(b"x")
+        return True
+    return False
+
+
+def test_programs_that_send_slowly_do_not_hold_a_rank_after_its_deadline(
+    threads: ThreadPoolExecutor,
+) -> None:
+    ended, strangers = Event(), []
+
+    class Visited(MemoryStore):
+        """Connects strangers when a rank has published its address."""
+
+        def set(self, key: str, value: str | bytes, /, *, ephemeral: bool = False) -> None:
+            super().set(key, value, ephemeral=ephemeral)
+            for _ in range(2):
+                stranger = socket.create_connection(address(self)[:2], 30)
+                strangers.append(threads.submit(trickle, stranger, ended))
+
+    accepted = threads.submit(SocketTransport(Visited(), 0, timedelta(seconds=0.5)).accept, [1])
+    accepted.add_done_callback(lambda _: ended.set())
+    accepted.exception(30)
+    assert not any(each.result() for each in strangers)
+    with pytest.raises(StateError, match="rank 1 has not connected to rank 0"):
+        accepted.result()
+
+
+def test_a_message_that_arrives_slowly_has_one_deadline(threads: ThreadPoolExecutor) -> None:
+    store = MemoryStore()
+    source, accepted = open_source(store, threads, 1)
+    with SocketTransport(store, 1, timedelta(seconds=3)) as target:
+        target.connect(0)
+        accepted.result()
+        received = threads.submit(target.receive, 0, memoryview(bytearray(70)))
+        for _ in range(70):
+            if wait([received], 0.2).done:
+                break
+            source.send(1, memoryview(b"x"))
+        with pytest.raises(StateError, match="rank 0 does not send its state"):
+            received.result()
+    source.__exit__(None, None, None)
+
+
 def test_a_host_names_the_address_with_which_it_sends_to_the_first_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -134,5 +184,7 @@ def test_a_host_names_the_address_with_which_it_sends_to_the_first_host(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert own_host() == "localhost"  # the others reach this host by the name that they have
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts with one active rank left on each
+    assert own_host() == "localhost"
+    monkeypatch.delenv("MASTER_ADDR")
     assert own_host() == "127.0.0.1"

@@ -162,6 +162,17 @@ def test_a_starter_that_does_not_wait_leaves_the_other_clients_time_to_reconnect
     os.waitpid(server.pid, 0)
 
 
+def test_the_next_start_reaps_a_server_that_was_left_to_its_clients(server: ServerProcess) -> None:
+    """The handle is closed before the server ends, so its starter had a zombie for ever."""
+    pidfd = os.pidfd_open(server.pid)
+    with connect(server.endpoint, token=TOKEN):
+        server.close(wait=0)
+    assert ends(pidfd)
+    os.close(pidfd)
+    with start_server(token=TOKEN), pytest.raises(ChildProcessError):
+        os.waitpid(server.pid, os.WNOHANG)
+
+
 def test_a_closed_server_ends_despite_its_clients(server: ServerProcess) -> None:
     pidfd = os.pidfd_open(server.pid)
     with connect(server.endpoint, token=TOKEN) as client:

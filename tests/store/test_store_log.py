@@ -124,3 +124,13 @@ def test_a_log_whose_reader_is_gone_does_not_fail() -> None:
     log.add("refused a stranger")
     log.close(PATIENCE)
     os.close(write)
+
+
+def test_text_that_is_no_utf_8_does_not_end_the_log() -> None:
+    read, write = os.pipe()
+    log = log_to(write)
+    log.add("cannot open 'a\udcff'")  # as in the traceback of a file name with such a byte
+    log.close(PATIENCE)
+    os.close(write)
+    with open(read, encoding="utf-8") as written:
+        assert written.read() == "regrow.store: cannot open 'a\\udcff'\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -9,13 +10,21 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers.processes import GROUP_SIGNALS, ends
+from helpers.processes import GROUP_SIGNALS, children_of, ends
 from helpers.stores.storing import PATIENCE, Background
-from regrow.store import ServerProcess, StoreConnectionError, connect, make_token, start_server
+from regrow.store import (
+    ServerProcess,
+    StoreConnectionError,
+    connect,
+    make_token,
+    start_server,
+    start_torch_server,
+)
 
 STARTER = """
 import os, sys, time
@@ -186,6 +195,60 @@ def test_the_descriptors_of_a_server_are_given_back() -> None:
         connect(server.endpoint, token=token).close()
         server.close()
     assert count() == before
+
+
+STARTER_WITHOUT_DESCRIPTORS = """
+import os, resource, socket
+from regrow.store import make_token, start_server, start_torch_server
+
+def start(spare):
+    # Return whether a start succeeds with a number of spare descriptors.
+    for fd in taken[:spare]:
+        os.close(fd)
+    try:
+        {start}.close(timeout=0)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        taken[:spare] = [os.dup(0) for _ in range(spare)]  # fails if the start left one open
+
+token, listener, taken = make_token(), socket.create_server(("127.0.0.1", 0)), []
+start(0)  # imports everything
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        taken.append(os.dup(0))
+except OSError:
+    print(next(spare for spare in range(20) if start(spare)) > 2)
+"""
+STARTS = ["start_server(token=token)", "start_torch_server(listener)"]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_without_free_descriptors_leaves_none_open(start: str) -> None:
+    script = STARTER_WITHOUT_DESCRIPTORS.format(start=start)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=PATIENCE)
+    assert (done.stdout, done.stderr) == (b"True\n", b"")
+
+
+def _start_store(listener: socket.socket) -> ServerProcess:
+    return start_server(token=make_token(), listener=listener)
+
+
+@pytest.mark.parametrize("start", [_start_store, start_torch_server])
+def test_a_server_without_a_descriptor_for_its_process_is_ended(
+    start: Callable[[socket.socket], ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
+    monkeypatch.setattr(os, "pidfd_open", fails)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too"):
+        start(listener)
+    assert (len(os.listdir("/proc/self/fd")), children_of(os.getpid())) == before
 
 
 def test_a_server_starts_beside_more_than_a_thousand_open_files() -> None:

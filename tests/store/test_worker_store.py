@@ -33,7 +33,13 @@ from regrow.store import (
 from regrow.store.protocol import sockets, wire
 from regrow.store.server.machine import Machine
 from regrow.store.server.services import Switchboard
-from regrow.store.workers import STORE_TLS_ENV, StoreAddress, find, worker_tls
+from regrow.store.workers import (
+    LAUNCHED_SIZE_ENV,
+    STORE_TLS_ENV,
+    StoreAddress,
+    find,
+    worker_tls,
+)
 from regrow.utils import PortReservation
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "REGROW_TOKEN")
@@ -55,6 +61,14 @@ def test_workers_on_one_host_meet_on_its_loopback_address() -> None:
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}).host == "127.0.0.1"
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}).host == "node0"
     assert find(TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, host="node1").host == "node1"
+
+
+def test_workers_of_two_hosts_do_not_meet_on_loopback_after_a_wrapper_has_lost_ranks() -> None:
+    two_of_four = TORCHRUN | {"WORLD_SIZE": "2", LAUNCHED_SIZE_ENV: "4"}
+    assert find(two_of_four | {"LOCAL_WORLD_SIZE": "2"}).host == "node0"
+    assert find(two_of_four | {"LOCAL_WORLD_SIZE": "4"}).host == "127.0.0.1"
+    eight = two_of_four | {"WORLD_SIZE": "8"}  # another launcher has started since
+    assert find(eight | {"LOCAL_WORLD_SIZE": "4"}).host == "node0"
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,20 @@ def start(guardian: Guardian, tmp_path: Path) -> Iterator[Start]:
 FAILS_ONCE = 'echo "${INCARNATION:-0}"; test -n "$INCARNATION" || kill -9 $$'
 
 
+FLOODS_ONCE = (
+    'test -n "$INCARNATION" && echo last || { head -c 3000000 /dev/zero | tr "\\0" x; kill -9 $$; }'
+)
+
+
+def test_the_output_of_the_other_process_follows_all_output_of_the_worker(start: Start) -> None:
+    group = start("true", FLOODS_ONCE)
+    group.next("cleared")
+    assert group.replace(1)
+    text = Path(group.result().stdouts[1]).read_text()
+    assert len(text) == 3_000_005
+    assert text.endswith("xlast\n")
+
+
 def test_another_process_runs_with_other_variables_and_writes_to_the_same_file(
     start: Start,
 ) -> None:

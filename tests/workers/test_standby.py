@@ -52,8 +52,7 @@ class Bench:
         """Start a standby; return its first change."""
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"REGROW_STANDBY": "3", **more}
         with self.output.open("ab") as file:
-            fds = {1: file.fileno(), 2: file.fileno()}
-            self.guardian.stand_by(self._command, Place(env, lambda event: None, fds=fds))
+            self.guardian.stand_by(self._command, env, file.fileno())
         return self.changes.next(HelperChanged)
 
     def run(self, *, may_take_standby: bool = True) -> tuple[Started, int | None, str]:

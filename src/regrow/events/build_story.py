@@ -105,12 +105,28 @@ class _StoryBuilder:
             in_place=self._in_process_restarts(),
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
+            helpers=self._helpers(),
             reports_steps=self.reports_steps,
             events_lost=sum(integer(e, "lost") or 0 for e in self.by_name["regrow.log.gap"]),
         )
 
     def _last(self, name: str) -> Record:
         return (self.by_name[name] or [{}])[-1]
+
+    def _helpers(self) -> tuple[str, ...]:
+        """Describe the templates and standbys of the host with the events."""
+        lines = []
+        for helper, flag in (("template", "--preload"), ("standby", "--standby")):
+            for ready in self.by_name[f"regrow.{helper}.ready"][:1]:
+                size = (integer(ready, "resident_bytes") or 0) / 1e6
+                lines.append(f"a {helper} ({flag}) takes {size:.0f} MB of memory")
+            ends = self.by_name[f"regrow.{helper}.gone"]
+            lines += [
+                one_line(f"no {helper} ({flag}) from then on: {text(end, 'reason') or '?'}")
+                for end in ends
+                if end.get("is_final") is True
+            ]
+        return tuple(lines)
 
     def _closed(self) -> str | None:
         closed = self._last("regrow.rendezvous.closed")
@@ -396,7 +412,7 @@ def _replacement(event: Record, vacated: list[Record]) -> Replacement:
         ended_pid=integer(ended, "pid"),
         how=one_line(text(ended, "how") or "for an unknown reason"),
         last_step=integer(ended, "last_step"),
-        source=one_line(text(event, "source") or "exec"),
+        source=one_line(text(event, "started_from") or "exec"),
         started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
         restarts_left=integer(event, "restarts_left"),
     )

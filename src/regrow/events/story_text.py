@@ -56,6 +56,7 @@ def render(story: Story, width: int) -> str:
         *([_server_end(end)] for end in story.server_ends),
         *_ends_of(restarts, "in-process restarts"),
         *_first_of([_stall(each) for each in story.stalls], "stalls"),
+        *([f"  {_clean(line)}"] for line in story.helpers),
     ]
     if story.events_lost:
         blocks.append([f"  {_count(story.events_lost, 'event')} could not be written to the log"])

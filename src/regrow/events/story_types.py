@@ -327,6 +327,8 @@ class Story:
     """The ends of store server processes, in order."""
     in_place: tuple[InProcessRestart, ...] = ()
     """The in-process restarts, in order; they started no process."""
+    helpers: tuple[str, ...] = ()
+    """The templates and standbys, and why there were none, in one line each."""
     reports_steps: bool = False
     """Whether any worker reported a training step."""
     events_lost: int = 0

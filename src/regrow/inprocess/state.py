@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from regrow.store import LAUNCHED_SIZE_ENV
+
 __all__ = ["FrozenState", "Mode", "State", "Status"]
 
 
@@ -158,7 +160,8 @@ class State:
         """Set `RANK` and `WORLD_SIZE` in the environment to the values that the function sees.
 
         A rank in reserve has no active rank. Its `RANK` is its rank among all ranks, so that the
-        variable is a number on every rank.
+        variable is a number on every rank. `REGROW_WORLD_SIZE` keeps the `WORLD_SIZE` of the
+        launcher.
         """
         rank = self.rank if self.active_rank is None else self.active_rank
         size = self.world_size if self.active_world_size is None else self.active_world_size
@@ -167,6 +170,8 @@ class State:
                 f"cannot set RANK: this rank has left the group (terminated), so it has no rank "
                 f"number: {self}"
             )
+        if "WORLD_SIZE" in os.environ:
+            os.environ.setdefault(LAUNCHED_SIZE_ENV, os.environ["WORLD_SIZE"])
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(size)
 
     def advance(self) -> None:

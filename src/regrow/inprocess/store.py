@@ -303,7 +303,7 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         port: default REGROW_STORE_PORT, else MASTER_PORT. In the second case a process group of the
             wrapped function needs another port. Under torchrun, where the agent holds MASTER_PORT,
             the default is MASTER_PORT + 1.
-        world_size: default WORLD_SIZE.
+        world_size: default WORLD_SIZE as the launcher set it.
         timeout: time limit for the store to become reachable, and for each call on it.
         rank: default RANK.
         token: secret that all ranks share; default as for `regrow.store.worker_store`.
@@ -332,7 +332,7 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         by_agent = _by_agent(host_name)
         self._options: dict[str, Any] = {
             "rank": _number("RANK") if rank is None and not by_agent else rank,
-            "world_size": _number("WORLD_SIZE") if world_size is None else world_size,
+            "world_size": world_size,
             "host": host_name,
             "port": _port() if port is None and not by_agent else port,
             "token": token,

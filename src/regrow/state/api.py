@@ -89,7 +89,7 @@ class State:
 
     @property
     def clean(self) -> bool:
-        """Whether no commit and no recovery is in progress or was left by an exception."""
+        """Whether the replicated parts are those of `step`."""
         return self._clean
 
     def prepare(self, step: int) -> None:
@@ -105,6 +105,7 @@ class State:
 
         Raises:
             ValueError: the step is not after the committed one.
+            RuntimeError: `recover` was not called in this call of the function, or has failed.
             TypeError: a private part has a value that cannot be kept; the text names its key.
         """
         self._check_step(step)
@@ -165,13 +166,15 @@ class State:
 
         Raises:
             StateError: parts do not fit together, or were damaged on their way; the text names the
-                key. The state of a rank that received is dirty.
+                key. The state of a rank is dirty if one of its parts has been changed.
             StoreError: a rank has not come within the time-out, or the store is lost.
+            TypeError: `default` has returned no int, or a part has a value that cannot be sent; the
+                text names its key.
         """
         rank, store = self._begin(call)
         reports = [
             _parse(each, RankReport, "report")
-            for each in self._exchange(store, "report", rank, call)
+            for each in self._exchange(store, "report", self._report(rank), call)
         ]
         try:
             plan = choose(reports, self._replicas)
@@ -203,7 +206,7 @@ class State:
             self._memory = PrivateMemory(self._number)
         return rank, PrefixStore(f"state/{self._number}/{number}", place.store)
 
-    def _report(self, rank: int, call: CallWrapper) -> RankReport:
+    def _report(self, rank: int) -> RankReport:
         prints = {}
         if self._clean and self._step is not None:
             for part in self._replicated:
@@ -211,7 +214,6 @@ class State:
         kept = () if self._memory is None else tuple(sorted(self._memory.read()))
         return RankReport(
             rank,
-            call.joined,
             self._step,
             self._clean,
             prints,
@@ -222,12 +224,9 @@ class State:
             kept,
         )
 
-    def _exchange(
-        self, store: Store, what: str, rank: int, call: CallWrapper, value: Any = None
-    ) -> list[bytes]:
-        """Publish a value of this rank (default: its report), and return those of all ranks."""
+    def _exchange(self, store: Store, what: str, value: Any, call: CallWrapper) -> list[bytes]:
+        """Publish a value of this rank, and return those of all ranks."""
         place = call.state
-        value = self._report(rank, call) if value is None else value
         store.set(f"{what}/{place.active_rank}", msgspec.msgpack.encode(value))
         keys = [f"{what}/{each}" for each in range(place.active_world_size or 0)]
         with call.disable_hang_protection():  # the wait has a deadline of its own
@@ -257,7 +256,7 @@ class State:
             raise TypeError(f"default() has returned {step!r:.80} in place of the step, an int")
         steps = [
             _parse(each, tuple[int, int], "step")
-            for each in self._exchange(store, "start", rank, call, (rank, step))
+            for each in self._exchange(store, "start", (rank, step), call)
         ]
         for other, theirs in steps:
             if theirs != step:
@@ -277,7 +276,6 @@ class State:
             return
         sends = mine[0].source == rank
         others = [each.target if sends else each.source for each in mine]
-        self._clean = sends
         with SocketTransport(store, rank, self._timeout) as sockets:
             if sends:
                 sockets.accept(others)
@@ -285,7 +283,7 @@ class State:
                 sockets.connect(others[0])
             transport = sockets if self._adapt is None else self._adapt(sockets)
             for other in others:
-                courier = Courier(transport, other)
+                courier = Courier(transport, other, self._change)
                 for part in self._replicated:
                     (courier.send if sends else courier.receive)(part)
         logger.info(
@@ -296,6 +294,9 @@ class State:
             "to" if sends else "from",
             ", ".join(map(str, others)),
         )
+
+    def _change(self) -> None:
+        self._clean = False
 
     def _restore(self, step: int, rank: int) -> None:
         """Set the private parts to their values at a step, and forget those of other steps."""

@@ -21,7 +21,7 @@ class Spec(NamedTuple):
     kind: str
     """"numpy", "torch", or "dtensor" for the local shard of a DTensor."""
     dtype: str
-    """For example "<f4" (numpy) or "float32" (torch)."""
+    """For example "<f4" or "bfloat16" (numpy), "float32" (torch)."""
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -35,6 +35,8 @@ class Array(Protocol):
     """The array itself."""
     spec: Spec
     nbytes: int
+    writable: bool
+    """False for a read-only array, and for a tensor whose elements share memory (`expand`)."""
 
     def read(self, start: int, into: memoryview) -> None:
         """Copy bytes from `start` on into a buffer, as many as fit there."""
@@ -94,9 +96,12 @@ class NumpyArray:
         if value.dtype.hasobject or value.dtype.names:
             raise TypeError(f"an array of dtype {value.dtype} has no plain bytes")
         self.value = value
-        self.spec = Spec("numpy", value.dtype.str, value.shape)
+        extension = value.dtype.isbuiltin == 2  # such as bfloat16, whose str is that of plain bytes
+        self.spec = Spec("numpy", value.dtype.name if extension else value.dtype.str, value.shape)
         self.nbytes = math.prod(value.shape) * value.dtype.itemsize
+        self.writable = bool(value.flags.writeable)
         self._flat: Any = None
+        self._written = False
 
     def _bytes(self) -> Any:
         if self._flat is None:
@@ -111,11 +116,12 @@ class NumpyArray:
 
     def write(self, start: int, data: memoryview) -> None:
         """See `Array`."""
-        flat = self._bytes()
+        flat, self._written = self._bytes(), True
         flat.data[start : start + len(data)] = data
 
     def close(self) -> None:
         """See `Array`."""
         flat, self._flat = self._flat, None
-        if flat is not None and not self.value.flags.c_contiguous and self.value.flags.writeable:
+        written, self._written = self._written, False
+        if written and not self.value.flags.c_contiguous:
             self.value[...] = flat.view(self.value.dtype).reshape(self.value.shape)

@@ -42,8 +42,6 @@ class RankReport(NamedTuple):
 
     rank: int
     """Initial rank."""
-    joined: bool
-    """Whether this process has replaced another one in this iteration."""
     step: int | None
     """The step that the rank committed last; None: it has no state."""
     clean: bool
@@ -80,7 +78,7 @@ def choose(reports: Sequence[RankReport], groups: Groups | None) -> RecoveryPlan
     Args:
         reports: the report of each rank, in any order.
         groups: replica groups; None: all ranks are replicas of each other. Ranks without a report
-            are ignored.
+            are ignored; if a whole group has none, no step is complete.
 
     Raises:
         DifferentParts: two holders of the chosen step have parts of different structure.
@@ -116,7 +114,7 @@ def _members(reports: Sequence[RankReport], groups: Groups | None) -> list[list[
     if groups is None:
         return [list(reports)]
     group_of = {rank: number for number, group in enumerate(groups) for rank in group}
-    members: dict[int, list[RankReport]] = {}
+    members: dict[int, list[RankReport]] = {number: [] for number in range(len(groups))}
     for each in reports:
         if each.rank not in group_of:
             raise StateError(f"rank {each.rank} is in no group of replicas={list(groups)!r}")
@@ -132,6 +130,8 @@ def _lacks(step: int, reports: Sequence[RankReport], members: list[list[RankRepo
     """Return what is missing for a step; empty if the step is complete."""
     for group in members:
         if not _holders(step, group):
+            if not group:
+                return "all ranks of a replica group are lost"
             ranks = ", ".join(str(each.rank) for each in group)
             return f"no rank of the replica group of ranks {ranks} has a clean state of step {step}"
     for each in reports:

@@ -6,14 +6,16 @@ damage within 32 neighbouring bits, and misses one of 4 billion others. It does 
 an attacker: the ranks of a job trust each other. zlib computes it at more than 1 GB/s without the
 interpreter's lock, which a cryptographic hash does not.
 
-The receiver verifies a chunk, then copies it into the array. Its state is dirty meanwhile. A
-receiver that fails half-way has a dirty state, which no rank uses.
+The receiver verifies a chunk, then copies it into the array. Its state is dirty from the first
+change of a part on. A receiver that fails half-way has a dirty state, which no rank uses. A
+receiver that fails before the first change still has its own step.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 from regrow.state import tree
@@ -34,11 +36,15 @@ class Courier:
     Args:
         transport: sends and receives messages.
         rank: the other rank.
+        begin: called before `receive` changes a part.
     """
 
-    def __init__(self, transport: Transport, rank: int) -> None:
+    def __init__(
+        self, transport: Transport, rank: int, begin: Callable[[], None] = lambda: None
+    ) -> None:
         self._transport = transport
         self._rank = rank
+        self._begin = begin
         self._number = 0
         self._buffer = memoryview(bytearray(CHUNK + _CHECKSUM.size))
 
@@ -75,7 +81,7 @@ class Courier:
             bytes(self._receive(min(CHUNK, length - start), key))
             for start in range(0, length, CHUNK)
         )
-        part.replace(tree.decode(data, key), self._rank, self._fill)
+        part.replace(tree.decode(data, key), self._rank, self._fill, self._begin)
 
     def _fill(self, key: str, array: Array) -> None:
         for start in range(0, array.nbytes, CHUNK):

@@ -51,7 +51,13 @@ class Part:
         """
         return tree.flatten(self._value.state_dict() if self._loads else self._value, self.key)
 
-    def replace(self, structure: tree.Structure, rank: int, fill: Fill) -> None:
+    def replace(
+        self,
+        structure: tree.Structure,
+        rank: int,
+        fill: Fill,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         """Bring the part to a structure that a rank has sent.
 
         All keys, types and shapes are compared before anything is changed.
@@ -60,6 +66,7 @@ class Part:
             structure: the structure.
             rank: the rank that has sent it, for messages.
             fill: called for each array, in the order of the structure.
+            begin: called after the comparison, before the first change.
 
         Raises:
             StateError: the part does not fit; the text names the key.
@@ -78,9 +85,15 @@ class Part:
                 has, lacks = (f"rank {rank}", "this rank")[:: 1 if key in sent else -1]
                 raise StateError(f"{key} exists on {has}, and does not on {lacks}")
 
+        if not self._loads and self.key in own and not own[self.key].writable:
+            raise StateError(
+                f"{self.key} cannot be changed on this rank: it is read-only, or an expanded "
+                f"tensor; pass a copy of it"
+            )
+
         def make(key: str, spec: Spec) -> Any:
             array = own.get(key)
-            if array is None or array.spec != spec:
+            if array is None or array.spec != spec or not array.writable:
                 try:
                     array = new_array(spec)
                 except StateError as error:
@@ -88,6 +101,7 @@ class Part:
             fill(key, array)
             return array.value
 
+        begin()
         self._set(tree.build(structure, self.key, make))
 
     def _set(self, value: Any) -> None:

@@ -7,8 +7,8 @@ process makes a memfd of its own, which ends with it.
 The memfd is sparse. Each local rank has room for `MOST` objects of `State`, each with two slots at
 fixed offsets. A slot holds the parts of one step. A version of a new step overwrites the slot that
 does not hold the committed step. A record begins with its step, its length and a checksum over all
-of it. So a record that a killed process has half written is found, and the other slot is whole.
-That makes one write of a version, and no separate switch.
+of it. The checksum shows a half-written record, and the other slot is whole. So one write stores a
+version.
 """
 
 from __future__ import annotations

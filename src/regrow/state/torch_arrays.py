@@ -26,11 +26,16 @@ class TorchArray:
         self._local = local
         self.spec = Spec(kind, str(local.dtype).removeprefix("torch."), tuple(local.shape))
         self.nbytes = math.prod(local.shape) * local.element_size()
+        self.writable = all(
+            stride or size < 2 for size, stride in zip(local.shape, local.stride(), strict=True)
+        )
         self._flat: Any = None
+        self._written = False
 
     def _bytes(self) -> Any:
         if self._flat is None:
-            self._flat = self._local.contiguous().reshape(-1).view(torch.uint8)
+            plain = self._local.resolve_conj().resolve_neg()
+            self._flat = plain.contiguous().reshape(-1).view(torch.uint8)
         return self._flat
 
     def read(self, start: int, into: memoryview) -> None:
@@ -42,13 +47,14 @@ class TorchArray:
     def write(self, start: int, data: memoryview) -> None:
         """See `Array`."""
         if data:
-            size = len(data)
+            size, self._written = len(data), True
             self._bytes()[start : start + size].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def close(self) -> None:
         """See `Array`."""
         flat, self._flat = self._flat, None
-        if flat is not None and flat.data_ptr() != self._local.data_ptr():
+        written, self._written = self._written, False  # after a read, the tensor stays as it is
+        if written and flat.data_ptr() != self._local.data_ptr():
             self._local.copy_(flat.view(self._local.dtype).reshape(self._local.shape))
 
 

@@ -58,7 +58,7 @@ class SocketTransport:
     Args:
         store: a store that only the ranks of the job can read, with keys for this recovery.
         rank: initial rank of this process.
-        timeout: how long to wait for a connection, and for a message.
+        timeout: how long to wait for a connection, and for each whole message.
     """
 
     def __init__(self, store: Store, rank: int, timeout: timedelta) -> None:
@@ -83,14 +83,14 @@ class SocketTransport:
             StateError: a rank has not connected in time.
             OSError: this host has no free port.
         """
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        deadline = self._deadline()
         host, key = own_host(), secrets.token_bytes(32)
         with listen(host, 0) as listener:
             address = (host, listener.getsockname()[1], key)
             self._store.set(f"source/{self._rank}", msgspec.msgpack.encode(address))
             while missing := set(ranks) - self._peers.keys():
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
+                    listener.settimeout(_left(deadline))
                     peer, _ = listener.accept()
                 except TimeoutError:
                     raise StateError(
@@ -98,7 +98,7 @@ class SocketTransport:
                         f"within {self._timeout.total_seconds():g} s"
                     ) from None
                 try:
-                    rank = _admit(peer, key, missing)
+                    rank = _admit(peer, key, missing, min(deadline, time.monotonic() + HANDSHAKE_S))
                 except (OSError, EOFError):
                     rank = None  # a program that is no rank of this job, or a rank that has ended
                 if rank is None:
@@ -118,6 +118,7 @@ class SocketTransport:
         host, port, key = msgspec.msgpack.decode(
             self._store.get(name), type=tuple[str, int, bytes], strict=True
         )
+        deadline = self._deadline()
         try:
             peer = socket.create_connection((host, port), self._timeout.total_seconds())
         except OSError as error:
@@ -126,14 +127,13 @@ class SocketTransport:
             ) from error
         self._add(rank, peer)
         try:
-            _enter(peer, key, self._rank)
+            _enter(peer, key, self._rank, deadline)
         except (OSError, EOFError) as error:
             raise StateError(
                 f"the program at {host}, port {port}, has not proved that it is rank {rank}"
             ) from error
 
     def _add(self, rank: int, peer: socket.socket) -> None:
-        peer.settimeout(self._timeout.total_seconds())
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._peers[rank] = peer
 
@@ -143,8 +143,10 @@ class SocketTransport:
         Raises:
             StateError: the rank has ended, or has not read the message in time.
         """
+        peer = self._peers[rank]
+        peer.settimeout(self._timeout.total_seconds())  # of the whole message
         try:
-            self._peers[rank].sendall(data)
+            peer.sendall(data)
         except OSError as error:
             raise StateError(f"rank {rank} does not receive the state: {error}") from error
 
@@ -155,9 +157,12 @@ class SocketTransport:
             StateError: the rank has ended, or the message has not arrived in time.
         """
         try:
-            _read(self._peers[rank], into)
+            _read(self._peers[rank], into, self._deadline())
         except (OSError, EOFError) as error:
             raise StateError(f"rank {rank} does not send its state: {error}") from error
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout.total_seconds()
 
 
 def own_host() -> str:
@@ -166,10 +171,8 @@ def own_host() -> str:
     It is the address with which this host sends to MASTER_ADDR. On the host of MASTER_ADDR, that
     may be a loopback address; MASTER_ADDR is then what the other hosts use.
     """
-    environ = os.environ
-    master = environ.get("MASTER_ADDR")
-    size = environ.get("WORLD_SIZE")
-    if not master or (size is not None and size == environ.get("LOCAL_WORLD_SIZE")):
+    master = os.environ.get("MASTER_ADDR")
+    if not master:
         return "127.0.0.1"
     family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -178,21 +181,22 @@ def own_host() -> str:
     return master if own.startswith("127.") or own == "::1" else own
 
 
-def _admit(peer: socket.socket, key: bytes, expected: Collection[int]) -> int | None:
+def _admit(
+    peer: socket.socket, key: bytes, expected: Collection[int], deadline: float
+) -> int | None:
     """Return the rank that has connected; None for a program that does not know the key."""
-    peer.settimeout(HANDSHAKE_S)
-    rank, nonce = _HELLO.unpack(_read(peer, memoryview(bytearray(_HELLO.size))))
+    rank, nonce = _HELLO.unpack(_read(peer, memoryview(bytearray(_HELLO.size)), deadline))
     own = secrets.token_bytes(32)
     peer.sendall(own + _proof(key, b"source", rank, nonce, own))
-    proof = bytes(_read(peer, memoryview(bytearray(_PROOF))))
+    proof = bytes(_read(peer, memoryview(bytearray(_PROOF)), deadline))
     known = hmac.compare_digest(proof, _proof(key, b"target", rank, own, nonce))
     return rank if known and rank in expected else None
 
 
-def _enter(peer: socket.socket, key: bytes, rank: int) -> None:
+def _enter(peer: socket.socket, key: bytes, rank: int, deadline: float) -> None:
     nonce = secrets.token_bytes(32)
     peer.sendall(_HELLO.pack(rank, nonce))
-    answer = bytes(_read(peer, memoryview(bytearray(32 + _PROOF))))
+    answer = bytes(_read(peer, memoryview(bytearray(32 + _PROOF)), deadline))
     theirs, proof = answer[:32], answer[32:]
     if not hmac.compare_digest(proof, _proof(key, b"source", rank, nonce, theirs)):
         raise EOFError("it does not know the key")
@@ -203,16 +207,30 @@ def _proof(key: bytes, role: bytes, rank: int, first: bytes, second: bytes) -> b
     return hmac.digest(key, role + _HELLO.pack(rank, first) + second, "sha256")
 
 
-def _read(peer: socket.socket, into: memoryview) -> memoryview:
+def _read(peer: socket.socket, into: memoryview, deadline: float) -> memoryview:
     """Fill a buffer.
 
     Raises:
         EOFError: the other end has closed the connection.
+        TimeoutError: the deadline, a time of the monotonic clock, has passed.
     """
     rest = into
     while rest:
+        peer.settimeout(_left(deadline))
         count = peer.recv_into(rest)
         if count == 0:
             raise EOFError("the connection was closed")
         rest = rest[count:]
     return into
+
+
+def _left(deadline: float) -> float:
+    """Return the seconds until a deadline, for `settimeout`, which does not take 0 as a time-out.
+
+    Raises:
+        TimeoutError: it has passed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("timed out")
+    return seconds

@@ -6,7 +6,8 @@ itself:
 
     {"w": tensor, "lr": 0.1}   ─►   ["dict", [["w", ["torch", "float32", [3, 4]]], ["lr", 0.1]]]
 
-Subclasses become the plain type: an OrderedDict becomes a dict, a named tuple becomes a tuple.
+Subclasses become the plain type: an OrderedDict becomes a dict, a named tuple becomes a tuple, an
+enum of str its value. So do keys.
 Keys of a dict are str, int, float, bool or None. The arrays follow in the order of the structure.
 """
 
@@ -25,11 +26,17 @@ LONGEST: Final = 256 << 20
 """Maximum bytes of a structure."""
 DEEPEST: Final = 64
 """Maximum depth of a structure."""
-_SCALARS: Final[tuple[Any, ...]] = (bool, int, float, str, bytes)
+_SCALARS: Final[dict[type, Callable[[Any], Any]]] = {
+    bool: bool,
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,  # str() of an enum is its name
+    bytes: bytes,
+}
+"""Types of values, with the function that turns a subclass into the type."""
 
 Structure = Any
-"""A structure as described above; after `decode`, its kinds and types have been checked by
-`build`."""
+"""A structure as described above. `decode` does not check it; `build` does."""
 
 
 def flatten(value: object, key: str) -> tuple[Structure, dict[str, Array]]:
@@ -58,11 +65,12 @@ def _flatten(value: object, key: str, arrays: dict[str, Array], depth: int) -> S
         for name in value:
             if name is not None and not isinstance(name, bool | int | float | str):
                 raise TypeError(f"{key} has the key {name!r:.80}, which is not a str or a number")
+        names = [_plain(name, f"the key {name!r} of {key}") for name in value]
         return [
             "dict",
             [
                 [name, _flatten(each, f"{key}[{name!r}]", arrays, depth + 1)]
-                for name, each in value.items()
+                for name, each in zip(names, value.values(), strict=True)
             ],
         ]
     if isinstance(value, list | tuple):
@@ -81,15 +89,23 @@ def _flatten(value: object, key: str, arrays: dict[str, Array], depth: int) -> S
     if array is not None:
         arrays[key] = array
         return list(array.spec)
-    for plain in _SCALARS:
-        if isinstance(value, plain):
-            if type(value) is int and not -(1 << 63) <= value < 1 << 64:
-                raise TypeError(f"{key} is a number of more than 64 bits: keep it as a str")
-            return value if type(value) is plain else plain(value)
+    if isinstance(value, tuple(_SCALARS)):
+        return _plain(value, key)
     raise TypeError(
         f"{key} has the type {type(value).__qualname__}, which cannot be sent: a state consists of "
         f"dict, list, tuple, None, bool, int, float, str, bytes, arrays of numpy and tensors"
     )
+
+
+def _plain(value: object, key: str) -> object:
+    """Return None or a scalar as its plain type, which msgpack can express."""
+    for kind, convert in _SCALARS.items():
+        if isinstance(value, kind):
+            plain = convert(value)
+            if type(plain) is int and not -(1 << 63) <= plain < 1 << 64:
+                raise TypeError(f"{key} is a number of more than 64 bits: keep it as a str")
+            return plain
+    return value
 
 
 def encode(structure: Structure) -> bytes:
@@ -124,7 +140,7 @@ def build(structure: Structure, key: str, make: Callable[[str, Spec], Any]) -> A
 
 
 def _build(structure: Structure, key: str, make: Callable[[str, Spec], Any], depth: int) -> object:
-    if structure is None or isinstance(structure, _SCALARS):
+    if structure is None or isinstance(structure, tuple(_SCALARS)):
         return structure
     match structure:
         case ["dict", list(entries)] if depth <= DEEPEST and all(map(_is_entry, entries)):

@@ -82,11 +82,13 @@ if TYPE_CHECKING:
     from regrow.store.server.services import Answer, Service, within
     from regrow.store.server.torch_server import start_torch_server
     from regrow.store.workers import (
+        LAUNCHED_SIZE_ENV,
         SERVICES,
         STORE_ENV,
         STORE_PORT_ENV,
         STORE_TLS_ENV,
         STORE_TOKEN_ENV,
+        launched_world_size,
         locate,
         visit,
         worker_store,
@@ -151,8 +153,8 @@ __getattr__, __dir__ = lazily(
         ),
         "protocol.tls": "Tls",
         "workers": (
-            "SERVICES STORE_ENV STORE_PORT_ENV STORE_TLS_ENV STORE_TOKEN_ENV locate visit "
-            "worker_store worker_tls"
+            "LAUNCHED_SIZE_ENV SERVICES STORE_ENV STORE_PORT_ENV STORE_TLS_ENV STORE_TOKEN_ENV "
+            "launched_world_size locate visit worker_store worker_tls"
         ),
     },
 )

@@ -90,7 +90,7 @@ A server that is about to end may hang up once.
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a store; a server sends its clients the first four."""
+    """The limits of a store; a server sends its clients `frame_bytes` only."""
 
     key_bytes: int = 4096
     """Maximum length of a key, in bytes of UTF-8."""

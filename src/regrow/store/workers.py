@@ -48,6 +48,8 @@ STORE_TOKEN_ENV: Final = "REGROW_STORE_TOKEN"
 """Token with which workers connect to the store."""
 STORE_PORT_ENV: Final = "REGROW_STORE_PORT"
 """Port on which the worker of rank 0 serves the store, if no agent serves it."""
+LAUNCHED_SIZE_ENV: Final = "REGROW_WORLD_SIZE"
+"""WORLD_SIZE as the launcher set it; only where a wrapper has changed WORLD_SIZE."""
 STORE_TLS_ENV: Final = "REGROW_STORE_TLS"
 """A JSON object with the fields of `Tls`; empty: connections are not encrypted."""
 
@@ -75,8 +77,8 @@ def worker_store(
 
     Args:
         rank: rank of this worker; default RANK.
-        world_size: number of workers; default WORLD_SIZE. It is only compared with
-            LOCAL_WORLD_SIZE: if they are equal, all workers meet on 127.0.0.1.
+        world_size: number of workers; default WORLD_SIZE as the launcher set it. It is only
+            compared with LOCAL_WORLD_SIZE: if they are equal, all workers meet on 127.0.0.1.
         host: name or address of the host of rank 0; default MASTER_ADDR. If host or port is given,
             the agent's store is not used.
         port: port of the store; default REGROW_STORE_PORT, else MASTER_PORT + 1.
@@ -170,8 +172,8 @@ def find(
         ValueError: a value is missing or invalid.
     """
     rank = _number(environ, "RANK", "rank=", 0) if rank is None else rank
-    if world_size is None and "WORLD_SIZE" in environ:
-        world_size = _number(environ, "WORLD_SIZE", "world_size=", 1)
+    if world_size is None:
+        world_size = launched_world_size(environ)
     if rank < 0 or (world_size is not None and rank >= world_size):
         size = "" if world_size is None else f" in a world of {world_size}"
         raise ValueError(f"no worker has rank {rank}{size}: ranks count from 0")
@@ -195,6 +197,20 @@ def find(
             f"number from 1 to 65535, the same for all workers"
         )
     return StoreAddress(host, port, rank == 0, source)
+
+
+def launched_world_size(environ: Mapping[str, str]) -> int | None:
+    """Return the number of workers that the launcher started; None if it is not known.
+
+    A wrapper (`regrow.inprocess`) sets WORLD_SIZE to the number of active ranks, which is never
+    more than the launcher's. A greater WORLD_SIZE is that of another launcher, started since.
+
+    Raises:
+        ValueError: the variable is not a number.
+    """
+    names = ("WORLD_SIZE", LAUNCHED_SIZE_ENV)
+    sizes = [_number(environ, name, "world_size=", 1) for name in names if name in environ]
+    return max(sizes, default=None)
 
 
 def _number(environ: Mapping[str, str], name: str, argument: str, least: int) -> int:

@@ -43,6 +43,8 @@ logger = get_logger(__name__)
 
 #: Most seconds after the grace until `close` returns: longer than the guardian's kill time-out.
 KILL_MARGIN = 10.0
+STORE_S = 2.0
+"""Seconds to wait until the output of a worker that is replaced is stored."""
 
 
 class Supervision(TypedDict, total=False):
@@ -217,6 +219,8 @@ class PContext:
         before = self._pumps.pop(local_rank, None)
         if before is not None:
             before.stop(flush=False)
+        elif self._pump is not None:
+            self._pump.await_end(local_rank, STORE_S)
         try:
             pump = self._pumps[local_rank] = self._new_pump(of_rank(self._dest, local_rank))
             try:

@@ -46,10 +46,11 @@ class Job:
         flags: list[str],
         env: dict[str, str],
         standalone: bool = True,
+        prelude: str = PRELUDE,
     ) -> None:
         self.log_dir = folder / "logs"
         self.script = folder / "train.py"
-        self.script.write_text(PRELUDE + script)
+        self.script.write_text(prelude + script)
         self.marker = uuid.uuid4().hex
         reports = folder / "reports"
         os.mkfifo(reports)

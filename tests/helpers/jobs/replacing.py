@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from helpers.jobs.e2e_job import Job
+from helpers.jobs.e2e_job import PRELUDE, Job
 
 Launch = Callable[..., Job]
 
@@ -220,6 +220,7 @@ class Training:
         script: the script of each rank.
         env: more variables.
         size: number of ranks.
+        prelude: what precedes the script.
     """
 
     def __init__(
@@ -232,6 +233,7 @@ class Training:
         script: str = SCRIPT,
         env: Mapping[str, str] | None = None,
         size: int = SIZE,
+        prelude: str = PRELUDE,
     ) -> None:
         self.size = size
         self._folder = folder
@@ -239,6 +241,7 @@ class Training:
             script,
             *("--shutdown-timeout=2", "--restart-timeout=2", *flags),
             nproc=size,
+            prelude=prelude,
             env={
                 "FOLDER": str(folder),
                 "ACTS": json.dumps(acts),

@@ -31,6 +31,7 @@ from unittest import mock
 
 from regrow.inprocess.monitor_thread import RankShouldRestart
 
+from regrow._progress import INCARNATION_ENV
 from regrow.inprocess import CallWrapper, Compose, FrozenState, State, Wrapper
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.call import call as _call
@@ -172,6 +173,13 @@ def throw(error: BaseException) -> Callable[..., Any]:
 
 def completes(me: Rank) -> Any:
     return me.wrapped(lambda _: None)()
+
+
+def completes_its_second_call(me: Rank) -> Any:
+    """Rank 1 replaced another process in the first call, which is over."""
+    if me.initial == 1:
+        os.environ[INCARNATION_ENV] = "1"
+    return me.wrapped(lambda call: me.seen.append([call.joined, list(call.replaced)]))()
 
 
 def raises(me: Rank) -> Any:

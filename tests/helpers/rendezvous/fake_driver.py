@@ -71,7 +71,7 @@ class FakeDriver:
         self.rounds = rounds
         self.beats = 0
         self.blocked = False
-        """Whether a call has waited because the node is cut off."""
+        """Whether a call has waited, because the node is cut off or answers are withheld."""
         self.closed: list[bool] = []
         self.stores: list[MemoryStore] = []
         self._cut = ""
@@ -116,6 +116,7 @@ class FakeDriver:
     def submit(self, event: Event, timeout: float) -> Snapshot:
         with self._reached(timeout):
             while type(event) is self._held and not self._interrupted:
+                self.blocked = True
                 self.rounds.changed.wait()
             return self.rounds.post(event)
 

@@ -220,7 +220,7 @@ class Replacements(Feature):
             change.local_rank,
             incarnation=self.incarnation(change.local_rank),
             pid=change.pid,
-            source=self._workers.context.sources().get(change.local_rank, "exec"),
+            started_from=self._workers.context.sources().get(change.local_rank, "exec"),
             started_monotonic=change.monotonic,
             restarts_left=self._job.remaining_restarts,
         )

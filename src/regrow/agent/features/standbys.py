@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,13 +110,9 @@ class Standbys(Feature):
         return [spec.entrypoint, *map(str, args[0])]
 
     def _stand_by(self, command: list[str]) -> None:
-        from regrow.workers.guardian.client import Place
-
         path = Path(self._log_dir) / "standby.log" if self._log_dir else Path(os.devnull)
-        with ExitStack() as files:
-            output = files.enter_context(path.open("ab", buffering=0)).fileno()
-            place = Place(self._environment, lambda event: None, fds={1: output, 2: output})
-            self._guardian.stand_by(command, place)
+        with path.open("ab", buffering=0) as output:
+            self._guardian.stand_by(command, self._environment, output.fileno())
 
     def on_change(self, changed: HelperChanged) -> None:
         """Record a change of a standby, and start another one in its place."""

@@ -146,7 +146,12 @@ class Templates(Feature):
             )
             return
         self._is_useless = changed.kind == "unfit"
-        self._job.recorder.emit("regrow.template.gone", pid=changed.pid, reason=changed.why)
+        self._job.recorder.emit(
+            "regrow.template.gone",
+            pid=changed.pid,
+            reason=changed.why,
+            is_final=self._is_useless,
+        )
         logger.warning(
             "--preload: the template (pid %s) is not used any more: %s; %s",
             changed.pid,

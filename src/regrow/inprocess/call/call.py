@@ -60,7 +60,7 @@ from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.health_check import HealthCheck
 from regrow.inprocess.interrupt.interrupt import Interrupter
 from regrow.inprocess.param_utils import substitute_param_value
-from regrow.inprocess.ranks.assignment import RankAssignmentCtx, RankDiscarded, assign, call
+from regrow.inprocess.ranks.assignment import RankAssignmentCtx, RankDiscarded, assign, call_plugin
 from regrow.inprocess.state import FrozenState, Mode, State
 from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.inprocess.watchdog.monitor_client import open_monitor
@@ -164,7 +164,11 @@ class CallWrapper:
 
     @property
     def joined(self) -> bool:
-        """Whether this process is new in this iteration, in place of one that ended."""
+        """Whether this process is new in this iteration, in place of one that ended.
+
+        It is true only where `replaced` names this rank. In the first iteration of a call it is
+        false on all ranks.
+        """
         return self._joined
 
     @property
@@ -231,7 +235,7 @@ class CallWrapper:
         within = max(config.completion_timeout, config.hard_timeout)
         self._watch.recover(within.total_seconds())
         try:
-            call(config.completion, self._state.freeze())
+            call_plugin(config.completion, self._state.freeze())
         except Exception:  # the work is done
             logger.exception("completion failed on rank %s", self._state.rank)
         return value
@@ -246,7 +250,6 @@ class CallWrapper:
         board.set_restart_state(self._in_restarter)
         if isinstance(reply, int):
             self._iteration = self._state.iteration = reply
-            self._joined = incarnation > 0
             self._assign(set())
             return True
         met = reply.met
@@ -329,7 +332,7 @@ class CallWrapper:
         """
         config, link = self._config, self._link
         try:
-            call(config.initialize, state)
+            call_plugin(config.initialize, state)
         except RestartAbort as abort:
             if abort.__cause__ is not None or abort.__suppress_context__:
                 raise
@@ -390,7 +393,7 @@ class CallWrapper:
                 f"{self._state.initial_rank} cannot restart with them"
             ) from self._state.fn_exception
         state = self._state.freeze()
-        call(self._config.finalize, state)
+        call_plugin(self._config.finalize, state)
         timeline.reached("finalized", time.monotonic())
         check_health(self._config.health_check, state)
         own, before, self._cause = kept(self._state.fn_exception), self._cause, None
@@ -473,7 +476,7 @@ class CallWrapper:
         self._state.mode = Mode.TERMINATED
         self._watch.recover(self._config.hard_timeout.total_seconds())
         try:
-            call(self._config.terminate, self._state.freeze())
+            call_plugin(self._config.terminate, self._state.freeze())
         except Exception as failed:
             logger.error("terminate failed on rank %s: %s", self._state.rank, describe(failed))
             raise failed from error
@@ -538,7 +541,7 @@ def check_health(check: HealthCheck | Compose | None, state: FrozenState) -> Non
         HealthCheckError: the health check failed.
     """
     try:
-        call(check, state)
+        call_plugin(check, state)
     except Exception as error:
         raise HealthCheckError(
             f"rank {state.rank} (initial rank {state.initial_rank}) is not healthy enough to "

@@ -52,7 +52,7 @@ from regrow.inprocess.exception import LinkClosedError
 from regrow.inprocess.group.group_messages import Met
 from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.interrupt.interrupt import GuardedCall
-from regrow.inprocess.ranks.assignment import call
+from regrow.inprocess.ranks.assignment import call_plugin
 from regrow.inprocess.state import FrozenState
 from regrow.utils import start_thread
 from regrow.utils.logging import library_logger
@@ -220,7 +220,7 @@ class IterationFollower:
             with self._limited():
                 for part in _of_torch(abort):
                     ending.groups += part.groups()
-                call(abort, ending.state)
+                call_plugin(abort, ending.state)
         except BaseException:
             logger.exception(
                 "abort failed on rank %s in iteration %d; the function is interrupted nevertheless",

@@ -57,7 +57,13 @@ from typing import Final
 
 from regrow import _progress as board
 from regrow.inprocess.attribution import Interruption
-from regrow.inprocess.exception import LinkError, RankFault, RankShouldRestart, RestartAbort
+from regrow.inprocess.exception import (
+    CountedOutError,
+    LinkError,
+    RankFault,
+    RankShouldRestart,
+    RestartAbort,
+)
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
@@ -97,10 +103,12 @@ def may_be_replaced(error: BaseException) -> bool:
     """Return whether another process may continue a rank that leaves because of this error.
 
     An error of the link, the end of all restarts, a rank without a place and an exit on purpose
-    stay as they are.
+    stay as they are. A rank that was counted out is replaced: the other ranks wait for it.
     """
     if isinstance(error, SystemExit):
         return not exits_with_0(error)
+    if isinstance(error, CountedOutError):
+        return True
     return not isinstance(error, LinkError | RestartAbort | RankDiscarded | KeyboardInterrupt)
 
 

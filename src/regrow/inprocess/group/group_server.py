@@ -28,7 +28,7 @@ from typing import Any
 from regrow.inprocess.exception import BarrierTimeout, LinkLostError
 from regrow.inprocess.ranks.rank_exchange import wait_for_key
 from regrow.inprocess.store import TCPStore
-from regrow.store import STORE_ENV, StoreError, make_token
+from regrow.store import STORE_ENV, StoreError, launched_world_size, make_token
 from regrow.utils import PortReservation
 
 _calls = itertools.count()
@@ -77,7 +77,7 @@ def group_store(
                 place: list[Any] = []
                 if not os.environ.get(STORE_ENV):
                     port = held.enter_context(PortReservation()).port  # until the server has it
-                    place = [_host(size), port, make_token().decode()]
+                    place = [_host(), port, make_token().decode()]
                 given.set(key, json.dumps([os.urandom(8).hex(), *place]))
             if not wait_for_key(given, key, timeout):
                 raise BarrierTimeout(
@@ -100,8 +100,8 @@ def group_store(
     return store, f"{group}/{name}"
 
 
-def _host(size: int) -> str:
+def _host() -> str:
     """Return the name or address of this host (rank 0's), as the other ranks reach it."""
-    if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(launched_world_size(os.environ)):
         return "127.0.0.1"
     return os.environ.get("MASTER_ADDR") or socket.gethostname()

@@ -24,7 +24,9 @@ the rank as ended (`ReportDead`) or as overdue. The server answers a malformed o
 with a `GroupRefusal` and changes nothing.
 
 A group is deleted `FORGET` seconds after the last session of its processes ended. It is also
-deleted when it is finished and another group of the same name begins.
+deleted when it is finished and another group of the same name begins. Its name and its last
+iteration are kept: a process that replaces another one runs the script from its start, and asks
+about the calls that the other ranks have completed.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ GROUPS: Final = 1024
 """Largest number of groups at once."""
 FORGET: Final = 60.0
 """Seconds for which a group without a connection is kept, for a process that reconnects late."""
+
+DELETED: Final = 16_384
+"""Number of deleted groups of which the name and the last iteration are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +97,8 @@ class InprocessService:
         self._step = step
         self._reply = reply
         self._groups: dict[str, _GroupRecord] = {}
+        self._deleted: dict[str, int | None] = {}
+        """The last iteration of each deleted group, the oldest first; None if its call is over."""
         self._bound: dict[Hashable, _RankRecord] = {}
         """The rank of each session."""
         self._suspended: dict[Hashable, float] = {}
@@ -160,7 +167,7 @@ class InprocessService:
             if at is not None and at <= now:
                 out += self._apply(group, Tick(), now)
             if group.forget_at is not None and group.forget_at <= now:
-                del self._groups[group.name]
+                self._delete(group)
         self._plan()
         return out
 
@@ -181,6 +188,8 @@ class InprocessService:
             isinstance(question, messages.Report) and question.number == messages.OVERDUE
         )
         if isinstance(question, messages.Join):
+            if question.incarnation and self._deleted.get(question.group, 0) is None:
+                return [Answer(session, id, messages.encode(messages.Over()))]
             out += self._join(question, now)
         group = self._groups.get(question.group)
         record = None if group is None else group.ranks.get(question.rank)
@@ -269,7 +278,11 @@ class InprocessService:
         return out
 
     def _begin(self, question: messages.Join) -> _GroupRecord:
-        """Create a group, in place of an earlier one of this name."""
+        """Create a group, in place of an earlier one of this name.
+
+        If processes that replace others begin it, all ranks of the earlier group have ended. It
+        continues the numbers of the iterations, because keys of the earlier ones may be left.
+        """
         if not question.group:
             raise ValueError("a group needs a name")
         old = self._groups.get(question.group)
@@ -278,9 +291,21 @@ class InprocessService:
                 self._unbind(record)
         elif len(self._groups) >= GROUPS:
             raise ValueError(f"this store has {GROUPS} groups already, which is the maximum")
-        group = _GroupRecord(question.group, Group(question.size, question.timeouts))
+        last = self._deleted.pop(question.group, None)
+        if old is not None:
+            last = old.state.iteration
+        first = last + 1 if last is not None and question.incarnation else 0
+        state = Group(question.size, question.timeouts, iteration=first)
+        group = _GroupRecord(question.group, state)
         self._groups[question.group] = group
         return group
+
+    def _delete(self, group: _GroupRecord) -> None:
+        del self._groups[group.name]
+        is_over = group.state.phase is Phase.OVER
+        self._deleted[group.name] = None if is_over else group.state.iteration
+        if len(self._deleted) > DELETED:
+            del self._deleted[next(iter(self._deleted))]
 
     # ------------------------------------------------------------------ the rules
 

@@ -218,11 +218,11 @@ class ServiceLink:
 
         Raises:
             BarrierTimeout: not all ranks came within `Timeouts.barrier`; the text names the missing
-                ones.
+                ones. Or the store did not answer for longer than all these waits take.
         """
         question = messages.Ready(*self._me, iteration)
-        # Each of the lost ranks may begin the wait for a replacement again.
-        within = self._timeouts.barrier if not self._timeouts.replacement else math.inf
+        # The loss of each rank may begin the wait for a replacement again.
+        within = self._timeouts.barrier + self._size * self._timeouts.replacement
         reply = self._wait(question, within)
         return self._expect(messages.Gathered, reply).met
 

@@ -113,7 +113,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 _State = TypeVar("_State", bound=State | FrozenState)
 
 
-def call(plugin: Callable[..., Any] | None, state: _State, *, warn: bool = False) -> _State:
+def call_plugin(plugin: Callable[..., Any] | None, state: _State, *, warn: bool = False) -> _State:
     """Call an initialize, abort, finalize, health check, completion or terminate plug-in.
 
     Args:
@@ -193,13 +193,13 @@ def apply(part: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, ...]:
         case (RankAssignmentCtx() as ctx,):
             return (_assigned(part, ctx, warn=True),)
         case (State() | FrozenState() as state,):
-            return (call(part, state, warn=True),)
+            return (call_plugin(part, state, warn=True),)
         case (State() as state, Collection() as terminated):
             ctx = RankAssignmentCtx(state, state.store, set(terminated))
             ctx = _assigned(part, ctx, warn=True)
             return (ctx.state, ctx.terminated_ranks)
         case (State() | FrozenState() as state, BaseException() | None as error):
-            state = call(part, _with_exception(state, error), warn=True)
+            state = call_plugin(part, _with_exception(state, error), warn=True)
             return (state, state.fn_exception)
     returned = part(*given)
     if returned is None and given == ():

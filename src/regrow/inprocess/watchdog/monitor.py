@@ -45,7 +45,8 @@ reports ended processes, and reports together all processes that have ended mean
 report is not logged: when a whole job ends, its store is gone before its last rank.
 
 People read the notes in a rank's log file or on stderr. Neither may delay the end of a rank, so
-both are written in the background.
+all files are written in the background, in order. The connection of a rank that names files is
+closed there as well: its end tells the rank that the files are written.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 import regrow.store.client.client  # noqa: F401 - loaded before a report is urgent
@@ -173,8 +175,8 @@ VISIT: Final = 2.0
 """Seconds to reach the store, and seconds for its answer."""
 LAST_REPORTS: Final = 30.0
 """Seconds for the last reports when the monitor ends."""
-LAST_NOTES: Final = 1.0
-"""Seconds for writing the last notes when the monitor ends."""
+LAST_NOTES: Final = 5.0
+"""Seconds for writing the last files and notes when the monitor ends; a rank waits as long."""
 
 
 class Watched:
@@ -214,7 +216,7 @@ class Monitor:
         self._watched: dict[int, Watched] = {}  # by connection and by pidfd
         self._threads: list[threading.Thread] = []
         self._ends = BackgroundWriter(_report_ends, "regrow-reports")
-        self._notes = BackgroundWriter(_write_notes, "regrow-notes")
+        self._files = BackgroundWriter(_run_writes, "regrow-notes")
 
     def run(self) -> None:
         """Watch until the last rank has ended."""
@@ -234,7 +236,7 @@ class Monitor:
         for thread in self._threads:
             thread.join()
         self._ends.close(LAST_REPORTS)
-        self._notes.close(LAST_NOTES)
+        self._files.close(LAST_NOTES)
 
     def handle_events(self, until: float) -> None:
         """Sleep until an event or a time, and handle all events that are due."""
@@ -333,7 +335,7 @@ class Monitor:
         self._publish(terms, watched.pid)
 
     def _publish(self, terms: Terms, pid: int) -> None:
-        """Write the files that a rank names; they stay, so that launch scripts can read them later.
+        """Have the files of a rank written; they stay, for launch scripts that read them later.
 
         Args:
             terms: terms of the rank.
@@ -342,17 +344,13 @@ class Monitor:
         if terms.logfile:
             watches = f"the monitor (process {os.getpid()}) watches initial rank {terms.rank}"
             text = f"{watches} (process {pid}); hard time-out {terms.hard:g} s"
-            problem = _write(terms.logfile, _line(text))
-            if problem:
-                self._note("", f"{text}\n{problem.rstrip()}")
+            self._note(terms.logfile, text)
         if terms.pidfile:
-            problem = _write(terms.pidfile, f"{os.getpid()}\n", mode="w")
-            if problem:
-                self._note(terms.logfile, f"the monitor cannot write its pid: {problem.rstrip()}")
+            self._files.add(partial(_write_pid, terms.pidfile, terms.logfile))
 
     def _note(self, path: str, text: str) -> None:
         """Have a note written; to stderr if there is no file, or if it cannot be written."""
-        self._notes.add((path, _line(text)))
+        self._files.add(partial(_write_note, path, _line(text)))
 
     def _disconnect(self, watched: Watched) -> None:
         """Close a connection; the state of the process stays unknown."""
@@ -361,7 +359,11 @@ class Monitor:
         if connection is not None:
             del self._watched[connection.fileno()]
             self._poll.unregister(connection)
-            connection.close()
+            terms = watched.terms
+            if terms is not None and (terms.logfile or terms.pidfile):
+                self._files.add(connection.close)
+            else:
+                connection.close()
 
     def _forget(self, watched: Watched) -> None:
         """Stop watching a rank."""
@@ -454,13 +456,23 @@ def _send(terms: Terms, reports: Sequence[messages.Asked]) -> None:
             client.ask(messages.NAME, messages.encode(report), VISIT)
 
 
-def _write_notes(notes: list[tuple[str, str]], lost: int) -> None:
-    for path, line in notes:
-        problem = _write(path, line) if path else ""
-        if problem or not path:
-            _to_stderr(line + problem)
+def _run_writes(writes: list[Callable[[], None]], lost: int) -> None:
+    for write in writes:
+        write()
     if lost:
         _to_stderr(_line(f"{lost} notes are lost, because earlier ones could not be written"))
+
+
+def _write_note(path: str, line: str) -> None:
+    problem = _write(path, line) if path else ""
+    if problem or not path:
+        _to_stderr(line + problem)
+
+
+def _write_pid(path: str, logfile: str) -> None:
+    problem = _write(path, f"{os.getpid()}\n", mode="w")
+    if problem:
+        _write_note(logfile, _line(f"the monitor cannot write its pid: {problem.rstrip()}"))
 
 
 def _write(path: str, line: str, mode: str = "a") -> str:
@@ -468,7 +480,7 @@ def _write(path: str, line: str, mode: str = "a") -> str:
     try:
         with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
             file.write(line)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: the path has a zero byte
         return f"{path} cannot be written: {error}\n"
     return ""
 

@@ -174,7 +174,10 @@ class HardWatch:
         """Start a monitor if it has ended, and send it this message; for one thread at a time."""
         self._reap()
         self._detect_end()
-        if self._socket is not None or time.monotonic() < self._try_at:
+        if time.monotonic() < self._try_at:
+            return
+        if self._socket is not None:
+            self._backoff.reset()  # the monitor has outlasted the pause since its start
             return
         lost, self._try_at = bool(self._try_at), time.monotonic() + self._backoff.next()
         if lost and not self._warned:

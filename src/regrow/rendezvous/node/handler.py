@@ -144,7 +144,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._outlast_s = 0.0
         self._left_as = ""  # its id when it left or gave up
         self._interrupted = False
-        self._calling = False
+        self._calls = 0  # calls of `_call` that run now: the agent's and those of replacements
         self._leaving_sent = threads.Event()
         """Set once the others know that this node is leaving, or the report has failed."""
         self._leaving_sent.set()
@@ -341,7 +341,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         reconnect = self._settings.reconnect_timeout.total_seconds()
         with self.connection.changed:
             self._check()
-            self._calling = True  # from here on an interrupt has to end the driver's call
+            self._calls += 1  # from here on an interrupt has to end the driver's call
             lost_at = self.connection.lost_at if self.connection.lost else None
         if lost_at is None:
             left = self._bounds.lease + reconnect
@@ -351,7 +351,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             return self._submit(event, left)
         finally:
             with self.connection.changed:
-                self._calling = False
+                self._calls -= 1
                 self.connection.changed.notify_all()
 
     def _check(self) -> None:
@@ -638,14 +638,14 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         with self.connection.changed:
             self._interrupted = True
             self.connection.changed.notify_all()
-            if self._calling:
+            if self._calls:
                 self.connection.start("rendezvous interrupt", self._cut_short)
 
     def _cut_short(self) -> None:
-        """Wait for the call to end by itself, which keeps the driver usable; else interrupt it."""
+        """Interrupt the driver, unless all calls end by themselves, which keeps it usable."""
         with self.connection.changed:
             answered = self.connection.changed.wait_for(
-                lambda: not self._calling, self._bounds.keep_alive
+                lambda: not self._calls, self._bounds.keep_alive
             )
         if not answered:
             self.driver.interrupt()

@@ -35,6 +35,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow.rendezvous.errors import RendezvousConnectionError
@@ -240,13 +241,15 @@ class HostedServer:
         self._closed = False
         self._starts: list[float] = []
         """Start times of the replacements in the last `RESTARTS_WITHIN` seconds."""
-        self._files = make_files()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        try:
+        with ExitStack() as opened:
+            opened.callback(listener.close)
+            self._files = make_files()
+            for file in self._files:
+                opened.callback(os.close, file)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opened.callback(os.close, self._wake)
             self._server = start(listener, self._files)
-        except BaseException:
-            self._release()
-            raise
+            self._opened = opened.pop_all()
         call_after_fork(self)
         self._thread = start_thread(self._run, "regrow-server")
 
@@ -273,13 +276,13 @@ class HostedServer:
             os.eventfd_write(self._wake, 1)
         self._thread.join()
         self._server.close(wait=wait)
-        self._release()
+        self._opened.close()
 
     def after_fork(self) -> None:
         """Release the server in a forked child; the parent keeps it."""
         if not self._closed:
             self._closed = True
-            self._release()
+            self._opened.close()
 
     def _run(self) -> None:
         while self._ends():
@@ -324,8 +327,3 @@ class HostedServer:
     def _ends(self) -> bool:
         """Wait for the end of the server; return False if this object is closed first."""
         return self._wake not in ready([self._server.fileno(), self._wake])
-
-    def _release(self) -> None:
-        self._listener.close()
-        for file in (*self._files, self._wake):
-            os.close(file)

@@ -405,7 +405,7 @@ class RendezvousService:
     ) -> tuple[bytes, list[Answer]]:
         event, settings = messages.read_event(question), question.settings
         if question.job not in self.jobs and not isinstance(event, JoinRound):
-            # Only a join creates a job; any other event belongs to an earlier job.
+            # Only a join or a follower creates a job; any other event belongs to an earlier job.
             why = f"the server does not know the job {question.job!r}"
             refused = Snapshot(0, NodeRefused(subject(event), why), 0, None)
             return messages.encode_snapshot("", refused), []

@@ -79,10 +79,12 @@ def write_log(lines: list[str], lost: int, fd: int = 2) -> None:
     """Write the lines of the log, and the number of lines that are missing after them."""
     if lost:
         lines.append(f"{lost} lines are missing here: the log was not read fast enough")
-    text = memoryview("".join(f"regrow.store: {line}\n" for line in lines).encode())
+    text = "".join(f"regrow.store: {line}\n" for line in lines)
+    # A traceback may quote a file name that is no UTF-8.
+    left = memoryview(text.encode(errors="backslashreplace"))
     with suppress(OSError):  # a lost reader of the log must not stop the server
-        while text:
-            text = text[os.write(fd, text) :]
+        while left:
+            left = left[os.write(fd, left) :]
 
 
 class Refusals:

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import TYPE_CHECKING
@@ -113,7 +114,9 @@ class ServerProcess:
             ended = _killed(self.pid, self._pidfd)
         if ended:
             reap(self._pidfd)
-        os.close(self._pidfd)
+            os.close(self._pidfd)
+        else:
+            _left.append(self._pidfd)
         self._pidfd = self._lifeline = -1
 
     def __enter__(self) -> ServerProcess:
@@ -131,6 +134,14 @@ class ServerProcess:
             os.close(self._lifeline)
             os.close(self._pidfd)
             self._pidfd = self._lifeline = -1
+
+
+_left: list[int] = []
+"""Pidfds of servers that outlived their handles; the next start of a server reaps those that ended.
+
+So this process keeps the zombie of the last server only, and not one of each server.
+"""
+os.register_at_fork(after_in_child=_left.clear)
 
 
 def start_server(
@@ -174,6 +185,7 @@ def start_server(
             listen, the cause is an OSError with the `errno`.
         StoreTimeout: the server did not start in time.
     """
+    _reap_left()
     config = {
         "path": path,
         "token": check_token_length(token).hex(),
@@ -185,43 +197,72 @@ def start_server(
         "journal": journal is not None,
         "parent": os.getpid(),
     }
-    with _listen(host, port, path) if listener is None else nullcontext(listener) as listening:
-        endpoint = endpoint_of_socket(listening)
-        if listener is None and path is None:
-            endpoint = endpoint_of(host, listening.getsockname()[1])
-        config_read, lifeline = os.pipe2(os.O_CLOEXEC)
-        answer, answer_write = os.pipe2(os.O_CLOEXEC)
-        inherited = [(config_read, 0), (answer_write, 1)]
-        try:
+    listens = _listen(host, port, path) if listener is None else nullcontext(listener)
+    with ExitStack() as kept, ExitStack() as reading:
+        with listens as listening, ExitStack() as passed:
+            endpoint = endpoint_of_socket(listening)
+            if listener is None and path is None:
+                endpoint = endpoint_of(host, listening.getsockname()[1])
+            config_read, lifeline = open_pipe(passed, kept)
+            answer, answer_write = open_pipe(reading, passed)
+            inherited = [(config_read, 0), (answer_write, 1)]
             files = [] if journal is None else zip(journal, FILES, strict=True)
             for ours, its in [(listening.fileno(), LISTENER), *files]:
                 # The copy has a number that no other descriptor gets.
-                inherited.append((fcntl(ours, F_DUPFD_CLOEXEC, FILES[-1] + 1), its))
+                copy = fcntl(ours, F_DUPFD_CLOEXEC, FILES[-1] + 1)
+                passed.callback(os.close, copy)
+                inherited.append((copy, its))
             pid = spawn_helper(
                 ["-I", "-S", "-c", _BOOT, *import_paths()],
                 {name: value for name, value in os.environ.items() if name not in FOR_WORKERS},
                 [(os.POSIX_SPAWN_DUP2, ours, its) for ours, its in inherited],
             )
+        pidfd = open_child(pid)
+        kept.callback(os.close, pidfd)
+        try:
+            os.write(lifeline, json.dumps(config).encode() + b"\n")
+            _await_start(answer, timeout)
         except BaseException:
-            os.close(lifeline)
-            os.close(answer)
+            if _killed(pid, pidfd):
+                reap(pidfd)
             raise
-        finally:
-            for ours, _ in inherited:
-                os.close(ours)
-    pidfd = os.pidfd_open(pid)
-    try:
-        os.write(lifeline, json.dumps(config).encode() + b"\n")
-        _await_start(answer, timeout)
-    except BaseException:
-        os.close(lifeline)
-        if _killed(pid, pidfd):
-            reap(pidfd)
-        os.close(pidfd)
-        raise
-    finally:
-        os.close(answer)
+        kept.pop_all()
     return ServerProcess(pid, pidfd, lifeline, endpoint, linger)
+
+
+def open_pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
+    """Open a pipe; return its two ends, which the two stacks close."""
+    ends = os.pipe2(os.O_CLOEXEC)
+    for end, stack in zip(ends, (reading, writing), strict=True):
+        stack.callback(os.close, end)
+    return ends
+
+
+def open_child(pid: int) -> int:
+    """Return a pidfd of a child that has just started.
+
+    Raises:
+        OSError: no descriptor is free; the child was killed.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _reap_left() -> None:
+    running = []
+    with suppress(IndexError):  # none is left; another thread may take some too
+        while True:
+            pidfd = _left.pop()
+            if ends_within(pidfd, 0):
+                reap(pidfd)
+                os.close(pidfd)
+            else:
+                running.append(pidfd)
+    _left.extend(running)
 
 
 def _listen(host: str, port: int, path: str | None) -> socket.socket:

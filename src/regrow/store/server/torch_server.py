@@ -9,10 +9,17 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import ExitStack
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from typing import TYPE_CHECKING
 
-from regrow.store.server.process import FOR_WORKERS, ServerProcess, import_paths
+from regrow.store.server.process import (
+    FOR_WORKERS,
+    ServerProcess,
+    import_paths,
+    open_child,
+    open_pipe,
+)
 from regrow.store.server.serving import LISTENER
 from regrow.utils import spawn_helper
 
@@ -37,26 +44,25 @@ def start_torch_server(listener: socket.socket) -> ServerProcess:
     Raises:
         OSError: no process can be started.
     """
-    lifeline_read, lifeline = os.pipe2(os.O_CLOEXEC)
-    # The copy has a number that the child's descriptors do not get.
-    listening = fcntl(listener.fileno(), F_DUPFD_CLOEXEC, LISTENER + 1)
-    try:
-        pid = spawn_helper(
-            ["-P", "-c", _BOOT, *import_paths()],  # -P: torch is not a file beside a user's script
-            {name: value for name, value in os.environ.items() if name not in FOR_WORKERS},
-            [
-                (os.POSIX_SPAWN_DUP2, lifeline_read, 0),
-                (os.POSIX_SPAWN_DUP2, listening, LISTENER),
-            ],
-        )
-    except BaseException:
-        os.close(lifeline)
-        raise
-    finally:
-        os.close(lifeline_read)
-        os.close(listening)
+    with ExitStack() as kept:
+        with ExitStack() as passed:
+            lifeline_read, lifeline = open_pipe(passed, kept)
+            # The copy has a number that the child's descriptors do not get.
+            listening = fcntl(listener.fileno(), F_DUPFD_CLOEXEC, LISTENER + 1)
+            passed.callback(os.close, listening)
+            pid = spawn_helper(
+                # -P: torch is not a file beside a user's script.
+                ["-P", "-c", _BOOT, *import_paths()],
+                {name: value for name, value in os.environ.items() if name not in FOR_WORKERS},
+                [
+                    (os.POSIX_SPAWN_DUP2, lifeline_read, 0),
+                    (os.POSIX_SPAWN_DUP2, listening, LISTENER),
+                ],
+            )
+        pidfd = open_child(pid)
+        kept.pop_all()
     address, port = listener.getsockname()[:2]
-    return ServerProcess(pid, os.pidfd_open(pid), lifeline, f"{address}:{port}", lingers=False)
+    return ServerProcess(pid, pidfd, lifeline, f"{address}:{port}", lingers=False)
 
 
 def serve() -> None:

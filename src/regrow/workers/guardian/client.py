@@ -184,17 +184,19 @@ class Guardian:
         argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, ",".join(modules)]
         self._request(b"preload", [*argv, *command, package], Place(env, lambda event: None))
 
-    def stand_by(self, argv: Sequence[str], place: Place) -> None:
+    def stand_by(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
         """Start a standby: a worker's program, which waits at its wrapped call to become a worker.
 
         Args:
             argv: the command of the workers.
-            place: its surroundings. The listener is not called; `on_standby` is.
+            env: its complete environment.
+            output: descriptor of a file for what it writes until then.
 
         Raises:
             OSError: no guardian can be started.
             ValueError: an argument or a variable has a null byte.
         """
+        place = Place(env, lambda event: None, fds={1: output, 2: output})
         self._request(b"stand_by", argv, place)
 
     def dismiss(self) -> None:

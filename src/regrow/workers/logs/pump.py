@@ -86,6 +86,7 @@ class LogPump:
         self._copied: list[Source] = []
         self._reported: set[str] = set()
         self._lock = threading.Lock()
+        self._stream_ended = threading.Condition()
         self._control = -1
         self._deadline: float | None = None
         self._thread: threading.Thread | None = None
@@ -178,6 +179,17 @@ class LogPump:
         while self._writers:
             os.close(self._writers.popitem()[1])
 
+    def await_end(self, local_rank: int, timeout: float) -> None:
+        """Wait until all output of a worker that has ended is stored.
+
+        Args:
+            local_rank: the worker.
+            timeout: seconds to wait, if a process holds the worker's streams open.
+        """
+        streams = [stream for (rank, _), stream in self._streams.items() if rank == local_rank]
+        with self._stream_ended:
+            self._stream_ended.wait_for(lambda: all(s.reader < 0 for s in streams), timeout)
+
     def stop(self, timeout: float = 5.0, *, flush: bool = True) -> None:
         """Store all output of the workers, and show it.
 
@@ -230,7 +242,9 @@ class LogPump:
                         os.eventfd_read(fd)
                     elif self._move(live[fd], buffer) == 0:
                         poll.unregister(fd)
-                        live.pop(fd).end()
+                        with self._stream_ended:
+                            live.pop(fd).end()
+                            self._stream_ended.notify_all()
             for stream in live.values():  # other processes hold it open: store its current content
                 for _ in range(PIPE_SIZE // PAGE_SIZE):
                     if not self._move(stream, buffer):

@@ -332,15 +332,17 @@ class EtcdClient:
         The transaction may run twice, if the member that ran it failed before it answered.
         """
         body = {"compare": [*compare], "success": [*then], "failure": [*otherwise]}
-        (answer,) = self.call("kv/txn", body)
-        parts: list[Message] = [
-            next(iter(part.values()), {}) for part in answer.get("responses", [])
-        ]
-        return Outcome(
-            answer.get("succeeded", False),
-            int(answer["header"]["revision"]),
-            tuple(tuple(_pair(kv) for kv in part.get("kvs", [])) for part in parts),
-        )
+        answers = self.call("kv/txn", body)
+        with _parsing(answers):
+            (answer,) = answers
+            parts: list[Message] = [
+                next(iter(part.values()), {}) for part in answer.get("responses", [])
+            ]
+            return Outcome(
+                answer.get("succeeded", False),
+                int(answer["header"]["revision"]),
+                tuple(tuple(_pair(kv) for kv in part.get("kvs", [])) for part in parts),
+            )
 
     def grant(self, seconds: int, id: int) -> None:
         """Create a lease with this id, or renew it if it exists."""
@@ -357,7 +359,8 @@ class EtcdClient:
     def renew(self, ids: Sequence[int]) -> list[bool]:
         """Renew leases, and return for each whether it still existed."""
         answers = self.call("lease/keepalive", *({"ID": str(id)} for id in ids), renews=True)
-        alive = {int(answer["ID"]): int(answer.get("TTL", 0)) > 0 for answer in answers}
+        with _parsing(answers):
+            alive = {int(answer["ID"]): int(answer.get("TTL", 0)) > 0 for answer in answers}
         return [alive.get(id, False) for id in ids]
 
     def revoke(self, id: int) -> None:
@@ -616,11 +619,24 @@ def decode(answer: tuple[int, bytes], name: str) -> list[Message]:
     answered = f"{name} answered with status {status} and {content[:80]!r}"
     if status in _ABSENT:
         raise EtcdError(answered)
-    raise EtcdError(
+    raise _no_etcd(answered)
+
+
+def _no_etcd(answered: str) -> EtcdError:
+    return EtcdError(
         f"{answered}: it is no etcd with the v3 API; regrow needs etcd 3.4 or newer, with its "
         "JSON gateway (--enable-grpc-gateway, the default)",
         UNIMPLEMENTED,
     )
+
+
+@contextmanager
+def _parsing(answers: Sequence[Message]) -> Iterator[None]:
+    """Raise EtcdError if the answers lack a field of etcd's: another service may send JSON too."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _no_etcd(f"the endpoint answered with {str(answers)[:80]}") from error
 
 
 def messages_in(content: bytes, name: str) -> list[Message]:
@@ -636,7 +652,10 @@ def messages_in(content: bytes, name: str) -> list[Message]:
             code = detail.get("code", detail.get("grpc_code", 0))
             text = detail.get("message") or str(error)
             raise EtcdError(f"{name}: {text}", code if isinstance(code, int) else 0)
-        found.append(message.get("result", message))
+        result = message.get("result", message)
+        if not isinstance(result, dict):
+            raise ValueError(f"{name} sent {line[:80]!r}, whose result is no JSON object")
+        found.append(result)
     return found
 
 
