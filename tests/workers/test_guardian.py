@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import resource
 import signal
 import stat
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import few_descriptors
 from helpers.processes import (
     GROUP_SIGNALS,
     EventQueue,
@@ -707,20 +706,9 @@ def test_the_loss_of_the_guardian_is_reported_also_if_no_descriptor_is_free(
     family = _members(started.pid, 6)
     pid = guardian.pid
     assert pid is not None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = max(map(int, os.listdir("/proc/self/fd"))) + 1
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    taken = []
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
+    with few_descriptors():
         os.kill(pid, signal.SIGKILL)
         events.next(GuardianLost)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in taken:
-            os.close(fd)
     assert not [pid for pid in family if alive(pid)]
 
 
