@@ -4,9 +4,10 @@ Every request is a message and every reply is an event, so no call waits. `start
 guardian's interpreter is still starting. The agent can request a thousand workers before the first
 reply. One thread passes events to the worker's listener, in the order in which they happened.
 
-If the guardian dies, its workers die with it (they have PDEATHSIG). The handle kills the processes
-that the workers leave behind, and then every listener receives `GuardianLost`. The next `spawn`
-starts another guardian, so one handle serves a job through all its attempts.
+If the guardian dies, the kernel kills the workers that it started (PDEATHSIG). The handle kills the
+processes that they leave behind, and adopted workers, which are not the guardian's children. Then
+every listener receives `GuardianLost`. The next `spawn` starts another guardian, so one handle
+serves a job through all its attempts.
 """
 
 from __future__ import annotations
