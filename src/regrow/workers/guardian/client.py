@@ -437,7 +437,7 @@ class _Process:
         except ConnectionResetError:
             return b""
 
-    def _dispatch(self, event: GuardianEvent | HelperChanged) -> None:
+    def _dispatch(self, event: GuardianEvent | Lapsed | HelperChanged) -> None:
         match event:
             case Started(pid=pid):
                 self.pids.add(pid)
