@@ -16,12 +16,12 @@ once, after the report. This holds for regrow's command line and for a user's pr
 terminal or file. Lines about the whole job (the limits at the start, the story at the end) appear
 there once. The agent of node rank 0 prints them. After the loss of hosts, the agent with the lowest
 node rank among the others prints them until the next round has formed. If the rendezvous was on a
-lost host, nobody reports further losses; the first successors then ask each lower rank's kernel
-whether its host is there. Every other agent that ends
-with an error prints one line with the directory of its logs. Each agent prints the lines about its
-own host, such as a worker that failed or was stopped there. An agent with an output of its own (its
-user's terminal, a pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of
-every agent are always complete.
+lost host, no node reports further losses; the first successors then ask each lower rank's kernel
+whether its host is there. Every other agent that ends with an error prints one line with the
+directory of its logs. Each agent prints the lines about its own host, such as a worker that failed
+or was stopped there. An agent with an output of its own (its user's terminal, a pod) prints
+everything; so does every agent under REGROW_VERBOSE=1. The events of every agent are always
+complete.
 
 **Waiting.** An agent that waits for other nodes has nothing to report: no worker runs, and the
 nodes may still join. It would look like a hung program for a quarter of an hour. The host with the
@@ -115,7 +115,7 @@ class Speaker(NamedTuple):
     successors: tuple[str, ...] = ()
     """Addresses of the first node ranks after 0."""
     is_alone: bool = False
-    """Whether the rendezvous is lost with the host of node rank 0, so that nobody reports further
+    """Whether the rendezvous is lost with the host of node rank 0, so that no node reports further
     losses to this agent."""
     lost: frozenset[int] = frozenset()
     """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
@@ -131,7 +131,7 @@ class Speaker(NamedTuple):
         return self.lost.issuperset(range(self.rank))
 
     def unheard(self) -> dict[int, str]:
-        """Return the addresses of lower node ranks that may be lost although nobody reports it.
+        """Return the addresses of lower node ranks that may be lost although no node reports it.
 
         Returns:
             Addresses by node rank. Only the successors ask for others, so that a large job does not
@@ -366,7 +366,7 @@ class Console:
             say(self._stream, text)
 
     def _speaks_at_end(self) -> bool:
-        """Return whether this agent prints the story; ask lower ranks if nobody else knows them."""
+        """Return whether this agent prints the story; check the hosts that no node reports."""
         speaker = self._speaker
         if speaker.speaks or not speaker.unheard():
             return speaker.speaks
