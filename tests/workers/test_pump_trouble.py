@@ -13,7 +13,7 @@ import pytest
 
 from helpers.processes import wait_until
 from helpers.workers.pumping import Rig, destinations
-from regrow.workers.logs.console import MAX_SPILLED, Follower
+from regrow.workers.logs.follower import MAX_SPILLED, Follower
 from regrow.workers.logs.lines import Lines, Sink
 from regrow.workers.logs.specs import LogsDest
 

@@ -13,7 +13,7 @@ import fcntl
 import os
 from contextlib import suppress
 
-from regrow.workers.logs.console import Source
+from regrow.workers.logs.follower import Source
 
 PIPE_SIZE = 1024 * 1024
 """Bytes that a pipe holds, so that a burst does not wait. Every user may have 1 MiB."""
