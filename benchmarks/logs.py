@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regrow.workers.logs.console import Follower
+from regrow.workers.logs.follower import Follower
 from regrow.workers.logs.lines import Sink
 from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import LogsDest

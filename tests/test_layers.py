@@ -81,7 +81,7 @@ SHARED = {
     "workers.guardian",
     "workers.guardian.events",
     "workers.guardian.procfs",
-    "workers.logs.console",
+    "workers.logs.follower",
     "workers.logs.specs",
 }
 # Modules that read wall time: for time stamps that people read, and for interfaces that use it.

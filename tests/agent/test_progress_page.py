@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
+import pytest
+
+from helpers.descriptors import few_descriptors
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
 from regrow.agent import WorkerGroup, WorkerSpec
@@ -23,10 +27,39 @@ while True:
 """
 
 
-def test_a_step_and_its_time_are_never_read_half_written() -> None:
+def page_of_one() -> WorkerReports:
     handler = PlainHandler()
     group = WorkerGroup(WorkerSpec("trainer", 1, handler, entrypoint="train"))
-    page = WorkerReports(Job(group, adapted(handler), print))
+    return WorkerReports(Job(group, adapted(handler), print))
+
+
+@pytest.mark.parametrize("free", range(6))
+def test_nothing_stays_open_if_the_descriptors_do_not_suffice(free: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with few_descriptors(free), pytest.raises(OSError, match="Too many open files"):
+        page_of_one()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_nothing_stays_open_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError):
+        page_of_one()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_closed_page_leaves_nothing_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    page_of_one().close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_step_and_its_time_are_never_read_half_written() -> None:
+    page = page_of_one()
     environment = os.environ | page.environment(0)
     with subprocess.Popen([sys.executable, "-c", REPORTING], env=environment) as worker:
         try:

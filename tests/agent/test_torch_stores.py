@@ -11,6 +11,7 @@ from helpers.jobs.plain_handler import PlainHandler
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features.torch_store import TorchStores
 from regrow.agent.job import Job
+from regrow.cli.exit_codes import FAILED, outcome
 from regrow.rendezvous.foreign import adapted
 from regrow.utils import PortReservation
 
@@ -87,6 +88,14 @@ def test_a_server_that_was_killed_is_named_in_the_log(caplog: pytest.LogCaptureF
     assert "torch's store at MASTER_PORT (pid 7) was killed by SIGKILL" in caplog.text
 
 
-def test_a_port_that_another_program_has_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
-        Attempts(0).start(taken.getsockname()[1])
+def test_a_port_that_another_program_has_ends_the_command_with_a_line_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match="in use") as caught:
+            Attempts(0).start(port)
+    code, text = outcome(caught.value)
+    assert code == FAILED
+    assert text == (
+        f"regrow: cannot serve torch's store on 127.0.0.1:{port}: Address already in use; give "
+        "another --master-port, or unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    )

@@ -66,6 +66,14 @@ def test_a_switch_is_off_until_given(flag: Flag) -> None:
         assert parsed(flag, spelling) is True
 
 
+@pytest.mark.parametrize("name", [name for name, (_, to) in VALUES.items() if type(to) is list])
+def test_a_list_is_empty_if_its_variable_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = next(flag for flag in FLAGS if flag.name == name)
+    monkeypatch.setenv(f"PET_{flag.attribute.upper()}", "")
+    assert parsed(flag) == []
+    assert parsed(flag, f"--{name}=") == []
+
+
 @pytest.mark.parametrize("flag", VALUED, ids=lambda flag: flag.name)
 def test_a_variable_gives_a_flags_default_and_the_command_line_beats_it(
     flag: Flag, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -185,6 +187,35 @@ def test_the_story_of_a_job_that_succeeds_after_a_restart_is_printed_once() -> N
     events = (FAILED, event("job.restarting", delay_s=0), event("job.finished", state="SUCCEEDED"))
     assert "SUCCEEDED" in printed(0, STARTED, met(0), *events)[0]
     assert printed(1, STARTED, met(1), *events) == ("", "")
+
+
+class Yielding:
+    """A text that lets other threads run when it is read."""
+
+    def __str__(self) -> str:
+        time.sleep(0)
+        return "silence"
+
+
+def test_events_from_several_threads_are_all_counted() -> None:
+    last, several = 400, 4
+    stream = io.StringIO()
+    console = Console(stream, {}, MEETING, Speaker(last))
+
+    def lose(first: int) -> None:
+        for rank in range(first, last, several):
+            console(event("round.departed", nodes=[{"rank": rank, "why": Yielding()}]))
+
+    with console:
+        for each in (STARTED, met(last), FAILED):
+            console(each)
+        threads = [threading.Thread(target=lose, args=(first,)) for first in range(several)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        console(FINISHED)
+    assert "FAILED" in stream.getvalue(), "the last rank knows that all others are lost"
 
 
 def test_an_agent_that_ends_otherwise_prints_one_line() -> None:

@@ -135,6 +135,21 @@ def test_an_error_file_that_cannot_be_read_is_the_message(tmp_path: Path) -> Non
     assert failure.summary == f"error file {path} cannot be read: Input/output error"
 
 
+def test_a_message_that_is_no_text_cannot_break_the_report(tmp_path: Path) -> None:
+    nested = "[" * 850 + "]" * 850  # its file can be read here, and its text not be made below
+    path = error_file(tmp_path, f'{{"message": {{"message": {nested}}}}}')
+    failure = ProcessFailure(0, 12, 1, path)
+    assert isinstance(failure.message, dict)
+
+    def report(frames: int) -> tuple[str, str]:
+        if frames:
+            return report(frames - 1)
+        return failure.summary, str(ChildFailedError("train.py", {0: failure}))
+
+    summary, text = report(300)
+    assert summary in text
+
+
 def test_a_directory_is_no_error_file(tmp_path: Path) -> None:
     assert ProcessFailure(0, 12, 3, str(tmp_path)).summary == "exit code 3"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import few_descriptors
 from helpers.processes import (
     GROUP_SIGNALS,
     EventQueue,
@@ -696,6 +697,19 @@ def test_other_children_of_the_agent_are_left_alone(guardian: Guardian) -> None:
     assert alive(other.pid)
     other.kill()
     assert other.wait() == -signal.SIGKILL
+
+
+def test_the_loss_of_the_guardian_is_reported_also_if_no_descriptor_is_free(
+    guardian: Guardian,
+) -> None:
+    _, started, events = _run(guardian, "sh", "-c", f"{FAMILY}; sleep 1000")
+    family = _members(started.pid, 6)
+    pid = guardian.pid
+    assert pid is not None
+    with few_descriptors():
+        os.kill(pid, signal.SIGKILL)
+        events.next(GuardianLost)
+    assert not [pid for pid in family if alive(pid)]
 
 
 def test_ends_are_reported_in_their_order_also_after_the_guardian_was_suspended(

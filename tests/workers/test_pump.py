@@ -16,7 +16,7 @@ import pytest
 
 from helpers.processes import wait_until
 from helpers.workers.pumping import NAMES, Rig, destinations, follower
-from regrow.workers.logs.console import Follower
+from regrow.workers.logs.follower import Follower
 from regrow.workers.logs.lines import Lines, Sink
 from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import LogsDest

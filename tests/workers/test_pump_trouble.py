@@ -13,7 +13,7 @@ import pytest
 
 from helpers.processes import wait_until
 from helpers.workers.pumping import Rig, destinations
-from regrow.workers.logs.console import MAX_SPILLED, Follower
+from regrow.workers.logs.follower import MAX_SPILLED, Follower
 from regrow.workers.logs.lines import Lines, Sink
 from regrow.workers.logs.specs import LogsDest
 
@@ -305,3 +305,32 @@ def test_a_log_file_that_cannot_be_opened_is_tried_again(make: Make, tmp_path: P
     rig.stop()
     assert rig.stored(0) == b"to the file\n"
     assert rig.shown() == b"[worker0]:to the console\n[worker0]:to the file\n"
+
+
+def test_a_log_file_that_is_a_fifo_takes_no_descriptor_for_each_piece(
+    make: Make, tmp_path: Path
+) -> None:
+    dest = destinations(tmp_path / "logs", 1)
+    os.mkfifo(dest.stdouts[0])
+    rig = make(dest)
+
+    def print_a_line() -> int:
+        before = len(rig.shown())
+        rig.write(0, LINE % 1)
+        wait_until(lambda: len(rig.shown()) > before, "the line is shown")
+        return len(os.listdir("/proc/self/fd"))
+
+    first = print_a_line()
+    assert [print_a_line() for _ in range(5)] == [first] * 5
+
+
+def test_a_stream_that_is_opened_again_leaves_no_older_file_open(pipe: Pipe) -> None:
+    follower = Follower(Sink(pipe.write))
+    source = follower.add(Sink(pipe.write), Lines(""), 0.0)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        follower.opened(source, os.open(os.devnull, os.O_RDONLY), 0)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    follower.end(source)
+    follower.flush()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.processes import PATIENCE
 from regrow.workers import RunProcsResult, Std, start_processes
-from regrow.workers.logs.console import console
+from regrow.workers.logs.follower import console
 
 
 class Broken(io.StringIO):

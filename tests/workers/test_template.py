@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -283,6 +284,26 @@ def test_a_template_that_is_stopped_is_ended_and_its_worker_starts_once(bench: B
     assert "in time" in bench.changes.next(HelperChanged).why
     wait_until(lambda: not alive(pid), "the template is ended")
     assert (bench.folder / "starts").read_text() == "x"
+
+
+def test_no_worker_waits_for_ever_if_the_guardian_has_no_descriptor_left(bench: Bench) -> None:
+    bench.script("print('trained')")
+    template = bench.preload(SLOW).pid
+    guardian = bench.guardian.pid
+    assert guardian is not None
+    before = open_files(guardian)
+    os.kill(template, signal.SIGSTOP)
+    workers = [bench.start() for _ in range(4)]
+    # Of each worker: its directory and three streams.
+    wait_until(lambda: open_files(guardian) >= before + 4 * 4, "the guardian has the requests")
+    most = resource.prlimit(guardian, resource.RLIMIT_NOFILE)
+    resource.prlimit(guardian, resource.RLIMIT_NOFILE, (4, most[1]))
+    try:
+        os.kill(template, signal.SIGCONT)
+        for events in workers:
+            events.next(Gone)
+    finally:
+        resource.prlimit(guardian, resource.RLIMIT_NOFILE, most)
 
 
 def test_a_template_ignores_the_signals_of_a_group_and_its_workers_do_not(bench: Bench) -> None:

@@ -52,7 +52,7 @@ from regrow.metrics import prof
 from regrow.rendezvous import RendezvousGracefulExitError, adapted
 from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, restart_grace
 from regrow.workers import DefaultLogsSpecs, PContext, SignalException, Std
-from regrow.workers.logs.console import console
+from regrow.workers.logs.follower import console
 
 if TYPE_CHECKING:
     from regrow.agent.features.health import AgentHealth, HealthCheckServer

@@ -80,8 +80,8 @@ Ended = Callable[[Any, BaseException | None], Event | None]
 class Operations:
     """A thread that runs submitted calls one by one and reports their ends to the inbox.
 
-    The thread lives as long as the agent runs: a worker forked from a function is killed when the
-    thread that forked it ends.
+    One thread, which lives as long as the agent runs, keeps the calls in their order. A worker that
+    it forks from a function outlives the thread: only the main thread sets PDEATHSIG for `fork`.
     """
 
     def __init__(self, inbox: Inbox) -> None:

@@ -4,7 +4,7 @@
 |-------|--------------------------------------------------------------------------------------|
 | 0     | every worker succeeded                                                               |
 | 1     | the job failed: a worker of any node failed and no restart was left, or a host       |
-|       | denied a resource that the job needs (files, processes, a program to run)            |
+|       | denied a resource that the job needs (files, processes, a program to run, a port)    |
 | 2     | usage: nothing was started                                                           |
 | 70    | internal error (EX_SOFTWARE): a traceback is printed; please report it               |
 | 75    | infrastructure was lost (EX_TEMPFAIL): nodes did not join in time, or the host of    |
@@ -42,7 +42,7 @@ _DENIED = frozenset(
     {
         *(errno.ENOENT, errno.ENOTDIR, errno.ENOEXEC, errno.EACCES, errno.EPERM, errno.EROFS),
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT),
-        *(errno.E2BIG, errno.EEXIST),
+        *(errno.E2BIG, errno.EEXIST, errno.EADDRINUSE, errno.EADDRNOTAVAIL),
     }
 )
 

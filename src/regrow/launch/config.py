@@ -70,7 +70,7 @@ class LaunchConfig:
             in a restart without a failure. None reads `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`; if that
             is unset, 30.
         event_sinks: functions that receive every event of the job when it occurs, in the agent's
-            threads; regrow's own addition.
+            threads, which may call one at the same time; regrow's own addition.
         timers: serve the workers' countdown timers (`regrow.expires`), as
             `TORCHELASTIC_ENABLE_FILE_TIMER=1` does; regrow's own addition.
         native_stacks: when a worker's timer expires, request the worker's native frames from

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from regrow.workers.logs.console import Follower
+from regrow.workers.logs.follower import Follower
 from regrow.workers.logs.lines import Sink
 from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import LogsDest

@@ -18,6 +18,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,17 +73,20 @@ class WorkerReports:
         self._first_steps: set[int] = set()  # local ranks with a recorded first step
         self._lock = threading.Lock()  # read and close run on different threads
         size = len(self._ranks) * SLOT.size + 1
-        self._memory_fd = os.memfd_create("regrow-progress", os.MFD_CLOEXEC)
-        try:
+        with ExitStack() as resources:  # closes them if one of them cannot be had
+
+            def owned(fd: int) -> int:
+                resources.callback(os.close, fd)
+                return fd
+
+            self._memory_fd = owned(os.memfd_create("regrow-progress", os.MFD_CLOEXEC))
             os.posix_fallocate(self._memory_fd, 0, size)
-            self._memory = mmap.mmap(self._memory_fd, size)
-            self._private_fd = os.memfd_create("regrow-private", os.MFD_CLOEXEC)
-            self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC)
-            self._end_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        except OSError:
-            os.close(self._memory_fd)
-            raise
-        self._thread = start_thread(self._listen, "regrow-first-steps")
+            self._memory = resources.enter_context(mmap.mmap(self._memory_fd, size))
+            self._private_fd = owned(os.memfd_create("regrow-private", os.MFD_CLOEXEC))
+            self._read_fd, self._write_fd = map(owned, os.pipe2(os.O_CLOEXEC))
+            self._end_fd = owned(os.eventfd(0, os.EFD_CLOEXEC))
+            self._thread = start_thread(self._listen, "regrow-first-steps")
+            self._resources = resources.pop_all()
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Return the variables for the worker of `local_rank`: its page and pipe, its memory."""
@@ -144,10 +148,7 @@ class WorkerReports:
         os.eventfd_write(self._end_fd, 1)
         self._thread.join()
         with self._lock:
-            self._memory.close()
-        fds = (self._memory_fd, self._private_fd, self._read_fd, self._write_fd, self._end_fd)
-        for fd in fds:
-            os.close(fd)
+            self._resources.close()
 
     def _listen(self) -> None:
         unread, over = b"", False

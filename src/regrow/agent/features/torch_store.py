@@ -7,6 +7,7 @@ Each attempt gets a new server, so that no worker reads the addresses of an olde
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,17 @@ class TorchStores(Feature):
         from regrow.store import listen
 
         own = environments[min(environments)]
-        with listen(own["MASTER_ADDR"], int(own["MASTER_PORT"])) as listener:
+        host, port = own["MASTER_ADDR"], int(own["MASTER_PORT"])
+        try:
+            listener = listen(host, port)
+        except OSError as error:
+            why = os.strerror(error.errno or 0)
+            raise OSError(
+                error.errno,
+                f"cannot serve torch's store on {host}:{port}: {why}; give another --master-port, "
+                "or unset TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+            ) from error
+        with listener:
             self._server = self._start(listener)
 
     def close(self) -> None:

@@ -39,7 +39,11 @@ class Recorder:
     def __init__(self, job: Job) -> None:
         self._job = job
         self.sinks: tuple[Callable[[Event], None], ...] = ()
-        """Functions that are called with each event."""
+        """Functions that are called with each event, in the thread that emits it.
+
+        Several threads may call one at the same time. A lock here would let a sink that blocks, on
+        a terminal for example, delay the thread that handles signals.
+        """
         self.launch_fields: Mapping[str, Any] = {}
         """Further fields of `regrow.job.started` that are not in the spec."""
         self.noticed: float | None = None

@@ -45,7 +45,12 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
 
 
 def comma_separated_list(value: str) -> list[str]:
-    """Split at commas; a doubled comma is one literal comma (`a,b,,c` is `["a", "b,c"]`)."""
+    """Split at commas; a doubled comma is one literal comma (`a,b,,c` is `["a", "b,c"]`).
+
+    An empty text is an empty list, because a variable that is set to nothing means no value.
+    """
+    if not value:
+        return []
     return [item.replace("\0", ",") for item in value.replace(",,", "\0").split(",")]
 
 

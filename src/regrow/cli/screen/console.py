@@ -16,12 +16,12 @@ once, after the report. This holds for regrow's command line and for a user's pr
 terminal or file. Lines about the whole job (the limits at the start, the story at the end) appear
 there once. The agent of node rank 0 prints them. After the loss of hosts, the agent with the lowest
 node rank among the others prints them until the next round has formed. If the rendezvous was on a
-lost host, nobody reports further losses; the first successors then ask each lower rank's kernel
-whether its host is there. Every other agent that ends
-with an error prints one line with the directory of its logs. Each agent prints the lines about its
-own host, such as a worker that failed or was stopped there. An agent with an output of its own (its
-user's terminal, a pod) prints everything; so does every agent under REGROW_VERBOSE=1. The events of
-every agent are always complete.
+lost host, no node reports further losses; the first successors then ask each lower rank's kernel
+whether its host is there. Every other agent that ends with an error prints one line with the
+directory of its logs. Each agent prints the lines about its own host, such as a worker that failed
+or was stopped there. An agent with an output of its own (its user's terminal, a pod) prints
+everything; so does every agent under REGROW_VERBOSE=1. The events of every agent are always
+complete.
 
 **Waiting.** An agent that waits for other nodes has nothing to report: no worker runs, and the
 nodes may still join. It would look like a hung program for a quarter of an hour. The host with the
@@ -33,15 +33,17 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import chain, count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from regrow.cli.exit_codes import BRIEF
 from regrow.utils import quieten
 
 if TYPE_CHECKING:
-    import threading
-
     from regrow.cli.screen.status_line import StatusLine
     from regrow.events import Event
 
@@ -67,6 +69,18 @@ _BY_ITSELF = ("it gave up", "its agent ")
 """Begin the reasons of nodes that left by their own decision (`LeaveRound`): they waited too long
 for the others, got a signal, or failed."""
 
+MOST = 200
+"""Most events of each name that are kept from the start of the job, and from its end."""
+
+_WITHIN_BUDGET = tuple(
+    f"regrow.{name}"
+    for name in (
+        *("attempt.", "job.", "round.", "rendezvous."),
+        *("worker.failed", "worker.first_step", "worker.vacated", "worker.replaced"),
+    )
+)
+"""Begin the names of events that are all kept, because their number is bounded."""
+
 _OVER = ("regrow.rendezvous.completed", "regrow.job.stopping", "regrow.job.finished")
 
 EVENTFUL = frozenset(
@@ -83,6 +97,10 @@ EVENTFUL = frozenset(
 """Events after which the job's story is printed at the end."""
 
 
+_Numbered = tuple[int, dict[str, Any]]
+"""An event with its number."""
+
+
 class Speaker(NamedTuple):
     """Facts that decide whether this agent prints for the whole job."""
 
@@ -97,7 +115,7 @@ class Speaker(NamedTuple):
     successors: tuple[str, ...] = ()
     """Addresses of the first node ranks after 0."""
     is_alone: bool = False
-    """Whether the rendezvous is lost with the host of node rank 0, so that nobody reports further
+    """Whether the rendezvous is lost with the host of node rank 0, so that no node reports further
     losses to this agent."""
     lost: frozenset[int] = frozenset()
     """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
@@ -113,7 +131,7 @@ class Speaker(NamedTuple):
         return self.lost.issuperset(range(self.rank))
 
     def unheard(self) -> dict[int, str]:
-        """Return the addresses of lower node ranks that may be lost although nobody reports it.
+        """Return the addresses of lower node ranks that may be lost although no node reports it.
 
         Returns:
             Addresses by node rank. Only the successors ask for others, so that a large job does not
@@ -196,8 +214,6 @@ class Waiting:
     def begin(self, pause: float = 0.0) -> None:
         """Start the delay of the line; the wait begins now, or after `pause` seconds."""
         self.close()
-        import threading
-
         self._timer = threading.Timer(self._delay + pause, self._say, (self._line,))
         self._timer.daemon = True
         self._timer.start()
@@ -209,8 +225,39 @@ class Waiting:
             self._timer = None
 
 
+class KeptEvents:
+    """Events of a job for its story, in bounded memory.
+
+    A crash loop within processes causes some events a second, for days. So of each name only the
+    first and the last `MOST` events are kept, more than the story shows of a kind. Events of whole
+    attempts and of replaced workers are all kept: the restart budget bounds their number, and the
+    story relates them to each other.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[list[_Numbered], deque[_Numbered]]] = {}
+        self._numbers = count()
+        self.left_out = 0
+        """Number of events that were not kept."""
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add an event, as in the event log."""
+        name, entry = str(record.get("name")), (next(self._numbers), record)
+        first, last = self._kept.setdefault(name, ([], deque(maxlen=MOST)))
+        if len(first) < MOST or name.startswith(_WITHIN_BUDGET) or record.get("replaced"):
+            first.append(entry)
+        else:
+            self.left_out += len(last) == MOST
+            last.append(entry)
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """Return the kept events in the order in which they were added."""
+        entries = chain.from_iterable(chain(*lists) for lists in self._kept.values())
+        return [record for _, record in sorted(entries, key=itemgetter(0))]
+
+
 class Console:
-    """Event sink that prints for the user, and context manager around the run.
+    """Event sink that prints for the user, and context manager around the run; thread-safe.
 
     Args:
         stream: destination of the output, normally stderr of the launcher.
@@ -227,9 +274,12 @@ class Console:
         speaker: Speaker = _SPEAKS,
     ) -> None:
         self._stream = stream
+        # Events come from several threads. The lock is not held while the console prints, because a
+        # blocked terminal must not delay the thread that handles signals.
+        self._lock = threading.Lock()
         self._speaker = speaker
         self._greeting = ""
-        self._events: list[dict[str, Any]] = []
+        self._events = KeptEvents()
         self._log_dir = ""
         self.job_started = False
         """Whether the job has started."""
@@ -255,26 +305,30 @@ class Console:
         from regrow.events import as_record
 
         data = event.metadata
-        self._events.append(as_record(event))
-        if event.name == "regrow.job.started":
-            self.job_started = True
-            self._log_dir = data.get("log_dir") or ""
-            self._greeting = greeting(data) if self._greets else ""
-        self._follow_speaker(event.name, data)
-        self._eventful |= is_eventful(event.name, data)
+        with self._lock:
+            self._events.add(as_record(event))
+            if event.name == "regrow.job.started":
+                self.job_started = True
+                self._log_dir = data.get("log_dir") or ""
+                self._greeting = greeting(data) if self._greets else ""
+            due = self._follow_speaker(event.name, data)
+            self._eventful |= is_eventful(event.name, data)
+            if self._waiting is not None:
+                self._waiting(event)
         if self._status is not None:
             self._status(event)
-        if self._waiting is not None:
-            self._waiting(event)
+        if due:
+            say(self._stream, due)
 
-    def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> None:
+    def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> str:
+        """Update the facts of the speaker; return the greeting if it is due now."""
         before, self._speaker = self._speaker, advance(self._speaker, name, data)
         if self._speaker.speaks != before.speaks:
             quieten(() if self._speaker.speaks else ABOUT_THE_JOB)
-        if self._greeting and (self._speaker.started_as is None or self._speaker.rank is not None):
-            if self._speaker.speaks and data.get("attempt", 0) <= 0:
-                say(self._stream, self._greeting)
-            self._greeting = ""
+        if self._speaker.started_as is not None and self._speaker.rank is None:
+            return ""
+        due, self._greeting = self._greeting, ""
+        return due if self._speaker.speaks and data.get("attempt", 0) <= 0 else ""
 
     def _print_wait(self, line: str) -> None:
         if self._speaker.prints_waits:
@@ -289,7 +343,8 @@ class Console:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._waiting is not None:
-            self._waiting.close()
+            with self._lock:
+                self._waiting.close()
         if self._status is not None:
             self._status.close()
         quieten(())
@@ -311,7 +366,7 @@ class Console:
             say(self._stream, text)
 
     def _speaks_at_end(self) -> bool:
-        """Return whether this agent prints the story; ask lower ranks if nobody else knows them."""
+        """Return whether this agent prints the story; check the hosts that no node reports."""
         speaker = self._speaker
         if speaker.speaks or not speaker.unheard():
             return speaker.speaks
@@ -325,7 +380,12 @@ class Console:
             return ""
         from regrow.events import story
 
-        return story(self._events).render().rstrip("\n")
+        with self._lock:
+            events, left_out = self._events.in_order(), self._events.left_out
+        text = story(events).render().rstrip("\n")
+        if left_out:
+            text += f"\nregrow: without {left_out} events; `regrow events` shows the story with all"
+        return text
 
 
 def is_eventful(name: str, data: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a host is still there, asked of its kernel when no other node can tell."""
+"""Check whether a host answers, by a connection that its kernel accepts or refuses."""
 
 from __future__ import annotations
 

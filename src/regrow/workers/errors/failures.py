@@ -23,6 +23,8 @@ from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from regrow.utils import signal_name, str_of
+
 NOT_AVAILABLE = "<N/A>"
 MAX_MESSAGE = 64 << 10  # most characters of each failure in the report
 MAX_RULE_WIDTH = 60
@@ -129,7 +131,7 @@ class ProcessFailure:
             return f"exit code {self.exitcode}"
         text = self.message
         if isinstance(text, dict):
-            text = str(text.get("message") or NOT_AVAILABLE)
+            text = _text_of(text)
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         if not lines:
             return self._how_it_ended()
@@ -159,8 +161,6 @@ class ProcessFailure:
         """Name of the signal that ended the process, such as SIGKILL; else `<N/A>`."""
         if self.exitcode >= 0:
             return NOT_AVAILABLE
-        from regrow.utils import signal_name
-
         return signal_name(-self.exitcode) or NOT_AVAILABLE
 
     def timestamp_isoformat(self) -> str:
@@ -206,6 +206,12 @@ def tail(text: str, room: int) -> str:
     if len(text) <= room:
         return text
     return f"[... {len(text) - room} characters cut ...]\n{text[len(text) - room :]}"
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    text = message.get("message") or NOT_AVAILABLE
+    # `str` of a deeply nested list raises RecursionError. `str_of` does not, but it cuts a text.
+    return text if isinstance(text, str) else str_of(text)
 
 
 def _extra_info(message: str | dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +317,7 @@ def _entry(index: int, rank: int, failure: ProcessFailure) -> str:
     by_signal = f" ({name})" if name != NOT_AVAILABLE else ""
     message = failure.message
     if isinstance(message, dict):
-        message = failure.traceback or str(message.get("message", NOT_AVAILABLE))
+        message = failure.traceback or _text_of(message)
     message = tail(message, MAX_MESSAGE).replace("\n", "\n  ")
     return (
         f"[{index}]:\n"

@@ -4,9 +4,10 @@ Every request is a message and every reply is an event, so no call waits. `start
 guardian's interpreter is still starting. The agent can request a thousand workers before the first
 reply. One thread passes events to the worker's listener, in the order in which they happened.
 
-If the guardian dies, its workers die with it (they have PDEATHSIG). The handle kills the processes
-that the workers leave behind, and then every listener receives `GuardianLost`. The next `spawn`
-starts another guardian, so one handle serves a job through all its attempts.
+If the guardian dies, the kernel kills the workers that it started (PDEATHSIG). The handle kills the
+processes that they leave behind, and adopted workers, which are not the guardian's children. Then
+every listener receives `GuardianLost`. The next `spawn` starts another guardian, so one handle
+serves a job through all its attempts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import count
 from time import monotonic
 from typing import NamedTuple
 
-from regrow.utils import end_text, ends_within, reap, spawn_helper, start_thread
+from regrow.utils import end_text, ends_within, get_logger, reap, spawn_helper, start_thread
 from regrow.workers.guardian import procfs
 from regrow.workers.guardian.events import (
     Exited,
@@ -50,6 +51,8 @@ TEMPLATE_BOOTSTRAP = (
 Message = Sequence[bytes | int]
 #: Most seconds to kill the orphans of a dead guardian before the loss is reported.
 _LOSS_TIMEOUT = 5.0
+
+logger = get_logger(__name__)
 
 
 class Place(NamedTuple):
@@ -416,13 +419,17 @@ class _Process:
         now = monotonic()
         ended = ends_within(self._pidfd, None if self._closing else _LOSS_TIMEOUT)
         how = f"the guardian (pid {self.pid}) {end_text(reap(self._pidfd) if ended else None)}"
-        if not self._closing:
-            procfs.kill_family(self.pids, (self.prefix.encode(),), _LOSS_TIMEOUT)
-        self._socket.close()
-        os.close(self._pidfd)
-        while self.listeners:
-            worker, listener = self.listeners.popitem()
-            listener(GuardianLost(worker, now, how))
+        self._socket.close()  # so that one descriptor is free to read /proc
+        try:
+            if not self._closing:
+                procfs.kill_family(self.pids, (self.prefix.encode(),), _LOSS_TIMEOUT)
+        except OSError:
+            logger.exception("%s; processes that its workers started may be left", how)
+        finally:
+            os.close(self._pidfd)
+            while self.listeners:
+                worker, listener = self.listeners.popitem()
+                listener(GuardianLost(worker, now, how))
 
     def _receive(self) -> bytes:
         try:
@@ -430,7 +437,7 @@ class _Process:
         except ConnectionResetError:
             return b""
 
-    def _dispatch(self, event: GuardianEvent | HelperChanged) -> None:
+    def _dispatch(self, event: GuardianEvent | Lapsed | HelperChanged) -> None:
         match event:
             case Started(pid=pid):
                 self.pids.add(pid)

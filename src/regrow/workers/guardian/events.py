@@ -71,8 +71,6 @@ class Lapsed(NamedTuple):
     The guardian reports their ends afterwards, as usual.
     """
 
-    worker: int
-    """The killed worker; 0: all workers."""
     killed: int
     """Number of killed workers."""
     monotonic: float
@@ -103,11 +101,11 @@ class GuardianLost(NamedTuple):
     """How the guardian ended, in words: "the guardian (pid 7) was killed by SIGKILL"."""
 
 
-GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | Lapsed | GuardianLost
+GuardianEvent = Started | Refused | Exited | Suspended | Resumed | Gone | GuardianLost
 Listener = Callable[[GuardianEvent], None]
 
 
-def decode(frame: list[bytes]) -> GuardianEvent | HelperChanged:
+def decode(frame: list[bytes]) -> GuardianEvent | Lapsed | HelperChanged:
     """Parse an event from a message of the guardian.
 
     Raises:
@@ -130,7 +128,7 @@ def decode(frame: list[bytes]) -> GuardianEvent | HelperChanged:
         case b"gone":
             return Gone(worker, int(rest[0]), int(rest[1]), stamp)
         case b"lapsed":
-            return Lapsed(worker, int(rest[0]), stamp)
+            return Lapsed(int(rest[0]), stamp)
         case b"template" | b"standby":  # kind, pid, memory or reason
             helper, what, pid, more = kind.decode(), rest[0].decode(), int(rest[1]), rest[2]
             if what == "ready":

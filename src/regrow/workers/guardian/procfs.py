@@ -37,6 +37,8 @@ WORKER_PID = "REGROW_WORKER_PID"
 #: How often, and with which pause in seconds, a process within execve is read again.
 EXEC_TRIES = 50
 EXEC_PAUSE_S = 0.0005
+#: Pause in seconds before the next search for a family if no process could be opened.
+EMPTY_PAUSE_S = 0.001
 
 
 def stat(pid: int | str) -> Stat | None:
@@ -140,17 +142,24 @@ def family(
 
 
 def kill_family(sessions: Collection[int], tokens: Collection[bytes], timeout: float) -> list[int]:
-    """Kill a family until it is empty; return the processes left after `timeout` seconds."""
+    """Kill a family until it is empty; return the processes left after `timeout` seconds.
+
+    Raises:
+        OSError: no descriptor is free to read /proc.
+    """
     deadline = monotonic() + timeout
     while remaining := family(sessions, tokens):
         fds = []
-        # All pidfds are opened before any process is killed. So a listed pid is still the listed
-        # process, or a process that got its number within the microseconds between.
+        # All pidfds, or as many as this process may open, are opened before any process is killed.
+        # So a listed pid is still the listed process, or a process that got its number within the
+        # microseconds between.
         for pid in remaining:
             try:
                 fds.append(os.pidfd_open(pid))
             except ProcessLookupError:
                 continue
+            except OSError:  # no descriptor is free: the next search finds the rest
+                break
         for fd in fds:
             send(fd, signal.SIGKILL)
         for fd in fds:
@@ -160,6 +169,8 @@ def kill_family(sessions: Collection[int], tokens: Collection[bytes], timeout: f
             os.close(fd)
         if monotonic() >= deadline:
             return family(sessions, tokens)
+        if not fds:
+            sleep(EMPTY_PAUSE_S)
     return []
 
 

@@ -113,23 +113,26 @@ class Template:
         return self.pid in (pid, session)
 
     def _ask_next(self) -> None:
-        if self._asked is not None or not self._waiting or self.gone:
-            return
-        record, program = self._waiting.pop(0)
+        """Ask for the next worker; a worker that cannot be asked for starts by exec."""
+        while self._waiting and self._asked is None and not self.gone:
+            record, program = self._waiting.pop(0)
+            if not self._ask(record, program):
+                self._execute(record, program)
+
+    def _ask(self, record: WorkerRecord, program: Program) -> bool:
+        """Ask for a worker; return False if no descriptor is free for the question."""
         variables = [name + b"=" + value for name, value in program.env.items()]
         counts = [len(program.mapping), len(program.argv), len(variables)]
         body = encode([*counts, *program.mapping, *program.argv, *variables])
         try:
             request = os.memfd_create("regrow-fork", os.MFD_CLOEXEC)
-        except OSError:  # no descriptor is free
-            self._execute(record, program)
-            return
+        except OSError:
+            return False
         try:
             gate, ours = os.pipe()
         except OSError:
             os.close(request)
-            self._execute(record, program)
-            return
+            return False
         self._asked = record, program, ours
         self.deadline = monotonic_ns() + FORK_NS
         try:
@@ -143,6 +146,7 @@ class Template:
         finally:
             os.close(gate)
             os.close(request)
+        return True
 
     def _on_answer(self) -> None:
         try:

@@ -22,7 +22,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow.utils import start_thread
-from regrow.workers.logs.console import Follower, Source, console
+from regrow.workers.logs.follower import Follower, Source, console
 from regrow.workers.logs.lines import Lines, Sink
 from regrow.workers.logs.stream import PIECE, PIPE_SIZE, Stream
 

@@ -13,7 +13,7 @@ import fcntl
 import os
 from contextlib import suppress
 
-from regrow.workers.logs.console import Source
+from regrow.workers.logs.follower import Source
 
 PIPE_SIZE = 1024 * 1024
 """Bytes that a pipe holds, so that a burst does not wait. Every user may have 1 MiB."""
@@ -58,7 +58,8 @@ class Stream:
         file = os.open(self.path, mode | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             for source in self._readers:
-                source.follower.opened(source, os.dup(file), os.lseek(file, 0, os.SEEK_END))
+                end = os.lseek(file, 0, os.SEEK_END)  # raises for a FIFO, which has no offsets
+                source.follower.opened(source, os.dup(file), end)
         except OSError:
             os.close(file)
             raise

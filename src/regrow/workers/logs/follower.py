@@ -123,6 +123,8 @@ class Follower:
             start: offset in bytes at which the stream starts in the file.
         """
         with self._lock:
+            if source.file >= 0:  # the pump opened it for some readers only
+                os.close(source.file)
             source.file = file
             source.position = source.stored = start
 
