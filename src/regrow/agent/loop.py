@@ -93,6 +93,8 @@ class Loop:
                 self.job.recorder.emit("regrow.job.gathering", waiting=waiting, delay_s=delay_s)
             case events.ShortenGrace():
                 self.attempt.shorten_grace()
+            case events.LengthenGrace():
+                self.attempt.lengthen_grace()
             case _:
                 assert self.operations is not None
                 call, meaning = self._operation(action)

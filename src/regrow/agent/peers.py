@@ -136,7 +136,8 @@ class Peers:
                 return events.RoundOver(report.round, str(report), now, report.full_grace, failed)
             case Judged():
                 self._record_verdict(report)
-                return None if self._is_final(report) else events.JobContinues(report.round)
+                ends = self._is_final(report)
+                return (events.JobEnds if ends else events.JobContinues)(report.round)
             case NodesWaiting():
                 full = self._would_be_full(report)
                 return events.JoinRequested(report.round, report.waiting, full, now)

@@ -194,6 +194,11 @@ class Attempt:
         if self.workers is not None:
             self.workers.shorten_grace(self._job.restart_timeout)
 
+    def lengthen_grace(self) -> None:
+        """Give workers that are stopped the grace of the job's end; do not block."""
+        if self.workers is not None:
+            self.workers.lengthen_grace(self._job.shutdown_timeout)
+
     def report_not_replaced(self, rank: int) -> None:
         """Report to the ranks of this attempt that no other process takes the place of a rank.
 

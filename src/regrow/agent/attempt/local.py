@@ -147,7 +147,8 @@ class LocalWorkers(Feature):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
             shutdown_timeout=job.shutdown_timeout,
-            failure_timeout=(
+            # Read at the failure: a replacement may have spent the last restart by then.
+            failure_timeout=lambda: (
                 job.restart_timeout if job.remaining_restarts > 0 else job.shutdown_timeout
             ),
             guardian=self.guardian,
@@ -188,8 +189,14 @@ class LocalWorkers(Feature):
     def shorten_grace(self, grace: float) -> None:
         """Shorten the grace of workers that are being stopped to `grace` seconds from now."""
         context = self.context  # another thread may replace the attribute
-        if context is not None:
+        if isinstance(context, PContext):  # torch's context has one grace
             context.hurry(grace)
+
+    def lengthen_grace(self, grace: float) -> None:
+        """Give the workers at least `grace` seconds from their stop, past or future."""
+        context = self.context
+        if isinstance(context, PContext):
+            context.lengthen(grace)
 
     def forked(self) -> list[int]:
         """Return the global ranks of the workers that were forked from a template."""
