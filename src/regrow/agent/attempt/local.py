@@ -38,6 +38,7 @@ from regrow.agent.decisions import events
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.features.replacements import Replacements
+from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger, macros, signal_text
 from regrow.workers import Guardian, PContext, WorkerChange, start_processes
 
@@ -167,6 +168,8 @@ class LocalWorkers(Feature):
         return goes_on and not self.replacements.ends_attempt(local_rank)
 
     def _before_first(self, context: PContext) -> None:
+        if self._job.leaving:  # the agent did not wait for this start
+            raise RendezvousGracefulExitError("the agent is leaving the job")
         workers = self._job.group.workers
         ranks = [worker.global_rank for worker in workers]
         started = StartedWorkers(
@@ -185,6 +188,12 @@ class LocalWorkers(Feature):
             self.reports.stop()
         if self.context is not None:
             self.context.close(death_sig, grace)
+
+    def send_signal(self, signum: signal.Signals, grace: float) -> None:
+        """Send a signal to the workers that run, and SIGKILL after `grace` seconds; do not wait."""
+        if self.reports is not None:
+            self.reports.stop()
+        self.guardian.stop(None, signum, grace)
 
     def shorten_grace(self, grace: float) -> None:
         """Shorten the grace of workers that are being stopped to `grace` seconds from now."""
