@@ -430,6 +430,31 @@ def test_a_second_signal_ends_the_grace_also_while_workers_are_being_started(
     assert agent.calls == ["start", f"shutdown {caught.value.sigval.name} 30"]
 
 
+def test_the_first_signal_of_a_job_that_an_error_ends_does_not_end_the_grace() -> None:
+    killed = threading.Event()
+
+    class Saving(Agent):
+        def _shutdown(
+            self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30
+        ) -> None:
+            super()._shutdown(death_sig, timeout)
+            handled = threading.Event()
+            self.interrupt(signal.SIGTERM)
+            self._regrow.inbox.put(handled.set)
+            assert handled.wait(20)
+            assert not killed.is_set()
+            self.interrupt(signal.SIGTERM)
+            assert killed.wait(20), "the second signal had no effect"
+
+        def _kill_now(self) -> None:
+            killed.set()
+
+    agent = Saving([])
+    with pytest.raises(IndexError):
+        agent.run()
+    assert agent.calls == ["start", "shutdown SIGTERM 30"]
+
+
 def test_an_attempt_that_a_signal_interrupts_at_its_start_has_all_its_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,6 +22,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -262,7 +263,7 @@ class SimpleElasticAgent(ElasticAgent):
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
             handler.interrupt()
-            self._shut_down(death_sig)
+            self._shut_down(death_sig, signals=1)
             handler.leave(why)
             recorder.job_signaled(death_sig, start)
             raise
@@ -295,14 +296,25 @@ class SimpleElasticAgent(ElasticAgent):
             attempt.workers.guardian.renew(until)
         attempt.lease.renew(until)
 
-    def _shut_down(self, death_sig: signal.Signals) -> None:
-        """Run `_shutdown` once, on another thread, so that a second signal can end its grace."""
+    def _shut_down(self, death_sig: signal.Signals, signals: int = 0) -> None:
+        """Run `_shutdown` once, on another thread, so that a second signal can end its grace.
+
+        Args:
+            death_sig: the signal for the workers.
+            signals: number of signals that the job has received so far.
+        """
+        received = count(signals + 1)
+
+        def on_signal() -> None:
+            if next(received) > 1:  # the first one asks for the end that is under way
+                self._kill_now()
+
         attempt, job = self._regrow.attempt, self._regrow.job
         if job.leaving:
             return
         job.leaving = True
         attempt.lease.wake()
-        self._regrow.wait_for(lambda: attempt.leave(death_sig), self._kill_now)
+        self._regrow.wait_for(lambda: attempt.leave(death_sig), on_signal)
         attempt.end_by(death_sig)
 
     # --- torch's events and metrics
