@@ -401,6 +401,19 @@ def test_a_signal_during_a_rendezvous_that_blocks_ends_the_run_with_that_signal(
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_a_keyboard_interrupt_ends_the_run_as_sigint_does() -> None:
+    class Interrupted(Agent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            raise KeyboardInterrupt
+
+    agent = Interrupted([])
+    with pytest.raises(KeyboardInterrupt):
+        agent.run()
+    assert agent.calls == ["start", "shutdown SIGINT 30"]
+    last = agent.emitted[-1].metadata
+    assert (last["state"], last["signal"], last["exit_code"]) == ("SIGNALED", "SIGINT", 130)
+
+
 def test_an_agent_can_be_run_again() -> None:
     agent = Agent([SUCCEEDED, HEALTHY, SUCCEEDED])
     assert agent.run().state is SUCCEEDED

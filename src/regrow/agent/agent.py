@@ -256,9 +256,10 @@ class SimpleElasticAgent(ElasticAgent):
             result = RunResult(State.STOPPED)
             recorder.job_finished(result, start)
             return result
-        except SignalException as error:
-            logger.warning("Received %s death signal, shutting down workers", error.sigval)
-            death_sig = error.sigval
+        except (SignalException, KeyboardInterrupt) as error:
+            # Ctrl-C is a KeyboardInterrupt if the signals to handle are without SIGINT.
+            death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            logger.warning("Received %s death signal, shutting down workers", death_sig)
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
