@@ -21,7 +21,7 @@ from regrow._progress import PROGRESS_ENV, _open_reporter
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.attempt.local import LocalWorkers
 from regrow.agent.decisions import events
-from regrow.agent.features import Feature, StartedWorkers
+from regrow.agent.features import Feature, StartedWorkers, health
 from regrow.agent.features.comparison import WorkerPlaces, as_evidence, from_report
 from regrow.agent.features.hang import Hang
 from regrow.agent.features.health import AgentHealth
@@ -228,6 +228,26 @@ def test_the_age_is_that_of_the_loop_or_of_another_thread_that_is_older(job: Job
     assert AgentHealth(job).age() < PATIENCE
     other = AgentHealth(job, other_age=lambda: 300.0)
     assert 300.0 <= other.age() < 300.0 + PATIENCE
+
+
+def test_the_age_counts_from_the_first_probe_that_the_loop_has_not_answered(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(health, "_PROBE_TIMEOUT_S", 0.0)
+    probes: list[Any] = []
+    job.post = probes.append
+    checked = AgentHealth(job)
+    ages = []
+    for seconds in (3600.0, 10.0, 20.0):  # the loop is busy from the first probe on
+        now[0] += seconds
+        ages.append(checked.age())
+    assert ages == [0.0, 10.0, 30.0]
+    for probe in probes:
+        probe()
+    now[0] += 3600.0
+    assert checked.age() == 0.0
 
 
 def test_a_loop_of_a_subclass_gets_no_probe_and_counts_as_healthy(job: Job) -> None:
