@@ -141,7 +141,7 @@ def test_a_replaceable_worker_that_ends_is_a_loss_and_no_failure(
     local: LocalWorkers, recorder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     local.on_start(started())
-    assert local.on_change(change("lost", -9)) is None
+    assert local.on_change(3, change("lost", -9)) is None
     ((name, loss),) = recorder.emitted
     assert name == "regrow.inprocess.lost"
     assert (loss["rank"], loss["exitcode"], loss["lost_monotonic"]) == (5, -9, 12.5)
@@ -155,10 +155,19 @@ def test_only_the_first_failure_of_an_attempt_is_reported_as_one(
     local: LocalWorkers, recorder: Any
 ) -> None:
     local.on_start(started())
-    assert local.on_change(change("exited", 0)) == events.Changed()
-    found = [local.on_change(change("exited", 1)) for _ in range(2)]
+    assert local.on_change(3, change("exited", 0)) == events.Changed()
+    found = [local.on_change(3, change("exited", 1)) for _ in range(2)]
     assert [type(event) for event in found] == [events.Failing, events.Changed]
     assert recorder.emitted == []
+
+
+def test_a_late_change_of_an_older_attempt_is_no_change_of_the_running_one(
+    local: LocalWorkers, recorder: Any
+) -> None:
+    local.on_start(started())
+    for late in (change("exited", 1), change("lost", -9), change("suspended", signal.SIGSTOP)):
+        assert local.on_change(2, late) is None
+    assert (recorder.emitted, recorder.noticed, local.lost) == ([], None, set())
 
 
 @pytest.mark.parametrize(("killed", "workers"), [(1, "worker"), (2, "2 workers")])
@@ -182,8 +191,8 @@ def test_a_suspended_worker_is_two_events_and_a_log_line_with_the_command_that_r
 ) -> None:
     local = local_workers(job, heartbeats=heartbeats)
     local.on_start(started())
-    assert local.on_change(change("suspended", signal.SIGSTOP)) is None
-    assert local.on_change(change("resumed", 0)) is None
+    assert local.on_change(3, change("suspended", signal.SIGSTOP)) is None
+    assert local.on_change(3, change("resumed", 0)) is None
     assert recorder.names == ["regrow.worker.suspended", "regrow.worker.resumed"]
     assert [fields["rank"] for _, fields in recorder.emitted] == [5, 5]
     assert f"rank 5 (pid 77) was suspended by SIGSTOP; {effect}: kill -CONT 77" in caplog.text

@@ -153,7 +153,7 @@ class LocalWorkers(Feature):
                 job.restart_timeout if job.remaining_restarts > 0 else job.shutdown_timeout
             ),
             guardian=self.guardian,
-            on_change=self._on_change,
+            on_change=partial(self._on_change, job.attempt),
             signals_to_handle="",
             before_start=self._before_first,
             replaceable=self._is_replaceable,
@@ -214,15 +214,17 @@ class LocalWorkers(Feature):
 
     # --- watch
 
-    def _on_change(self, change: WorkerChange) -> None:
+    def _on_change(self, attempt: int, change: WorkerChange) -> None:
         """Handle a change of a worker; called by the process context on its own thread."""
         if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
             self.reports.stop()  # the context stops the other workers
         self.replacements.on_change(change)
-        self._job.post(partial(self.on_change, change))
+        self._job.post(partial(self.on_change, attempt, change))
 
-    def on_change(self, change: WorkerChange) -> events.Event | None:
-        """Record a change of a worker; return the event for the loop."""
+    def on_change(self, attempt: int, change: WorkerChange) -> events.Event | None:
+        """Record a change of a worker of an attempt; return the event for the loop."""
+        if attempt != self._job.attempt:
+            return None  # the next attempt has begun
         if change.kind in ("lost", "suspended", "resumed"):
             self._record(change)
             return None
