@@ -17,6 +17,7 @@ from regrow.agent import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent.attempt import attempt as attempt_module
 from regrow.agent.attempt.attempt import Attempt
 from regrow.agent.decisions import events
+from regrow.agent.decisions.decide import AgentState, Decision, decide
 from regrow.agent.features import Feature
 from regrow.agent.inbox import Ended, Inbox, Message, Operations
 from regrow.agent.job import Job
@@ -121,6 +122,20 @@ def test_a_failure_is_restarted_and_recorded_until_the_budget_is_spent() -> None
         *("form", "FAILED", "restart: worker failure", "FAILED", "stop for good")
     ]
     assert (jobs.restarts, jobs.job.remaining_restarts) == (["worker failure"], 0)
+
+
+def test_a_restart_that_another_thread_counts_during_a_decision_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = Jobs(HEALTHY, SUCCEEDED)
+
+    def slow(state: AgentState, event: events.Event) -> Decision:
+        jobs.job.remaining_restarts = 0
+        return decide(state, event)
+
+    monkeypatch.setattr("regrow.agent.loop.decide", slow)
+    jobs.run()
+    assert jobs.job.remaining_restarts == 0
 
 
 def test_the_loop_calls_a_posted_function_and_handles_the_event_that_it_returns() -> None:
