@@ -592,6 +592,15 @@ def test_overridden_steps_of_a_round_and_of_the_records_are_used() -> None:
     ]
 
 
+def test_workers_whose_ranks_changed_after_their_success_have_succeeded() -> None:
+    class Reseated(Agent):
+        def _exit_barrier(self) -> None:
+            for worker in self.get_worker_group().workers:
+                worker.global_rank += 2  # as by a round that is formed and closed at once
+
+    assert Reseated([SUCCEEDED]).run().return_values == {0: "a", 1: "b"}
+
+
 def test_torchs_attributes_are_there_for_subclasses() -> None:
     class Reader(Agent):
         def _exit_barrier(self) -> None:

@@ -343,15 +343,13 @@ class SimpleElasticAgent(ElasticAgent):
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         """Return the name of a worker's state at the end of a run.
 
-        Raises:
-            ValueError: the run succeeded, but the worker is missing in its result.
+        A worker that has succeeded may be missing in the result: a later round, in which no worker
+        started, may have changed its rank.
         """
-        rank = worker.global_rank
-        if rank in result.failures or rank in result.return_values:
-            return result.state.value
         if result.state in {State.UNHEALTHY, State.FAILED}:
-            return "TERMINATED"
-        raise ValueError(f"rank {rank} is in neither the failures nor the return values")
+            known = result.failures.keys() | result.return_values.keys()
+            return result.state.value if worker.global_rank in known else "TERMINATED"
+        return result.state.value
 
     def _record_metrics(self, group_results: RunResult) -> None:
         self._record_flakiness_metric(group_results.is_failed())
