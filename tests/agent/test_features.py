@@ -34,7 +34,13 @@ from regrow.agent.peers import Peers
 from regrow.agent.records.shared_failure import encode
 from regrow.heartbeat.automatic import claim
 from regrow.heartbeat.terms import STALLED
-from regrow.rendezvous import NodesWaiting, PushingRendezvousHandler, RoundClosed, RoundEnded
+from regrow.rendezvous import (
+    NodesWaiting,
+    PushingRendezvousHandler,
+    RestartSpent,
+    RoundClosed,
+    RoundEnded,
+)
 from regrow.rendezvous.foreign import adapted
 from regrow.store import MemoryStore
 from regrow.timer import FileTimerRequest
@@ -491,6 +497,15 @@ def test_a_round_that_ends_is_known_at_once_and_handled_by_the_loop(
     assert recorder.names == ["regrow.round.ended"]
     unfollow()
     assert handler.calls == [("unsubscribe", None)]
+
+
+def test_a_restart_that_another_node_spends_is_counted_at_once(peers: Peers, job: Job) -> None:
+    for failures, left in ((2, 1), (1, 1), (3, 0)):  # a late notification counts nothing back
+        assert peers.on_report(RestartSpent(4, failures)) is None
+        assert job.remaining_restarts == left
+    job.shared, job.remaining_restarts = False, 3
+    peers.on_report(RestartSpent(4, 4))
+    assert job.remaining_restarts == 3
 
 
 def test_a_failure_of_another_node_is_recorded_once_with_its_evidence(

@@ -102,6 +102,7 @@ class Peers:
         from regrow.rendezvous import (
             Judged,
             NodesWaiting,
+            RestartSpent,
             RoundClosed,
             RoundEnded,
             ServerRestarted,
@@ -138,6 +139,10 @@ class Peers:
                 self._record_verdict(report)
                 ends = self._is_final(report)
                 return (events.JobEnds if ends else events.JobContinues)(report.round)
+            case RestartSpent(failures=failures):
+                if self._job.shared and failures > (self._job.failures or 0):
+                    self._job.count_failures(failures)
+                return None
             case NodesWaiting():
                 full = self._would_be_full(report)
                 return events.JoinRequested(report.round, report.waiting, full, now)
