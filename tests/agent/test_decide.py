@@ -421,3 +421,27 @@ def test_a_verdict_shortens_the_grace_unless_it_ends_the_job() -> None:
     assert shortens(decide(waiting, not_charged)[1])
     final = words.Verdict(True, True, True, "worker failure", 200.0)
     assert not shortens(decide(waiting, final)[1])
+
+
+def test_a_verdict_that_ends_the_job_lengthens_the_grace() -> None:
+    # A replacement on another node may have spent the last restart: no node knew that it is final.
+    waiting, _ = decide(MEMBER._replace(checking=False), words.Failing())
+    final = words.Verdict(True, True, True, "worker failure", 200.0)
+    assert decide(waiting, final)[1] == (words.LengthenGrace(), words.CheckWorkers())
+    failed = words.RoundOver(2, "node b: its workers failed", 200.0, failed=True)
+    state, actions = decide(MEMBER, failed)
+    assert graces(actions) == [False]
+    assert decide(state, words.JobEnds(1))[1] == ()  # of an older round
+    assert decide(state, words.JobEnds(2))[1] == (words.LengthenGrace(),)
+
+
+def test_the_failure_of_the_job_lengthens_the_grace_of_workers_that_are_being_stopped() -> None:
+    lost = words.RoundOver(2, "node b was lost", 200.0)
+    state, _ = decide(MEMBER, lost)
+    assert decide(state, words.Closed(failed=False))[1] == ()
+    assert decide(state, words.Closed(failed=True))[1] == (words.LengthenGrace(),)
+    paused, _ = decide(MEMBER._replace(started_at=199.0, quick_ends=3), lost)
+    assert decide(paused, words.Closed(failed=True))[1] == (
+        words.LengthenGrace(),
+        words.StopWorkers(),
+    )

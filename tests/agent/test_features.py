@@ -21,7 +21,7 @@ from regrow._progress import PROGRESS_ENV, _open_reporter
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.attempt.local import LocalWorkers
 from regrow.agent.decisions import events
-from regrow.agent.features import Feature, StartedWorkers
+from regrow.agent.features import Feature, StartedWorkers, health
 from regrow.agent.features.comparison import WorkerPlaces, as_evidence, from_report
 from regrow.agent.features.hang import Hang
 from regrow.agent.features.health import AgentHealth
@@ -34,7 +34,13 @@ from regrow.agent.peers import Peers
 from regrow.agent.records.shared_failure import encode
 from regrow.heartbeat.automatic import claim
 from regrow.heartbeat.terms import STALLED
-from regrow.rendezvous import NodesWaiting, PushingRendezvousHandler, RoundClosed, RoundEnded
+from regrow.rendezvous import (
+    NodesWaiting,
+    PushingRendezvousHandler,
+    RestartSpent,
+    RoundClosed,
+    RoundEnded,
+)
 from regrow.rendezvous.foreign import adapted
 from regrow.store import MemoryStore
 from regrow.timer import FileTimerRequest
@@ -141,7 +147,7 @@ def test_a_replaceable_worker_that_ends_is_a_loss_and_no_failure(
     local: LocalWorkers, recorder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     local.on_start(started())
-    assert local.on_change(change("lost", -9)) is None
+    assert local.on_change(3, change("lost", -9)) is None
     ((name, loss),) = recorder.emitted
     assert name == "regrow.inprocess.lost"
     assert (loss["rank"], loss["exitcode"], loss["lost_monotonic"]) == (5, -9, 12.5)
@@ -155,10 +161,19 @@ def test_only_the_first_failure_of_an_attempt_is_reported_as_one(
     local: LocalWorkers, recorder: Any
 ) -> None:
     local.on_start(started())
-    assert local.on_change(change("exited", 0)) == events.Changed()
-    found = [local.on_change(change("exited", 1)) for _ in range(2)]
+    assert local.on_change(3, change("exited", 0)) == events.Changed()
+    found = [local.on_change(3, change("exited", 1)) for _ in range(2)]
     assert [type(event) for event in found] == [events.Failing, events.Changed]
     assert recorder.emitted == []
+
+
+def test_a_late_change_of_an_older_attempt_is_no_change_of_the_running_one(
+    local: LocalWorkers, recorder: Any
+) -> None:
+    local.on_start(started())
+    for late in (change("exited", 1), change("lost", -9), change("suspended", signal.SIGSTOP)):
+        assert local.on_change(2, late) is None
+    assert (recorder.emitted, recorder.noticed, local.lost) == ([], None, set())
 
 
 @pytest.mark.parametrize(("killed", "workers"), [(1, "worker"), (2, "2 workers")])
@@ -182,8 +197,8 @@ def test_a_suspended_worker_is_two_events_and_a_log_line_with_the_command_that_r
 ) -> None:
     local = local_workers(job, heartbeats=heartbeats)
     local.on_start(started())
-    assert local.on_change(change("suspended", signal.SIGSTOP)) is None
-    assert local.on_change(change("resumed", 0)) is None
+    assert local.on_change(3, change("suspended", signal.SIGSTOP)) is None
+    assert local.on_change(3, change("resumed", 0)) is None
     assert recorder.names == ["regrow.worker.suspended", "regrow.worker.resumed"]
     assert [fields["rank"] for _, fields in recorder.emitted] == [5, 5]
     assert f"rank 5 (pid 77) was suspended by SIGSTOP; {effect}: kill -CONT 77" in caplog.text
@@ -228,6 +243,26 @@ def test_the_age_is_that_of_the_loop_or_of_another_thread_that_is_older(job: Job
     assert AgentHealth(job).age() < PATIENCE
     other = AgentHealth(job, other_age=lambda: 300.0)
     assert 300.0 <= other.age() < 300.0 + PATIENCE
+
+
+def test_the_age_counts_from_the_first_probe_that_the_loop_has_not_answered(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(health, "_PROBE_TIMEOUT_S", 0.0)
+    probes: list[Any] = []
+    job.post = probes.append
+    checked = AgentHealth(job)
+    ages = []
+    for seconds in (3600.0, 10.0, 20.0):  # the loop is busy from the first probe on
+        now[0] += seconds
+        ages.append(checked.age())
+    assert ages == [0.0, 10.0, 30.0]
+    for probe in probes:
+        probe()
+    now[0] += 3600.0
+    assert checked.age() == 0.0
 
 
 def test_a_loop_of_a_subclass_gets_no_probe_and_counts_as_healthy(job: Job) -> None:
@@ -462,6 +497,15 @@ def test_a_round_that_ends_is_known_at_once_and_handled_by_the_loop(
     assert recorder.names == ["regrow.round.ended"]
     unfollow()
     assert handler.calls == [("unsubscribe", None)]
+
+
+def test_a_restart_that_another_node_spends_is_counted_at_once(peers: Peers, job: Job) -> None:
+    for failures, left in ((2, 1), (1, 1), (3, 0)):  # a late notification counts nothing back
+        assert peers.on_report(RestartSpent(4, failures)) is None
+        assert job.remaining_restarts == left
+    job.shared, job.remaining_restarts = False, 3
+    peers.on_report(RestartSpent(4, 4))
+    assert job.remaining_restarts == 3
 
 
 def test_a_failure_of_another_node_is_recorded_once_with_its_evidence(

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import pytest
 
 import regrow
 from helpers.jobs.plain_handler import PlainHandler
+from helpers.processes import PATIENCE, wait_until
 from regrow._progress import IN_RESTARTER, NOT_IN_RESTARTER, PROGRESS_ENV, _open_reporter
 from regrow.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent.features import progress
@@ -32,6 +34,7 @@ from regrow.events import Event
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
 from regrow.rendezvous.foreign import adapted
+from regrow.store import MemoryStore
 from regrow.utils import PortReservation
 from regrow.workers import ChildFailedError, DefaultLogsSpecs
 
@@ -432,3 +435,40 @@ def test_the_page_shows_replaceable_workers_and_the_pipe_their_events() -> None:
     assert not page.replaceable(1)
     page.close()
     assert not page.replaceable(1)
+
+
+def save_when_stopped_or_fail(folder: str) -> None:
+    def save(*_: object) -> None:
+        time.sleep(0.3)
+        Path(folder, "saved").touch()
+        os._exit(0)
+
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, save)
+        Path(folder, "ready").touch()
+    while os.environ["RANK"] == "0" or not Path(folder, "fail").exists():
+        time.sleep(0.01)
+    os._exit(3)
+
+
+def test_workers_have_the_whole_grace_if_the_last_restart_was_spent_during_the_attempt(
+    tmp_path: Path,
+) -> None:
+    local = WorkerSpec(
+        "trainer",
+        2,
+        PlainHandler(round=(MemoryStore(), 0, 1)),
+        entrypoint=save_when_stopped_or_fail,
+        args=(str(tmp_path),),
+        max_restarts=1,
+    )
+    agent = LocalElasticAgent(local, "spawn", 10, str(tmp_path / "logs"), restart_timeout=0)
+    results: queue.SimpleQueue[WorkerState] = queue.SimpleQueue()
+    thread = threading.Thread(target=lambda: results.put(agent.run().state))
+    thread.start()
+    wait_until((tmp_path / "ready").exists, "rank 0 is ready")
+    agent._remaining_restarts = 0  # as a replacement does, or a subclass
+    (tmp_path / "fail").touch()
+    assert results.get(timeout=PATIENCE) is WorkerState.FAILED
+    thread.join(PATIENCE)
+    assert (tmp_path / "saved").exists()

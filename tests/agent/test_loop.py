@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -11,9 +12,12 @@ from typing import Any, cast
 import pytest
 
 from helpers.jobs.plain_handler import PlainHandler
+from helpers.processes import PATIENCE
 from regrow.agent import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from regrow.agent.attempt import attempt as attempt_module
 from regrow.agent.attempt.attempt import Attempt
 from regrow.agent.decisions import events
+from regrow.agent.decisions.decide import AgentState, Decision, decide
 from regrow.agent.features import Feature
 from regrow.agent.inbox import Ended, Inbox, Message, Operations
 from regrow.agent.job import Job
@@ -120,6 +124,20 @@ def test_a_failure_is_restarted_and_recorded_until_the_budget_is_spent() -> None
     assert (jobs.restarts, jobs.job.remaining_restarts) == (["worker failure"], 0)
 
 
+def test_a_restart_that_another_thread_counts_during_a_decision_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = Jobs(HEALTHY, SUCCEEDED)
+
+    def slow(state: AgentState, event: events.Event) -> Decision:
+        jobs.job.remaining_restarts = 0
+        return decide(state, event)
+
+    monkeypatch.setattr("regrow.agent.loop.decide", slow)
+    jobs.run()
+    assert jobs.job.remaining_restarts == 0
+
+
 def test_the_loop_calls_a_posted_function_and_handles_the_event_that_it_returns() -> None:
     jobs = Jobs(HEALTHY, SUCCEEDED)
     calls: list[str] = []
@@ -203,6 +221,20 @@ class Calls:
         return call
 
 
+class Stops:
+    """Replaces the workers of a host; records how they are stopped."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+        self.guardian = Calls(calls)
+
+    def send_signal(self, signum: signal.Signals, grace: float) -> None:
+        self._calls.append(f"{signum.name} {grace}")
+
+    def forked(self) -> tuple[()]:
+        return ()
+
+
 @pytest.fixture
 def hooks() -> Hooks:
     return Hooks()
@@ -251,6 +283,23 @@ def test_features_see_the_workers_before_they_are_stopped(hooks: Hooks) -> None:
     assert hooks.calls == ["last check", "stop True"]
 
 
+def test_features_see_the_workers_once_before_an_agent_leaves_or_stops_them_again(
+    hooks: Hooks,
+) -> None:
+    class Last(Feature):
+        def before_stop(self) -> None:
+            hooks.calls.append("last check")
+
+    made = attempt(hooks, Last())
+    made.initialize(group())
+    made.stop(group())
+    made.leave(signal.SIGTERM)
+    assert hooks.calls[-3:] == ["last check", "stop True", "shutdown SIGTERM 30.0"]
+    made.initialize(group())
+    made.leave(signal.SIGTERM)
+    assert hooks.calls[-3:] == ["start", "last check", "shutdown SIGTERM 30.0"]
+
+
 def test_other_nodes_are_notified_before_workers_are_stopped_for_a_restart(hooks: Hooks) -> None:
     made = attempt(hooks)
     made.pause("two nodes wait to join", announce=True, full_grace=True)
@@ -264,6 +313,32 @@ def test_an_agent_that_leaves_stops_its_workers_with_the_signal_and_the_whole_gr
 ) -> None:
     attempt(hooks).leave(signal.SIGUSR1)
     assert hooks.calls == ["shutdown SIGUSR1 30.0"]
+
+
+def test_an_agent_leaves_although_the_start_of_its_workers_hangs(
+    hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "START_S", 0.01)
+    hangs, released = threading.Event(), threading.Event()
+
+    def start(worker_group: WorkerGroup) -> dict[int, Any]:
+        hangs.set()
+        released.wait(PATIENCE)
+        return {0: 100}
+
+    hooks._start_workers = start  # type: ignore[method-assign]
+    made = attempt(hooks, shared=job(shutdown_timeout=0.01))
+    made.workers = cast(Any, Stops(hooks.calls))
+    starting = threading.Thread(target=made.initialize, args=(group(),))
+    starting.start()
+    try:
+        assert hangs.wait(PATIENCE)
+        del hooks.calls[:]
+        made.leave(signal.SIGTERM)
+    finally:
+        released.set()
+        starting.join(PATIENCE)
+    assert hooks.calls == ["wake", "SIGTERM 0.01", "SIGKILL 0", "shutdown SIGTERM 0.01"]
 
 
 def test_a_job_that_failed_on_another_node_ends_with_that_failure(hooks: Hooks) -> None:

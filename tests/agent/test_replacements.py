@@ -165,11 +165,15 @@ class Scene:
         self.replacements = Replacements(
             self.job, lambda: cast("WorkerReports", self.page), self.reported.put
         )
-        started = StartedWorkers(
-            2, [4, 5], cast("PContext", self.context), cast("Guardian", None), 8
-        )
-        self.replacements.on_start(started)
+        self.start(2)
         self.context.on_replaced = partial(self.change, "replaced", 0)
+
+    def start(self, attempt: int) -> None:
+        """Begin an attempt."""
+        context = cast("PContext", self.context)
+        self.replacements.on_start(
+            StartedWorkers(attempt, [4, 5], context, cast("Guardian", None), 8)
+        )
 
     def _emit(self, name: str, **fields: Any) -> None:
         self.events.append((name, fields))
@@ -349,15 +353,48 @@ def test_the_end_of_the_agent_ends_the_wait_for_a_place(make: Make) -> None:
     assert scene.page.cleared == []
 
 
+def test_no_restart_is_spent_for_a_place_of_an_attempt_that_is_being_stopped(make: Make) -> None:
+    scene = make()
+    handler = Unhurried()
+    scene.job.handler = cast("PushingRendezvousHandler", handler)
+    scene.replacements.before_stop()
+    scene.change("vacant")
+    assert scene.names() == ["vacated"]
+    assert handler.failures == 0
+
+
+def test_a_restart_that_is_spent_late_changes_nothing_in_the_next_attempt(make: Make) -> None:
+    scene = make()
+    spending, released = threading.Event(), threading.Event()
+
+    class Slow(PlainHandler):
+        def spend_restart(self) -> int | None:
+            spending.set()
+            released.wait(PATIENCE)
+            return 1
+
+    scene.job.handler = cast("PushingRendezvousHandler", Slow())
+    scene.change("vacant")
+    assert spending.wait(PATIENCE)
+    scene.replacements.before_stop()
+    scene.start(3)
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name == "regrow-replacement":
+            thread.join(PATIENCE)
+    assert scene.names() == ["vacated"]
+    assert scene.replacements.incarnation(1) == 0
+    assert scene.page.cleared == []
+    assert scene.context.calls.empty()
+
+
 def test_a_later_attempt_begins_with_first_processes(make: Make) -> None:
     scene = make(1)
     scene.change("vacant")
     scene.change("cleared", 0)
     scene.call()
     assert scene.names() == ["vacated", "replaced"]
-    scene.replacements.on_start(
-        StartedWorkers(3, [4, 5], cast("PContext", scene.context), cast("Guardian", None), 8)
-    )
+    scene.start(3)
     assert scene.replacements.incarnation(1) == 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from helpers.processes import wait_until
 from helpers.rendezvous.fake_driver import FakeDriver, FakeRounds
 from regrow.agent import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from regrow.agent.decisions import decide
@@ -232,6 +233,21 @@ def test_a_signal_to_one_agent_leaves_the_other_nodes_running(tmp_path: Path) ->
     assert isinstance(leaves, SignalException)
     assert "its agent got SIGTERM" in job.story(0)
     assert [e["restart_count"] for e in job.of(0, "attempt.started")] == [0, 0]
+
+
+def test_a_node_knows_at_once_that_another_one_has_spent_the_last_restart(
+    tmp_path: Path,
+) -> None:
+    with nodes(tmp_path, 2, 2) as job:
+        for _ in range(2):
+            job.start("sleep 1000", max_restarts=1)
+        for number in range(2):
+            job.wait_for_event(number, "attempt.started")
+        job.handlers[0].spend_restart()  # as for a replacement
+        wait_until(lambda: job.agents[1]._remaining_restarts == 0, "the restart is counted")
+        for agent in job.agents:
+            agent.interrupt(signal.SIGTERM)
+        assert all(isinstance(result, SignalException) for result in job.end())
 
 
 def test_a_node_that_has_succeeded_starts_again_with_one_that_has_not(tmp_path: Path) -> None:

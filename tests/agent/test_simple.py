@@ -401,6 +401,19 @@ def test_a_signal_during_a_rendezvous_that_blocks_ends_the_run_with_that_signal(
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
+def test_a_keyboard_interrupt_ends_the_run_as_sigint_does() -> None:
+    class Interrupted(Agent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            raise KeyboardInterrupt
+
+    agent = Interrupted([])
+    with pytest.raises(KeyboardInterrupt):
+        agent.run()
+    assert agent.calls == ["start", "shutdown SIGINT 30"]
+    last = agent.emitted[-1].metadata
+    assert (last["state"], last["signal"], last["exit_code"]) == ("SIGNALED", "SIGINT", 130)
+
+
 def test_an_agent_can_be_run_again() -> None:
     agent = Agent([SUCCEEDED, HEALTHY, SUCCEEDED])
     assert agent.run().state is SUCCEEDED
@@ -428,6 +441,31 @@ def test_a_second_signal_ends_the_grace_also_while_workers_are_being_started(
         agent.run()
     assert killed.is_set()
     assert agent.calls == ["start", f"shutdown {caught.value.sigval.name} 30"]
+
+
+def test_the_first_signal_of_a_job_that_an_error_ends_does_not_end_the_grace() -> None:
+    killed = threading.Event()
+
+    class Saving(Agent):
+        def _shutdown(
+            self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30
+        ) -> None:
+            super()._shutdown(death_sig, timeout)
+            handled = threading.Event()
+            self.interrupt(signal.SIGTERM)
+            self._regrow.inbox.put(handled.set)
+            assert handled.wait(20)
+            assert not killed.is_set()
+            self.interrupt(signal.SIGTERM)
+            assert killed.wait(20), "the second signal had no effect"
+
+        def _kill_now(self) -> None:
+            killed.set()
+
+    agent = Saving([])
+    with pytest.raises(IndexError):
+        agent.run()
+    assert agent.calls == ["start", "shutdown SIGTERM 30"]
 
 
 def test_an_attempt_that_a_signal_interrupts_at_its_start_has_all_its_events(
@@ -552,6 +590,15 @@ def test_overridden_steps_of_a_round_and_of_the_records_are_used() -> None:
         *("rendezvous", "ranks", "start", "metrics", "state of 0", "state of 1"),
         "shutdown SIGTERM 30",
     ]
+
+
+def test_workers_whose_ranks_changed_after_their_success_have_succeeded() -> None:
+    class Reseated(Agent):
+        def _exit_barrier(self) -> None:
+            for worker in self.get_worker_group().workers:
+                worker.global_rank += 2  # as by a round that is formed and closed at once
+
+    assert Reseated([SUCCEEDED]).run().return_values == {0: "a", 1: "b"}
 
 
 def test_torchs_attributes_are_there_for_subclasses() -> None:

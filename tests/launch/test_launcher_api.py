@@ -10,7 +10,8 @@ import regrow.launcher.api as api
 from regrow.launcher.api import LaunchConfig, elastic_launch
 
 import regrow.launch
-from regrow.agent import LocalElasticAgent, WorkerSpec
+from helpers.jobs.plain_handler import PlainHandler
+from regrow.agent import LocalElasticAgent, RunResult, WorkerSpec
 from regrow.events import Event
 from regrow.workers import DefaultLogsSpecs, LogsSpecs
 
@@ -93,3 +94,25 @@ def test_a_local_address_may_be_among_the_settings(addr: str | None, tmp_path: P
         rdzv_configs={"local_addr": addr},
     )
     assert elastic_launch(config, "true")() == {0: None}
+
+
+def test_ctrl_c_leaves_the_rendezvous_to_the_other_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Rendezvous(PlainHandler):
+        def shutdown(self) -> bool:
+            closed.append("closed")
+            return True
+
+    class Interrupted(LocalElasticAgent):
+        def run(self, role: str = "default") -> RunResult:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("regrow.launch.api.get_rendezvous_handler", lambda _: Rendezvous())
+    monkeypatch.setattr("regrow.launch.api.LocalElasticAgent", Interrupted)
+    config = LaunchConfig(1, 1, 1, DefaultLogsSpecs(str(tmp_path)), "job")
+    with pytest.raises(KeyboardInterrupt):
+        elastic_launch(config, "true")()
+    assert closed == []

@@ -31,6 +31,7 @@ from regrow.rendezvous import (
     RendezvousError,
     RendezvousGracefulExitError,
     RendezvousTimeoutError,
+    RestartSpent,
     RoundClosed,
     RoundEnded,
     WatchedRendezvousBackend,
@@ -434,6 +435,8 @@ def test_the_job_is_charged_for_a_replacement_and_the_round_goes_on(party: Party
     a, b = party.nodes("ab", (2, 2))
     ranks([a.join(), b.join()])
     assert (a.handler.spend_restart(), b.handler.spend_restart()) == (1, 2)
+    while b.notification(RestartSpent).failures < 2:
+        pass
     judged = a.handler.report_failure("worker 3 on a: ValueError")
     assert judged is not None
     assert (judged.charged, judged.failures) == (True, 3)

@@ -46,6 +46,7 @@ from regrow.rendezvous.protocol.messages import (
     Node,
     NodeLeaving,
     NodeLost,
+    RestartSpent,
     Seated,
     WorkersFailed,
 )
@@ -1060,7 +1061,11 @@ def test_a_replacement_is_charged_once_and_known_to_all(make_job: MakeJob) -> No
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
     assert (a.handler.spend_restart(), b.handler.spend_restart()) == (1, 2)
+    while b.notification(RestartSpent).failures < 2:
+        pass
     assert a.handler.spend_restart() == 3
+    while a.notification(RestartSpent).failures < 3:
+        pass
     assert [info.failures for info in job.meet(a, b)] == [3, 3]
     b.handler.leaving("SIGTERM")
     a.notification(RoundEnded)

@@ -21,6 +21,7 @@ from regrow.rendezvous.protocol.messages import (
     NodeRefused,
     NodesWaiting,
     Placed,
+    RestartSpent,
     RoundClosed,
     RoundEnded,
     Seated,
@@ -127,6 +128,13 @@ def test_an_evicted_node_learns_that_its_round_is_over(status: Any, why: str) ->
 def test_a_changed_number_of_waiting_nodes_above_zero_is_notified() -> None:
     views = [seen(seated(2), waiting) for waiting in (0, 1, 1, 2, 0, 1)]
     assert notified(*views) == [NodesWaiting(2, 1), NodesWaiting(2, 2), NodesWaiting(2, 1)]
+
+
+def test_a_restart_that_is_spent_in_the_round_is_notified_once() -> None:
+    at_the_start = seated(2)._replace(failures=1)
+    views = [seen(at_the_start)._replace(failures=number) for number in (1, 2, 2, 3)]
+    over = seen(OVER)._replace(failures=4)  # the failure that ended the round
+    assert notified(*views, over) == [RestartSpent(2, 2), RestartSpent(2, 3), OVER]
 
 
 def test_nodes_that_wait_for_a_round_that_is_over_are_not_notified() -> None:

@@ -178,6 +178,35 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_configured_grace(jobs
     assert not alive(context.pids()[0])
 
 
+def test_the_grace_after_a_failure_is_read_at_the_failure(jobs: Jobs) -> None:
+    ready, failing, saved = (jobs.directory / name for name in ("ready", "failing", "saved"))
+    graces = [0.0]
+    context = jobs.start(
+        f"trap 'sleep 0.2; touch {saved}; exit 0' TERM; touch {ready};"
+        " while :; do sleep 0.01; done",
+        f"while ! test -e {failing}; do sleep 0.01; done; exit 1",
+        failure_timeout=lambda: graces[-1],
+    )
+    wait_until(ready.exists, "rank 0 is ready")
+    graces.append(PATIENCE)
+    failing.touch()
+    assert list(_result(context).failures) == [1]
+    assert saved.exists()
+
+
+def test_a_close_waits_for_the_grace_that_another_thread_lengthens(jobs: Jobs) -> None:
+    ready, saved = jobs.directory / "ready", jobs.directory / "saved"
+    context = jobs.start(
+        f"trap 'sleep 0.2; touch {saved}; exit 0' TERM; touch {ready};"
+        " while :; do sleep 0.01; done",
+    )
+    wait_until(ready.exists, "rank 0 is ready")
+    context.lengthen(PATIENCE)
+    context.close(timeout=0.0)
+    assert saved.exists()
+    assert not _result(context).is_failed()
+
+
 # --- waiting and closing
 
 

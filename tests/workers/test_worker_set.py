@@ -73,9 +73,10 @@ class Workers:
 
     def __init__(self, launcher: Recorded | None = None, started: int = 3, **options: Any) -> None:
         self.launcher, self.guardian = launcher or Recorded(), Stops()
+        self.grace = GRACE
         options = {"replaceable": lambda _: False, "owes_result": lambda _: False} | options
         self.set = WorkerSet(
-            "test", 3, GRACE, cast("Guardian", self.guardian), self.launcher, **options
+            "test", 3, lambda: self.grace, cast("Guardian", self.guardian), self.launcher, **options
         )
         for rank in range(started):
             self.start(rank)
@@ -322,3 +323,27 @@ def test_a_process_that_cannot_be_started_in_a_free_place_has_failed() -> None:
         assert [signum for _, signum, _ in workers.guardian.stops] == [signal.SIGTERM]
     assert 1 in by_the_owner.set.group.gone
     assert by_the_owner.set.left == [0, 2]
+
+
+def test_the_grace_after_a_failure_is_that_of_the_moment_of_the_failure() -> None:
+    workers = Workers()
+    workers.grace = 2 * GRACE
+    workers.exit(1, 3)
+    assert workers.guardian.stops == [([10, 11, 12], signal.SIGTERM, 2 * GRACE)]
+
+
+def test_a_grace_is_lengthened_before_and_after_the_stop_but_no_kill_is_delayed() -> None:
+    workers = Workers()
+    workers.exit(1, 3)
+    before = workers.set.deadline
+    workers.set.lengthen(3 * GRACE)
+    assert workers.guardian.stops[1:] == [([10, 11, 12], 0, 3 * GRACE)]
+    assert workers.set.deadline == pytest.approx(before + 2 * GRACE)
+    workers = Workers()
+    workers.set.lengthen(3 * GRACE)
+    workers.set.close(signal.SIGTERM, GRACE)
+    workers.set.close(signal.SIGKILL, 0.0)
+    assert workers.guardian.stops == [
+        ([10, 11, 12], signal.SIGTERM, 3 * GRACE),
+        ([10, 11, 12], signal.SIGKILL, 0.0),
+    ]

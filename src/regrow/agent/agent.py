@@ -22,6 +22,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -255,14 +256,15 @@ class SimpleElasticAgent(ElasticAgent):
             result = RunResult(State.STOPPED)
             recorder.job_finished(result, start)
             return result
-        except SignalException as error:
-            logger.warning("Received %s death signal, shutting down workers", error.sigval)
-            death_sig = error.sigval
+        except (SignalException, KeyboardInterrupt) as error:
+            # Ctrl-C is a KeyboardInterrupt if the signals to handle are without SIGINT.
+            death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            logger.warning("Received %s death signal, shutting down workers", death_sig)
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
             handler.interrupt()
-            self._shut_down(death_sig)
+            self._shut_down(death_sig, signals=1)
             handler.leave(why)
             recorder.job_signaled(death_sig, start)
             raise
@@ -295,14 +297,25 @@ class SimpleElasticAgent(ElasticAgent):
             attempt.workers.guardian.renew(until)
         attempt.lease.renew(until)
 
-    def _shut_down(self, death_sig: signal.Signals) -> None:
-        """Run `_shutdown` once, on another thread, so that a second signal can end its grace."""
+    def _shut_down(self, death_sig: signal.Signals, signals: int = 0) -> None:
+        """Run `_shutdown` once, on another thread, so that a second signal can end its grace.
+
+        Args:
+            death_sig: the signal for the workers.
+            signals: number of signals that the job has received so far.
+        """
+        received = count(signals + 1)
+
+        def on_signal() -> None:
+            if next(received) > 1:  # the first one asks for the end that is under way
+                self._kill_now()
+
         attempt, job = self._regrow.attempt, self._regrow.job
         if job.leaving:
             return
         job.leaving = True
         attempt.lease.wake()
-        self._regrow.wait_for(lambda: attempt.leave(death_sig), self._kill_now)
+        self._regrow.wait_for(lambda: attempt.leave(death_sig), on_signal)
         attempt.end_by(death_sig)
 
     # --- torch's events and metrics
@@ -330,15 +343,13 @@ class SimpleElasticAgent(ElasticAgent):
     def _get_worker_state(self, worker: Worker, result: RunResult) -> str:
         """Return the name of a worker's state at the end of a run.
 
-        Raises:
-            ValueError: the run succeeded, but the worker is missing in its result.
+        A worker that has succeeded may be missing in the result: a later round, in which no worker
+        started, may have changed its rank.
         """
-        rank = worker.global_rank
-        if rank in result.failures or rank in result.return_values:
-            return result.state.value
         if result.state in {State.UNHEALTHY, State.FAILED}:
-            return "TERMINATED"
-        raise ValueError(f"rank {rank} is in neither the failures nor the return values")
+            known = result.failures.keys() | result.return_values.keys()
+            return result.state.value if worker.global_rank in known else "TERMINATED"
+        return result.state.value
 
     def _record_metrics(self, group_results: RunResult) -> None:
         self._record_flakiness_metric(group_results.is_failed())

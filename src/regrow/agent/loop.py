@@ -70,9 +70,10 @@ class Loop:
                         return result
                 while (event := self._next_event(state)) is None:
                     pass
-                state = state._replace(remaining_restarts=self.job.remaining_restarts)
-                state, actions = decide(state, event)
-                self.job.remaining_restarts = state.remaining_restarts
+                known = self.job.remaining_restarts
+                state, actions = decide(state._replace(remaining_restarts=known), event)
+                if state.remaining_restarts != known:  # another thread may write it as well
+                    self.job.remaining_restarts = state.remaining_restarts
         finally:
             self._run = None
 
@@ -93,6 +94,8 @@ class Loop:
                 self.job.recorder.emit("regrow.job.gathering", waiting=waiting, delay_s=delay_s)
             case events.ShortenGrace():
                 self.attempt.shorten_grace()
+            case events.LengthenGrace():
+                self.attempt.lengthen_grace()
             case _:
                 assert self.operations is not None
                 call, meaning = self._operation(action)

@@ -102,6 +102,7 @@ class Peers:
         from regrow.rendezvous import (
             Judged,
             NodesWaiting,
+            RestartSpent,
             RoundClosed,
             RoundEnded,
             ServerRestarted,
@@ -136,7 +137,12 @@ class Peers:
                 return events.RoundOver(report.round, str(report), now, report.full_grace, failed)
             case Judged():
                 self._record_verdict(report)
-                return None if self._is_final(report) else events.JobContinues(report.round)
+                ends = self._is_final(report)
+                return (events.JobEnds if ends else events.JobContinues)(report.round)
+            case RestartSpent(failures=failures):
+                if self._job.shared and failures > (self._job.failures or 0):
+                    self._job.count_failures(failures)
+                return None
             case NodesWaiting():
                 full = self._would_be_full(report)
                 return events.JoinRequested(report.round, report.waiting, full, now)

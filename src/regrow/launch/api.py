@@ -205,6 +205,9 @@ def _run_agent(
         return result.return_values
     except ChildFailedError:
         raise
+    except KeyboardInterrupt:  # as a SignalException
+        shut_down_rendezvous = False
+        raise
     except Exception as error:
         shut_down_rendezvous = not isinstance(error, SignalException)
         events.record(agent.get_event_failed(), config.event_log_handler)

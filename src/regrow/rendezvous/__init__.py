@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Departed,
         Judged,
         NodesWaiting,
+        RestartSpent,
         RoundClosed,
         RoundEnded,
         ServerRestarted,
@@ -84,7 +85,8 @@ __getattr__, __dir__ = lazily(
         "server.credentials": "INSECURE_TOKEN",
         "foreign": "adapted",
         "node.handler": "DynamicRendezvousHandler create_handler",
-        "protocol.messages": "Departed Judged NodesWaiting RoundClosed RoundEnded ServerRestarted",
+        "protocol.messages": "Departed Judged NodesWaiting RestartSpent RoundClosed RoundEnded "
+        "ServerRestarted",
         "settings": "RendezvousSettings RendezvousTimeout",
         "backends.solo": "SoloRendezvousHandler",
     },

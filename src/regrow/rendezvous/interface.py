@@ -187,6 +187,7 @@ class PushingRendezvousHandler(RendezvousHandler):
                 - a `RoundEnded`: this node's round ended because of another node, or because the
                   connection to the other nodes was lost;
                 - a `NodesWaiting`;
+                - a `RestartSpent`;
                 - a `Judged`, only if it corrects the cause of a `RoundEnded`;
                 - a `RoundClosed`;
                 - a `ServerRestarted`: the store server on this node has ended; the text shows

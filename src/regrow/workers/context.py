@@ -51,7 +51,7 @@ class Supervision(TypedDict, total=False):
     """Arguments of `PContext` that torch's context does not have; see there."""
 
     shutdown_timeout: float
-    failure_timeout: float | None
+    failure_timeout: Callable[[], float] | None
     guardian: Guardian | None
     on_change: Callable[[WorkerChange], None] | None
     signals_to_handle: str | None
@@ -75,8 +75,8 @@ class PContext:
         duplicate_stderr_filters: the same for stderr.
         shutdown_timeout: seconds between SIGTERM and SIGKILL for processes that a worker leaves
             behind.
-        failure_timeout: the same for the other workers when a failure ends the group; None is
-            `shutdown_timeout`.
+        failure_timeout: returns the same for the other workers when a failure ends the group; must
+            not block. None is `shutdown_timeout`.
         launcher: starts single workers.
         guardian: watches the workers; None creates one for this context.
         on_change: called on another thread for each change; must not block.
@@ -108,7 +108,7 @@ class PContext:
         *,
         launcher: Launcher,
         shutdown_timeout: float = 30.0,
-        failure_timeout: float | None = None,
+        failure_timeout: Callable[[], float] | None = None,
         guardian: Guardian | None = None,
         on_change: Callable[[WorkerChange], None] | None = None,
         signals_to_handle: str | None = None,
@@ -148,7 +148,7 @@ class PContext:
         self._workers = WorkerSet(
             name,
             self.nprocs,
-            shutdown_timeout if failure_timeout is None else failure_timeout,
+            failure_timeout or (lambda: shutdown_timeout),
             self._guardian,
             launcher,
             replaceable,
@@ -310,9 +310,9 @@ class PContext:
         end = monotonic() + timeout + KILL_MARGIN
         with self._changed:
             self._workers.close(signum, timeout)
-            self._changed.wait_for(
-                lambda: self._done or not self._launched, max(0.0, end - monotonic())
-            )
+            while not self._done and self._launched and (left_s := end - monotonic()) > 0:
+                self._changed.wait(left_s)
+                end = max(end, self._workers.deadline + KILL_MARGIN)  # another thread's change
             left = [] if self._done else self._workers.left
         if left:
             logger.error(
@@ -337,6 +337,16 @@ class PContext:
         """
         with self._changed:
             self._workers.hurry(timeout)
+
+    def lengthen(self, timeout: float) -> None:
+        """Give the workers at least this grace, also if they are stopped later; does not wait.
+
+        Args:
+            timeout: seconds from the first stop until SIGKILL.
+        """
+        with self._changed:
+            self._workers.lengthen(timeout)
+            self._changed.notify_all()
 
     # --- the guardian's events, on the thread of its handle
 

@@ -148,7 +148,7 @@ class WorkerSet:
     Args:
         name: name of the workers.
         size: number of workers.
-        grace: seconds between SIGTERM and SIGKILL when a failure ends the group.
+        grace: returns the seconds between SIGTERM and SIGKILL when a failure ends the group.
         guardian: runs the workers.
         launcher: interprets the ends of the workers.
         replaceable: returns whether the others can continue without a worker that ended.
@@ -159,7 +159,7 @@ class WorkerSet:
 
     name: str
     size: int
-    grace: float
+    grace: Callable[[], float]
     guardian: Guardian
     launcher: Launcher
     replaceable: Callable[[int], bool]
@@ -177,6 +177,7 @@ class WorkerSet:
         self._replaced: set[int] = set()  # ranks whose worker was replaced
         self._workers: dict[int, int] = {}  # the guardian's numbers of the workers
         self._last_stop: tuple[int, float] | None = None  # signal and deadline
+        self._least_grace = 0.0  # of all stops, except by SIGKILL
         self._killed_with: dict[int, str] = {}  # how the guardian's end killed these workers
         self._loss_outcome: EndKind | None = None  # of the workers of a guardian that is lost
 
@@ -184,6 +185,11 @@ class WorkerSet:
     def settled(self) -> bool:
         """Whether each worker is known to run, or to have failed to start."""
         return bool(self.refusals) or len(self.pids.keys() | self.group.ends.keys()) == self.size
+
+    @property
+    def deadline(self) -> float:
+        """End of the latest grace, in seconds of the monotonic clock; 0 without a stop."""
+        return 0.0 if self._last_stop is None else self._last_stop[1]
 
     @property
     def left(self) -> list[int]:
@@ -220,7 +226,7 @@ class WorkerSet:
             return None
         self.group = given_up(self.group, rank)
         if self.group.failed and self.group.stopped_at is None:
-            self._stop(signal.SIGTERM, self.grace)
+            self._stop(signal.SIGTERM, self.grace())
         return self._change_of_end(rank)
 
     def _is_vacant(self, rank: int) -> bool:
@@ -245,6 +251,14 @@ class WorkerSet:
         """Shorten the grace of workers that are being stopped; no effect on other workers."""
         if self.group.stopped_at is not None:
             self.guardian.stop([self._workers[rank] for rank in self.left], 0, grace)
+
+    def lengthen(self, grace: float) -> None:
+        """Give the workers at least this grace, counted from their first stop, past or future."""
+        self._least_grace = grace
+        if self.group.stopped_at is not None and self._last_stop is not None:
+            self.guardian.stop([self._workers[rank] for rank in self.left], 0, grace)
+            signum, deadline = self._last_stop
+            self._last_stop = signum, max(deadline, self.group.stopped_at + grace)
 
     def handle(self, rank: int, event: guard.GuardianEvent) -> WorkerChange | None:
         """Handle an event of the guardian; return the changes for the owner."""
@@ -302,13 +316,15 @@ class WorkerSet:
     ) -> None:
         self.group = ended(self.group, rank, end, replaceable, vacates)
         if self.group.failed and self.group.stopped_at is None:
-            self._stop(signal.SIGTERM, self.grace)
+            self._stop(signal.SIGTERM, self.grace())
 
     def _note_gone(self, *ranks: int) -> None:
         self.group = self.group._replace(gone=self.group.gone.union(ranks))
 
     def _stop(self, signum: int, grace: float) -> None:
         now = monotonic()
+        if signum != signal.SIGKILL:
+            grace = max(grace, self._least_grace)
         if self.group.stopped_at is None:
             self.group = self.group._replace(stopped_at=now)
         self.group = given_up(self.group, *self.group.ends)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
+START_S = 1.0
+"""Seconds that `leave` waits for a start of workers before it stops those that run already."""
+
 logger = get_logger(__name__)
 
 
@@ -103,6 +106,7 @@ class Attempt:
         self._known_addr = "127.0.0.1"  # the latest MASTER_ADDR that was resolved
         # Held during a start of workers: a stop must not leave a half-started worker behind.
         self._starting = threading.Lock()
+        self._unstopped = threading.Lock()  # taken by the first stop of an attempt
 
     # --- operations of the loop
 
@@ -194,6 +198,11 @@ class Attempt:
         if self.workers is not None:
             self.workers.shorten_grace(self._job.restart_timeout)
 
+    def lengthen_grace(self) -> None:
+        """Give workers that are stopped the grace of the job's end; do not block."""
+        if self.workers is not None:
+            self.workers.lengthen_grace(self._job.shutdown_timeout)
+
     def report_not_replaced(self, rank: int) -> None:
         """Report to the ranks of this attempt that no other process takes the place of a rank.
 
@@ -215,6 +224,7 @@ class Attempt:
         # The lock covers the last event, so it precedes all events of the attempt's end.
         with self._starting:
             self._check_staying()
+            self._unstopped = threading.Lock()
             job.begin_attempt()
             self.peers.begin_attempt()
             job.recorder.noticed = None
@@ -284,9 +294,14 @@ class Attempt:
         return True
 
     def _call_stop_workers(self, *, is_restart: bool) -> None:
-        for feature in self._job.features:
-            feature.before_stop()
+        self._before_stop()
         call_hook(self._hooks._stop_workers, self._job.group, is_restart=is_restart)
+
+    def _before_stop(self) -> None:
+        """Call `before_stop` of the features, once in an attempt."""
+        if self._unstopped.acquire(blocking=False):
+            for feature in self._job.features:
+                feature.before_stop()
 
     # --- rounds
 
@@ -398,16 +413,28 @@ class Attempt:
     # --- the end
 
     def leave(self, death_sig: signal.Signals) -> None:
-        """Stop the workers for good with a signal; wait for a running start first."""
+        """Stop the workers for good with a signal.
+
+        A running start of workers comes first, because it must not leave a half-started worker
+        behind. If it takes long, the workers that run already have the grace from then on. If it
+        hangs (a log directory that does not answer), they are killed after the grace.
+        """
+        grace = self._job.shutdown_timeout
         if self.workers is not None:
             self.workers.guardian.wake()  # a running start may wait for it
-        with self._starting:
-            call_hook(
-                self._hooks._shutdown,
-                death_sig,
-                timeout=self._job.shutdown_timeout,
-                is_restart=False,
-            )
+        started = self._starting.acquire(timeout=START_S)
+        self._before_stop()
+        if not started and self.workers is not None:
+            self.workers.send_signal(death_sig, grace)
+        if not started and not (started := self._starting.acquire(timeout=grace)):
+            logger.error("the start of the workers does not end; leaving the job without it")
+            if self.workers is not None:
+                self.workers.send_signal(signal.SIGKILL, 0)
+        try:
+            call_hook(self._hooks._shutdown, death_sig, timeout=grace, is_restart=False)
+        finally:
+            if started:
+                self._starting.release()
 
     def close(self) -> None:
         """End a run: close the workers' store."""

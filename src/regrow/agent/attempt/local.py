@@ -38,6 +38,7 @@ from regrow.agent.decisions import events
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.features.replacements import Replacements
+from regrow.rendezvous import RendezvousGracefulExitError
 from regrow.utils import get_logger, macros, signal_text
 from regrow.workers import Guardian, PContext, WorkerChange, start_processes
 
@@ -147,11 +148,12 @@ class LocalWorkers(Feature):
             duplicate_stdout_filters=spec.duplicate_stdout_filters,
             duplicate_stderr_filters=spec.duplicate_stderr_filters,
             shutdown_timeout=job.shutdown_timeout,
-            failure_timeout=(
+            # Read at the failure: a replacement may have spent the last restart by then.
+            failure_timeout=lambda: (
                 job.restart_timeout if job.remaining_restarts > 0 else job.shutdown_timeout
             ),
             guardian=self.guardian,
-            on_change=self._on_change,
+            on_change=partial(self._on_change, job.attempt),
             signals_to_handle="",
             before_start=self._before_first,
             replaceable=self._is_replaceable,
@@ -166,6 +168,8 @@ class LocalWorkers(Feature):
         return goes_on and not self.replacements.ends_attempt(local_rank)
 
     def _before_first(self, context: PContext) -> None:
+        if self._job.leaving:  # the agent did not wait for this start
+            raise RendezvousGracefulExitError("the agent is leaving the job")
         workers = self._job.group.workers
         ranks = [worker.global_rank for worker in workers]
         started = StartedWorkers(
@@ -185,11 +189,23 @@ class LocalWorkers(Feature):
         if self.context is not None:
             self.context.close(death_sig, grace)
 
+    def send_signal(self, signum: signal.Signals, grace: float) -> None:
+        """Send a signal to the workers that run, and SIGKILL after `grace` seconds; do not wait."""
+        if self.reports is not None:
+            self.reports.stop()
+        self.guardian.stop(None, signum, grace)
+
     def shorten_grace(self, grace: float) -> None:
         """Shorten the grace of workers that are being stopped to `grace` seconds from now."""
         context = self.context  # another thread may replace the attribute
-        if context is not None:
+        if isinstance(context, PContext):  # torch's context has one grace
             context.hurry(grace)
+
+    def lengthen_grace(self, grace: float) -> None:
+        """Give the workers at least `grace` seconds from their stop, past or future."""
+        context = self.context
+        if isinstance(context, PContext):
+            context.lengthen(grace)
 
     def forked(self) -> list[int]:
         """Return the global ranks of the workers that were forked from a template."""
@@ -198,15 +214,17 @@ class LocalWorkers(Feature):
 
     # --- watch
 
-    def _on_change(self, change: WorkerChange) -> None:
+    def _on_change(self, attempt: int, change: WorkerChange) -> None:
         """Handle a change of a worker; called by the process context on its own thread."""
         if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
             self.reports.stop()  # the context stops the other workers
         self.replacements.on_change(change)
-        self._job.post(partial(self.on_change, change))
+        self._job.post(partial(self.on_change, attempt, change))
 
-    def on_change(self, change: WorkerChange) -> events.Event | None:
-        """Record a change of a worker; return the event for the loop."""
+    def on_change(self, attempt: int, change: WorkerChange) -> events.Event | None:
+        """Record a change of a worker of an attempt; return the event for the loop."""
+        if attempt != self._job.attempt:
+            return None  # the next attempt has begun
         if change.kind in ("lost", "suspended", "resumed"):
             self._record(change)
             return None

@@ -39,7 +39,9 @@ call of the round, in which the other nodes wait for it.
 leaves with notice) gives the whole `--shutdown-timeout`, so that workers can save. So does the end
 of the job. A restart after a failure or a loss gives `--restart-timeout`: a worker may be blocked
 in a collective that only SIGKILL ends. While the agent does not know whether the job ends, it gives
-the longer grace. `ShortenGrace` shortens it when the job continues.
+the longer grace. `ShortenGrace` shortens it when the job continues. The agent may also learn too
+late that no restart is left, because another node spent the last one. `LengthenGrace` then gives
+the workers the grace of the end of the job.
 
 A signal ends the run in any phase; the loop then stops the workers with that signal.
 
@@ -121,6 +123,8 @@ def decide(state: AgentState, event: events.Event) -> Decision:
             return _round_over(state, event)
         case events.JobContinues(round):
             return state, _shorten_grace(state, round)
+        case events.JobEnds(round):
+            return state, (events.LengthenGrace(),) if _is_stopping(state, round) else ()
         case events.JoinRequested():
             return _join_requested(state, event)
         case events.LeaseOver():
@@ -150,7 +154,7 @@ def decide(state: AgentState, event: events.Event) -> Decision:
                 return _apply_verdict(state, event)
             final = state.closed or (event.charged and event.final)
             state, actions = _check(state)
-            return state, actions if final else (events.ShortenGrace(), *actions)
+            return state, (events.LengthenGrace() if final else events.ShortenGrace(), *actions)
         case AgentPhase.BACKOFF, events.DelayOver():
             return _restart(state, events.Restart(state.next_reason))
         case AgentPhase.STOPPING, events.Stopped():
@@ -218,8 +222,13 @@ def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
 
 def _shorten_grace(state: AgentState, round: int) -> tuple[events.Action, ...]:
     """Shorten the grace of this round's stopping workers, which may have the longer grace."""
-    stopping = state.phase in (AgentPhase.FORMING, AgentPhase.BACKOFF) and not state.closed
-    return (events.ShortenGrace(),) if stopping and round == state.round else ()
+    stopping = _is_stopping(state, round) and not state.closed
+    return (events.ShortenGrace(),) if stopping else ()
+
+
+def _is_stopping(state: AgentState, round: int) -> bool:
+    """Return whether this node may still stop the workers of this round."""
+    return state.phase in (AgentPhase.FORMING, AgentPhase.BACKOFF) and round == state.round
 
 
 def _lease_over(state: AgentState, event: events.LeaseOver) -> Decision:
@@ -235,7 +244,8 @@ def _closed(state: AgentState, event: events.Closed) -> Decision:
     state = state._replace(closed=True, job_failed=state.job_failed or event.failed)
     match state.phase:
         case AgentPhase.FORMING if not event.refused:
-            return state, ()  # the running operation ends, and its end event is handled
+            # The running operation ends, and its end event is handled.
+            return state, (events.LengthenGrace(),) if event.failed else ()
         case AgentPhase.FORMING if not state.job_failed:
             if state.succeeded:
                 return _finish(state, WorkerState.SUCCEEDED)
@@ -244,8 +254,11 @@ def _closed(state: AgentState, event: events.Closed) -> Decision:
             return state._replace(phase=AgentPhase.ENDED), (events.Raise(),)
         case AgentPhase.FORMING | AgentPhase.BARRIER if state.job_failed:
             return _finish(state, WorkerState.FAILED)
-        case AgentPhase.RUNNING | AgentPhase.BACKOFF if state.job_failed:
+        case AgentPhase.RUNNING if state.job_failed:
             return _stop(state)
+        case AgentPhase.BACKOFF if state.job_failed:
+            state, actions = _stop(state)
+            return state, (events.LengthenGrace(), *actions)
         case AgentPhase.BACKOFF | AgentPhase.AWAITING_VERDICT if state.job_failed or event.refused:
             return _stop(state)
     return state, ()

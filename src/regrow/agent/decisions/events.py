@@ -75,6 +75,12 @@ class JobContinues(NamedTuple):
     round: int
 
 
+class JobEnds(NamedTuple):
+    """The failure that ended a round ends the job."""
+
+    round: int
+
+
 class JoinRequested(NamedTuple):
     """Nodes wait for a place in the next round."""
 
@@ -150,6 +156,7 @@ Event = (
     | Verdict
     | RoundOver
     | JobContinues
+    | JobEnds
     | JoinRequested
     | Closed
     | LeaseOver
@@ -207,6 +214,10 @@ class ShortenGrace(NamedTuple):
     """Shorten the grace of workers that are being stopped to `--restart-timeout` from now."""
 
 
+class LengthenGrace(NamedTuple):
+    """Give workers that are being stopped the whole `--shutdown-timeout`, because the job ends."""
+
+
 class StopWorkers(NamedTuple):
     """Stop the workers, because the job has failed."""
 
@@ -245,6 +256,7 @@ Action = (
     | Gather
     | Delay
     | ShortenGrace
+    | LengthenGrace
     | StopWorkers
     | Barrier
     | Finish

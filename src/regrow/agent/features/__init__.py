@@ -76,7 +76,7 @@ class Feature:
         """Store the workers, right before the first one runs."""
 
     def before_stop(self) -> None:
-        """Do the work that needs the workers, right before they are stopped."""
+        """Do the work that needs the workers, right before they are stopped; once in an attempt."""
 
     # --- failures
 

@@ -17,6 +17,7 @@ import json
 import os
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from regrow.agent.attempt.environment import HEALTH_CHECK_PORT_ENV
@@ -39,7 +40,7 @@ logger = get_logger(__name__)
 
 
 class AgentHealth(Feature):
-    """Serves the age of the loop's last turn.
+    """Serves the seconds since which the loop has not replied to a probe.
 
     Args:
         job: what the parts of the agent share.
@@ -57,7 +58,7 @@ class AgentHealth(Feature):
         self._job = job
         self._server = server
         self._other_age = other_age
-        self._last_turn = time.monotonic()
+        self._asked: float | None = None  # monotonic: the first probe without a reply
 
     def open(self) -> None:
         """Start the server; a failure to start is logged and does not stop the training."""
@@ -76,18 +77,27 @@ class AgentHealth(Feature):
             server.stop()
 
     def age(self) -> float:
-        """Return the seconds since the loop's last turn; send it a probe and wait up to 1 s.
+        """Return for how many seconds the loop has not replied; send a probe and wait up to 1 s.
+
+        The time counts from the first probe without a reply. So a loop that is busy for a moment
+        is healthy, however long ago the last probe was.
 
         A subclass's own loop does not reply to probes. It always counts as healthy, as in torch.
         """
         age = 0.0
         if not self._job.own_loop:
             answered = threading.Event()
-            self._job.post(answered.set)
-            if answered.wait(_PROBE_TIMEOUT_S):
-                self._last_turn = time.monotonic()
-            age = time.monotonic() - self._last_turn
+            self._asked = self._asked or time.monotonic()
+            self._job.post(partial(self._answer, answered))
+            answered.wait(_PROBE_TIMEOUT_S)
+            asked = self._asked
+            age = 0.0 if asked is None else time.monotonic() - asked
         return max(age, self._other_age())
+
+    def _answer(self, answered: threading.Event) -> None:
+        """Reply to a probe, also after its time; called by the loop."""
+        self._asked = None
+        answered.set()
 
 
 class HealthCheckServer:

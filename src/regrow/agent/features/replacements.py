@@ -24,6 +24,7 @@ import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from regrow._progress import INCARNATION_ENV
@@ -78,6 +79,17 @@ def ends_attempt(worker: EndedWorker) -> bool:
     return worker.wanted and worker.incarnation > 0 and not worker.stepped
 
 
+class _Places:
+    """The places of the workers of one attempt."""
+
+    def __init__(self, workers: StartedWorkers) -> None:
+        self.workers = workers
+        self.incarnations: dict[int, int] = {}  # by local rank, as all others
+        self.cleared: dict[int, threading.Event] = {}
+        self.refusals: dict[int, str] = {}  # why a place is given up
+        self.stopping = threading.Event()
+
+
 class Replacements(Feature):
     """Replaces lost workers of this host.
 
@@ -96,37 +108,32 @@ class Replacements(Feature):
         self._job = job
         self._reports = reports
         self._report = report
-        self._workers: StartedWorkers | None = None
-        self._incarnations: dict[int, int] = {}
-        self._cleared: dict[int, threading.Event] = {}
-        self._refusals: dict[int, str] = {}  # why the place of a local rank is given up
-        self._is_stopping = False
+        self._places: _Places | None = None  # of the latest attempt
         self._threads: list[threading.Thread] = []
         self._spending = threading.Lock()  # each restart has a number of its own
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class."""
-        self._workers = workers
-        self._incarnations = {}
-        self._cleared = {}
-        self._refusals = {}
-        self._is_stopping = False
+        self._places = _Places(workers)
 
     def before_stop(self) -> None:
         """See base class: no process takes a place any more."""
-        self._is_stopping = True
-        for cleared in list(self._cleared.values()):
-            cleared.set()
+        places = self._places
+        if places is not None:
+            places.stopping.set()
+            for cleared in list(places.cleared.values()):
+                cleared.set()
 
     def close(self) -> None:
         """See base class: end the threads."""
         self.before_stop()
+        deadline = monotonic() + REPORT_S
         for thread in self._threads:
-            thread.join(REPORT_S)
+            thread.join(max(0.0, deadline - monotonic()))
 
     def incarnation(self, local_rank: int) -> int:
         """Return how many processes had the place of a worker before."""
-        return self._incarnations.get(local_rank, 0)
+        return 0 if self._places is None else self._places.incarnations.get(local_rank, 0)
 
     # --- questions of the process context, when a worker has ended; they must not block
 
@@ -142,7 +149,7 @@ class Replacements(Feature):
         reports = self._reports()
         return EndedWorker(
             self._job.shared and reports is not None and reports.may_be_replaced(local_rank),
-            self._incarnations.get(local_rank, 0),
+            self.incarnation(local_rank),
             reports is not None and local_rank in reports.read(),
             self._job.remaining_restarts,
             self._job.leaving,
@@ -152,24 +159,26 @@ class Replacements(Feature):
 
     def on_change(self, change: WorkerChange) -> None:
         """Handle the end of a worker; called by the process context on its own thread."""
-        local_rank = change.local_rank
+        local_rank, places = change.local_rank, self._places
+        if places is None:
+            return
         match change.kind:
             case "vacant":
-                workers, reports = self._workers, self._reports()
-                assert workers is not None
+                reports = self._reports()
                 assert reports is not None
-                cleared = self._cleared[local_rank] = threading.Event()
-                self._start_thread(partial(self._replace, workers, reports, change, cleared))
-            case "cleared" if local_rank in self._cleared:
-                self._cleared[local_rank].set()
+                cleared = places.cleared[local_rank] = threading.Event()
+                self._start_thread(partial(self._replace, places, reports, change, cleared))
+            case "cleared" if local_rank in places.cleared:
+                places.cleared[local_rank].set()
             case "replaced":
-                self._on_replaced(change)
+                self._on_replaced(places, change)
             case "lost" | "exited" if change.kind == "lost" or change.status == 0:
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
-                    refused = self._refusals.get(local_rank) or may_replace(self._ended(local_rank))
+                    refused = places.refusals.get(local_rank)
+                    refused = refused or may_replace(self._ended(local_rank))
                     why = refused or "it ended with exit code 0"
-                    self._start_thread(partial(self._report_not_replaced, local_rank, why))
+                    self._start_thread(partial(self._report_not_replaced, places, local_rank, why))
 
     def _start_thread(self, run: Callable[[], None]) -> None:
         self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -181,26 +190,29 @@ class Replacements(Feature):
 
     def _replace(
         self,
-        workers: StartedWorkers,
+        places: _Places,
         reports: WorkerReports,
         change: WorkerChange,
         cleared: threading.Event,
     ) -> None:
-        context, local_rank = workers.context, change.local_rank
-        incarnation = self.incarnation(local_rank) + 1
-        ended = self._describe_end(change, reports.read())
-        self._emit("regrow.worker.vacated", local_rank, incarnation=incarnation - 1, **ended)
+        context, local_rank = places.workers.context, change.local_rank
+        before = places.incarnations.get(local_rank, 0)
+        incarnation = before + 1
+        ended = self._describe_end(places, change, reports.read())
+        self._emit(places, "regrow.worker.vacated", local_rank, incarnation=before, **ended)
+        if places.stopping.is_set():
+            return
         why = self._spend()
         cleared.wait()
-        if self._is_stopping:
+        if places.stopping.is_set():
             return
         if why:
-            self._refusals[local_rank] = why
+            places.refusals[local_rank] = why
             context.give_up(local_rank)
             return
         reports.clear(local_rank)
         _keep_error_file(context.error_files.get(local_rank, ""), incarnation)
-        self._incarnations[local_rank] = incarnation
+        places.incarnations[local_rank] = incarnation
         # Heartbeats between workers begin together, so a new process cannot take part in them.
         env = {INCARNATION_ENV: str(incarnation), HEARTBEAT_ENV: ""}
         if not context.replace(local_rank, env):
@@ -208,30 +220,29 @@ class Replacements(Feature):
         logger.warning(
             "rank %s: another process takes the place of pid %s, which ended %s; the other ranks "
             "wait for it",
-            workers.ranks[local_rank],
+            places.workers.ranks[local_rank],
             change.pid,
             ended["how"],
         )
 
-    def _on_replaced(self, change: WorkerChange) -> None:
-        assert self._workers is not None
+    def _on_replaced(self, places: _Places, change: WorkerChange) -> None:
         self._emit(
+            places,
             "regrow.worker.replaced",
             change.local_rank,
-            incarnation=self.incarnation(change.local_rank),
+            incarnation=places.incarnations.get(change.local_rank, 0),
             pid=change.pid,
-            started_from=self._workers.context.sources().get(change.local_rank, "exec"),
+            started_from=places.workers.context.sources().get(change.local_rank, "exec"),
             started_monotonic=change.monotonic,
             restarts_left=self._job.remaining_restarts,
         )
 
     def _describe_end(
-        self, change: WorkerChange, steps: dict[int, WorkerSteps]
+        self, places: _Places, change: WorkerChange, steps: dict[int, WorkerSteps]
     ) -> dict[str, object]:
-        assert self._workers is not None
         status = change.status
         how = f"by {signal_text(-status)}" if status < 0 else f"with exit code {status}"
-        failure = self._workers.context.ended(change.local_rank)
+        failure = places.workers.context.ended(change.local_rank)
         step = steps.get(change.local_rank)
         return {
             "pid": change.pid,
@@ -259,21 +270,20 @@ class Replacements(Feature):
     def _count(self, failures: int) -> None:
         self._job.count_failures(failures)
 
-    def _report_not_replaced(self, local_rank: int, why: str) -> None:
-        assert self._workers is not None
-        rank = self._workers.ranks[local_rank]
-        self._emit("regrow.worker.not_replaced", local_rank, reason=why)
+    def _report_not_replaced(self, places: _Places, local_rank: int, why: str) -> None:
+        rank = places.workers.ranks[local_rank]
+        self._emit(places, "regrow.worker.not_replaced", local_rank, reason=why)
         logger.warning("rank %s is not replaced: %s", rank, why)
+        if places.stopping.is_set():  # no rank waits; those of the next attempt have the rank
+            return
         try:
             self._report(rank)
         except Exception as error:  # noqa: BLE001 - the ranks then wait for replace_timeout
             logger.warning("the other ranks wait for rank %s until their time-out: %s", rank, error)
 
-    def _emit(self, name: str, local_rank: int, **fields: object) -> None:
-        workers = self._workers
-        assert workers is not None
-        rank = workers.ranks[local_rank]
-        attempt, emit = workers.attempt, self._job.recorder.emit
+    def _emit(self, places: _Places, name: str, local_rank: int, **fields: object) -> None:
+        rank = places.workers.ranks[local_rank]
+        attempt, emit = places.workers.attempt, self._job.recorder.emit
         self._job.post(
             lambda: emit(name, attempt=attempt, rank=rank, local_rank=local_rank, **fields)
         )

@@ -17,6 +17,7 @@ from regrow.rendezvous.protocol.messages import (
     NodeRefused,
     NodesWaiting,
     Placed,
+    RestartSpent,
     RoundClosed,
     RoundEnded,
     Seated,
@@ -99,6 +100,8 @@ class Notified(NamedTuple):
     """The round; 0 before the first."""
     waiting: int = 0
     """The number of waiting nodes in the latest notification."""
+    spent: int = 0
+    """The number of restarts that replaced workers of the round have spent."""
     ended: RoundEnded | None = None
     """The end of the round. Also set if this node ended the round, and its agent needs no
     notification."""
@@ -106,7 +109,7 @@ class Notified(NamedTuple):
     """The end of the rendezvous."""
 
 
-Notification = RoundEnded | Judged | RoundClosed | NodesWaiting
+Notification = RoundEnded | Judged | RoundClosed | NodesWaiting | RestartSpent
 
 
 def notifications(
@@ -127,10 +130,13 @@ def notifications(
         return notified, ()
     due: list[Notification] = []
     match snapshot.status:
-        case Seated(round=notified.round) if snapshot.waiting != notified.waiting:
-            notified = notified._replace(waiting=snapshot.waiting)
-            if snapshot.waiting:
+        case Seated(round=notified.round, failures=before):
+            if snapshot.waiting not in (notified.waiting, 0):
                 due.append(NodesWaiting(notified.round, snapshot.waiting))
+            if snapshot.failures - before > notified.spent:
+                due.append(RestartSpent(notified.round, snapshot.failures))
+            spent = max(notified.spent, snapshot.failures - before)
+            notified = notified._replace(waiting=snapshot.waiting, spent=spent)
         case RoundEnded(round=notified.round) as ended if notified.ended is None:
             notified = notified._replace(ended=ended)
             if ended.id != id:  # else this node ended the round itself

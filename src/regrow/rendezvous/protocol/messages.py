@@ -246,6 +246,17 @@ class NodesWaiting(NamedTuple):
         )
 
 
+class RestartSpent(NamedTuple):
+    """To the members: the job has been charged in the running round, for a replaced worker."""
+
+    round: int
+    failures: int
+    """How many failures the job has been charged with, including this one."""
+
+    def __str__(self) -> str:
+        return f"a worker is replaced, the job's failure number {self.failures}"
+
+
 class RoundClosed(NamedTuple):
     """To all nodes: no other round follows."""
 
