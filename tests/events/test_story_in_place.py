@@ -51,6 +51,22 @@ def test_the_lost_ranks_and_the_number_of_the_others_are_shown() -> None:
     assert "without ranks 4, 5 and 7 more; 3 continue" in rendered(many)
 
 
+def test_the_state_that_ranks_received_is_shown_with_its_size() -> None:
+    sent = {"name": "regrow.state.sent", "monotonic": 106.1, "step": 7, "rank": 0, "iteration": 1}
+    moved = {"targets": [2], "bytes": 3_250_000, "duration_s": 0.04}
+    lines = rendered(restarted(1), sent | moved, sent | moved | {"iteration": 2})
+    assert lines.count("state step 7 from rank 0 to rank 2: 3.2 MB in 40.0 ms") == 1
+    many = rendered(restarted(1), sent | moved | {"targets": [1, 2], "duration_s": None})
+    assert "state step 7 from rank 0 to ranks 1, 2: 3.2 MB" in many
+
+
+def test_the_reason_why_a_lost_rank_was_not_replaced_is_shown() -> None:
+    why = {"name": "regrow.worker.not_replaced", "monotonic": 106.1, "reason": "no restarts left"}
+    lines = rendered(restarted(1, lost=[2], lost_count=1), why | {"rank": 2}, why | {"rank": 1})
+    assert "not replaced rank 2: no restarts left" in lines
+    assert not any("rank 1" in line for line in lines)
+
+
 def vacated(rank: int, incarnation: int = 0, **fields: Any) -> Line:
     at = {"monotonic": 104.1 + incarnation, "ended_monotonic": 104.0 + incarnation}
     ended = {"pid": 70 + incarnation, "how": "by SIGKILL", "last_step": 5}

@@ -9,7 +9,7 @@ import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from regrow.events import evidence
@@ -20,6 +20,7 @@ from regrow.events.story_types import (
     OtherFailure,
     PlannedRestart,
     Replacement,
+    SentState,
     ServerEnd,
     StalledProgress,
     StepMark,
@@ -289,8 +290,26 @@ class _StoryBuilder:
                     first[rank] = each
             replaced = [each for each in replaced if each not in first.values()]
             found = [_replacement(each, vacated) for each in first.values()]
-            restarts.append(_in_process_restart(event, found))
+            restarts.append(
+                replace(
+                    _in_process_restart(event, found),
+                    not_replaced=self._not_replaced(event),
+                    states=tuple(map(_sent_state, self._of_iteration("regrow.state.sent", event))),
+                )
+            )
         return tuple(restarts)
+
+    def _not_replaced(self, restart: Record) -> tuple[str, ...]:
+        lost = _ranks(restart, "lost")
+        return tuple(
+            one_line(f"rank {integer(each, 'rank')}: {text(each, 'reason') or '?'}")
+            for each in self._sorted("regrow.worker.not_replaced")
+            if integer(each, "rank") in lost and each.get("attempt") == restart.get("attempt")
+        )
+
+    def _of_iteration(self, name: str, restart: Record) -> list[Record]:
+        keys = ("attempt", "iteration")
+        return [e for e in self._sorted(name) if all(e.get(k) == restart.get(k) for k in keys)]
 
     def _suspensions(self) -> tuple[Suspension, ...]:
         resumed = self._sorted("regrow.worker.resumed")
@@ -415,6 +434,16 @@ def _replacement(event: Record, vacated: list[Record]) -> Replacement:
         source=one_line(text(event, "started_from") or "exec"),
         started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
         restarts_left=integer(event, "restarts_left"),
+    )
+
+
+def _sent_state(event: Record) -> SentState:
+    return SentState(
+        step=integer(event, "step"),
+        rank=integer(event, "rank"),
+        targets=tuple(_ranks(event, "targets")),
+        size=integer(event, "bytes") or 0,
+        duration_s=real(event, "duration_s"),
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         PlannedRestart,
         Replacement,
         RestartCost,
+        SentState,
         ServerEnd,
         StalledProgress,
         Story,
@@ -309,6 +310,8 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
         steps = ", ".join(f"{name} {duration(s)}" for name, s in restart.phases[:-1])
         rows.append((f"{phase} after", duration(after), steps))
     rows += _column("replaced", [_replacement(each) for each in restart.replaced])
+    rows += _column("not replaced", [_clean(each) for each in restart.not_replaced])
+    rows += _column("state", [_sent_state(each) for each in restart.states])
     if restart.lost_count:
         ranks = ", ".join(map(str, restart.lost))
         more = restart.lost_count - len(restart.lost)
@@ -317,6 +320,15 @@ def _in_process_restart(restart: InProcessRestart) -> list[str]:
         plural = "s" if restart.lost_count > 1 else ""
         rows.append(("without", f"rank{plural} {ranks}{also}{left}", ""))
     return [f"  in-process restart (iteration {restart.iteration}{of}): {what}", *_lines(rows)]
+
+
+def _sent_state(sent: SentState) -> str:
+    plural = "s" if len(sent.targets) > 1 else ""
+    took = f" in {duration(sent.duration_s)}" if sent.duration_s is not None else ""
+    return (
+        f"step {sent.step} from rank {sent.rank} to rank{plural} "
+        f"{', '.join(map(str, sent.targets))}: {sent.size / 1e6:.1f} MB{took}"
+    )
 
 
 _SOURCES = {

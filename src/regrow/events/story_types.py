@@ -176,6 +176,22 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True)
+class SentState:
+    """The state of a training that a rank has sent to others (`regrow.State`)."""
+
+    step: int | None
+    """The step of the state."""
+    rank: int | None
+    """The rank that had it."""
+    targets: tuple[int, ...]
+    """The ranks that received it; only some if there are many."""
+    size: int
+    """Number of bytes sent."""
+    duration_s: float | None
+    """Seconds that it took, with the time in which the ranks met."""
+
+
+@dataclass(frozen=True, slots=True)
 class InProcessRestart:
     """A restart of the workers' function in the same processes."""
 
@@ -197,6 +213,10 @@ class InProcessRestart:
     """Phases of the restart in order: name, and seconds after the fault, seen by the new rank 0."""
     replaced: tuple[Replacement, ...] = ()
     """Processes that took the places of ranks that had ended."""
+    not_replaced: tuple[str, ...] = ()
+    """Why no process took the place of a lost rank, in one line each."""
+    states: tuple[SentState, ...] = ()
+    """The states that ranks sent to others after the restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from regrow._progress import send_event
 from regrow.state import tree
 from regrow.state.choice import DifferentParts, Groups, RankReport, RecoveryPlan, StateError, choose
 from regrow.state.parcel import Courier
@@ -18,6 +20,9 @@ from regrow.state.private import MOST, PrivateMemory, pack, unpack
 from regrow.state.transport import SocketTransport, Transport
 from regrow.store import PrefixStore
 from regrow.utils.logging import library_logger
+
+_SHOWN = 16
+"""Most receivers in an event."""
 
 if TYPE_CHECKING:
     from regrow.inprocess import CallWrapper
@@ -274,7 +279,7 @@ class State:
         mine = [each for each in plan.transfers if rank in each]
         if not mine:
             return
-        sends = mine[0].source == rank
+        sends, begun, moved = mine[0].source == rank, monotonic(), 0
         others = [each.target if sends else each.source for each in mine]
         with SocketTransport(store, rank, self._timeout) as sockets:
             if sends:
@@ -286,6 +291,17 @@ class State:
                 courier = Courier(transport, other, self._change)
                 for part in self._replicated:
                     (courier.send if sends else courier.receive)(part)
+                moved += courier.sent
+        if sends:
+            send_event(
+                "regrow.state.sent",
+                iteration=self._recoveries[0],
+                step=plan.step,
+                rank=rank,
+                targets=others[:_SHOWN],
+                bytes=moved,
+                duration_s=round(monotonic() - begun, 6),
+            )
         logger.info(
             "rank %s has %s step %d %s rank %s",
             rank,

@@ -46,6 +46,8 @@ class Courier:
         self._rank = rank
         self._begin = begin
         self._number = 0
+        self.sent = 0
+        """Number of bytes sent, without the checksums."""
         self._buffer = memoryview(bytearray(CHUNK + _CHECKSUM.size))
 
     def send(self, part: Part) -> None:
@@ -95,6 +97,7 @@ class Courier:
     def _send_buffer(self, size: int) -> None:
         checksum = zlib.crc32(self._buffer[:size], self._number)
         self._number += 1
+        self.sent += size
         _CHECKSUM.pack_into(self._buffer, size, checksum)
         self._transport.send(self._rank, self._buffer[: size + _CHECKSUM.size])
 

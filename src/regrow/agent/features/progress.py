@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from regrow.agent.job import Job
 
 RESTARTED = "regrow.inprocess.restarted"
+SENT = "regrow.state.sent"
 FIRST_STEP = b"\0"
 """The message of a first step; all other messages are lines."""
 _CHUNK = 1 << 16  # bytes: capacity of a pipe
@@ -241,6 +242,10 @@ def _ranks(value: object) -> list[int]:
     return [rank for rank in found if rank is not None]
 
 
+def _duration(value: object) -> float | None:
+    return value if isinstance(value, float | int) and 0 <= value < _LARGEST else None
+
+
 def _seconds(value: object) -> dict[str, float]:
     phases = list(value.items())[:_MOST_PHASES] if isinstance(value, dict) else []
     return {
@@ -263,5 +268,13 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "replaced": _ranks,
         "faults": _count,
         "seconds": _seconds,
-    }
+    },
+    SENT: {
+        "iteration": _count,
+        "step": _count,
+        "rank": _count,
+        "targets": _ranks,
+        "bytes": _count,
+        "duration_s": _duration,
+    },
 }
