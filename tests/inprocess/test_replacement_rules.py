@@ -37,6 +37,12 @@ class Ranks:
         for rank in range(SIZE):
             self.send(self.join(rank))
 
+    @property
+    def met(self) -> messages.Met:
+        """How the previous iteration ended."""
+        assert self.group.before is not None
+        return self.group.before
+
     def me(self, rank: int) -> tuple[str, int, str]:
         return "group", rank, f"process {self.incarnations[rank]} of {rank}"
 
@@ -97,8 +103,7 @@ def test_the_ready_ranks_wait_for_the_replacement_and_every_rank_keeps_its_place
     assert ranks.group.phase is Phase.ENDING
     assert ranks.group.deadline == 5.0
     ranks.replace(0)
-    met = ranks.group.before
-    assert met is not None
+    met = ranks.met
     assert (met.terminated, met.lost, met.joined) == ((), (), (Joined(0, 0),))
     assert met.world_size == SIZE
     answer = reply(ranks.group, ranks.join(0), 0.0)
@@ -127,8 +132,7 @@ def test_the_others_continue_when_the_time_of_the_replacement_is_over() -> None:
     assert ranks.group.phase is Phase.ENDING
     ranks.now = 5.0
     ranks.send(Tick())
-    met = ranks.group.before
-    assert met is not None
+    met = ranks.met
     assert (met.terminated, met.lost, met.joined) == ((3,), (3,), ())
 
 
@@ -203,8 +207,7 @@ def test_ranks_in_reserve_take_over_at_once_and_the_replacement_is_the_new_reser
     ranks.lose(2)  # now no rank is in reserve, but one waits to join
     ranks.replace(2)
     ranks.restart()
-    met = ranks.group.before
-    assert met is not None
+    met = ranks.met
     assert met.terminated == ()
     assert {each.rank for each in met.joined} == {1, 2}
     ranks.follow_assignment()
@@ -256,9 +259,7 @@ def test_a_rank_that_is_lost_while_another_one_is_replaced() -> None:
     assert ranks.group.phase is Phase.ENDING
     assert ranks.group.deadline == 6.0
     ranks.replace(3)
-    met = ranks.group.before
-    assert met is not None
-    assert met.joined == (Joined(1, 1), Joined(3, 3))
+    assert ranks.met.joined == (Joined(1, 1), Joined(3, 3))
 
 
 def test_ranks_that_never_entered_get_the_empty_places() -> None:
@@ -269,9 +270,7 @@ def test_ranks_that_never_entered_get_the_empty_places() -> None:
     ranks.replace(0)
     ranks.replace(2)
     ranks.restart()
-    met = ranks.group.before
-    assert met is not None
-    assert met.joined == (Joined(0, 0), Joined(2, 2))
+    assert ranks.met.joined == (Joined(0, 0), Joined(2, 2))
 
 
 def test_a_newcomer_learns_that_the_call_is_over() -> None:

@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from helpers.workers.pumping import Rig
+from regrow.workers import Guardian
+
+
+@pytest.fixture(scope="module")
+def guardian() -> Iterator[Guardian]:
+    """One guardian for the tests of a file; it must be able to end after them."""
+    guardian = Guardian()
+    yield guardian
+    assert guardian.close(30)
 
 
 @pytest.fixture

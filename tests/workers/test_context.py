@@ -31,13 +31,6 @@ from regrow.workers import (
 )
 
 
-@pytest.fixture(scope="module")
-def guardian() -> Iterator[Guardian]:
-    guardian = Guardian()
-    yield guardian
-    assert guardian.close(30)
-
-
 class Jobs:
     """Starts groups of shell scripts and closes what a test left open."""
 

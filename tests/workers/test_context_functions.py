@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from regrow.workers import Guardian, MultiprocessContext, RunProcsResult, Std, s
 
 METHODS = ("spawn", "fork", "forkserver")
 every_method = pytest.mark.parametrize("method", METHODS)
-
-
-@pytest.fixture(scope="module")
-def guardian() -> Iterator[Guardian]:
-    guardian = Guardian()
-    yield guardian
-    assert guardian.close(30)
 
 
 class Calls:

@@ -22,13 +22,6 @@ from regrow.workers import (
 )
 
 
-@pytest.fixture(scope="module")
-def guardian() -> Iterator[Guardian]:
-    guardian = Guardian()
-    yield guardian
-    assert guardian.close(30)
-
-
 class Group:
     """Shell scripts; a worker that fails leaves a vacant place, if it is replaceable."""
 
