@@ -174,6 +174,11 @@ def scene(log: Path | None) -> Iterator[Scene]:
             end(descendants(os.getpid()) - {os.getpid()})
 
 
+def adopt_orphans() -> None:
+    """Make every process that a rank leaves behind a child of this process; it ends with it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def end(pids: set[int]) -> None:
     """Kill processes, and reap the children of this process. All orphans are its children."""
     for pid in pids:
@@ -423,8 +428,7 @@ def main() -> int:
     }
     parser.add_argument("--only", choices=tuple(parts), help="only this part")
     options = parser.parse_args()
-    # Every process that a rank leaves behind becomes a child of this process, and ends with it.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     install()
     with scene(options.log) as stage:

@@ -143,7 +143,7 @@ def local_workers(job: Job, *, heartbeats: bool) -> LocalWorkers:
     return LocalWorkers(job, UninterruptibleSleepers(0), heartbeats=heartbeats)
 
 
-def test_a_replaceable_worker_that_ends_is_a_loss_and_no_failure(
+def test_a_worker_without_which_the_others_continue_is_lost_and_has_not_failed(
     local: LocalWorkers, recorder: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     local.on_start(started())
@@ -232,7 +232,7 @@ def test_first_steps_and_events_of_workers_are_events_of_the_running_attempt_onl
     for _ in range(2):
         reports.close()
     assert reports.last_steps() == {}
-    assert not reports.replaceable(0)
+    assert not reports.others_continue(0)
 
 
 # --- the health check

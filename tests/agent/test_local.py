@@ -407,9 +407,11 @@ def test_no_message_of_a_worker_ends_the_job(tmp_path: Path) -> None:
     assert (event.metadata["attempt"], event.metadata["host"]) == (0, socket.gethostname())
 
 
-def test_the_loss_of_a_replaceable_worker_by_any_signal_ends_no_job(tmp_path: Path) -> None:
-    replaceable = "from regrow import _progress; _progress.set_restart_state(1)"
-    killed = f"{replaceable}; os.kill(os.getpid(), 44)"
+def test_the_loss_of_a_worker_without_which_the_others_continue_by_any_signal_ends_no_job(
+    tmp_path: Path,
+) -> None:
+    others_continue = "from regrow import _progress; _progress.set_restart_state(1)"
+    killed = f"{others_continue}; os.kill(os.getpid(), 44)"
     script = f"import os\nif os.environ['RANK'] == '1': {killed}"
     seen: list[Event] = []
     elastic_launch(config(tmp_path, event_sinks=(seen.append,)), sys.executable)("-c", script)
@@ -417,24 +419,26 @@ def test_the_loss_of_a_replaceable_worker_by_any_signal_ends_no_job(tmp_path: Pa
     assert lost.metadata["exitcode"] == -44
 
 
-def test_the_page_shows_replaceable_workers_and_the_pipe_their_events() -> None:
+def test_the_page_shows_without_which_workers_the_others_continue_and_the_pipe_their_events() -> (
+    None
+):
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     page = WorkerReports(job(2, received.put))
     reporter = _open_reporter(page.environment(1)[PROGRESS_ENV])
     assert reporter is not None
-    assert [page.replaceable(rank) for rank in (0, 1)] == [False, False]
+    assert [page.others_continue(rank) for rank in (0, 1)] == [False, False]
     reporter.set_restart_state(IN_RESTARTER)
     reporter.send(b'{"name": "quick"}\n')
     reporter.report(7)
     reporter.send(b'{"name": "q"}\n')
     sent = [b'{"name": "quick"}', FIRST_STEP, b'{"name": "q"}']
     assert [received.get(timeout=30).args[0] for _ in range(3)] == sent
-    assert [page.replaceable(rank) for rank in (0, 1)] == [False, True]
+    assert [page.others_continue(rank) for rank in (0, 1)] == [False, True]
     assert page.read()[1].last_step == 7
     reporter.set_restart_state(NOT_IN_RESTARTER)
-    assert not page.replaceable(1)
+    assert not page.others_continue(1)
     page.close()
-    assert not page.replaceable(1)
+    assert not page.others_continue(1)
 
 
 def save_when_stopped_or_fail(folder: str) -> None:

@@ -404,7 +404,7 @@ def test_a_replacement_owes_a_result_from_its_start(make: Make) -> None:
     try:
         reports.clear(1)
         assert reports.owes_result(1)
-        assert not reports.replaceable(1)
+        assert not reports.others_continue(1)
         assert not reports.may_be_replaced(1)
         assert reports.read() == {}
     finally:

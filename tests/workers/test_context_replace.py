@@ -23,10 +23,14 @@ from regrow.workers import (
 
 
 class Group:
-    """Shell scripts; a worker that fails leaves a vacant place, if it is replaceable."""
+    """Shell scripts; a worker that fails leaves a vacant place, if the others continue without it."""
 
     def __init__(
-        self, guardian: Guardian, folder: Path, *scripts: str, replaceable: Callable[[int], bool]
+        self,
+        guardian: Guardian,
+        folder: Path,
+        *scripts: str,
+        others_continue: Callable[[int], bool],
     ) -> None:
         self.folder = folder
         self._changes: queue.SimpleQueue[WorkerChange] = queue.SimpleQueue()
@@ -38,7 +42,7 @@ class Group:
             logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
             guardian=guardian,
             signals_to_handle="",
-            replaceable=replaceable,
+            others_continue=others_continue,
             vacates=lambda _: True,
             on_change=self._changes.put,
         )
@@ -66,8 +70,8 @@ Start = Callable[..., Group]
 def start(guardian: Guardian, tmp_path: Path) -> Iterator[Start]:
     groups: list[Group] = []
 
-    def start(*scripts: str, replaceable: Callable[[int], bool] = lambda _: True) -> Group:
-        group = Group(guardian, tmp_path, *scripts, replaceable=replaceable)
+    def start(*scripts: str, others_continue: Callable[[int], bool] = lambda _: True) -> Group:
+        group = Group(guardian, tmp_path, *scripts, others_continue=others_continue)
         groups.append(group)
         return group
 
@@ -137,7 +141,7 @@ def test_no_process_starts_before_all_processes_of_the_worker_are_gone(start: St
 
 def test_a_place_that_is_given_up_is_a_loss_and_the_others_decide(start: Start) -> None:
     waits = 'while [ ! -e "$FOLDER/go" ]; do sleep 0.01; done'
-    group = start(waits, "kill -9 $$", replaceable=lambda local_rank: local_rank == 1)
+    group = start(waits, "kill -9 $$", others_continue=lambda local_rank: local_rank == 1)
     group.next("cleared")
     assert group.context.give_up(1)
     lost = group.next("lost")

@@ -97,7 +97,7 @@ def test_a_worker_that_returned_does_not_delay_the_end_of_a_group_that_failed(
 @pytest.mark.parametrize("method", METHODS)
 def test_workers_do_not_wait_for_a_lost_worker(tmp_path: Path, method: str) -> None:
     args = [(0,), (1,), (2,)]
-    result = run(method, tmp_path, return_or_die, *args, replaceable=lambda rank: rank == 1)
+    result = run(method, tmp_path, return_or_die, *args, others_continue=lambda rank: rank == 1)
     assert result.return_values == {0: 0, 2: 2}
 
 

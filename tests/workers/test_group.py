@@ -8,10 +8,10 @@ STOPPED = 2.0
 
 
 def end(
-    group: GroupState, rank: int, outcome: EndKind = "failed", *, replaceable: bool = False
+    group: GroupState, rank: int, outcome: EndKind = "failed", *, others_continue: bool = False
 ) -> GroupState:
     code = {"completed": 0, "stopped": -15}.get(outcome, 1)
-    return ended(group, rank, WorkerEnd(code, 1.0, outcome), replaceable)
+    return ended(group, rank, WorkerEnd(code, 1.0, outcome), others_continue)
 
 
 def outcomes(group: GroupState) -> dict[int, EndKind]:
@@ -38,23 +38,23 @@ def test_a_group_is_over_when_all_workers_are_gone_not_when_all_have_ended() -> 
 
 
 def test_the_others_continue_without_a_replaceable_worker() -> None:
-    group = end(GroupState(3), 1, replaceable=True)
+    group = end(GroupState(3), 1, others_continue=True)
     assert (group.failed, outcomes(group)) == ((), {1: "lost"})
     group = end(group, 0, "completed")
-    group = end(group, 2, replaceable=True)
+    group = end(group, 2, others_continue=True)
     assert group.failed == ()
 
 
 def test_losses_are_failures_when_no_worker_is_left_to_continue() -> None:
     group = GroupState(3)
     for rank in (1, 0, 2):
-        group = end(group, rank, replaceable=True)
+        group = end(group, rank, others_continue=True)
     assert group.failed == (0, 1, 2)
 
 
 def test_a_worker_that_ends_during_a_stop_is_not_lost() -> None:
-    group = end(end(GroupState(4), 1, replaceable=True), 0)
-    group = end(group._replace(stopped_at=STOPPED), 3, replaceable=True)
+    group = end(end(GroupState(4), 1, others_continue=True), 0)
+    group = end(group._replace(stopped_at=STOPPED), 3, others_continue=True)
     assert outcomes(group) == {0: "failed", 1: "lost", 3: "failed"}
 
 
@@ -64,19 +64,19 @@ def test_a_worker_that_left_the_others_and_completed_its_task_compensates_no_los
         group = GroupState(3)
         for outcome, rank in ends:
             assert group.failed == ()
-            group = end(group, rank, outcome, replaceable=True)  # type: ignore[arg-type]
+            group = end(group, rank, outcome, others_continue=True)  # type: ignore[arg-type]
         assert group.failed == (1, 2)
 
 
 def test_workers_that_all_left_and_completed_their_tasks_have_not_failed() -> None:
     group = GroupState(3)
     for rank in range(3):
-        group = end(group, rank, "completed", replaceable=True)
+        group = end(group, rank, "completed", others_continue=True)
     assert outcomes(group) == {0: "left", 1: "left", 2: "left"}
 
 
 def test_a_loss_remains_a_loss_when_the_last_of_the_others_fails() -> None:
-    group = end(end(GroupState(2), 1, replaceable=True), 0)
+    group = end(end(GroupState(2), 1, others_continue=True), 0)
     assert outcomes(group) == {0: "failed", 1: "lost"}
 
 
@@ -84,7 +84,7 @@ def test_a_loss_remains_a_loss_when_the_last_of_the_others_fails() -> None:
 
 
 def vacate(group: GroupState, rank: int) -> GroupState:
-    return ended(group, rank, WorkerEnd(-9, 1.0, "failed"), replaceable=True, vacates=True)
+    return ended(group, rank, WorkerEnd(-9, 1.0, "failed"), others_continue=True, vacates=True)
 
 
 def test_a_group_with_a_vacant_place_is_not_over_until_the_owner_has_decided() -> None:
@@ -97,10 +97,12 @@ def test_a_group_with_a_vacant_place_is_not_over_until_the_owner_has_decided() -
 
 def test_a_worker_that_fails_or_completes_leaves_no_vacant_place() -> None:
     failed = WorkerEnd(1, 1.0, "failed")
-    group = ended(GroupState(3), 0, failed, replaceable=False, vacates=True)
-    group = ended(group, 1, WorkerEnd(0, 1.0, "completed"), replaceable=True, vacates=True)
+    group = ended(GroupState(3), 0, failed, others_continue=False, vacates=True)
+    group = ended(group, 1, WorkerEnd(0, 1.0, "completed"), others_continue=True, vacates=True)
     assert outcomes(group) == {0: "failed", 1: "left"}
-    stopped = ended(GroupState(3, stopped_at=STOPPED), 0, failed, replaceable=True, vacates=True)
+    stopped = ended(
+        GroupState(3, stopped_at=STOPPED), 0, failed, others_continue=True, vacates=True
+    )
     assert outcomes(stopped) == {0: "failed"}
 
 

@@ -74,7 +74,7 @@ class Workers:
     def __init__(self, launcher: Recorded | None = None, started: int = 3, **options: Any) -> None:
         self.launcher, self.guardian = launcher or Recorded(), Stops()
         self.grace = GRACE
-        options = {"replaceable": lambda _: False, "owes_result": lambda _: False} | options
+        options = {"others_continue": lambda _: False, "owes_result": lambda _: False} | options
         self.set = WorkerSet(
             "test", 3, lambda: self.grace, cast("Guardian", self.guardian), self.launcher, **options
         )
@@ -151,14 +151,14 @@ def test_when_no_more_workers_start_the_group_is_over_with_those_that_did() -> N
 
 
 def test_a_replaceable_worker_is_lost_and_stops_no_other() -> None:
-    workers = Workers(replaceable=lambda rank: rank == 1)
+    workers = Workers(others_continue=lambda rank: rank == 1)
     assert workers.exit(1, -9) == "lost"
     assert workers.guardian.stops == []
     assert workers.launcher.calls == ["lost"]
 
 
 def test_a_replaceable_worker_that_exits_with_0_and_owes_a_result_has_failed() -> None:
-    workers = Workers(replaceable=lambda _: True, owes_result=lambda _: True)
+    workers = Workers(others_continue=lambda _: True, owes_result=lambda _: True)
     assert workers.exit(1, 0) == "exited"
     assert workers.set.group.failed == (1,)
     failure = workers.set.failure(1, "")
@@ -234,7 +234,7 @@ def test_the_launchers_explanation_goes_to_the_error_file_unless_there_is_one(
 
 def vacant(*ranks: int) -> Workers:
     """Return three workers of which some have ended, and whose places other processes may take."""
-    workers = Workers(replaceable=lambda _: True, vacates=lambda _: True)
+    workers = Workers(others_continue=lambda _: True, vacates=lambda _: True)
     for rank in ranks:
         assert workers.exit(rank, -9) == "vacant"
     return workers

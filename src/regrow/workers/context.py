@@ -55,7 +55,7 @@ class Supervision(TypedDict, total=False):
     guardian: Guardian | None
     on_change: Callable[[WorkerChange], None] | None
     signals_to_handle: str | None
-    replaceable: Callable[[int], bool]
+    others_continue: Callable[[int], bool]
     owes_result: Callable[[int], bool]
     vacates: Callable[[int], bool]
 
@@ -82,7 +82,7 @@ class PContext:
         on_change: called on another thread for each change; must not block.
         signals_to_handle: names of the signals that raise `SignalException`; empty for none; None
             reads them from `TORCHELASTIC_SIGNALS_TO_HANDLE`.
-        replaceable: returns, for the local rank of a worker that ended, whether the others can
+        others_continue: returns, for the local rank of a worker that ended, whether the others can
             continue without it; must not block. Default: they cannot.
         owes_result: returns, for the local rank of a worker that ended, whether it was in a wrapped
             function (`regrow.inprocess`) that has no result; must not block. In that case an exit
@@ -112,7 +112,7 @@ class PContext:
         guardian: Guardian | None = None,
         on_change: Callable[[WorkerChange], None] | None = None,
         signals_to_handle: str | None = None,
-        replaceable: Callable[[int], bool] = lambda local_rank: False,
+        others_continue: Callable[[int], bool] = lambda local_rank: False,
         owes_result: Callable[[int], bool] = lambda local_rank: False,
         vacates: Callable[[int], bool] = lambda local_rank: False,
     ) -> None:
@@ -151,7 +151,7 @@ class PContext:
             failure_timeout or (lambda: shutdown_timeout),
             self._guardian,
             launcher,
-            replaceable,
+            others_continue,
             owes_result,
             vacates,
         )

@@ -75,7 +75,11 @@ class GroupState(NamedTuple):
 
 
 def ended(
-    group: GroupState, rank: int, end: WorkerEnd, replaceable: bool = False, vacates: bool = False
+    group: GroupState,
+    rank: int,
+    end: WorkerEnd,
+    others_continue: bool = False,
+    vacates: bool = False,
 ) -> GroupState:
     """Return the group after the end of a worker.
 
@@ -85,13 +89,13 @@ def ended(
         end: how the worker ended, without regard to in-process restart: its outcome is
             `completed`, `stopped` or `failed`. This function may change it to `left`, `lost` or
             `vacant`.
-        replaceable: whether the other workers can continue without this one. If this worker
+        others_continue: whether the other workers can continue without this one. If this worker
             completed its task: whether the others had already continued without it.
         vacates: whether a worker that is lost may be replaced.
     """
-    if replaceable and end.outcome == "completed":
+    if others_continue and end.outcome == "completed":
         end = end._replace(outcome="left")
-    elif replaceable and end.outcome == "failed" and group.stopped_at is None:
+    elif others_continue and end.outcome == "failed" and group.stopped_at is None:
         end = end._replace(outcome="vacant" if vacates else "lost")
     return _settled(group._replace(ends={**group.ends, rank: end}))
 

@@ -151,7 +151,7 @@ class WorkerSet:
         grace: returns the seconds between SIGTERM and SIGKILL when a failure ends the group.
         guardian: runs the workers.
         launcher: interprets the ends of the workers.
-        replaceable: returns whether the others can continue without a worker that ended.
+        others_continue: returns whether the others can continue without a worker that ended.
         owes_result: returns whether a worker that ended has not completed its function; see
             `PContext`.
         vacates: returns whether another process may take the place of a worker that ended.
@@ -162,7 +162,7 @@ class WorkerSet:
     grace: Callable[[], float]
     guardian: Guardian
     launcher: Launcher
-    replaceable: Callable[[int], bool]
+    others_continue: Callable[[int], bool]
     owes_result: Callable[[int], bool]
     vacates: Callable[[int], bool] = lambda local_rank: False
 
@@ -295,10 +295,10 @@ class WorkerSet:
         code, well = self.launcher.end(rank, event.code)
         well = well and not self.owes_result(rank)
         # An exit with 0 reports a success, which the other workers cannot achieve in its place.
-        replaceable = (well or code != 0) and self.replaceable(rank)
+        others_continue = (well or code != 0) and self.others_continue(rank)
         outcome: EndKind = "completed" if well else "stopped" if event.stopping else "failed"
         end = WorkerEnd(code, event.monotonic, outcome, event.late)
-        self._note_end(rank, end, replaceable, replaceable and self.vacates(rank))
+        self._note_end(rank, end, others_continue, others_continue and self.vacates(rank))
         return self._change_of_end(rank)
 
     def _change_of_end(self, rank: int) -> WorkerChange:
@@ -312,9 +312,9 @@ class WorkerSet:
         return WorkerChange(rank, pid, "exited", end.code, end.at)
 
     def _note_end(
-        self, rank: int, end: WorkerEnd, replaceable: bool = False, vacates: bool = False
+        self, rank: int, end: WorkerEnd, others_continue: bool = False, vacates: bool = False
     ) -> None:
-        self.group = ended(self.group, rank, end, replaceable, vacates)
+        self.group = ended(self.group, rank, end, others_continue, vacates)
         if self.group.failed and self.group.stopped_at is None:
             self._stop(signal.SIGTERM, self.grace())
 

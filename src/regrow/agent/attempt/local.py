@@ -7,8 +7,8 @@ the inbox, so an idle agent sleeps.
 
 **Losses.** A wrapper (`regrow.inprocess`) continues without a rank that lost its process. The agent
 must not stop the other workers then. The worker itself provides this information: its slot of the
-progress page marks it as replaceable. The worker sets the mark when all ranks have met, and clears
-it when the call is about to end on all ranks. The mark is set again after the worker has left the
+progress page has a mark if the others continue without it. The worker sets the mark when all ranks
+have met, and clears it when the call is about to end on all ranks. The mark is set again after the worker has left the
 call for good. The agent reads the slot after the end of the process, so the mark is valid up to the
 instant of a SIGKILL. An exit with 0 before the function has a result is a failure. A lost worker is
 removed from the group, and no budget is charged. The place stays empty, or another process takes it
@@ -156,15 +156,15 @@ class LocalWorkers(Feature):
             on_change=partial(self._on_change, job.attempt),
             signals_to_handle="",
             before_start=self._before_first,
-            replaceable=self._is_replaceable,
+            others_continue=self._others_continue,
             owes_result=reports.owes_result,
             vacates=self.replacements.vacates,
         )
         return dict(self.context.pids())
 
-    def _is_replaceable(self, local_rank: int) -> bool:
+    def _others_continue(self, local_rank: int) -> bool:
         assert self.reports is not None
-        goes_on = self.reports.replaceable(local_rank)
+        goes_on = self.reports.others_continue(local_rank)
         return goes_on and not self.replacements.ends_attempt(local_rank)
 
     def _before_first(self, context: PContext) -> None:

@@ -110,7 +110,7 @@ class WorkerReports:
         """Return the first and last steps of the workers, by global rank."""
         return {str(self._ranks[local]): each._asdict() for local, each in self.read().items()}
 
-    def replaceable(self, local_rank: int) -> bool:
+    def others_continue(self, local_rank: int) -> bool:
         """Return whether the other workers continue after the end of this local rank."""
         return bool(self._restarter_state(local_rank) & OTHERS_GO_ON)
 
