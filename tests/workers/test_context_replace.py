@@ -23,7 +23,7 @@ from regrow.workers import (
 
 
 class Group:
-    """Shell scripts; a worker that fails leaves a vacant place, if the others continue without it."""
+    """Shell scripts; a worker leaves a vacant place if the others continue without it."""
 
     def __init__(
         self,

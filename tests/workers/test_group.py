@@ -37,7 +37,7 @@ def test_a_group_is_over_when_all_workers_are_gone_not_when_all_have_ended() -> 
     assert group._replace(gone=frozenset((0, 1))).over
 
 
-def test_the_others_continue_without_a_replaceable_worker() -> None:
+def test_the_others_continue_without_a_worker() -> None:
     group = end(GroupState(3), 1, others_continue=True)
     assert (group.failed, outcomes(group)) == ((), {1: "lost"})
     group = end(group, 0, "completed")

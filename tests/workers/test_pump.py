@@ -140,6 +140,16 @@ def test_only_teed_ranks_are_filtered_and_shown(make: Make, tmp_path: Path) -> N
     assert rig.stored(1) == b"loss 1\n"
 
 
+def test_output_is_stored_also_by_a_pump_that_is_stopped_before_its_start(tmp_path: Path) -> None:
+    """A worker that ends at once may end its group before another thread starts the pump."""
+    dest = destinations(tmp_path, 1, tee=False)
+    pump = LogPump("worker", dest)
+    os.write(pump.writer_fds(0)[1], b"the only line\n")
+    pump.stop()
+    pump.start()
+    assert Path(dest.stdouts[0]).read_bytes() == b"the only line\n"
+
+
 def test_streams_that_are_not_redirected_are_inherited_or_dropped_and_no_thread_runs() -> None:
     before = set(threading.enumerate())
     dest = LogsDest({0: "", 1: os.devnull}, {0: "", 1: ""}, tee_stdouts={0: os.devnull})

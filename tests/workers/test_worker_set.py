@@ -150,14 +150,14 @@ def test_when_no_more_workers_start_the_group_is_over_with_those_that_did() -> N
     assert workers.set.group.over
 
 
-def test_a_replaceable_worker_is_lost_and_stops_no_other() -> None:
+def test_a_worker_without_which_the_others_continue_stops_no_other() -> None:
     workers = Workers(others_continue=lambda rank: rank == 1)
     assert workers.exit(1, -9) == "lost"
     assert workers.guardian.stops == []
     assert workers.launcher.calls == ["lost"]
 
 
-def test_a_replaceable_worker_that_exits_with_0_and_owes_a_result_has_failed() -> None:
+def test_a_worker_that_exits_with_0_and_owes_a_result_has_failed() -> None:
     workers = Workers(others_continue=lambda _: True, owes_result=lambda _: True)
     assert workers.exit(1, 0) == "exited"
     assert workers.set.group.failed == (1,)

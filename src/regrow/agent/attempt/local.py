@@ -8,13 +8,13 @@ the inbox, so an idle agent sleeps.
 **Losses.** A wrapper (`regrow.inprocess`) continues without a rank that lost its process. The agent
 must not stop the other workers then. The worker itself provides this information: its slot of the
 progress page has a mark if the others continue without it. The worker sets the mark when all ranks
-have met, and clears it when the call is about to end on all ranks. The mark is set again after the worker has left the
-call for good. The agent reads the slot after the end of the process, so the mark is valid up to the
-instant of a SIGKILL. An exit with 0 before the function has a result is a failure. A lost worker is
-removed from the group, and no budget is charged. The place stays empty, or another process takes it
-(`regrow.agent.features.replacements`). When the other workers have ended, the attempt ends with
-their result (`regrow.workers.group`). If no worker of this node is left, its last loss is a
-failure. The end of a worker outside a wrapper is always a failure.
+have met, and clears it when the call is about to end on all ranks. The mark is set again after the
+worker has left the call for good. The agent reads the slot after the end of the process, so the
+mark is valid up to the instant of a SIGKILL. An exit with 0 before the function has a result is a
+failure. A lost worker is removed from the group, and no budget is charged. The place stays empty,
+or another process takes it (`regrow.agent.features.replacements`). When the other workers have
+ended, the attempt ends with their result (`regrow.workers.group`). If no worker of this node is
+left, its last loss is a failure. The end of a worker outside a wrapper is always a failure.
 
 **Leases.** The guardian kills the workers of a round when their lease expires, whether the agent
 runs or not, and reports it.

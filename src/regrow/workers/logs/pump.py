@@ -18,6 +18,7 @@ import os
 import select
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -167,17 +168,19 @@ class LogPump:
         }
 
     def start(self) -> None:
-        """Start to store the workers' output."""
-        if self._streams and self._thread is None:
-            self._thread = start_thread(self._run, "regrow-pump")
+        """Start to store the workers' output; no effect after the first call."""
+        with self._lock:
+            if self._streams and self._thread is None:
+                self._thread = start_thread(self._run, "regrow-pump")
 
     def close_writers(self) -> None:
         """Close the agent's copies of the write ends of the workers' pipes.
 
         While one is open, the reader never sees the end of the file.
         """
-        while self._writers:
-            os.close(self._writers.popitem()[1])
+        with suppress(KeyError):  # another thread may close them as well
+            while self._writers:
+                os.close(self._writers.popitem()[1])
 
     def await_end(self, local_rank: int, timeout: float) -> None:
         """Wait until all output of a worker that has ended is stored.
@@ -205,6 +208,7 @@ class LogPump:
                 a console without delay; a slower one continues on its own: see `Follower.flush`.
         """
         self.close_writers()
+        self.start()  # the workers may have ended before another thread does it
         deadline = monotonic() + timeout
         with self._lock:
             if self._deadline is None or deadline < self._deadline:
