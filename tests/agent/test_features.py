@@ -390,6 +390,28 @@ def test_the_node_of_the_root_cause_reads_what_the_others_wrote_before_the_ranks
     assert recorder.emitted[-1][1]["ranks"] == [4, 5, 6, 7]
 
 
+def test_what_a_node_wrote_for_the_root_cause_stays_until_the_next_round(
+    compare: Callable[..., TimerReports], job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of the root cause may read it after this node has started its workers.
+
+    It checks that the key exists, and then gets it: if the key was deleted between the two calls,
+    it waited for minutes, and the other nodes ran without its workers.
+    """
+    deleted: list[list[str]] = []
+    monkeypatch.setattr(job.leftovers, "add", lambda store, keys: deleted.append(keys))
+    elsewhere = compare({}, {6: "in recv (b.py:2)"})
+    elsewhere.on_report(report_of(WorkerPlaces(3, {5: "in step (train.py:14)"})))
+    elsewhere.before_stop()
+    store = MemoryStore()
+    elsewhere.before_ranks(store)
+    assert deleted == []
+    job.attempt += 1
+    elsewhere.before_ranks(MemoryStore())
+    (keys,) = deleted
+    assert store.check(keys)
+
+
 # --- heartbeats
 
 

@@ -204,7 +204,7 @@ def test_a_server_that_was_closed_is_not_replaced() -> None:
     kept.close()
     os.close(pidfd)
     assert len(started) == 1
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 @pytest.mark.parametrize("opens", ["memfd_create", "eventfd"])

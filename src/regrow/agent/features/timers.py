@@ -69,6 +69,8 @@ class TimerReports(Feature):
         self._hung: dict[int, Hang] = {}  # hangs of the current attempt that got a signal, by pid
         self._elsewhere: WorkerPlaces | None = None  # from the latest report of another node's hang
         self._own: WorkerPlaces | None = None  # the places of this node's workers at that time
+        # The keys of the latest round with places. Another node may still read them in that round.
+        self._left: tuple[Store, list[str]] | None = None
         self._all_compared = -1  # attempt that this node, as root cause, compared on all nodes
 
     @property
@@ -234,10 +236,13 @@ class TimerReports(Feature):
     def before_ranks(self, store: Store) -> None:
         """See base class."""
         own, attempt = self._own, self._job.attempt
+        left, self._left = self._left, None
+        if left is not None:
+            self._job.leftovers.add(*left)
         if own is None or own.attempt != attempt or not own.places:
             return
         key = comparison.KEY.format(attempt)
-        self._job.leftovers.add(store, [key])
+        self._left = store, [key]
         try:
             store.append(key, json.dumps(comparison.encode(own)) + "\n")
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
