@@ -42,7 +42,7 @@ train()
 
 
 STATE = """\
-import os
+import os, time
 import torch
 import torch.distributed as dist
 import regrow
@@ -68,6 +68,8 @@ def train(call: CallWrapper) -> None:
         state.prepare(step)
         if FAULTS and (call.iteration, rank, step) == (0, 1, 2):
             raise ValueError("before the collective")
+        while FAULTS and (call.iteration, step) in ((0, 2), (1, 4), (2, 5)):
+            time.sleep(0.01)  # another rank fails now, and a wait in gloo might not end
         dist.all_reduce(gradient)
         if FAULTS and (call.iteration, rank, step) == (1, 2, 3):
             raise ValueError("after the collective")
