@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers.processes import PATIENCE, alive
+from helpers.processes import PATIENCE, alive, wait_until
 from regrow.workers import (
     DefaultLogsSpecs,
     Guardian,
@@ -187,14 +188,23 @@ def test_a_process_that_cannot_start_is_a_failure_and_stops_the_others(
 
 
 def test_replacements_leave_no_descriptor_and_no_thread_behind(start: Start) -> None:
-    script = 'test "$INCARNATION" = 9 || kill -9 $$'
-    group = start('while [ ! -e "$FOLDER/go" ]; do sleep 0.01; done', script)
-    open_files = []
-    for incarnation in range(1, 10):
-        group.next("cleared")
-        open_files.append(len(os.listdir("/proc/self/fd")))
-        assert group.replace(1, incarnation)
-    (group.folder / "go").touch()
-    assert group.result().failures == {}
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def replace(times: int) -> None:
+        script = f'test "$INCARNATION" = {times} || kill -9 $$'
+        group = start('while [ ! -e "$FOLDER/go" ]; do sleep 0.01; done', script)
+        for incarnation in range(1, times + 1):
+            group.next("cleared")
+            assert group.replace(1, incarnation)
+        (group.folder / "go").touch()
+        assert group.result().failures == {}
+        group.context.close(signal.SIGKILL, 0)
+        (group.folder / "go").unlink()
+
+    replace(1)  # the guardian and the console have started then
+    before, threads = open_files(), threading.active_count()
+    replace(9)
     # The pump of a process that has ended closes its files a little later.
-    assert min(open_files[-3:]) <= min(open_files[:3]) + 1, open_files
+    wait_until(lambda: open_files() <= before, lambda: f"{open_files()} open files, not {before}")
+    wait_until(lambda: threading.active_count() <= threads, "no more threads")
