@@ -219,7 +219,7 @@ def test_a_server_without_free_descriptors_leaves_none_open(
     started: list[int] = []
     with pytest.raises(OSError, match="Too many"):
         HostedServer(listen_at("127.0.0.1", 0), start(started))
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
     assert not started
 
 
@@ -231,7 +231,7 @@ def test_a_server_that_cannot_be_started_leaves_nothing() -> None:
 
     with pytest.raises(OSError, match="not today"):
         HostedServer(listen_at("127.0.0.1", 0), refuse)
-    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert len(os.listdir("/proc/self/fd")) <= open_files
 
 
 def test_the_port_is_refused_after_the_agent_and_its_server(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_the_descriptors_of_a_server_are_given_back() -> None:
         server: ServerProcess = start_server(token=(token := make_token()))
         connect(server.endpoint, token=token).close()
         server.close()
-    assert count() == before
+    assert count() <= before
 
 
 STARTER_WITHOUT_DESCRIPTORS = """
@@ -244,11 +244,13 @@ def test_a_server_without_a_descriptor_for_its_process_is_ended(
     def fails(pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    before = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
+    files, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
     monkeypatch.setattr(os, "pidfd_open", fails)
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too"):
         start(listener)
-    assert (len(os.listdir("/proc/self/fd")), children_of(os.getpid())) == before
+    # Fewer, if the start has reaped a server that another test has left.
+    assert len(os.listdir("/proc/self/fd")) <= files
+    assert set(children_of(os.getpid())) <= set(children)
 
 
 def test_a_server_starts_beside_more_than_a_thousand_open_files() -> None:
