@@ -20,7 +20,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,6 +74,28 @@ def echo(job: subprocess.Popen[str], seen: list[str]) -> None:
         seen.append(line)
 
 
+@contextmanager
+def launched(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """Run regrow with these arguments; yield the job, and the lines that it has written so far."""
+    announce("regrow " + " ".join(command))
+    job = subprocess.Popen(
+        [sys.executable, "-m", "regrow", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    seen: list[str] = []
+    reader = threading.Thread(target=echo, args=(job, seen))
+    reader.start()
+    try:
+        yield job, seen
+    finally:
+        job.terminate()  # no effect if the job has ended
+        job.wait()
+        reader.join()
+
+
 def kill_mid_epoch(job: subprocess.Popen[str], checkpoints: Path, logs: Path) -> None:
     """Wait for the middle of an epoch, then kill the worker of VICTIM_RANK."""
     wait_until(lambda: len(first_pids(logs)) > VICTIM_RANK, "its first attempt", job)
@@ -119,24 +142,9 @@ def main() -> None:
     command = ["run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     command += [f"--log-dir={logs}", str(HERE / "train_digits.py")]
     command += [f"--checkpoint-dir={checkpoints}"]
-    announce("regrow " + " ".join(command))
-    job = subprocess.Popen(
-        [sys.executable, "-m", "regrow", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    seen: list[str] = []
-    reader = threading.Thread(target=echo, args=(job, seen))
-    reader.start()
-    try:
+    with launched(command) as (job, seen):
         kill_mid_epoch(job, checkpoints, logs)
         code = job.wait(DEADLINE_S)
-    finally:
-        job.terminate()  # no effect if the job has ended
-        job.wait()
-        reader.join()
     accuracy = check(code, "".join(seen))
     announce(
         f"one worker killed, job recovered by itself, test accuracy {accuracy:.4f}.\n"

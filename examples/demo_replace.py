@@ -15,12 +15,10 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
-from demo import DEADLINE_S, announce, echo, fail, first_pids, wait_until  # type: ignore[import-not-found]
+from demo import DEADLINE_S, announce, fail, first_pids, launched, wait_until  # type: ignore[import-not-found]
 
 HERE = Path(__file__).resolve().parent
 STEPS = 300
@@ -61,28 +59,13 @@ def main() -> None:
 
     command = ["run", "--standalone", "--nproc-per-node=4", "--max-restarts=3", "--preload=torch"]
     command += [f"--log-dir={logs}", str(HERE / "gpt.py"), f"--steps={STEPS}"]
-    announce("regrow " + " ".join(command))
-    job = subprocess.Popen(
-        [sys.executable, "-m", "regrow", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
-    seen: list[str] = []
-    reader = threading.Thread(target=echo, args=(job, seen))
-    reader.start()
-    try:
+    with launched(command) as (job, seen):
         for step, rank in KILLS.items():
             wait_until(lambda s=step: any(f"step {s}," in x for x in seen), f"step {step}", job)
             pid = first_pids(logs)[rank]
             announce(f"step {step} is done; kill -9 {pid}, the worker of rank {rank}")
             os.kill(pid, signal.SIGKILL)
         code = job.wait(DEADLINE_S)
-    finally:
-        job.terminate()  # no effect if the job has ended
-        job.wait()
-        reader.join()
     loss = check(code, "".join(seen))
     announce(
         f"two processes killed, each replaced by one, test loss {loss:.3f}.\n"
