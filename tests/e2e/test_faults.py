@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,25 @@ def test_a_worker_killed_by_sigkill_is_replaced_and_named_as_the_first_failure(
     assert failure["failed_monotonic"] <= failure["detected_monotonic"]
     assert "rank 1" in job.stderr
     assert "SIGKILL" in job.stderr
+
+
+def test_an_event_log_that_takes_no_more_events_delays_no_restart(launch: Launch) -> None:
+    # As on a file system that hangs, a write to the log blocks: it is a full pipe.
+    job = launch(HOLD_FIRST_ATTEMPT, "--max-restarts=1")
+    first = pids(job)
+    (log,) = job.log_dir.glob("*/events.jsonl")
+    log.unlink()
+    os.mkfifo(log)
+    pipe = os.open(log, os.O_RDWR | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(pipe, b"." * 4096)
+    os.kill(first[1], signal.SIGKILL)
+    second = pids(job)
+    assert job.finish() == 0, job.output
+    os.close(pipe)
+    assert not set(first.values()) & set(second.values())
+    assert "takes no more events" in job.stderr
 
 
 # Rank 0 stops slowly, and reports that it has begun to stop.

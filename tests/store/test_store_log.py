@@ -13,7 +13,8 @@ import pytest
 
 from helpers.stores.storing import PATIENCE, Background
 from regrow.store import StoreAuthError, connect, make_token
-from regrow.store.server.log import BackgroundWriter, write_log
+from regrow.store.server.log import write_log
+from regrow.utils import BackgroundWriter
 
 STARTER = """
 import sys

@@ -24,14 +24,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regrow.events.recording import Event
-from regrow.utils import BrokenLine, JsonLinesFile, read_json_lines, to_json
+from regrow.utils import BackgroundWriter, BrokenLine, JsonLinesFile, read_json_lines, to_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 JOB_STARTED, JOB_FINISHED = "regrow.job.started", "regrow.job.finished"
 EVENTS_FILE = "events.jsonl"
 """File name of the event log in a run's log directory."""
+WAITING_EVENTS = 10_000
+"""Most events that may wait for a file system that hangs."""
+CLOSE_S = 5.0
+"""Seconds within which the last events must be written."""
 
 
 def as_record(event: object) -> dict[str, Any]:
@@ -77,7 +81,15 @@ class EventLog:
 
     def __call__(self, event: Event) -> None:
         """Append `event`."""
-        record = as_record(event)
+        self._append(as_record(event))
+
+    def write(self, records: Sequence[Mapping[str, Any]], lost: int) -> None:
+        """Append records of events, and count the events that were lost after them."""
+        for record in records:
+            self._append(record)
+        self._file.skip(lost)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
         stored = self._file.append(record)
         if record.get("name") == JOB_STARTED:
             self._end.hold()
@@ -97,6 +109,28 @@ class EventLog:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+class QueuedEventLog:
+    """Event sink that appends each event to the file `path` from a thread of its own.
+
+    A file system that hangs, such as that of a file server out of reach, delays no caller.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._log = EventLog(path)
+        self._writer = BackgroundWriter(self._log.write, "regrow-events", WAITING_EVENTS)
+
+    def __call__(self, event: Event) -> None:
+        """Queue `event`."""
+        self._writer.add(as_record(event))
+
+    def close(self) -> None:
+        """Write the queued events and close the file, unless that takes longer than `CLOSE_S`."""
+        if self._writer.close(CLOSE_S):
+            self._log.close()
+        else:
+            _to_stderr(f"{self._log.path} takes no more events; the end of the job is not in it")
 
 
 class EventFile(NamedTuple):

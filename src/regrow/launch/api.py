@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from regrow import events, metrics
 from regrow.agent import LocalElasticAgent, WorkerSpec
-from regrow.events import EVENTS_FILE, EventLog
+from regrow.events import EVENTS_FILE, QueuedEventLog
 from regrow.launch.config import LaunchConfig
 from regrow.launch.scheduler import is_placed
 from regrow.rendezvous import (
@@ -167,7 +167,7 @@ def _run_agent(
     )
     directory = _run_log_dir(config)
     # The event log is on, unless the job has no log directory.
-    event_log = EventLog(os.path.join(directory, EVENTS_FILE)) if directory else None
+    event_log = QueuedEventLog(os.path.join(directory, EVENTS_FILE)) if directory else None
     least, most = config.min_nodes, config.max_nodes
     added: dict[str, Any] = {  # arguments that torch's agent does not have
         "event_sinks": (*filter(None, (request, event_log)), *config.event_sinks),

@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     )
     from regrow.store.protocol.tls import Tls
     from regrow.store.server.journal import Journal, make_files
-    from regrow.store.server.log import BackgroundWriter
     from regrow.store.server.process import FOR_WORKERS, ServerProcess, import_paths, start_server
     from regrow.store.server.server import StoreServer
     from regrow.store.server.services import Answer, Service, within
@@ -140,7 +139,6 @@ __getattr__, __dir__ = lazily(
     {
         "client.client": "StoreClient connect",
         "server.journal": "Journal make_files",
-        "server.log": "BackgroundWriter",
         "server.process": "FOR_WORKERS ServerProcess import_paths start_server",
         "server.server": "StoreServer",
         "server.services": "Answer Service within",

@@ -62,8 +62,6 @@ FIRST_CLIENTS_S: Final = 2.0
 """Seconds from the start of a lingering server within which its first clients may connect."""
 QUIET_S: Final = 1.0
 """Seconds without a session after which a lingering server expects no client to reconnect."""
-LOG_LINES: Final = 256
-"""Lines that may wait for the writer; further lines are dropped and counted."""
 LOG_CLOSE_S: Final = 0.5
 """Seconds within which a server that ends writes its last lines."""
 REFUSALS_S: Final = 60.0

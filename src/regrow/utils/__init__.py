@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         split_signals,
         starting_helpers,
     )
-    from regrow.utils.threads import call_in_thread, start_thread
+    from regrow.utils.threads import BackgroundWriter, call_in_thread, start_thread
     from regrow.utils.user_text import (
         describe,
         get_cause,
@@ -80,7 +80,7 @@ __getattr__, __dir__ = lazily(
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV end_process end_text ends_within reap signal_name"
             " signal_text spawn_helper split_signals starting_helpers"
         ),
-        "threads": "call_in_thread start_thread",
+        "threads": "BackgroundWriter call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline repr_of str_of",
         "api": "get_env_variable_or_raise macros",
         "distributed": "get_free_port get_socket_with_port",

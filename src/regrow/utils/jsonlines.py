@@ -105,6 +105,12 @@ class JsonLinesFile:
         """Return the number of lines lost since the last written line."""
         return self._unreported
 
+    def skip(self, lines: int) -> None:
+        """Count lines that were lost before they came here."""
+        with self._lock:
+            self.lost += lines
+            self._unreported += lines
+
     def close(self) -> None:
         """Close the file; a later `append` opens it again."""
         with self._lock:

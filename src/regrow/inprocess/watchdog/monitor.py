@@ -78,10 +78,10 @@ from regrow.inprocess.watchdog.monitor_client import (
     Terms,
     peer_of,
 )
-from regrow.store import BackgroundWriter, StoreError, visit
+from regrow.store import StoreError, visit
 from regrow.timer.stacks.capture import Target, capture
 from regrow.timer.stacks.report import where
-from regrow.utils import end_process
+from regrow.utils import BackgroundWriter, end_process
 
 STANDSTILL: Final = 1.0
 """Seconds of delay in waking up, after which the watcher assumes that the whole host was suspended.

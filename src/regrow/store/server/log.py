@@ -1,9 +1,4 @@
-"""The server's log on stderr: limited in volume, and written by a thread that may block.
-
-Some outputs block the thread that writes to them: a stopped terminal (Ctrl-S), a pipe without a
-reader, a file system that hangs. A check before each write does not help. Other processes write to
-the same output, and a non-blocking mode would apply to all these processes. So a `BackgroundWriter`
-has a thread of its own, and drops items while too many wait.
+"""The server's log on stderr: limited in volume, and written by a `BackgroundWriter`.
 
 A process with the wrong token may connect again and again, as fast as it can. `Refusals` reports
 its first refusal at once. It counts the refusals of the next minute, and reports them in one line
@@ -16,63 +11,9 @@ contains the rules only: the caller ends the minutes, and writes the lines.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
 
-from regrow.store.limits import LOG_LINES, REFUSED_PEERS
-from regrow.utils import start_thread
-
-T = TypeVar("T")
-
-
-class BackgroundWriter(Generic[T]):
-    """A queue with a writing thread; `add` never blocks, and the first item starts the thread.
-
-    Args:
-        write: called in the thread with the waiting items and the number of items lost after them;
-            must not raise.
-        name: name of the thread.
-    """
-
-    def __init__(self, write: Callable[[list[T], int], None], name: str) -> None:
-        self._write = write
-        self._name = name
-        self._changed = threading.Condition()
-        self._items: list[T] = []
-        self._lost = 0
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def add(self, item: T) -> None:
-        """Queue an item for writing."""
-        with self._changed:
-            if len(self._items) == LOG_LINES:
-                self._lost += 1
-                return
-            self._items.append(item)
-            self._changed.notify()
-            if self._thread is None:
-                self._thread = start_thread(self._run, self._name)
-
-    def close(self, seconds: float) -> None:
-        """Write the remaining items, for at most `seconds`."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._items or self._closed)
-                items, self._items = self._items, []
-                lost, self._lost = self._lost, 0
-            if not items:
-                return
-            self._write(items, lost)
+from regrow.store.limits import REFUSED_PEERS
 
 
 def write_log(lines: list[str], lost: int, fd: int = 2) -> None:

@@ -26,9 +26,10 @@ from regrow.store.protocol import wire
 from regrow.store.protocol.sockets import endpoint_of_socket, listen_at, listen_unix
 from regrow.store.protocol.token import check_token_length
 from regrow.store.server.connection import Peer
-from regrow.store.server.log import BackgroundWriter, Refusals, write_log
+from regrow.store.server.log import Refusals, write_log
 from regrow.store.server.machine import Machine, Outgoing, ServerSession
 from regrow.store.server.services import Switchboard
+from regrow.utils import BackgroundWriter
 
 if TYPE_CHECKING:
     import socket

@@ -56,9 +56,10 @@ async def _serve(config: dict[str, Any]) -> None:
     import resource
     import socket
 
-    from regrow.store.server.log import BackgroundWriter, write_log
+    from regrow.store.server.log import write_log
     from regrow.store.server.server import StoreServer
     from regrow.store.server.services import load
+    from regrow.utils import BackgroundWriter
 
     try:
         starter = os.pidfd_open(config["parent"])
