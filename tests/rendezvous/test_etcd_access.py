@@ -400,6 +400,8 @@ ANSWERS = [
     '{"result": "ok"}',
     '{"header": {"revision": "new"}, "ID": "new"}',
     '{"header": {"revision": "3"}, "responses": ["ok"]}',
+    '{"created": true}',
+    '{"events": [{"type": "PUT"}]}',
 ]
 
 
@@ -420,6 +422,8 @@ def test_another_server_that_answers_in_json_is_named_with_its_answer(answer: st
         client = EtcdClient(access(endpoint), PATIENCE)
         with pytest.raises(EtcdError):
             client.renew([7])
+        with pytest.raises(EtcdError):
+            list(client.watch("a prefix", 5))
         client.close()
 
 

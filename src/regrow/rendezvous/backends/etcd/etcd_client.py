@@ -384,16 +384,19 @@ class EtcdClient:
         wanted = {**_where(prefix, True), "start_revision": str(revision)}
         with closing(self.stream("watch", {"create_request": wanted})) as messages:
             for message in messages:
-                if "compact_revision" in message:
-                    raise Compacted
-                # The revision is in the future: etcd may have lost its data, and counts from 1
-                # again.
-                if message.get("created") and int(message["header"]["revision"]) < revision - 1:
+                with _parsing([message]):
+                    changes = tuple(map(_changed, message.get("events", [])))
+                    # A first answer from before `revision`: etcd has lost its data, and counts
+                    # from 1 again.
+                    behind = message.get("created") and (
+                        int(message["header"]["revision"]) < revision - 1
+                    )
+                if behind or "compact_revision" in message:
                     raise Compacted
                 if message.get("canceled"):
                     reason = message.get("cancel_reason", "it gave no reason")
                     raise EtcdError(f"etcd ended the watch: {reason}")
-                yield tuple(map(_changed, message.get("events", [])))
+                yield changes
 
     def close(self) -> None:
         """Close all connections; blocked calls and streams raise EtcdClosed."""
