@@ -150,3 +150,15 @@ def test_a_lost_worker_and_an_in_process_restart_are_shown() -> None:
     assert line(STARTED, RUNNING, lost).endswith(" | rank 1 is lost; the others continue")
     restarted = ("regrow.inprocess.restarted", {"kind": "TERMINATED"})
     assert line(STARTED, RUNNING, lost, restarted).endswith("in-process restart after TERMINATED")
+
+
+def test_the_memory_of_the_template_and_of_the_standbys_is_shown() -> None:
+    def ready(kind: str, pid: int) -> tuple[str, dict[str, Any]]:
+        return f"regrow.{kind}.ready", {"pid": pid, "resident_bytes": 250_000_000}
+
+    all_ready = STARTED, RUNNING, ready("template", 7), ready("standby", 8), ready("standby", 9)
+    assert line(*all_ready).endswith(" | template 250 MB | 2 standbys 500 MB")
+    replaced = ("regrow.worker.replaced", {"rank": 1, "pid": 9})
+    assert line(*all_ready, replaced).endswith(" | template 250 MB | standby 250 MB")
+    assert line(*all_ready, ENDED).endswith(" | template 250 MB")
+    assert "MB" not in line(*all_ready, ENDED, ("regrow.template.gone", {"pid": 7}))

@@ -84,6 +84,8 @@ class Status:
     """Number of restarts of the workers."""
     incident: str = ""
     """Latest incident, in one line."""
+    helpers: tuple[tuple[str, int, int], ...] = ()
+    """The template and the standbys of this node: kind, pid, and memory in bytes."""
     incident_until: float | None = None
     """Time on the monotonic clock (s) at which `incident` disappears; None: it stays."""
 
@@ -156,6 +158,12 @@ def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
         case "regrow.inprocess.lost":
             lost = f"rank {metadata['rank']} is lost; the others continue"
             return replace(status, workers=max(status.workers - 1, 0), incident=lost)
+        case "regrow.template.ready" | "regrow.standby.ready":
+            helper = name.split(".")[1], int(metadata["pid"]), int(metadata["resident_bytes"])
+            return replace(status, helpers=(*status.helpers, helper))
+        case "regrow.template.gone" | "regrow.standby.gone" | "regrow.worker.replaced":
+            pid = metadata["pid"]
+            return replace(status, helpers=tuple(h for h in status.helpers if h[1] != pid))
         case "regrow.worker.vacated":
             what = f"rank {metadata['rank']} ended; the others wait for another process"
             return replace(status, incident=what)
@@ -171,6 +179,8 @@ def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
                 status, incident=f"{waiting} node{'s' if waiting != 1 else ''} waiting to join"
             )
         case "regrow.attempt.ended":
+            templates = tuple(h for h in status.helpers if h[0] == "template")
+            status = replace(status, helpers=templates)  # the standbys end with the attempt
             return replace(status, phase="stopped", workers=0, gone=frozenset(), halted=frozenset())
         case "regrow.job.restarting":
             delay = float(metadata.get("delay_s", 0))
@@ -212,6 +222,11 @@ def render(status: Status, width: int, now: float) -> str:
         parts.append(f"{status.restarts} restart{'s' if status.restarts > 1 else ''}")
     if status.incident and (status.incident_until is None or now < status.incident_until):
         parts.append(status.incident)
+    for kind in ("template", "standby"):
+        sizes = [size for helper, _, size in status.helpers if helper == kind]
+        if sizes:
+            who = f"{len(sizes)} {kind}s" if len(sizes) > 1 else kind
+            parts.append(f"{who} {sum(sizes) / 1e6:.0f} MB")
     line = " | ".join(parts)
     line = "".join(c if " " <= c <= "~" else "?" for c in " ".join(line.split()))
     if len(line) <= width:
