@@ -36,6 +36,8 @@ class Observer:
         """By group: the iteration in which the call was over."""
         self.failed: set[int] = set()
         """Groups that ended without the end of the call."""
+        self.left_alone: set[str] = set()
+        """Processes that waited to join when the last rank ended that could continue."""
         self.ended: dict[str, list[End]] = {}
         """By process: how it ended, as the group knows it."""
         self.living: set[str] = set()
@@ -104,6 +106,8 @@ class Observer:
             self.over[self.group] = after.iteration
         if after.failure is not None:
             self.failed.add(self.group)
+            if not after.living:
+                self.left_alone.update(self._holder[rank] for rank in ranks_of(after.newcomers))
         self._check_ends(before, after)
         if isinstance(event, messages.Join):
             self._holder[event.rank] = event.process

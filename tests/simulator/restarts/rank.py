@@ -92,7 +92,7 @@ class Rank:
             case "unknown" | "impossible":
                 raise Violation(f"{self.process} asked {question} and received {refusal}")
             case "missing" | "mismatch":
-                if not self.job.may_fail(self.group):
+                if not self.job.may_fail(self.group, self.process):
                     raise Violation(f"the group failed without a reason: {refusal.text}")
                 raise Ended("failed")
             case "evicted":

@@ -180,10 +180,13 @@ class Job:
 
         self.watcher.ask(messages.encode(question), on_reply)
 
-    def may_fail(self, group: int) -> bool:
-        """Return whether a group may fail: a rank never joined, or only newcomers are left."""
+    def may_fail(self, group: int, process: str) -> bool:
+        """Return whether a process may receive that its group failed.
+
+        Either a rank never joined, or only processes that waited to join were left.
+        """
         observer = self.observer
-        if group != observer.group or not observer.living:
+        if group != observer.group or process in observer.left_alone:
             return True
         latest = {rank.rank: rank for rank in self.ranks}
         joined = observer.joined

@@ -171,13 +171,13 @@ class ServiceClient:
     def _connect(self, timeout: float) -> StoreClient:
         with self._lock:
             self._check_open()
-            self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            stop = self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         session: StoreClient | None = None
         try:
-            session = self._begin(timeout, self._stop)
+            session = self._begin(timeout, stop)
         finally:
             with self._lock:
-                os.close(self._stop)
+                os.close(stop)
                 self._stop = -1
                 closed = self.closed
                 if not closed:
