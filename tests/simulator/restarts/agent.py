@@ -32,12 +32,32 @@ class Agent:
         kind = chance.choice(["start"] * 8 + ["report", "nothing"])
         if ended.incarnation >= MOST and kind == "start":
             kind = "report"
-        after = chance.choice([chance.uniform(0.0, 0.6), chance.uniform(0.0, 1.5 * wait)])
-        self.job.note(f"the agent of {ended.process}: {kind} in {after:.4f} s")
+        source, after = self._source(wait)
+        self.job.note(f"the agent of {ended.process}: {kind} in {after:.4f} s, {source}")
         if kind == "start":
             self.sim.after(after, lambda: self._start(ended))
         elif kind == "report":
             self.sim.after(after, lambda: self._report(ended))
+
+    def _source(self, wait: float) -> tuple[str, float]:
+        """Return where the next process comes from, and the seconds until it begins to join.
+
+        A standby or a template may be killed when it is asked; then the start is cold.
+        """
+        chance = self.sim.random
+        cold = chance.uniform(0.0, 1.5 * wait)
+        source, after = chance.choice(
+            [
+                ("standby", 0.01 * chance.random()),
+                ("template", 0.6 * chance.random()),
+                ("cold", 0.0),
+            ]
+        )
+        if source == "cold":
+            return source, cold
+        if chance.random() < 0.2:
+            return f"cold, because the {source} is killed", after + cold
+        return source, after
 
     def _start(self, ended: Rank) -> None:
         process = Rank(self.job, ended.rank, ended.incarnation + 1)

@@ -7,10 +7,11 @@ leave, die, hang, stop for a while, or lose its connection. A connection is lost
 ways: so briefly that its session continues, so long that its session ends, or with its whole host.
 
 The odd seeds are jobs of `Wrapper(replace=True)`. When a process has died, or left and asked for
-another one, an agent starts another process of its rank after a while. Or the agent reports that
-none follows, or it does nothing. A process may also be stopped and taken for dead; it goes on after
-its replacement has joined. A replacement may die at any step, all processes may die at once, and
-the next process then begins another group of the same name.
+another one, an agent starts another process of its rank: from a standby at once, from a template
+soon, or cold after a while. The standby or the template may be killed at that moment. Or the agent
+reports that none follows, or it does nothing. A process may also be stopped and taken for dead; it
+goes on after its replacement has joined. A replacement may die at any step, all processes may die
+at once, and the next process then begins another group of the same name.
 
 These promises are checked here (`Violation`):
 
