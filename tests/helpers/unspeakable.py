@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["UNSPEAKABLE", "NoText", "Sealed", "Surrogate", "Unnotable", "Unspeakable"]
+__all__ = [
+    "UNSPEAKABLE",
+    "Classless",
+    "Falsy",
+    "NoText",
+    "Sealed",
+    "Surrogate",
+    "Unnotable",
+    "Unspeakable",
+]
 
 
 class Unspeakable(Exception):
@@ -52,4 +61,21 @@ class Sealed(Exception):
     __context__ = __traceback__ = __cause__  # type: ignore[assignment]
 
 
-UNSPEAKABLE: tuple[type[Exception], ...] = (Unspeakable, NoText, Surrogate, Unnotable, Sealed)
+class Classless(Exception):
+    """Reading its class raises, so pytest cannot show it."""
+
+    @property  # type: ignore[misc] # as it should not be
+    def __class__(self) -> Any:
+        raise RuntimeError("no class is known")
+
+
+class Falsy(Exception):
+    """It is false, like an empty collection of errors."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+UNSPEAKABLE: tuple[type[Exception], ...] = (
+    *(Unspeakable, NoText, Surrogate, Unnotable, Sealed, Falsy),
+)

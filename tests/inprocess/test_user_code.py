@@ -28,6 +28,7 @@ def values(fates: Fates) -> list[Any]:
         "raises_what_cannot_be_shown",
         "raises_what_cannot_be_compared",
         "raises_what_cannot_be_inspected",
+        "raises_what_has_no_class",
         "raises_what_has_a_strange_cause",
         "fails_while_others_handle_a_ring_of_exceptions",
         "has_a_log_handler_that_raises",
@@ -44,6 +45,7 @@ def test_a_fault_with_user_code_that_raises_restarts_all(play: Play, case: str) 
     ("case", "raised"),
     [
         ("ends_by_what_cannot_be_shown", "UnspeakableEnd"),
+        ("ends_by_what_has_no_class", "ClasslessEnd"),
         ("ends_by_what_is_frozen", "Frozen"),
         ("fails_in_finalize_and_takes_no_note", "Unnotable"),
         ("counts_faults_that_cannot_be_shown", "HealthCheckError"),

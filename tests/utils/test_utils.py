@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.unspeakable import UNSPEAKABLE, Unspeakable
+from helpers.unspeakable import UNSPEAKABLE, Classless, Unspeakable
 from regrow import utils
 from regrow.utils import describe, headline, repr_of, str_of
 from regrow.utils.data import CyclingIterator
@@ -194,6 +194,11 @@ def test_every_value_has_a_text_that_can_be_sent(kind: type[Exception]) -> None:
     for shown in (describe(error), headline(error), repr_of(error), str_of(error)):
         shown.encode()
     assert describe(error).endswith(" <- KeyError(3)")
+
+
+def test_the_type_of_a_value_is_known_also_if_its_class_cannot_be_read() -> None:
+    assert utils.is_a(Classless(), KeyError | Exception)
+    assert not utils.is_a(Classless(), KeyError)
 
 
 def test_an_exception_is_described_with_its_causes_also_when_they_go_in_a_circle() -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         get_context,
         get_traceback,
         headline,
+        is_a,
         repr_of,
         str_of,
     )
@@ -81,7 +82,7 @@ __getattr__, __dir__ = lazily(
             " signal_text spawn_helper split_signals starting_helpers"
         ),
         "threads": "BackgroundWriter call_in_thread start_thread",
-        "user_text": "describe get_cause get_context get_traceback headline repr_of str_of",
+        "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",
         "api": "get_env_variable_or_raise macros",
         "distributed": "get_free_port get_socket_with_port",
         "logging": "get_logger quieten",

@@ -6,13 +6,14 @@ so the report of a failure is always sent. Their results can be encoded as UTF-8
 
 A user's class can also define `__cause__`, `__context__` or `__traceback__` itself: as a property
 that raises, or as a value that is no exception. `get_cause`, `get_context` and `get_traceback` read
-the interpreter's own values instead, and never raise.
+the interpreter's own values instead, and never raise. `isinstance` reads `__class__`, which can
+raise as well; `is_a` does not read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
+from types import TracebackType, UnionType
 from typing import Any
 
 MOST = 64 << 10
@@ -62,6 +63,11 @@ def _type_of(value: object) -> str:
 _cause: Any = BaseException.__dict__["__cause__"]
 _context: Any = BaseException.__dict__["__context__"]
 _traceback: Any = BaseException.__dict__["__traceback__"]
+
+
+def is_a(value: object, kinds: type | UnionType) -> bool:
+    """Return whether the type of a value is one of these classes, or derives from one."""
+    return issubclass(type(value), kinds)
 
 
 def get_cause(error: BaseException) -> BaseException | None:

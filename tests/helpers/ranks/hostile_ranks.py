@@ -20,7 +20,7 @@ from typing import Any
 from regrow.inprocess.monitor_thread import RankShouldRestart
 
 from helpers.ranks.wrapped_ranks import LONG, SOFT, Played, Rank, compute, main, plugin
-from helpers.unspeakable import Sealed, Unspeakable
+from helpers.unspeakable import Classless, Sealed, Unspeakable
 from regrow.inprocess import CallWrapper, Compose, FrozenState, Wrapper
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.completion import Completion
@@ -41,6 +41,14 @@ class UnspeakableEnd(BaseException):
         raise SystemExit("the text ends the process")
 
     __str__ = __repr__
+
+
+class ClasslessEnd(BaseException):
+    """A `Classless` that ends its rank."""
+
+    @property  # type: ignore[misc] # as it should not be
+    def __class__(self) -> Any:
+        raise RuntimeError("no class is known")
 
 
 class Incomparable(Exception):
@@ -71,6 +79,10 @@ def raises_what_cannot_be_shown(me: Rank) -> Any:
 
 def raises_what_cannot_be_inspected(me: Rank) -> Any:
     return me.failing(1, Sealed())
+
+
+def raises_what_has_no_class(me: Rank) -> Any:
+    return me.failing(1, Classless())
 
 
 def raises_what_has_a_strange_cause(me: Rank) -> Any:
@@ -108,6 +120,10 @@ def raises_what_takes_too_long_to_show(me: Rank) -> Any:
 
 def ends_by_what_cannot_be_shown(me: Rank) -> Any:
     return me.failing(1, UnspeakableEnd())
+
+
+def ends_by_what_has_no_class(me: Rank) -> Any:
+    return me.failing(1, ClasslessEnd())
 
 
 def leaves_a_failed_group_by_what_cannot_be_shown(me: Rank) -> Any:

@@ -66,7 +66,7 @@ from regrow.inprocess.store import PrefixStore, TCPStore
 from regrow.inprocess.watchdog.monitor_client import open_monitor
 from regrow.inprocess.watchdog.rank_progress import RankProgress, SoftWatch
 from regrow.store import StoreError
-from regrow.utils import describe, get_traceback, str_of
+from regrow.utils import describe, get_cause, get_traceback, is_a, str_of
 from regrow.utils.logging import library_logger
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class CallWrapper:
             received = ending.timeline is not None
             step = after(error, interrupted=guarded.requested, received=received)
             if step is Next.LEAVE:
-                raise error.error if isinstance(error, LinkFailed) else error
+                raise cast("LinkFailed", error).error if is_a(error, LinkFailed) else error
             if step is Next.REPORT:
                 self._watch.recover()  # formatting a user's exception may take time
                 self._report(error)
@@ -366,7 +366,7 @@ class CallWrapper:
 
     def _report(self, error: BaseException) -> None:
         left_at = time.monotonic()
-        reason = error.__cause__ if isinstance(error, RankShouldRestart) else error
+        reason = get_cause(error) if is_a(error, RankShouldRestart) else error
         self._state.fn_exception = reason if isinstance(reason, Exception) else None
         kind, text = Interruption.EXCEPTION.name, describe(error)
         raised = type(error), error, get_traceback(error)
@@ -493,14 +493,14 @@ class CallWrapper:
         """
         left_at, rank = time.monotonic(), self._state.rank
         logger.error("rank %s leaves in iteration %d: %s", rank, self._iteration, describe(error))
-        if isinstance(error, CountedOutError | LinkLostError):
-            return isinstance(error, CountedOutError)  # the others know this already
+        if is_a(error, CountedOutError | LinkLostError):
+            return is_a(error, CountedOutError)  # the others know this already
         try:
             faults = self._link.terminated(
                 self._iteration,
                 Interruption.BASE_EXCEPTION.name,
                 describe(error),
-                discarded=isinstance(error, RankDiscarded),
+                discarded=is_a(error, RankDiscarded),
                 replaced=replaced,
                 lag=time.monotonic() - left_at,
             )

@@ -53,7 +53,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
-from typing import Final
+from typing import Final, cast
 
 from regrow import _progress as board
 from regrow.inprocess.attribution import Interruption
@@ -67,7 +67,7 @@ from regrow.inprocess.exception import (
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
-from regrow.utils import Backoff, get_cause, get_context, get_traceback
+from regrow.utils import Backoff, get_cause, get_context, get_traceback, is_a
 from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
@@ -92,9 +92,9 @@ def after(error: BaseException, *, interrupted: bool, received: bool) -> Next:
         interrupted: the interrupt was requested before the function ended.
         received: this rank had received a fault by then.
     """
-    if not isinstance(error, Exception | RankShouldRestart):  # the function may raise either
+    if not is_a(error, Exception | RankShouldRestart):  # the function may raise either
         return Next.LEAVE
-    if received or (interrupted and isinstance(error, RankShouldRestart)):
+    if received or (interrupted and is_a(error, RankShouldRestart)):
         return Next.RESTART
     return Next.REPORT
 
@@ -105,18 +105,18 @@ def may_be_replaced(error: BaseException) -> bool:
     An error of the link, the end of all restarts, a rank without a place and an exit on purpose
     stay as they are. A rank that was counted out is replaced: the other ranks wait for it.
     """
-    if isinstance(error, SystemExit):
+    if is_a(error, SystemExit):
         return not exits_with_0(error)
-    if isinstance(error, CountedOutError):
+    if is_a(error, CountedOutError):
         return True
-    return not isinstance(error, LinkError | RestartAbort | RankDiscarded | KeyboardInterrupt)
+    return not is_a(error, LinkError | RestartAbort | RankDiscarded | KeyboardInterrupt)
 
 
 def exits_with_0(error: BaseException) -> bool:
     """Return whether the process exits with 0 if no handler catches this exception."""
-    if not isinstance(error, SystemExit):
+    if not is_a(error, SystemExit):
         return False
-    code = error.code
+    code = cast("SystemExit", error).code
     return code is None or (isinstance(code, int) and code & 0xFF == 0)
 
 

@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 from regrow.inprocess.exception import RankShouldRestart
 from regrow.timer.stacks.answering import CANDIDATES, Signals
-from regrow.utils import get_context
+from regrow.utils import get_context, is_a
 
 HOLD_LIMIT = 10.0
 """Seconds for code that should not be interrupted: imports, `__del__`, handling the exception."""
@@ -116,7 +116,7 @@ class InterruptCheck:
         """Return whether the thread handles the exception that ends the function."""
         seen: set[int] = set()  # the user's code can build a cycle of contexts
         while handled is not None and handled is not self._outer and id(handled) not in seen:
-            if isinstance(handled, RankShouldRestart):
+            if is_a(handled, RankShouldRestart):
                 return True
             seen.add(id(handled))
             handled = get_context(handled)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, cast, overload
 
-from regrow.utils import describe
+from regrow.utils import describe, is_a
 from regrow.workers.errors.error_handler import ErrorHandler, print_problem
 from regrow.workers.errors.failures import ChildFailedError
 
@@ -81,11 +81,13 @@ class Recording:
         self._handler.initialize()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ChildFailedError):
-            _, failure = error.get_first_failure()
+        if error is None or is_a(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+            return
+        if is_a(error, ChildFailedError):
+            _, failure = cast("ChildFailedError", error).get_first_failure()
             if failure.has_error_file:
                 _try(self._handler.dump_error_file, failure.error_file, failure.exitcode)
-        elif error and not isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+        else:
             _try(self._handler.record_exception, error)
 
 
