@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from helpers.processes import PATIENCE
 from helpers.unspeakable import UNSPEAKABLE, Unspeakable
 from regrow import utils
-from regrow.utils import describe, headline, repr_of, str_of
+from regrow.utils import call_in_thread, describe, headline, repr_of, str_of
 from regrow.utils.data import CyclingIterator
 from regrow.utils.logging import get_log_level
 from regrow.utils.process_state import is_uninterruptible_state, read_proc_state
@@ -222,6 +223,22 @@ def test_a_log_handler_that_raises_costs_a_module_of_regrow_the_line_only(
     err = capsys.readouterr().err
     assert "OSError('the collector is gone')" in err
     assert "WARNING regrow.tests.guarded: rank 3 is lost" in err
+
+
+def test_a_log_handler_that_exits_ends_the_program_and_no_thread_of_regrow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Exits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            sys.exit("an error was logged")
+
+    log, exits = utils.get_logger("regrow.tests.exits"), Exits()
+    log.addHandler(exits)
+    call_in_thread(lambda: log.error("rank %d is lost", 3), "regrow-test").result(PATIENCE)
+    assert "ERROR regrow.tests.exits: rank 3 is lost" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        log.error("rank 3 is lost")
+    log.removeHandler(exits)
 
 
 class Own(logging.Logger):
