@@ -6,6 +6,7 @@ import math
 import os
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -146,6 +147,40 @@ def test_no_other_user_can_guess_the_name_of_a_monitors_socket() -> None:
     """The name is derived from the token of the ranks' store."""
     jobs = [monitor_job("unix:/x", token) for token in (b"a" * 16, b"b" * 16)]
     assert len({monitor_name(job) for job in (*jobs, "unix:/x")}) == 3
+
+
+LISTENS = """
+import os, socket, sys
+os.setuid(65534)  # not before: this user need not be able to read Python's files
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    listener.bind(bytes.fromhex(sys.argv[1]))
+    listener.listen()
+    print("listens", flush=True)
+    connection, _ = listener.accept()
+    print(len(connection.recv(1 << 16)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_socket_of_another_user_gets_no_token_and_is_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = monitor_name(f"{JOB}-taken").hex()
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", LISTENS, name],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "listens\n"
+            HardWatch(Terms(3, 90.0, 5.0, "group", token="a secret"), f"{JOB}-taken").close()
+            received, _ = other.communicate(timeout=PATIENCE)
+        finally:
+            other.kill()
+    assert received == "0\n"
+    assert "the hard time-out of 90 s of initial rank 3 is not enforced" in caplog.text
+    assert "belongs to another user (65534)" in caplog.text
 
 
 def test_a_training_continues_without_a_monitor_and_logs_an_error(

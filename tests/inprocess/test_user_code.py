@@ -32,6 +32,7 @@ def values(fates: Fates) -> list[Any]:
         "raises_what_has_a_strange_cause",
         "fails_while_others_handle_a_ring_of_exceptions",
         "has_a_log_handler_that_raises",
+        "has_a_log_handler_that_exits",
         "has_plugins_that_return_something_else",
         "has_an_assignment_with_numbers_of_its_own",
         "raises_a_restart",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.processes import PATIENCE, wait_until
 from helpers.unspeakable import UNSPEAKABLE, Classless, Unspeakable
 from regrow import utils
-from regrow.utils import describe, headline, repr_of, str_of
+from regrow.utils import call_in_thread, describe, headline, repr_of, run_within, str_of
 from regrow.utils.data import CyclingIterator
 from regrow.utils.logging import get_log_level
 from regrow.utils.process_state import is_uninterruptible_state, read_proc_state
@@ -209,6 +213,23 @@ def test_an_exception_is_described_with_its_causes_also_when_they_go_in_a_circle
     assert describe(first) == "KeyError(3) <- ValueError('x')"
 
 
+def test_a_command_that_sigkill_does_not_end_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As for a process in state D, which ends when the kernel resumes it, or never.
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda _: None)
+    monkeypatch.setattr("regrow.utils.process.KILL_S", 0.05)
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 1000"]
+    running = call_in_thread(lambda: run_within(command, 0.05), "regrow-test")
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.result(PATIENCE)
+    finally:
+        wait_until(pid.exists, "the command has started")
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
 def test_a_text_that_raises_is_replaced_by_the_type_of_the_value() -> None:
     assert repr_of(Unspeakable()) == "<Unspeakable: repr() raises RuntimeError>"
 
@@ -227,6 +248,22 @@ def test_a_log_handler_that_raises_costs_a_module_of_regrow_the_line_only(
     err = capsys.readouterr().err
     assert "OSError('the collector is gone')" in err
     assert "WARNING regrow.tests.guarded: rank 3 is lost" in err
+
+
+def test_a_log_handler_that_exits_ends_the_program_and_no_thread_of_regrow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Exits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            sys.exit("an error was logged")
+
+    log, exits = utils.get_logger("regrow.tests.exits"), Exits()
+    log.addHandler(exits)
+    call_in_thread(lambda: log.error("rank %d is lost", 3), "regrow-test").result(PATIENCE)
+    assert "ERROR regrow.tests.exits: rank 3 is lost" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        log.error("rank 3 is lost")
+    log.removeHandler(exits)
 
 
 class Own(logging.Logger):

@@ -32,7 +32,7 @@ from regrow.launch.scheduler import SERVED_BY_A_NODE
 from regrow.launch.slurm_rules import Facts, Task, Wish
 from regrow.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
-from regrow.utils import get_logger
+from regrow.utils import get_logger, run_within
 from regrow.workers import SignalException
 
 if TYPE_CHECKING:
@@ -300,15 +300,7 @@ def _run(*command: str) -> str:
     # A requeue by Slurm also sends SIGTERM to the command, and its reply would be lost.
     before = _on_sigterm(signal.SIG_IGN)
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_S,
-            check=False,
-        )
+        ended = run_within(command, COMMAND_S)
     except subprocess.TimeoutExpired:
         raise _RequestFailed(f"{' '.join(command)} did not end within {COMMAND_S:g} s") from None
     except OSError as error:

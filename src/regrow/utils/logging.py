@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -21,6 +22,8 @@ class _Guarded(logging.Logger):
     """A logger that hides exceptions of the user's logging from its caller.
 
     They come from handlers, filters, the factory of the records, or the user's class of loggers.
+    A SystemExit ends the program if it is raised in the main thread. In another thread it would
+    only end that thread, so it is hidden there, too.
     """
 
     def _log(self, level: int, msg: object, args: Any, *more: Any, **options: Any) -> None:
@@ -29,6 +32,10 @@ class _Guarded(logging.Logger):
         try:
             super()._log(level, msg, args, *more, **options)
         except Exception as error:  # noqa: BLE001 - written to stderr, with the lost line
+            _complain(self.name, level, msg, args, error)
+        except SystemExit as error:
+            if threading.current_thread() is threading.main_thread():
+                raise
             _complain(self.name, level, msg, args, error)
 
 
@@ -115,7 +122,7 @@ def guard(logger: logging.Logger) -> logging.Logger:
     return logger
 
 
-def _complain(name: str, level: int, msg: object, args: Any, error: Exception) -> None:
+def _complain(name: str, level: int, msg: object, args: Any, error: BaseException) -> None:
     try:
         line = str(msg) % args if args else str(msg)
     except Exception:  # noqa: BLE001 - an argument of the user's

@@ -25,6 +25,7 @@ from regrow.utils.descriptors import ready
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from subprocess import CompletedProcess
     from typing import Any
 
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -103,6 +104,43 @@ def end_process(
             before_kill()
     _send(pidfd, signal.SIGKILL)
     return ends_within(pidfd, KILL_S)
+
+
+def run_within(command: Sequence[str], seconds: float) -> CompletedProcess[str]:
+    """Run a command to its end, with its output; kill it when `seconds` are over.
+
+    Unlike `subprocess.run`, this waits only `KILL_S` for a command that was killed. A command that
+    is stuck in the kernel, for example in the driver of a GPU, is left behind.
+
+    Raises:
+        OSError: the command cannot be started.
+        subprocess.TimeoutExpired: the command did not end in time.
+    """
+    import subprocess
+
+    from regrow.utils.threads import start_thread
+
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="backslashreplace",
+    )
+    try:
+        out, err = child.communicate(timeout=seconds)
+    except BaseException:
+        child.kill()
+        try:
+            child.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            start_thread(child.wait, "regrow-left-behind")  # collects the child if it ends
+        for stream in (child.stdout, child.stderr):
+            assert stream is not None
+            stream.close()
+        raise
+    return subprocess.CompletedProcess(command, child.returncode, out, err)
 
 
 def _send(pidfd: int, signum: int) -> None:

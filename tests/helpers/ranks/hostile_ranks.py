@@ -174,6 +174,19 @@ def has_a_log_handler_that_raises(me: Rank) -> Any:
     return me.failing(1, Played("a mistake"))
 
 
+def has_a_log_handler_that_exits(me: Rank) -> Any:
+    class Exits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise SystemExit("an error was logged")
+
+    def fails(_: FrozenState) -> None:
+        raise Played("the abort")
+
+    if me.initial == 0:
+        logging.getLogger().addHandler(Exits(logging.ERROR))
+    return me.failing(1, Played("a mistake"), abort=plugin(Abort, fails))
+
+
 def has_a_plugin_that_cannot_be_shown(me: Rank) -> Any:
     class Shy(Initialize):
         def __call__(self, state: FrozenState) -> Any:

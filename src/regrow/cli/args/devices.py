@@ -21,6 +21,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from regrow.utils import run_within
+
 TIMEOUT_S = 60.0
 """Time limit of a child; the import of torch from a cold network file system needs 30 s."""
 
@@ -115,14 +117,7 @@ def _ask(*command: str, timeout_s: float) -> str:
 
     python = command[0]
     try:
-        child = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        child = run_within(command, timeout_s)
     except subprocess.TimeoutExpired:
         raise DevicesUnknown(
             f"torch did not report its devices within {timeout_s:g} s ({python})"

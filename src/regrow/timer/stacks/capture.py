@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 from regrow.timer.stacks.answering import Marker, Signals
 from regrow.timer.stacks.report import Dump, Outcome, parse, where
-from regrow.utils import get_logger
+from regrow.utils import get_logger, run_within
 
 logger = get_logger(__name__)
 
@@ -319,15 +319,7 @@ def find_py_spy() -> str | None:
 
 def _native(program: str, pid: int, budget: float) -> str:
     try:
-        done = subprocess.run(
-            [program, "dump", "--native", "--pid", str(pid)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="backslashreplace",
-            timeout=budget,
-            check=False,
-        )
+        done = run_within([program, "dump", "--native", "--pid", str(pid)], budget)
     except OSError as error:
         return f"{program} cannot be started: {error.strerror}"
     except subprocess.TimeoutExpired:

@@ -231,8 +231,6 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
 def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
     """Return the store, and whether this process serves it."""
-    from torch.distributed import TCPStore
-
     from regrow.rendezvous.server.hosting import Tries, find_own
     from regrow.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -249,6 +247,8 @@ def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
         raise ValueError(
             f"The read timeout must be a positive integer. Got {params.get('read_timeout')!r}."
         )
+    from torch.distributed import TCPStore  # here, because the import takes seconds
+
     timeout = min(timeout, LONGEST_S)
     is_host = params.get_as_bool("is_host")
     tries, taken = Tries(host, is_host, timeout), ""
