@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.unspeakable import Falsy
 from regrow.inprocess import Compose, FrozenState, State
 from regrow.inprocess.abort import (
     Abort,
@@ -112,11 +113,12 @@ def test_a_threaded_finalize_that_is_late_is_given_up() -> None:
     held.set()
 
 
-def test_a_threaded_finalize_that_failed_does_not_pass_for_done() -> None:
+@pytest.mark.parametrize("kind", [ValueError, Falsy])
+def test_a_threaded_finalize_that_failed_does_not_pass_for_done(kind: type[Exception]) -> None:
     def fail() -> None:
-        raise ValueError("the writer is broken")
+        raise kind("the writer is broken")
 
-    with pytest.raises(ValueError, match="the writer is broken"):
+    with pytest.raises(kind, match="the writer is broken"):
         ThreadedFinalize(LONG, fail)(state())
 
 

@@ -312,7 +312,7 @@ def test_a_wait_raises_for_a_key_that_cannot_be_read(
         backend.wait_state(token, 0.01)
         return False
 
-    with pytest.raises(UnicodeDecodeError):
+    with pytest.raises(RendezvousConnectionError, match="UTF-8"):
         wait_until(waited, "the wait raises")
     client.call("kv/deleterange", {"key": b64encode(key).decode()})
 

@@ -40,7 +40,7 @@ from regrow.heartbeat.merge import (
     WorkerProgress,
     merge,
 )
-from regrow.utils import describe, headline, start_thread
+from regrow.utils import describe, headline, is_a, start_thread
 
 __all__ = ["WORDS", "MissingRanks", "VectorMeeting", "beats_of", "vector_of"]
 
@@ -164,10 +164,12 @@ class VectorMeeting:
             raise TimeoutError(f"the exchange has not returned within {timeout:g} s")
         self._pending = None
         error = call.exception()
-        if error is not None and not isinstance(error, Exception):
-            # Otherwise it ends the caller's thread, but not the process.
-            raise RuntimeError(f"the exchange raised {describe(error)}") from error
-        return call.result()
+        if error is None:
+            return call.result()
+        if is_a(error, Exception):
+            raise error  # `result` does not raise an exception that is false
+        # Otherwise it ends the caller's thread, but not the process.
+        raise RuntimeError(f"the exchange raised {describe(error)}") from error
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -369,4 +369,9 @@ def run_timed(function: Callable[[], object], timeout: timedelta, name: str) -> 
     called = call_in_thread(function, name)
     if not wait([called], timeout.total_seconds()).done:
         raise TimeoutError(f"{name} did not finish within {timeout.total_seconds():g} s")
-    called.result()
+    error = called.exception()
+    if error is not None:  # `result` does not raise an exception that is false
+        try:
+            raise error
+        finally:
+            del error, called  # the exception holds this frame

@@ -638,6 +638,8 @@ def _parsing(answers: Sequence[Message]) -> Iterator[None]:
     """Raise EtcdError if the answers lack a field of etcd's: another service may send JSON too."""
     try:
         yield
+    except UnicodeDecodeError as error:
+        raise EtcdError(f"etcd has a key that is no UTF-8: {error.object!r}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _no_etcd(f"the endpoint answered with {str(answers)[:80]}") from error
 
