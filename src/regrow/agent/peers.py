@@ -69,7 +69,7 @@ class Peers:
     def follow(
         self, round_ended: Callable[[], None], renewed: Callable[[float], None]
     ) -> Callable[[], None]:
-        """Let the rendezvous post its reports to the inbox.
+        """Subscribe to the rendezvous: its reports arrive in the inbox.
 
         Args:
             round_ended: called at once at the end of a round, on a thread of the rendezvous.

@@ -11,10 +11,10 @@ progress page has a mark if the others continue without it. The worker sets the 
 have met, and clears it when the call is about to end on all ranks. The mark is set again after the
 worker has left the call for good. The agent reads the slot after the end of the process, so the
 mark is valid up to the instant of a SIGKILL. An exit with 0 before the function has a result is a
-failure. A lost worker is removed from the group, and no budget is charged. The place stays empty,
-or another process takes it (`regrow.agent.features.replacements`). When the other workers have
-ended, the attempt ends with their result (`regrow.workers.group`). If no worker of this node is
-left, its last loss is a failure. The end of a worker outside a wrapper is always a failure.
+failure. A lost worker is removed from the group, and no budget is charged unless another process
+takes the place (`regrow.agent.features.replacements`). When the other workers have ended, the
+attempt ends with their result (`regrow.workers.group`). If no worker of this node is left, its last
+loss is a failure. The end of a worker outside a wrapper is always a failure.
 
 **Leases.** The guardian kills the workers of a round when their lease expires, whether the agent
 runs or not, and reports it.

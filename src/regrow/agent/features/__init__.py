@@ -73,7 +73,7 @@ class Feature:
         """
 
     def on_start(self, workers: StartedWorkers) -> None:
-        """Store the workers, right before the first one runs."""
+        """Receive the workers, right before the first one runs."""
 
     def before_stop(self) -> None:
         """Do the work that needs the workers, right before they are stopped; once in an attempt."""
@@ -96,4 +96,4 @@ class Feature:
         return {}
 
     def on_report(self, report: str) -> None:
-        """Store another node's report of a failure."""
+        """Handle another node's report of a failure."""

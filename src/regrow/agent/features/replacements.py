@@ -1,17 +1,17 @@
-"""`Replacements`: starts another process in the place of a worker that was lost (rung 2).
+"""`Replacements`: starts another process in the place of a lost worker (recovery level 2).
 
 A wrapper (`regrow.inprocess`) with `replace=True` marks its worker as one that another process may
 replace. When such a worker ends, its place in the group of workers is vacant. The agent then
 
-1. spends one of `--max-restarts`, which all nodes count together;
+1. charges one restart to `--max-restarts`, which all nodes count together;
 2. waits until no process of the worker is left, so that no two processes have one rank;
 3. starts another process with the same ranks and `REGROW_INCARNATION`, or gives the place up.
 
 The other ranks wait for the new process in their restart. If none comes, the agent reports it to
 them through the workers' store, so they continue at once and do not wait for `replace_timeout`.
 
-A replacement that ends before its first training step is not replaced: the cause did not go with
-the process. The worker has then failed, which ends the attempt.
+A replacement that ends before its first training step is not replaced, because the cause may still
+be there. The worker has then failed, which ends the attempt.
 
 Each replacement runs on a thread of its own, because it waits for other nodes and for the guardian.
 The decision itself is `may_replace`.

@@ -134,8 +134,8 @@ class Speaker(NamedTuple):
         """Return the addresses of lower node ranks that may be lost although no node reports it.
 
         Returns:
-            Addresses by node rank. Only the successors ask for others, so that a large job does not
-            end with many connections.
+            Addresses by node rank. Only the successors (node ranks 1 to 3) check other nodes, so
+            that a large job does not end with many connections.
         """
         own = self.rank or 0
         if not self.is_alone or own > len(self.successors):

@@ -170,7 +170,7 @@ def grow(layers: Sequence[Layer], members: Iterable[TreeMember]) -> Topology:
     if len(roots) > 1:
         raise RuntimeError(
             f"the ranks have different keys at the root of the tree ({', '.join(roots[:8])}): the "
-            "first layer's key_or_fn has to give all of them the same one"
+            "first layer's key_or_fn must return the same key for all ranks"
         )
     leaves: list[TreeMember] = []
     branches: list[Branch] = []

@@ -152,7 +152,8 @@ class Shared:
         elif self.envelope.life:
             raise RendezvousConnectionError(
                 f"the backend '{self._backend.name}' has lost the document of the rendezvous "
-                f"'{self._settings.run_id}'"
+                f"'{self._settings.run_id}': it was deleted, or the backend was restarted empty, "
+                "while the job ran; start the job again"
             )
 
     def _call(self, call: Callable[[], T]) -> T:

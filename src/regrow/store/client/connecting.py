@@ -335,7 +335,7 @@ def dial_first(dialer: Dialer, grace: float, seconds: float, *, refusal_is_final
 
 
 def dial_again(dialer: Dialer, session: bytes, grace: float, lost_at: float) -> Greeted:
-    """Resume a session.
+    """Connect again, and resume the session.
 
     Args:
         dialer: has connected to the server before.

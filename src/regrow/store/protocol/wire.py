@@ -112,8 +112,8 @@ def check_answer(answer: bytes, token: bytes, client_nonce: bytes, server_nonce:
     """
     if answer[:1] == REFUSED:
         raise StoreAuthError(
-            "the server refused the token; all nodes of a job need the same one, in REGROW_TOKEN "
-            "or in the file that REGROW_TOKEN_FILE names"
+            "the server refused the token; all nodes of a job need the same one: in the file of "
+            "--rdzv-token-file or REGROW_TOKEN_FILE, or in REGROW_TOKEN"
         )
     if not proves(answer[1 : 1 + PROOF], token, "server", client_nonce, server_nonce):
         raise StoreAuthError(

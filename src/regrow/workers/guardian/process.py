@@ -1,4 +1,4 @@
-"""The guardian: a small process that starts an agent's workers and outlives none of them.
+"""The guardian: a small process that starts an agent's workers; no worker outlives it.
 
 The agent is a Python process with threads and may be killed at any instruction. The guardian does
 what must happen in spite of that. It has one thread, one loop and the smallest modules of the
