@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from regrow import metrics
 from regrow.metrics import MetricData, MetricHandler, MetricsConfig
+from regrow.workers import SignalException
 
 
 class Kept(MetricHandler):
@@ -106,6 +108,16 @@ def test_prof_publishes_failure_and_raises_on(kept: Kept) -> None:
     with pytest.raises(KeyError):
         metrics.prof(fails)()
     assert kept.names() == ["test_metrics.fails.failure", "test_metrics.fails.duration.ms"]
+
+
+def test_a_signal_that_interrupts_the_handler_is_not_lost() -> None:
+    class Interrupted(MetricHandler):
+        def emit(self, metric_data: MetricData) -> None:
+            raise SignalException("the agent got SIGTERM", sigval=signal.SIGTERM)
+
+    metrics.configure(Interrupted(), "torchelastic")
+    with pytest.raises(SignalException):
+        metrics.prof(lambda: None)()
 
 
 def test_prof_with_a_group_publishes_there() -> None:

@@ -266,6 +266,18 @@ def test_a_log_handler_that_exits_ends_the_program_and_no_thread_of_regrow(
     log.removeHandler(exits)
 
 
+def test_a_signal_that_interrupts_the_logging_is_not_lost() -> None:
+    class Interrupted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise utils.SignalInterrupt
+
+    log, interrupted = utils.get_logger("regrow.tests.interrupted"), Interrupted()
+    log.addHandler(interrupted)
+    with pytest.raises(utils.SignalInterrupt):
+        log.warning("rank 3 is lost")
+    log.removeHandler(interrupted)
+
+
 class Own(logging.Logger):
     """A user's class of loggers."""
 

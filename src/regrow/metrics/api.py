@@ -8,7 +8,7 @@ from functools import wraps
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar, overload
 
-from regrow.utils import JsonLinesFile, get_logger
+from regrow.utils import JsonLinesFile, SignalInterrupt, get_logger
 
 if TYPE_CHECKING:
     import os
@@ -138,6 +138,8 @@ def try_put_metric(
     """Publish a value as `put_metric` does; log an exception of the handler and continue."""
     try:
         put_metric(metric_name, metric_value, metric_group)
+    except SignalInterrupt:
+        raise
     except Exception:  # noqa: BLE001 - of a handler of the user
         get_logger(__name__).exception(
             "the metric handler of the group %s raised on %s; the value is lost",

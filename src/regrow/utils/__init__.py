@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         DEFAULT_SIGNALS,
         KILL_S,
         SIGNALS_ENV,
+        SignalInterrupt,
         end_process,
         end_text,
         ends_within,
@@ -79,8 +80,8 @@ __getattr__, __dir__ = lazily(
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
         "port": "PortReservation",
         "process": (
-            "DEFAULT_SIGNALS KILL_S SIGNALS_ENV end_process end_text ends_within reap run_within"
-            " signal_name signal_text spawn_helper split_signals starting_helpers"
+            "DEFAULT_SIGNALS KILL_S SIGNALS_ENV SignalInterrupt end_process end_text ends_within"
+            " reap run_within signal_name signal_text spawn_helper split_signals starting_helpers"
         ),
         "threads": "BackgroundWriter call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",

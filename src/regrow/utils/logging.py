@@ -10,6 +10,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from regrow.utils.process import SignalInterrupt
 from regrow.utils.user_text import describe
 
 __all__ = ["get_log_level", "get_logger", "guard", "level_from_env", "library_logger", "quieten"]
@@ -31,6 +32,8 @@ class _Guarded(logging.Logger):
         options["stacklevel"] = options.get("stacklevel", 1) + 1
         try:
             super()._log(level, msg, args, *more, **options)
+        except SignalInterrupt:
+            raise
         except Exception as error:  # noqa: BLE001 - written to stderr, with the lost line
             _complain(self.name, level, msg, args, error)
         except SystemExit as error:

@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from subprocess import CompletedProcess
     from typing import Any
 
+
+class SignalInterrupt(Exception):
+    """Base of `SignalException`, which a signal handler may raise in any line of the main thread.
+
+    Code that hides the exceptions of foreign code lets it pass. Otherwise the signal would be lost.
+    """
+
+
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 KILL_S = 5.0

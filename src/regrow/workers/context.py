@@ -19,7 +19,14 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, split_signals, start_thread
+from regrow.utils import (
+    DEFAULT_SIGNALS,
+    SIGNALS_ENV,
+    SignalInterrupt,
+    get_logger,
+    split_signals,
+    start_thread,
+)
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, Place
@@ -431,7 +438,7 @@ def validate_full_rank(mapping: Mapping[int, Any], nprocs: int, what: str) -> No
         )
 
 
-class SignalException(Exception):
+class SignalException(SignalInterrupt):
     """This process received a signal that ends it; `sigval` is the signal.
 
     The handlers that `PContext.start` installs raise it in the main thread. The code that catches

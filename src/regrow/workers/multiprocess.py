@@ -22,7 +22,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import TYPE_CHECKING, Any
 
-from regrow.utils import headline, starting_helpers
+from regrow.utils import SignalInterrupt, headline, starting_helpers
 from regrow.workers import function as _function
 from regrow.workers.context import PContext
 from regrow.workers.guardian import procfs
@@ -230,6 +230,8 @@ class FunctionLauncher(Launcher):
         for rank in ranks:
             try:
                 values[rank] = _function.load(self._results[rank])
+            except SignalInterrupt:
+                raise
             except Exception as error:  # noqa: BLE001 - the user's classes may raise anything
                 self._troubles[rank] = (
                     "the worker returned, but its agent cannot unpickle the return value:"

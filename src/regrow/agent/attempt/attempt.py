@@ -468,6 +468,8 @@ class Attempt:
         """
         try:
             found = self.workers.failures() if self.workers is not None else None
+        except SignalException:
+            raise
         except Exception:  # an error here must not hide the reason for the attempt's end
             logger.exception("cannot find out which workers failed before they were stopped")
             return {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from regrow.utils import get_logger, start_thread
+from regrow.utils import SignalInterrupt, get_logger, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +71,8 @@ class Leftovers:
                     store.delete_key(key)
             except (StoreConnectionError, StoreTimeout):  # retry in the next round
                 self.add(old, keys)
+            except SignalInterrupt:
+                raise
             except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
                 logger.debug("the keys %s stay in the store: %s", ", ".join(keys), error)
 

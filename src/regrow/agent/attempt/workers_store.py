@@ -41,7 +41,7 @@ from regrow.store import (
     make_token,
     read_token_file,
 )
-from regrow.utils import call_after_fork, get_logger, ready, start_thread
+from regrow.utils import SignalInterrupt, call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
     import socket
@@ -326,7 +326,7 @@ def _logged() -> Iterator[None]:
     """Log every error but the loss of the round's store; the workers then get no store."""
     try:
         yield
-    except (StoreConnectionError, RendezvousGracefulExitError):
+    except (StoreConnectionError, RendezvousGracefulExitError, SignalInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
         logger.warning("the workers get no store (REGROW_STORE): %s", error)

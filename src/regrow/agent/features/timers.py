@@ -34,7 +34,7 @@ from regrow.agent.features import Feature, StartedWorkers, comparison, hang
 from regrow.agent.features.comparison import WorkerPlaces
 from regrow.agent.features.timer_server import Watchdog, timer_files
 from regrow.timer.stacks.report import compare_places
-from regrow.utils import get_logger
+from regrow.utils import SignalInterrupt, get_logger
 
 if TYPE_CHECKING:
     from regrow.agent.features.hang import Hang
@@ -192,6 +192,8 @@ class TimerReports(Feature):
             return {}
         try:
             return self._watchdog.read_places(self._job.attempt)
+        except SignalInterrupt:
+            raise
         except Exception:  # no error here may prevent the stop of the workers
             logger.exception(
                 "cannot read the stacks of this node's workers; the comparison is without them"
@@ -245,6 +247,8 @@ class TimerReports(Feature):
         self._left = store, [key]
         try:
             store.append(key, json.dumps(comparison.encode(own)) + "\n")
+        except SignalInterrupt:
+            raise
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
             logger.warning(
                 "the other nodes compare without the stacks of this node's workers: %s", error
@@ -259,6 +263,8 @@ class TimerReports(Feature):
         key = comparison.KEY.format(attempt)
         try:
             lines = store.get(key) if store.check([key]) else b""
+        except SignalInterrupt:
+            raise
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
             logger.warning(
                 "this node compares its own workers only: cannot read the others: %s", error

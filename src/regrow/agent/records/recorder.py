@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from regrow.agent.api import RunResult, WorkerState
 from regrow.events import Event, EventSource
 from regrow.rendezvous import RendezvousConnectionError
-from regrow.utils import get_logger, headline, signal_text, str_of
+from regrow.utils import SignalInterrupt, get_logger, headline, signal_text, str_of
 from regrow.workers.errors.failures import first_of
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Recorder:
         for sink in self.sinks:
             try:
                 sink(event)
+            except SignalInterrupt:
+                raise
             except Exception:  # a sink is an observer and must not stop the training
                 logger.exception(
                     "the event sink %r raised an exception for %s; the job continues", sink, name
