@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from regrow.events import Event, EventLog, EventSource, find_event_file, read_events
+from regrow.events import (
+    Event,
+    EventLog,
+    EventSource,
+    QueuedEventLog,
+    find_event_file,
+    read_events,
+)
 
 
 def event(name: str = "x", /, **metadata: object) -> Event:
@@ -56,6 +63,14 @@ def test_a_log_that_cannot_be_written_counts_what_is_lost(
         log.record(event())
     assert log.lost == 3
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_event_that_comes_after_a_queued_log_is_closed_is_written(tmp_path: Path) -> None:
+    log = QueuedEventLog(tmp_path / "events.jsonl")
+    for number in range(3):
+        log(event(f"{number}"))
+        log.close()
+    assert [line["name"] for line in read_events(tmp_path)] == ["0", "1", "2"]
 
 
 def no_room(*_: object) -> int:

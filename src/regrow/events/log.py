@@ -126,7 +126,10 @@ class QueuedEventLog:
         self._writer.add(as_record(event))
 
     def close(self) -> None:
-        """Write the queued events and close the file, unless that takes longer than `CLOSE_S`."""
+        """Write the queued events and close the file, unless that takes longer than `CLOSE_S`.
+
+        A later event opens the file again.
+        """
         if self._writer.close(CLOSE_S):
             self._log.close()
         else:

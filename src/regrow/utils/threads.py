@@ -82,10 +82,11 @@ class BackgroundWriter(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify()
-        if self._thread is None:
+            thread = self._thread
+        if thread is None:
             return True
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        thread.join(seconds)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -93,6 +94,7 @@ class BackgroundWriter(Generic[T]):
                 self._changed.wait_for(lambda: self._items or self._closed)
                 items, self._items = self._items, []
                 lost, self._lost = self._lost, 0
-            if not items:
-                return
+                if not items:
+                    self._thread = None  # an item that comes after `close` starts another
+                    return
             self._write(items, lost)
