@@ -7,6 +7,7 @@ is a view of any store, and calls the methods of that store by name.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, cast
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from regrow.store.api import Store
 
 
-class Handle:
+class Handle(ABC):
     """One handle on a store: a session with a default time-out; a `WatchStore` without `close`.
 
     Args:
@@ -118,6 +119,7 @@ class Handle:
     def _within(self, timeout: Timeout | None) -> float:
         return self._seconds if timeout is None else to_seconds(timeout)
 
+    @abstractmethod
     def _change(self, name: str, *args: object, owned: bool | None = None) -> object:
         """Run a change.
 
@@ -126,11 +128,10 @@ class Handle:
             args: arguments of the method.
             owned: for a method with an owner: whether this handle's session is the owner.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self, query: Query, seconds: float) -> object:
         """Answer a query; wait for an answer for at most `seconds`."""
-        raise NotImplementedError
 
 
 class PrefixStore:
