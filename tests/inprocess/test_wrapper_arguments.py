@@ -44,7 +44,7 @@ def seconds(number: float) -> timedelta:
         ({"monitor_process_interval": seconds(30)}, "monitor_process_interval < heartbeat_time"),
         ({"monitor_thread_interval": seconds(60)}, "monitor_thread_interval < soft_timeout"),
         ({"progress_watchdog_interval": seconds(60)}, "progress_watchdog_interval < soft_time"),
-        ({"last_call_wait": seconds(-1)}, "last_call_wait=.* is negative"),
+        ({"last_call_wait": seconds(-1)}, "last_call_wait is -1 s: give 0 or more"),
         ({"monitor_process_logfile": "here/log"}, "logfile='here/log' is not an absolute path"),
         ({"monitor_process_pidfile": "pid"}, "pidfile='pid' is not an absolute path"),
         ({"monitor_process_logfile": "/log/{node}"}, r"logfile='/log/{node}' .* only placeholder"),

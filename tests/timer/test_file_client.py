@@ -520,6 +520,6 @@ def test_the_server_logs_the_stacks_of_a_clients_process(
     (record,) = caplog.records
     line, _, stacks = record.getMessage().partition("\n")
     assert line.startswith(f"timers: ['<string>#8'] of worker {worker.pid} expired, the first ")
-    assert line.endswith("; it is sent signal 9; place: in <module> (<string>:9)")
+    assert line.endswith("; it is sent signal 9; location: in <module> (<string>:9)")
     assert 'File "<string>", line 9 in <module>' in stacks
     assert time.time() - server.get_last_progress_time() < PATIENCE

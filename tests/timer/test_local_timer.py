@@ -113,7 +113,7 @@ def test_a_hung_worker_is_killed_and_its_place_is_logged(
     assert (ended(hung), ended(fine)) == (-signal.SIGKILL, 0)
     wait_until(lambda: f"reaped worker {hung.pid}" in caplog.text, "it is reaped")
     assert f"['sleep'] of worker {hung.pid} expired" in caplog.text
-    assert f"killing worker {hung.pid}; place: in sleeping" in caplog.text
+    assert f"killing worker {hung.pid}; location: in sleeping" in caplog.text
     assert str(fine.pid) not in caplog.text
 
 
@@ -124,7 +124,7 @@ def test_a_worker_that_is_stopped_is_killed_too(
     wait_until(lambda: server.timers == {worker.pid: ["sleep"]}, "its timer is armed")
     os.kill(worker.pid, signal.SIGSTOP)
     assert ended(worker) == -signal.SIGKILL
-    assert "place: stopped by a signal" in caplog.text
+    assert "location: stopped by a signal" in caplog.text
 
 
 def test_a_worker_is_killed_though_the_servers_descriptors_are_used_up(

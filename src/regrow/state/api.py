@@ -100,13 +100,13 @@ class State:
     def prepare(self, step: int) -> None:
         """Keep this rank's private parts for a step, before the step is committed.
 
-        Call it when the private parts have their values for the next step, and before the first
-        collective with results of this step: between the forward pass and the backward pass. If
-        the rank dies after that collective, the other ranks may commit the step, and the rank that
+        Call it after the last use of the private parts in this step, and before the first
+        collective with results of this step: between the forward pass and the backward pass. If the
+        rank dies after that collective, the other ranks may commit the step, and the rank that
         replaces it needs these values. Without private parts it has no effect.
 
         Args:
-            step: the step that the next `commit` has.
+            step: the number that the next `commit` gets.
 
         Raises:
             ValueError: the step is not after the committed one.

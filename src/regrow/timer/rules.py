@@ -124,8 +124,8 @@ class Timers(Generic[W, R]):
         """Return the requests of the timers that are due at `now`; the timers stay armed.
 
         Returns:
-            for each worker that has any, the earliest deadline first; the worker with the earliest
-            deadline of all comes first.
+            the due requests of each worker, the earliest deadline first. The worker with the
+            earliest deadline comes first.
         """
         # In a heap, no entry is earlier than its parent. So the due entries are connected.
         due: list[tuple[float, int, W, R]] = []

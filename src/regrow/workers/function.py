@@ -167,7 +167,7 @@ def store(fd: int, value: Any) -> None:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"cannot pickle the worker's return value, of type {type(value).__qualname__}:"
-                f" {str_of(error)}"
+                f" {str_of(error)}; return a value that pickle accepts"
             ) from error
     os.pwrite(fd, COMPLETE, 0)
 
@@ -254,7 +254,7 @@ class Gate:
             os.eventfd_write(self.opened.number, 1)
 
     def wait(self) -> None:
-        """Wait until all workers of the node have returned, and then for native threads to rest."""
+        """Wait until all workers of the node have returned, and no native thread runs."""
         self.count()
         ready([self.opened.number])
         let_threads_rest()

@@ -1,7 +1,7 @@
 """Deletes the keys that an agent has left in the stores of its rounds.
 
-A store keeps keys until a client deletes them, and a long job has many rounds. So each agent
-deletes the keys that only this agent still needed:
+The store of a round keeps keys until a client deletes them, and a long job has many rounds. So each
+agent deletes the keys that only this agent still needed:
 
 - its part of the rank exchange, once it has its ranks;
 - its entry in an exit barrier that broke.

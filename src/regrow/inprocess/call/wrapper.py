@@ -217,8 +217,8 @@ def _check_types(config: Wrapper) -> None:
 
 def _check_values(config: Wrapper) -> None:
     for name in _DURATIONS:
-        if getattr(config, name) < timedelta(0):
-            raise ValueError(f"{name}={getattr(config, name)} is negative")
+        if (duration := getattr(config, name)) < timedelta(0):
+            raise ValueError(f"{name} is {duration.total_seconds():g} s: give 0 or more")
     for less, more in _LESS:
         first, second = getattr(config, less), getattr(config, more)
         if not first < second:

@@ -301,7 +301,7 @@ def _begin(group: Group, phase: Phase, *, here: int = 0, since: float | None = N
 
 
 def _blame(group: Group, missing: int, now: float) -> Group:
-    """Record a fault of each rank that is late at the end; it restarts with the other ranks."""
+    """Record a fault of each rank that missed the completion time-out; all ranks then restart."""
     late = f"{group.timeouts.completion:g} s after"
     text = f"not done {late} the first rank was"
     if group.phase is Phase.CONFIRMING:

@@ -341,8 +341,9 @@ def _start(name: bytes) -> int:
 def monitor_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the monitor, which serves all workers and is not one itself.
 
-    An agent kills the processes that a worker leaves, and finds them by their mark. The monitor
-    gets the mark of the agent itself. So it ends with the last of the workers at the latest.
+    An agent kills the processes that a worker leaves behind. It identifies them by the worker's
+    mark. The monitor serves all workers, so it gets the agent's mark. It ends at the latest with
+    the last worker.
     """
     from regrow.store import FOR_WORKERS
     from regrow.workers.guardian.procfs import MARK

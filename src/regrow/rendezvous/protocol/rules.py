@@ -126,7 +126,7 @@ def _join(state: Round, node: Node, token: int, why: str) -> Step:
         beyond = f"the current round is {state.number}"
         return state, NodeRefused(id, f"it names round {token}, and {beyond}")
     if token and not place(state, id):
-        return state, _stale(state, id, token)
+        return state, _refuse_stale(state, id, token)
     if id in state.ranks and token == state.number:
         return _admit(_end(state, id, why), node), None
     if not place(state, id) or (id in state.awaited and token == state.number - 1):
@@ -136,7 +136,7 @@ def _join(state: Round, node: Node, token: int, why: str) -> Step:
     return state, None
 
 
-def _stale(state: Round, id: str, token: int) -> NodeRefused:
+def _refuse_stale(state: Round, id: str, token: int) -> NodeRefused:
     how = f"; {state.ended}" if state.ended and state.ended.round == token else ""
     went_on = f"round {token} continued without it"
     return NodeRefused(id, f"{went_on}, and round {state.number} is the current one{how}")
@@ -153,7 +153,7 @@ def _admit(state: Round, node: Node) -> Round:
 
 def _failed(state: Round, id: str, token: int, report: str) -> Step:
     if not seated(state, id, token):
-        return state, state.closed or _stale(state, id, token)
+        return state, state.closed or _refuse_stale(state, id, token)
     if token == state.number and state.closed and report:
         by, why = state.closed.id, state.closed.why
         return _close(state, id, f"its workers failed; no round follows, as {by}: {why}", report)
@@ -166,7 +166,7 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
 
 def _spend(state: Round, id: str, token: int, number: int) -> Step:
     if token != state.number or not seated(state, id, token):
-        return state, state.closed or _stale(state, id, token)
+        return state, state.closed or _refuse_stale(state, id, token)
     before = state.spent.get(id, 0)
     if state.closed or number <= before:
         return state, state.closed
@@ -209,7 +209,7 @@ def _leaving(state: Round, event: NodeLeaving) -> Round:
 def _leave(state: Round, event: LeaveRound) -> Step:
     seated_in = state.number if event.id in state.ranks else state.number - 1
     if event.token and event.token != seated_in:
-        return state, _stale(state, event.id, event.token)
+        return state, _refuse_stale(state, event.id, event.token)
     if state.closed and event.id in state.ranks and event.id not in state.gone:
         gone = state.gone | {event.id}
         return replace(state, gone=gone, version=state.version + 1), None

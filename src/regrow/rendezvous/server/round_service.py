@@ -163,7 +163,7 @@ class ServedJob:
         return min(times, default=None)
 
     def knows(self, id: str) -> bool:
-        """Whether the node is anywhere in the state."""
+        """Return whether the state contains the node."""
         return place(self.state, id) != 0
 
 

@@ -9,11 +9,10 @@ returns the answers that are due. It owns no socket, no timer and no thread. Its
 monotonic clock and never goes back. When its deadline has passed, the service first receives
 everything that had arrived by then.
 
-Questions work like the store's reads. A question that has no answer yet is *parked*. It uses no
-resource except one of the places that `Limits.parked` limits. When the connection breaks, the
-service drops the parked questions, because the client repeats them under the same ids after a
-reconnect. So a question may arrive twice, even if the service has already handled it. The second
-one must have no further effect.
+Questions work like the store's reads. A question that has no answer yet is *parked*, and counts
+towards `Limits.parked`. When the connection breaks, the service drops the parked questions, because
+the client repeats them under the same ids after a reconnect. So a question may arrive twice, even
+if the service has already handled it. The second one must have no further effect.
 
 A session is an opaque object that can only be compared and used as a key. A service first sees it
 with its first question. `suspended` reports that the session's connection broke, and `resumed` that

@@ -336,5 +336,5 @@ def write_line(fd: int, line: bytes) -> None:
 
 
 def wait_for_room(fd: int, timeout: float) -> bool:
-    """Wait until a pipe accepts a line, or breaks; False: neither within `timeout` seconds."""
+    """Wait until a pipe has room for a line or is broken; return False after `timeout` seconds."""
     return bool(ready([fd], None if timeout == math.inf else timeout, select.POLLOUT))

@@ -113,12 +113,12 @@ def log_stacks(lines: Mapping[Target, str]) -> None:
     """Request the stacks of processes with expired timers, and log them.
 
     Args:
-        lines: by process, the text of the log line before its place.
+        lines: by process, the text of the log line before the location.
     """
     dumps = capture([target for target in lines if target.pidfd >= 0])
     for target, line in lines.items():
         dump = dumps.get(target.pid, Dump(target.pid, "gone", "no descriptor is free"))
-        logger.warning("%s; place: %s\n%s", line, where(dump), dump.text)
+        logger.warning("%s; location: %s\n%s", line, where(dump), dump.text)
 
 
 class _Request:

@@ -317,7 +317,7 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 
 def dump_path(prefix: str, pid: int) -> str:
-    """Return the dump file of a process, for a launcher that keeps its dumps at `prefix`."""
+    """Return the path of the file with the stacks of process `pid`: `prefix`.`pid`.txt."""
     return f"{prefix}.{pid}.txt"
 
 

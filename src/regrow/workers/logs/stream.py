@@ -83,7 +83,7 @@ class Stream:
         """Append the moved bytes to the file.
 
         Args:
-            buffer: for bytes that cannot be moved within the kernel, `PIECE` bytes.
+            buffer: memory of `PIECE` bytes, for bytes that the kernel cannot move into the file.
 
         Returns:
             the bytes that the file did not store, and the reason.
