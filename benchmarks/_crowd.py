@@ -9,9 +9,10 @@ answers each order with one line of JSON:
     again    one node asks for the next round; answered when each has its rank in it
     hold S   the nodes stay in the round for S seconds; answered with the traffic in both ways
 
-A simulated node does what a handler does: it joins, follows, and beats once a second from the start
-of its first round, or the server would count it as lost. When it receives the end of its round, it
-acknowledges it and joins again. Its workers take no time to stop.
+A simulated node does what a handler does: it joins, follows, and beats once a second. When it
+receives the end of its round, it acknowledges it and joins again. Its workers take no time to stop.
+It beats only while it stays in a round. So its lease is long, or it would be lost when thousands of
+nodes take seconds to meet.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from regrow.rendezvous.protocol.messages import (
 from regrow.rendezvous.server import server_messages as messages
 
 KEEP_ALIVE_S = 1.0
+MISSED_BEATS = 30  # after which the lease is over
 PATIENCE_S = 300.0
 
 
@@ -48,7 +50,7 @@ class Member(Client):
         self.seat: Seated | None = None
         self.seated_at = 0.0
         self._job = job
-        self._settings = messages.JobSettings(nodes, nodes, KEEP_ALIVE_S, 3, 30.0)
+        self._settings = messages.JobSettings(nodes, nodes, KEEP_ALIVE_S, MISSED_BEATS, 30.0)
         self._beats = 0
         self._heard = 0  # the last round that this node knows to be over
         self._follow = 0  # id of the parked follow request, at most one at a time; 0 if none
@@ -60,9 +62,8 @@ class Member(Client):
         self.submit(JoinRound(self.node, self.seat.round if self.seat else 0))
 
     def beat(self) -> None:
-        if self.seat is not None:
-            beat = messages.BeatRequest(self._job, self.node.id, self.seat.round, self._beats)
-            self.ask(messages.encode(beat))
+        token = self.seat.round if self.seat else 0
+        self.ask(messages.encode(messages.BeatRequest(self._job, self.node.id, token, self._beats)))
 
     def answered(self, id: int, body: bytes) -> None:
         if id == self._follow:
@@ -98,8 +99,6 @@ class Crowd:
             for number in range(first, first + count)
         ]
         self._connections = Connections(self._members)
-        self._began: float | None = None
-        self._beats = 0
 
     def join(self) -> float:
         for member in self._members:
@@ -119,9 +118,14 @@ class Crowd:
         members = self._members
         for member in members:
             member.messages = member.bytes = 0
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            self._serve()
+        began = time.monotonic()
+        beats = 0
+        while (now := time.monotonic()) < began + seconds:
+            due = int((now - began) / KEEP_ALIVE_S * len(members))
+            for turn in range(beats, due):  # spread over the second, like the beats of real nodes
+                members[turn % len(members)].beat()
+            beats = due
+            self._serve(0.001)
         total = len(members) * seconds
         return sum(m.messages for m in members) / total, sum(m.bytes for m in members) / total
 
@@ -131,31 +135,16 @@ class Crowd:
         while waiting:
             if time.monotonic() > deadline:
                 raise SystemExit(f"benchmark: {len(waiting)} nodes have no rank in round {round}")
-            for member in self._serve():
+            for member in self._serve(1.0):
                 if member.seat is not None and member.seat.round >= round:
                     waiting.discard(member)
         return max(member.seated_at for member in self._members)
 
-    def _serve(self) -> list[Member]:
-        ready = self._connections.ready(0.001)
+    def _serve(self, timeout: float) -> list[Member]:
+        ready = self._connections.ready(timeout)
         for member in ready:
             member.receive()
-        if self._began is not None:
-            self._beat((time.monotonic() - self._began) / KEEP_ALIVE_S)
-        elif self._members[0].seat is not None:
-            self._began = time.monotonic()
         return ready
-
-    def _beat(self, due: float) -> None:
-        """Send the beats that are due, spread over the second like the beats of real nodes.
-
-        Args:
-            due: how often each node should have beaten.
-        """
-        turns = int(due * len(self._members))
-        for turn in range(self._beats, turns):
-            self._members[turn % len(self._members)].beat()
-        self._beats = turns
 
 
 def main() -> None:
