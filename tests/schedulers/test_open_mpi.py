@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ from helpers.schedulers import remote_shell
 from helpers.schedulers.training import (
     COMMANDS,
     PATIENCE_S,
+    START_LINES,
     Training,
     introduce,
     left_over,
     prepare,
     require_schedulers,
+    stop_lines,
 )
 
 pytestmark = [pytest.mark.schedulers, pytest.mark.timeout(240)]
@@ -49,6 +52,11 @@ class MpiJob:
     def output(self) -> str:
         """The output of `mpirun` and its processes."""
         return self._output.read_text(errors="replace")
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of the output, without the messages of `mpirun`, which it frames by dashes."""
+        return re.sub(r"(?ms)^-{70,}\n.*?^-{70,}\n", "", self.output).splitlines()
 
     def ended(self) -> int:
         """Return its exit status after all of its processes have ended."""
@@ -97,6 +105,7 @@ def test_a_job_succeeds_and_leaves_nothing(job: MpiJob) -> None:
     job.training.finish()
     assert job.ended() == 0, job.output
     assert len(job.training.records("finished")) == RANKS, job.output
+    assert len(job.lines) == START_LINES, job.output
 
 
 def test_a_worker_that_is_killed_costs_one_restart(job: MpiJob) -> None:
@@ -109,7 +118,7 @@ def test_a_worker_that_is_killed_costs_one_restart(job: MpiJob) -> None:
     job.training.finish()
     assert job.ended() == 0, job.output
     assert len(job.training.records("finished")) == RANKS, job.output
-    assert len(job.output.splitlines()) <= 12, job.output  # some are mpirun's own
+    assert len(job.lines) <= START_LINES + 7, job.output  # the failure on its host, and a story
 
 
 def test_an_mpirun_that_is_stopped_leaves_nothing(job: MpiJob) -> None:
@@ -117,6 +126,7 @@ def test_an_mpirun_that_is_stopped_leaves_nothing(job: MpiJob) -> None:
     (mpirun,) = children_of(job.process.pid)
     os.kill(mpirun, signal.SIGTERM)
     assert job.ended() != 0, job.output
+    assert len(job.lines) <= START_LINES + stop_lines(HOSTS), job.output
 
 
 def test_a_host_that_is_lost_ends_the_job(job: MpiJob) -> None:
@@ -124,3 +134,4 @@ def test_a_host_that_is_lost_ends_the_job(job: MpiJob) -> None:
     job.hosts[1].lose_power()
     job.hosts.pop()
     assert job.ended() != 0, job.output
+    assert len(job.lines) <= START_LINES + stop_lines(HOSTS - 1), job.output

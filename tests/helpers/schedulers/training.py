@@ -38,6 +38,15 @@ class Record(NamedTuple):
 PATIENCE_S = 90.0
 """Seconds after which a test fails."""
 
+START_LINES = 3
+"""Lines at the start of a job: its meeting place, the threads of the workers, and the bounds."""
+
+
+def stop_lines(nodes: int) -> int:
+    """Return the lines of a job that is stopped: the signal, one of each agent, two of a story."""
+    return 3 + nodes
+
+
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")
 """Programs that run on a host without any job."""
 
