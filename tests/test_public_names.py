@@ -47,7 +47,7 @@ PUBLIC = {
         LaunchConfig elastic_launch launch_agent
     """,
     "regrow.metrics": """
-        ConsoleMetricHandler JsonLinesMetricHandler MetricData MetricHandler
+        ConsoleMetricHandler MetricData MetricHandler
         MetricStream MetricsConfig NullMetricHandler configure getStream
         get_elapsed_time_ms initialize_metrics prof profile publish_metric put_metric
     """,

@@ -87,7 +87,7 @@ def test_metadata_that_has_no_json_form_is_written_as_text() -> None:
 
 
 def test_an_unknown_handler_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'nope'.*console, dynamic_rendezvous, file.*null"):
+    with pytest.raises(ValueError, match=r"'nope'.*console, dynamic_rendezvous, null"):
         events.record(Event("x", EventSource.AGENT), "nope")
 
 
@@ -123,46 +123,6 @@ def test_the_console_handler_writes_to_stderr() -> None:
         env={**os.environ, "LOGLEVEL": "INFO"},
     )
     assert json.loads(done.stderr)["name"] == "x.y"
-
-
-def test_the_file_handler_appends_to_the_file_that_the_environment_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv("REGROW_EVENT_FILE", str(path))
-    monkeypatch.setenv("LOGLEVEL", "ERROR")  # affects the screen, not the file
-    monkeypatch.setitem(LOG_HANDLERS, "file", handlers.EventFileHandler())
-    events.record(Event("x", EventSource.WORKER, metadata={"rank": 3}), "file")
-    (line,) = events.read_events(path)
-    assert (line["name"], line["source"], line["rank"]) == ("x", "WORKER", 3)
-
-
-def test_the_file_handler_without_a_file_warns_once_and_continues(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("REGROW_EVENT_FILE", raising=False)
-    monkeypatch.setitem(LOG_HANDLERS, "file", handlers.EventFileHandler())
-    for _ in range(3):
-        events.record(Event("x", EventSource.WORKER), "file")
-    assert [record.getMessage() for record in caplog.records] == [
-        "events for the handler 'file' are dropped: REGROW_EVENT_FILE does not name a file"
-    ]
-
-
-def test_a_forked_child_writes_to_the_file_of_its_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "events.jsonl"
-    program = (
-        "import os; from regrow import events as e\n"
-        "e.record(e.Event('parent', e.EventSource.WORKER), 'file')\n"
-        "if os.fork() == 0:\n"
-        "    e.record(e.Event('child', e.EventSource.WORKER), 'file'); os._exit(0)\n"
-        "assert os.wait()[1] == 0\n"
-    )
-    env = {**os.environ, "REGROW_EVENT_FILE": str(path)}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=env)
-    assert [line["name"] for line in events.read_events(path)] == ["parent", "child"]
 
 
 def test_rendezvous_events_without_a_handler_cost_nothing(

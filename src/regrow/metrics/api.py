@@ -8,15 +8,13 @@ from functools import wraps
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar, overload
 
-from regrow.utils import JsonLinesFile, SignalInterrupt, get_logger
+from regrow.utils import SignalInterrupt, get_logger
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping
 
 __all__ = [
     "ConsoleMetricHandler",
-    "JsonLinesMetricHandler",
     "MetricData",
     "MetricHandler",
     "MetricStream",
@@ -80,24 +78,6 @@ class NullMetricHandler(MetricHandler):
 
     def emit(self, metric_data: MetricData) -> None:
         """Do nothing."""
-
-
-class JsonLinesMetricHandler(MetricHandler):
-    """Appends each value to a file as a line `{"time", "group", "name", "value"}`.
-
-    The handler never raises: it reports a full disk once on stderr and drops the values.
-
-    Args:
-        path: the file; several processes may share it.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = JsonLinesFile(path, "metrics")
-
-    def emit(self, metric_data: MetricData) -> None:
-        """Append the value."""
-        timestamp, group, name, value = metric_data
-        self._file.append({"time": timestamp, "group": group, "name": name, "value": value})
 
 
 class MetricStream:
@@ -168,12 +148,11 @@ def get_elapsed_time_ms(start_time_in_seconds: float) -> int:
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Set up handlers from a launcher's configuration; an empty configuration changes nothing.
 
-    Parameters: `handler` (`console`, `null` or `file`), `file` (the path for `file`) and `group`
-    (default: every group without a handler). Other names are ignored: a platform configures such
-    handlers itself.
+    Parameters: `handler` (`console` or `null`) and `group` (default: every group without a
+    handler). Other names are ignored: a platform configures such handlers itself.
 
     Raises:
-        ValueError: unknown handler, or `file` without a path.
+        ValueError: unknown handler.
     """
     params = cfg.params if cfg is not None else {}
     name = params.get("handler")
@@ -184,12 +163,8 @@ def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
         handler = ConsoleMetricHandler()
     elif name == "null":
         handler = NullMetricHandler()
-    elif name == "file":
-        if not params.get("file"):
-            raise ValueError("metrics: handler 'file' needs the parameter 'file', a path")
-        handler = JsonLinesMetricHandler(params["file"])
     else:
-        raise ValueError(f"metrics: unknown handler {name!r}; known: console, file, null")
+        raise ValueError(f"metrics: unknown handler {name!r}; known: console, null")
     configure(handler, params.get("group"))
 
 
