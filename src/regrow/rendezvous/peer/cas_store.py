@@ -19,7 +19,6 @@ from regrow.store import (
     StoreClosedError,
     StoreTimeout,
     Timeout,
-    require,
     timeout_message,
 )
 
@@ -98,9 +97,7 @@ class CasStore(Handle):
         self._closed = True
         self._cells.close()
 
-    def _change(self, name: str, *args: Any, owned: bool | None = None) -> object:
-        if owned:
-            require(self, f"{name}(..., ephemeral=True)", "sessions")
+    def _change(self, name: str, *args: Any) -> object:
         self._check_open()
         if name in ("set", "multi_set"):
             space = KeySpace()
@@ -123,8 +120,6 @@ class CasStore(Handle):
                 )
 
     def _read(self, query: Query, seconds: float) -> object:
-        if query.kind == "watch":
-            require(self, "watch()", "watch")
         if query.kind == "num_keys":
             self._check_open()
             return self._cells.count()
