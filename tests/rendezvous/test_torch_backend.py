@@ -208,7 +208,7 @@ class Frail:
             self._store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("delete_prefix", "session", "close", "characteristics"):
+        if name in ("delete_prefix", "session", "close"):
             raise AttributeError(name)
         return getattr(self._store, name)
 

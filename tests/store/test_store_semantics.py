@@ -15,7 +15,6 @@ from regrow.store import (
     StoreLimitError,
     StoreTimeout,
     StoreValueError,
-    characteristics_of,
 )
 
 AnyStore = MemoryStore | StoreClient | PrefixStore
@@ -198,10 +197,3 @@ def test_a_large_value_goes_through(store: AnyStore) -> None:
     store.set("large", value)
     assert store.get("large") == value
     store.delete_key("large")
-
-
-def test_a_prefix_declares_what_the_store_below_does(join: Callable[..., StoreClient]) -> None:
-    client = join()
-    assert characteristics_of(PrefixStore("p", client)) == client.characteristics
-    assert client.characteristics.shared
-    assert not client.characteristics.encrypted

@@ -17,15 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow.store.api import (
-    Characteristics,
-    Store,
-    Timeout,
-    Value,
-    characteristics_of,
-    to_bytes,
-    to_seconds,
-)
+from regrow.store.api import Store, Timeout, Value, to_bytes, to_seconds
 from regrow.store.calls import Handle, PrefixStore, names_of, timeout_message
 from regrow.store.errors import (
     StoreAuthError,
@@ -93,7 +85,6 @@ __all__ = [
     "STORE_PORT_ENV",
     "STORE_TOKEN_ENV",
     "Answer",
-    "Characteristics",
     "ConnectionState",
     "Limits",
     "MemoryStore",
@@ -115,7 +106,6 @@ __all__ = [
     "StoreTimeout",
     "StoreValueError",
     "Tls",
-    "characteristics_of",
     "connect",
     "load_token",
     "make_token",

@@ -1,4 +1,4 @@
-"""The interface of a store: `Store`, and the guarantees that a store declares.
+"""The interface of a store: `Store`.
 
 `Store` has only the names and semantics of PyTorch's c10d store, so a c10d store works wherever a
 `Store` is expected. A `MemoryStore` and a `StoreClient` also have `delete_prefix` and `close`.
@@ -17,7 +17,7 @@ c10d's own documentation leaves some semantics open. These follow its TCPStore:
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from regrow.store.errors import StoreValueError
 
@@ -71,29 +71,6 @@ class Store(Protocol):
     @property
     def timeout(self) -> timedelta:
         """The default time-out of the calls of this handle."""
-
-
-class Characteristics(NamedTuple):
-    """The guarantees of a store; a store that declares none counts as giving none."""
-
-    shared: bool = False
-    """Other processes can access the same data."""
-    at_most_once: bool = False
-    """A call takes effect at most once, and an error reports whether it may have."""
-    concurrent: bool = False
-    """A blocked call delays no other call on the same handle."""
-    authenticated: bool = False
-    """Both ends prove that they hold the job's token before the first answer."""
-    encrypted: bool = False
-    """No third party on the network can read or change the traffic (TLS)."""
-    survives_host: bool = False
-    """The data outlives the loss of any one host."""
-
-
-def characteristics_of(store: Store) -> Characteristics:
-    """Return the guarantees that a store declares; a c10d store is shared at most."""
-    declared = getattr(store, "characteristics", None)
-    return declared if isinstance(declared, Characteristics) else Characteristics()
 
 
 def to_key(key: str) -> str:

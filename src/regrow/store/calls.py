@@ -12,15 +12,7 @@ from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, cast
 
-from regrow.store.api import (
-    Characteristics,
-    Timeout,
-    Value,
-    characteristics_of,
-    to_bytes,
-    to_key,
-    to_seconds,
-)
+from regrow.store.api import Timeout, Value, to_bytes, to_key, to_seconds
 from regrow.store.errors import StoreValueError
 from regrow.store.keyspace import INT64_MAX, INT64_MIN, Query
 
@@ -133,11 +125,6 @@ class PrefixStore:
     def over(self, store: Store) -> PrefixStore:
         """Return a view of the same names in another store, or through another handle."""
         return PrefixStore(self._prefix[:-1], store)
-
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of the store that this view wraps."""
-        return characteristics_of(self._store)
 
     def set(self, key: str, value: Value, /) -> None:
         """See `Store.set`."""

@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from regrow.store.api import Characteristics, Timeout, to_key
+from regrow.store.api import Timeout, to_key
 from regrow.store.calls import Handle, timeout_message
 from regrow.store.errors import StoreClosedError, StoreTimeout
 from regrow.store.keyspace import Answer, KeySpace, NotReady, Parked, Query
@@ -39,8 +39,6 @@ class MemoryStore(Handle):
         timeout: default time-out of a call, seconds or timedelta.
         limits: sizes and counts that the store refuses to exceed.
     """
-
-    characteristics = Characteristics(at_most_once=True, concurrent=True)
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(timeout)

@@ -25,8 +25,6 @@ from regrow.store import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from regrow.store import Characteristics
-
 
 class Entry(NamedTuple):
     """The content of a cell at the time of a read."""
@@ -47,10 +45,6 @@ class Cells(Protocol):
     @property
     def name(self) -> str:
         """The name of the store in error texts."""
-
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of a store over these cells."""
 
     def read(self, keys: Sequence[str]) -> list[Entry]:
         """Return the cells of the keys, all as of the same moment."""
@@ -86,7 +80,6 @@ class CasStore(Handle):
         super().__init__(timeout)
         self._cells = cells
         self._closed = False
-        self.characteristics = cells.characteristics
 
     def session(self) -> CasStore:
         """Return another handle on the same keys; its `close` ends only its own calls."""

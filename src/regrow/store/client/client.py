@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, cast
 
-from regrow.store.api import Characteristics, Timeout, to_key, to_seconds
+from regrow.store.api import Timeout, to_key, to_seconds
 from regrow.store.calls import Handle, timeout_message
 from regrow.store.client.connecting import Dialer
 from regrow.store.client.session import ConnectionState, Session
@@ -94,7 +94,7 @@ def connect(
         refusal_is_final=refusal_is_final,
         stop=stop,
     )
-    return StoreClient(session, call_timeout, encrypted=tls is not None)
+    return StoreClient(session, call_timeout)
 
 
 class StoreClient(Handle):
@@ -106,17 +106,10 @@ class StoreClient(Handle):
     is closed and the parent's copy works as before.
     """
 
-    def __init__(self, session: Session, timeout: Timeout, *, encrypted: bool) -> None:
+    def __init__(self, session: Session, timeout: Timeout) -> None:
         super().__init__(timeout)
         self._session = session
         self._server: ServerProcess | None = None
-        self._characteristics = Characteristics(
-            shared=True,
-            at_most_once=True,
-            concurrent=True,
-            authenticated=True,
-            encrypted=encrypted,
-        )
 
     @property
     def state(self) -> ConnectionState:
@@ -150,11 +143,6 @@ class StoreClient(Handle):
             StoreValueError: the prefix is empty, so the call would delete every key of the store.
         """
         return cast("int", self._change("delete_prefix", to_key(prefix)))
-
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of this store."""
-        return self._characteristics
 
     def ask(
         self, service: str, body: bytes, timeout: Timeout, *, nudge: Timeout | None = None
