@@ -65,13 +65,11 @@ PUBLIC = {
         State StateError Transport rng
     """,
     "regrow.store": """
-        Answer Change Changes Characteristics ConnectionState Limits MemoryStore
-        PrefixStore STORE_ENV STORE_PORT_ENV STORE_TOKEN_ENV ServerProcess
-        Service ServiceClient Store StoreAuthError StoreClient StoreClosedError
-        StoreConnectionError StoreError StoreLimitError StoreProtocolError
-        StoreServer StoreServiceError StoreSessionLost StoreTimeout
-        StoreTooWeakError StoreValueError Tls WatchStore characteristics_of
-        connect load_token make_token require start_server worker_store
+        Answer ConnectionState Limits MemoryStore PrefixStore STORE_ENV STORE_PORT_ENV
+        STORE_TOKEN_ENV ServerProcess Service ServiceClient Store StoreAuthError
+        StoreClient StoreClosedError StoreConnectionError StoreError StoreLimitError
+        StoreProtocolError StoreServer StoreServiceError StoreSessionLost StoreTimeout
+        StoreValueError Tls connect load_token make_token start_server worker_store
     """,
     "regrow.timer": """
         FileTimerClient FileTimerRequest FileTimerServer LocalTimerClient

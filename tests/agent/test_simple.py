@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.jobs.plain_handler import PlainHandler
+from helpers.processes import wait_until
 from regrow import metrics
 from regrow.agent import RunResult, SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent.attempt.attempt import not_due_to
@@ -273,9 +274,7 @@ def test_the_rounds_of_a_long_job_leave_no_keys_behind() -> None:
             assert keys.num_keys() == 0
             waiting = together(agents[0].wait_at_the_end, agents[2].wait_at_the_end)
             counted = f"round.{number}/torchelastic/agent/terminal_state/num_members"
-            seen = keys.watch([counted])
-            while seen.changes[0].value != b"2":
-                seen = keys.watch([counted], seen.revision)
+            wait_until(lambda: keys.add(counted, 0) == 2, "two nodes do not wait")  # noqa: B023
             for agent in agents:
                 agent.get_worker_group().store.close()
             join(waiting)

@@ -35,6 +35,7 @@ from regrow.store import (
     MemoryStore,
     StoreClosedError,
     StoreConnectionError,
+    StoreError,
     Tls,
     make_token,
     worker_store,
@@ -417,8 +418,10 @@ def test_workers_reach_a_server_whose_certificate_is_for_another_name_than_their
     for name, value in other.items():
         monkeypatch.setenv(name, value)
     with worker_store(timeout=PATIENCE) as client:
-        assert client.characteristics.encrypted
         client.set("k", "v")
+    monkeypatch.delenv(STORE_TLS_ENV)
+    with pytest.raises(StoreError, match=r"not a regrow store|does not speak"):
+        worker_store(timeout=0.3)  # the server answers no client without TLS
 
 
 def test_a_certificate_that_no_server_can_have_is_not_offered(

@@ -20,8 +20,8 @@ from regrow.store import worker_store
 store = worker_store()
 store.set(f"attempt {ATTEMPT} rank {RANK}", "here")
 store.wait([f"attempt {ATTEMPT} rank {rank}" for rank in (0, 1)], 30)
-keys = [change.key for change in store.watch(["attempt"], prefix=True).changes]
-report(os.environ["REGROW_STORE"], len(keys))
+keys = [f"attempt {attempt} rank {rank}" for attempt in (0, 1) for rank in (0, 1)]
+report(os.environ["REGROW_STORE"], sum(store.check([key]) for key in keys))
 if ATTEMPT == 0 and RANK == 0:
     store.set("ready", "")
     forever()

@@ -16,29 +16,56 @@ DEADLINE_S = 60.0
 TOKEN = "a secret of this test only"
 PORT = 4000
 
-# Holds a key for as long as its session; rank 0 prints which keys of the others exist.
+# Prints the ranks of the open sessions whenever one is opened or has ended.
+_SERVER = """
+import asyncio, sys
+from regrow.store import Answer, StoreServer
+
+class Presence:
+    deadline = None
+
+    def __init__(self):
+        self.ranks = {}
+
+    def asked(self, session, id, body, now):
+        self.ranks[session] = body.decode()
+        self.show()
+        return [Answer(session, id, b"")]
+
+    def suspended(self, session, now):
+        return []
+
+    resumed = suspended
+
+    def ended(self, session, why, closed, now):
+        del self.ranks[session]
+        self.show()
+        return []
+
+    def show(self):
+        print(*sorted(self.ranks.values()), sep=",", flush=True)
+
+async def serve(host, port, token):
+    server = StoreServer(token.encode(), services={"presence": Presence()})
+    await server.listen(host, int(port))
+    await asyncio.Event().wait()
+
+asyncio.run(serve(*sys.argv[1:]))
+"""
 _WORKER = """
 import os, signal, sys
 from regrow.store import worker_store
-rank, host, port, token = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4].encode()
-store = worker_store(rank=rank, host=host, port=port, token=token)
-if rank:
-    store.set(f"rank {rank}", "here", ephemeral=True)
-    input()
-    os.kill(os.getpid(), signal.SIGSTOP)
-after, there = 0, set()
-while True:
-    seen = store.watch(["rank "], after, prefix=True, timeout=3600)
-    after = seen.revision
-    for change in seen.changes:
-        there = there | {change.key} if change.value is not None else there - {change.key}
-    print(*sorted(there), sep=",", flush=True)
+host, port, token, rank = sys.argv[1:]
+store = worker_store(rank=int(rank), host=host, port=int(port), token=token.encode())
+store.ask("presence", f"rank {rank}".encode(), 60)
+input()
+os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-def worker(host: Host, rank: int, first: Host) -> subprocess.Popen[str]:
+def start(host: Host, program: str, first: Host, *args: str) -> subprocess.Popen[str]:
     return host.popen(
-        [sys.executable, "-c", _WORKER, str(rank), first.addr, str(PORT), TOKEN],
+        [sys.executable, "-c", program, first.addr, str(PORT), TOKEN, *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -50,9 +77,9 @@ def test_a_host_that_vanishes_is_noticed_and_a_worker_that_is_stopped_is_not_tak
     network: Network, hosts: list[Host]
 ) -> None:
     first, cut_off, frozen = hosts[:3]
-    server = worker(first, 0, first)
-    worker(cut_off, 1, first)
-    stopped = worker(frozen, 2, first)
+    server = start(first, _SERVER, first)
+    start(cut_off, _WORKER, first, "1")
+    stopped = start(frozen, _WORKER, first, "2")
 
     def sees(*ranks: int) -> None:
         wanted = ",".join(f"rank {rank}" for rank in ranks)

@@ -80,11 +80,8 @@ def test_what_ends_a_rank_is_raised_there_and_the_others_restart_without(
 
 
 def test_the_keys_of_an_iteration_are_gone_in_the_next(play: Play) -> None:
-    keys = [f"rank {rank}" for rank in range(3)]
-    fates = seen(play("writes_into_the_store"))
-    # A rank that is notified of the fault before its first call skips that call.
-    assert [fate[-1] for fate in fates] == [keys] * 3
-    assert all(found == keys for fate in fates for found in fate)
+    # Each of the three ranks writes one key in each of the three iterations.
+    assert seen(play("writes_into_the_store")) == [[3]] * 3
 
 
 @pytest.mark.thorough

@@ -40,8 +40,6 @@ def store(make: Make) -> CasStore:
 
 def test_it_has_the_methods_of_a_store(store: CasStore) -> None:
     assert isinstance(store, StoreProtocol)
-    assert store.characteristics.shared
-    assert store.characteristics.at_most_once
 
 
 def test_values_are_read_as_bytes(store: CasStore, make: Make) -> None:

@@ -69,7 +69,7 @@ class C10dStore:
         self._store = store
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("session", "watch", "close", "characteristics"):
+        if name in ("session", "delete_prefix", "close"):
             raise AttributeError(name)
         return getattr(self._store, name)
 

@@ -17,13 +17,10 @@ from regrow.rendezvous.backends.etcd.etcd_backend import connect_job
 from regrow.rendezvous.backends.etcd.etcd_client import EtcdClient, Outcome, get
 from regrow.rendezvous.backends.etcd.etcd_job import EtcdJob, EtcdStore
 from regrow.store import (
-    PrefixStore,
     StoreClosedError,
     StoreConnectionError,
     StoreLimitError,
-    characteristics_of,
 )
-from regrow.store import Store as StoreProtocol
 
 Make = Callable[..., EtcdStore]
 _RUNS = itertools.count()
@@ -57,15 +54,6 @@ def make(tmp_path: object, made: list[EtcdJob]) -> Iterator[Make]:
 @pytest.fixture
 def store(make: Make) -> EtcdStore:
     return make()
-
-
-def test_the_store_declares_that_it_survives_a_host(store: EtcdStore) -> None:
-    assert isinstance(store, StoreProtocol)
-    declared = characteristics_of(PrefixStore("p", store))
-    assert declared.shared
-    assert declared.survives_host
-    assert declared.at_most_once
-    assert not declared.encrypted
 
 
 def test_changes_over_a_connection_that_is_cut_are_made_once(make: Make) -> None:

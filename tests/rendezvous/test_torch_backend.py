@@ -198,7 +198,7 @@ def test_a_store_that_was_emptied_blocks_no_call() -> None:
 
 
 class Frail:
-    """A store without watches; its writer is killed between the document and the version."""
+    """A c10d store; its writer is killed between the document and the version."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -208,7 +208,7 @@ class Frail:
             self._store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("watch", "characteristics", "session", "clone"):
+        if name in ("delete_prefix", "session", "close"):
             raise AttributeError(name)
         return getattr(self._store, name)
 

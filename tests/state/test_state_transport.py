@@ -147,8 +147,8 @@ def test_programs_that_send_slowly_do_not_hold_a_rank_after_its_deadline(
     class Visited(MemoryStore):
         """Connects strangers when a rank has published its address."""
 
-        def set(self, key: str, value: str | bytes, /, *, ephemeral: bool = False) -> None:
-            super().set(key, value, ephemeral=ephemeral)
+        def set(self, key: str, value: str | bytes, /) -> None:
+            super().set(key, value)
             for _ in range(2):
                 stranger = socket.create_connection(address(self)[:2], 30)
                 strangers.append(threads.submit(trickle, stranger, ended))

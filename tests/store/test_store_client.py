@@ -300,34 +300,31 @@ def test_a_malformed_endpoint_is_refused(endpoint: str) -> None:
         connect(endpoint, token=make_token())
 
 
-def test_ephemeral_keys_are_gone_when_close_returns(join: Join) -> None:
-    owner, other = join(), join()
-    owner.set("mine", "1", ephemeral=True)
-    seen = other.watch(["mine"])
-    gone = Background(other.watch, ["mine"], seen.revision)
-    owner.close()
-    assert gone.result().changes[0].value is None
-    assert not other.check(["mine"])
+def test_the_session_has_ended_when_close_returns(serve: Serve) -> None:
+    server = serve()
+    client = server.connect(session_grace=PATIENCE)
+    assert server.sessions() == 1
+    client.close()
+    assert server.sessions() == 0
     with pytest.raises(StoreClosedError):
-        owner.set("mine", "2")
-    assert owner.state is ConnectionState.CLOSED
+        client.set("k", "v")
+    assert client.state is ConnectionState.CLOSED
 
 
-def test_the_keys_of_a_killed_process_go_after_its_grace(
-    join: Join, server: ServerProcess, token: bytes
-) -> None:
-    client = join()
+def test_the_session_of_a_killed_process_ends_after_its_grace(serve: Serve) -> None:
+    server = serve()
     script = (
         "import signal, sys; from regrow.store import connect;"
         "client = connect(sys.argv[1], token=sys.argv[2].encode(), session_grace=0.2);"
-        "client.set('killed', '1', ephemeral=True); signal.pause()"
+        "print('connected', flush=True); signal.pause()"
     )
-    owner = subprocess.Popen([sys.executable, "-c", script, server.endpoint, token.decode()])
-    seen = client.watch(["killed"])
-    assert seen.changes[0].value == b"1"
-    owner.kill()
-    owner.wait()
-    assert client.watch(["killed"], seen.revision).changes[0].value is None
+    command = [sys.executable, "-c", script, server.endpoint, server.token.decode()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"connected\n"
+        assert server.sessions() == 1
+        process.kill()
+    wait_until(lambda: server.sessions() == 0, "the session does not end")
 
 
 def test_a_session_is_resumed_without_a_name_lookup(
@@ -343,10 +340,10 @@ def test_a_session_is_resumed_without_a_name_lookup(
             return look_up(host, *args, **options)
 
         monkeypatch.setattr(socket, "getaddrinfo", fails)
-        client.set("mine", "v", ephemeral=True)
+        session = list(server.server.machine.sessions)
         proxy.cut_now()
         assert client.add("n", 1) == 1
-        assert client.check(["mine"])
+        assert list(server.server.machine.sessions) == session
 
 
 def test_an_address_that_never_answers_does_not_keep_a_client_from_the_next_one(
@@ -383,36 +380,16 @@ def test_a_session_outlives_a_lost_connection(proxied: tuple[ServerThread, Cutti
         on_state=states,
     )
     other = server.connect()
-    client.set("mine", "1", ephemeral=True)
+    sessions = list(server.server.machine.sessions)
     waiting = Background(client.get, "late")
-    watching = Background(client.watch, ["late"])
     proxy.cut_now()
     states.wait_for(ConnectionState.SUSPENDED)
     states.wait_for(ConnectionState.CONNECTED)
-    assert other.get("mine") == b"1"
     other.set("late", "2")
     assert waiting.result() == b"2"
-    assert watching.result().changes[0].value == b"2"
-    assert server.sessions() == 2
+    assert list(server.server.machine.sessions) == sessions
     client.close()
     assert states.seen[-1] is ConnectionState.CLOSED
-    other.close()
-
-
-def test_a_watch_after_a_lost_connection_returns_the_changes_in_between(
-    proxied: tuple[ServerThread, CuttingProxy],
-) -> None:
-    server, proxy = proxied
-    client = connect(proxy.endpoint, token=server.token, timeout=PATIENCE, session_grace=PATIENCE)
-    other = server.connect()
-    other.set("k", "1")
-    seen = client.watch(["k"])
-    proxy.cut_now()
-    other.set("k", "2")
-    other.delete_key("k")
-    changes = client.watch(["k"], seen.revision).changes
-    assert [(c.key, c.value) for c in changes] == [("k", None)]
-    client.close()
     other.close()
 
 
@@ -582,7 +559,7 @@ def test_a_call_that_is_interrupted_while_it_waits_for_its_answer_costs_no_conne
 
 def test_odd_arguments_are_refused_or_taken_and_do_not_end_the_session(join: Join) -> None:
     client = join()
-    client.set("odd", "v", ephemeral=1)  # type: ignore[arg-type]
+    client.set("odd", "v")
     for key in (5, None, b"bytes"):
         with pytest.raises(StoreValueError):
             client.set(key, "v")  # type: ignore[arg-type]
@@ -591,8 +568,8 @@ def test_odd_arguments_are_refused_or_taken_and_do_not_end_the_session(join: Joi
             call("\ud800")
     with pytest.raises(StoreValueError, match="must be a list of str"):
         client.wait("odd", 1)
-    with pytest.raises(StoreTimeout):
-        client.watch(["odd"], 2**70, timeout=0)
+    with pytest.raises(StoreValueError):
+        client.delete_prefix(b"odd")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         client.add("odd", "1")  # type: ignore[arg-type]
     assert client.get("odd") == b"v"

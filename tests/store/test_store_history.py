@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.stores.storing import Background
-from regrow.store import MemoryStore, StoreClient, WatchStore
+from regrow.store import MemoryStore, Store, StoreClient
 
 
 class Event(NamedTuple):
@@ -38,7 +38,7 @@ def model(value: bytes | None, event: Event) -> tuple[bytes | None, Any]:
         return args[0], None
     if name == "append":
         return (value or b"") + args[0], None
-    if name == "delete_key":
+    if name in ("delete_key", "delete_prefix"):
         return None, value is not None
     if name == "check":
         return value, value is not None
@@ -80,27 +80,28 @@ def test_the_checker_accepts_right_and_refuses_wrong_histories() -> None:
     assert not explainable(lost, None)
 
 
+KEYS = ("history/a", "history/b")
 DIGITS = st.sampled_from([b"1", b"2"])
 CALLS = st.one_of(
     st.tuples(st.just("set"), st.tuples(DIGITS)),
     st.tuples(st.just("append"), st.tuples(DIGITS)),
     st.tuples(st.just("add"), st.tuples(st.integers(1, 3))),
     st.tuples(st.just("compare_set"), st.tuples(st.sampled_from([b"", b"1", b"2", b"3"]), DIGITS)),
-    st.tuples(st.just("delete_key"), st.just(())),
+    st.tuples(st.sampled_from(["delete_key", "delete_prefix"]), st.just(())),
     st.tuples(st.just("check"), st.just(())),
 )
 PLANS = st.lists(
-    st.lists(st.tuples(st.sampled_from(["a", "b"]), CALLS), min_size=1, max_size=12),
+    st.lists(st.tuples(st.sampled_from(KEYS), CALLS), min_size=1, max_size=12),
     min_size=2,
     max_size=4,
 )
 
 
-def run(stores: list[WatchStore], plans: Any) -> dict[str, list[Event]]:
-    history: dict[str, list[Event]] = {"a": [], "b": []}
+def run(stores: Sequence[Store], plans: Any) -> dict[str, list[Event]]:
+    history: dict[str, list[Event]] = {key: [] for key in KEYS}
     start = threading.Barrier(len(plans))
 
-    def work(store: WatchStore, plan: Any) -> None:
+    def work(store: Store, plan: Any) -> None:
         start.wait()
         for key, (name, args) in plan:
             call = getattr(store, name)
@@ -128,14 +129,14 @@ def test_the_history_of_concurrent_threads_on_a_memory_store_makes_sense(plans: 
 def test_the_history_of_concurrent_clients_of_a_server_makes_sense(
     join: Callable[..., StoreClient],
 ) -> None:
-    clients: list[WatchStore] = [join() for _ in range(3)]
+    clients = [join() for _ in range(3)]
     # Two threads share a client: what they do goes over one connection.
     clients.append(clients[0])
 
     @QUIET
     @given(PLANS)
     def check(plans: Any) -> None:
-        for key in ("a", "b"):
+        for key in KEYS:
             clients[0].delete_key(key)
         for events in run(clients, plans).values():
             assert explainable(events, None)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.store import Changes, Limits, StoreLimitError
-from regrow.store.keyspace import NOT_READY, KeySpace, Query
+from regrow.store import Limits, StoreLimitError, StoreValueError
+from regrow.store.keyspace import KeySpace, Query
 
 
 def value_of(space: KeySpace, key: str) -> bytes | None:
@@ -39,23 +39,18 @@ def test_a_key_that_changes_wakes_only_the_queries_for_it() -> None:
 
 def test_an_unparked_query_is_not_woken() -> None:
     space = KeySpace()
-    for query in (
-        Query("multi_get", ("k",)),
-        Query("watch", ("k",)),
-        Query("watch", ("k",), 0, True),
-    ):
-        space.unpark(space.park(query, "tag"))
+    stays = space.park(Query("multi_get", ("k",)), "stays")
+    space.unpark(space.park(Query("multi_get", ("k",)), "goes"))
     space.set("k", b"1")
-    assert space.take_woken() == []
+    assert space.take_woken() == [stays]
 
 
-def test_a_multi_set_is_one_change_to_a_watcher() -> None:
+def test_a_wait_for_keys_of_one_multi_set_ends_once() -> None:
     space = KeySpace()
-    parked = space.park(Query("watch", ("a", "b")), "tag")
+    parked = space.park(Query("multi_get", ("a", "b")), "tag")
     space.multi_set(["a", "b"], [b"1", b"2"])
     assert space.take_woken() == [parked]
-    assert isinstance(parked.answer, Changes)
-    assert [c.key for c in parked.answer.changes] == ["a", "b"]
+    assert parked.answer == [b"1", b"2"]
 
 
 def test_a_multi_set_that_breaks_a_limit_changes_nothing() -> None:
@@ -63,7 +58,6 @@ def test_a_multi_set_that_breaks_a_limit_changes_nothing() -> None:
     with pytest.raises(StoreLimitError, match=r"Limits\.keys"):
         space.multi_set(["a", "b", "c"], [b"", b"", b""])
     assert space.answer(Query("num_keys")) == 0
-    assert space.revision == 0
 
 
 def test_the_store_refuses_more_keys_and_bytes_than_its_limits() -> None:
@@ -78,83 +72,117 @@ def test_the_store_refuses_more_keys_and_bytes_than_its_limits() -> None:
     space.set("c", b"1234")
 
 
-def test_the_keys_of_an_owner_go_with_it_and_wake_watchers() -> None:
+def test_the_deletion_of_every_key_is_refused() -> None:
     space = KeySpace()
-    owner = object()
-    space.set("mine", b"1", owner)
-    space.set("taken over", b"1", owner)
-    space.set("taken over", b"2")
-    assert space.compare_set("won", b"", b"me", owner) == b"me"
-    parked = space.park(Query("watch", ("mine",), space.revision), "tag")
-    space.drop_owner(owner)
-    assert space.take_woken() == [parked]
-    assert [value_of(space, k) for k in ("mine", "won", "taken over")] == [None, None, b"2"]
+    space.set("k", b"1")
+    with pytest.raises(StoreValueError, match="would delete every key"):
+        space.delete_prefix("")
+    assert value_of(space, "k") == b"1"
 
 
-def test_a_watcher_from_before_the_oldest_tombstone_gets_a_snapshot() -> None:
-    space = KeySpace(Limits(tombstones=1))
-    space.set("kept", b"1")
-    old = space.revision
-    for key in ("gone", "gone too"):
-        space.set(key, b"1")
-        space.delete(key)
-    for query in (Query("watch", ("kept", "gone"), old), Query("watch", ("",), old, True)):
-        seen = space.answer(query)
-        assert isinstance(seen, Changes)
-        assert seen.snapshot
-        assert [c.key for c in seen.changes] == ["kept"]
-        assert space.answer(Query("watch", query.keys, seen.revision, query.prefix)) is NOT_READY
-
-
-KEYS = st.sampled_from(["a", "ab", "b", "ba"])
+KEYS = ("a", "ab", "b", "ba")
+LIMITS = Limits(keys=3, total_bytes=8)  # so small that a miscounted deletion is soon noticed
+MANY = settings(max_examples=200)
+NUMBERS = st.sampled_from([1, -20, 999])
+VALUES = st.sampled_from([b"", b"x", b"7", b"four"])
+ONE, SOME = st.sampled_from(KEYS), st.lists(st.sampled_from(KEYS), max_size=3, unique=True)
 CALLS = st.one_of(
-    st.tuples(st.just("set"), KEYS, st.binary(max_size=2)),
-    st.tuples(st.just("append"), KEYS, st.binary(max_size=2)),
-    st.tuples(st.just("delete"), KEYS),
-    st.tuples(
-        st.just("compare_set"), KEYS, st.sampled_from([b"", b"x"]), st.sampled_from([b"x", b"y"])
-    ),
+    st.tuples(st.just("set"), ONE, VALUES),
+    SOME.map(lambda keys: ("multi_set", keys, [key.encode() for key in keys])),
+    st.tuples(st.just("add"), ONE, NUMBERS),
+    st.tuples(st.just("compare_set"), ONE, VALUES, VALUES),
+    st.tuples(st.just("append"), ONE, VALUES),
+    st.tuples(st.just("delete"), ONE),
+    st.tuples(st.just("delete_prefix"), st.sampled_from([*KEYS, "abc", ""])),
 )
 
 
-@given(st.lists(CALLS, max_size=30), st.integers(0, 30), st.sampled_from(["", "a", "b"]))
-def test_a_watch_returns_the_difference_between_two_revisions(
-    calls: list[Any], after: int, prefix: str
+def called(old: dict[str, bytes], name: str, args: Any) -> tuple[dict[str, bytes], Any]:
+    """Return the keys of a plain dict after a call, and what the call returns or raises."""
+    key, value = args[0], None if name == "multi_set" else old.get(args[0])
+    result: Any = None
+    match name:
+        case "set":
+            new = {**old, key: args[1]}
+        case "multi_set":
+            new = {**old, **dict(zip(*args, strict=True))}
+        case "append":
+            new = {**old, key: (value or b"") + args[1]}
+        case "add":
+            try:
+                result = int(b"0" if value is None else value) + args[1]
+            except ValueError:
+                return old, StoreValueError
+            new = {**old, key: b"%d" % result}
+        case "compare_set":
+            equal = value == args[1] or (value is None and not args[1])
+            new = {**old, key: args[2]} if equal else old
+            result = new.get(key, args[1])
+        case "delete":
+            new, result = {k: v for k, v in old.items() if k != key}, value is not None
+        case _:
+            if not key:
+                return old, StoreValueError
+            new = {k: v for k, v in old.items() if not k.startswith(key)}
+            result = len(old) - len(new)
+    size = sum(len(key) + len(value) for key, value in new.items())
+    if size > LIMITS.total_bytes or len(new) > LIMITS.keys:
+        return old, StoreLimitError
+    return new, result
+
+
+def called_in(space: KeySpace, name: str, args: Any) -> Any:
+    try:
+        return getattr(space, name)(*args)
+    except (StoreLimitError, StoreValueError) as error:
+        return type(error)
+
+
+@MANY
+@given(st.lists(CALLS, max_size=30))
+def test_every_call_has_the_result_that_a_plain_dict_gives(calls: list[Any]) -> None:
+    space, model = KeySpace(LIMITS), dict[str, bytes]()
+    for name, *args in calls:
+        model, result = called(model, name, args)
+        assert called_in(space, name, args) == result
+        assert {key: value_of(space, key) for key in KEYS} == {key: model.get(key) for key in KEYS}
+        assert space.answer(Query("num_keys")) == len(model)
+        for key in KEYS:
+            assert space.answer(Query("check", (key,))) == (key in model)
+
+
+@MANY
+@given(st.lists(CALLS, max_size=30), st.lists(ONE, min_size=1, max_size=3))
+def test_a_wait_is_answered_once_as_soon_as_all_keys_exist(
+    calls: list[Any], keys: list[str]
 ) -> None:
-    space = KeySpace()
-    model: dict[str, tuple[int, bytes | None]] = {}
-    for name, key, *args in calls:
-        before = space.revision
-        getattr(space, name)(key, *args)
-        if space.revision != before:
-            assert space.revision == before + 1
-            model[key] = (space.revision, value_of(space, key))
-    changed = sorted(
-        (revision, key, value)
-        for key, (revision, value) in model.items()
-        if revision > after and key.startswith(prefix)
-    )
-    for query in (
-        Query("watch", (prefix,), after, True),
-        Query("watch", tuple(k for k in ("a", "ab", "b", "ba") if k.startswith(prefix)), after),
-    ):
-        answer = space.answer(query)
-        if not changed:
-            assert answer is NOT_READY
-        else:
-            assert isinstance(answer, Changes)
-            assert [(c.revision, c.key, c.value) for c in answer.changes] == changed
-
-
-@given(st.lists(CALLS, max_size=30), st.lists(KEYS, min_size=1, max_size=3))
-def test_a_wait_is_answered_as_soon_as_all_keys_exist(calls: list[Any], keys: list[str]) -> None:
-    space = KeySpace()
-    parked = space.park(Query("multi_get", tuple(keys)), "tag")
-    for name, key, *args in calls:
-        getattr(space, name)(key, *args)
+    space = KeySpace(LIMITS)
+    parked, answered = space.park(Query("multi_get", tuple(keys)), "tag"), False
+    for name, *args in calls:
+        called_in(space, name, args)
         values = [value_of(space, k) for k in keys]
-        if None not in values:
-            assert space.take_woken() == [parked]
+        woken = space.take_woken()
+        assert woken == ([] if answered or None in values else [parked])
+        if woken:
+            answered = True
             assert parked.answer == values
-            return
-        assert space.take_woken() == []
+
+
+@MANY
+@given(st.lists(CALLS, max_size=30), st.sampled_from(["a", "ab", "b"]))
+def test_delete_prefix_is_a_delete_of_each_key_also_for_waits(
+    calls: list[Any], prefix: str
+) -> None:
+    spaces = [KeySpace(), KeySpace()]
+    for space in spaces:
+        for name, *args in calls:
+            called_in(space, name, args)
+        for key in KEYS:
+            space.park(Query("wait", ("later", key)), key)
+    deleted = sum(spaces[0].delete(key) for key in KEYS if key.startswith(prefix))
+    assert spaces[1].delete_prefix(prefix) == deleted
+    for key in ("later", *KEYS):
+        for space in spaces:
+            space.set(key, b"")
+        one, other = ([parked.tag for parked in space.take_woken()] for space in spaces)
+        assert one == other

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.store import Change, Changes, Limits, StoreLimitError, StoreProtocolError
+from regrow.store import Limits, StoreLimitError, StoreProtocolError
 from regrow.store.keyspace import Query
 from regrow.store.protocol import wire
 from regrow.store.server.machine import Machine, ServerSession
@@ -35,6 +35,31 @@ def test_a_change_sent_again_is_answered_again_and_done_once() -> None:
     assert m.handle(session, wire.Read(2, Query("multi_get", ("n",)))) == [
         (session, wire.Done(2, [b"5"]))
     ]
+
+
+def test_a_deletion_sent_again_does_not_delete_the_keys_that_came_since() -> None:
+    m = machine()
+    session, other = open_session(m), open_session(m)
+    m.handle(session, wire.MultiSet(1, 1, ["a/1", "a/2", "b"], [b""] * 3))
+    delete = wire.DeletePrefix(2, 2, "a/")
+    first = m.handle(session, delete)
+    m.suspend(session)
+    m.handle(other, wire.Set(1, 1, "a/3", b""))
+    again = open_session(m, session.id)
+    assert m.handle(again, delete) == first == [(session, wire.Done(2, 2))]
+    assert m.handle(other, wire.Read(2, Query("check", ("a/3", "b")))) == [
+        (other, wire.Done(2, True))
+    ]
+
+
+def test_the_deletion_of_every_key_is_refused() -> None:
+    m = machine()
+    session = open_session(m)
+    m.handle(session, wire.Set(1, 1, "k", b"v"))
+    [(_, refusal)] = m.handle(session, wire.DeletePrefix(2, 2, ""))
+    assert isinstance(refusal, wire.Failed)
+    assert (refusal.id, refusal.kind) == (2, "value")
+    assert m.handle(session, wire.Read(3, Query("num_keys"))) == [(session, wire.Done(3, 1))]
 
 
 def test_a_refusal_sent_again_is_the_same_refusal() -> None:
@@ -84,8 +109,8 @@ def test_one_client_cannot_wait_for_any_number_of_keys() -> None:
     m = machine(Limits(keys_per_call=8, parked=4))
     session = open_session(m)
     keys = [str(number) for number in range(8)]
-    assert m.handle(session, wire.Read(1, Query("watch", tuple(keys), 0, False))) == []
-    [(_, answer)] = m.handle(session, wire.Read(2, Query("watch", tuple(keys), 0, False)))
+    assert m.handle(session, wire.Read(1, Query("wait", tuple(keys)))) == []
+    [(_, answer)] = m.handle(session, wire.Read(2, Query("wait", tuple(keys))))
     assert isinstance(answer, wire.Failed)
     assert "waits for 8 keys already" in answer.message
 
@@ -112,21 +137,21 @@ def test_a_cancelled_read_is_answered_once() -> None:
 def test_a_lost_connection_removes_its_blocked_reads() -> None:
     m = machine()
     reader, writer = open_session(m), open_session(m)
-    m.handle(reader, wire.Read(1, Query("watch", ("k",), 0, False)))
+    m.handle(reader, wire.Read(1, Query("multi_get", ("k",))))
     m.suspend(reader)
     assert m.handle(writer, wire.Set(1, 1, "k", b"v")) == [(writer, wire.Done(1))]
-    [(_, seen)] = m.handle(reader, wire.Read(1, Query("watch", ("k",), 0, False)))
-    assert seen == wire.Seen(1, Changes(1, (Change("k", 1, b"v"),), False))
+    [(_, answer)] = m.handle(reader, wire.Read(1, Query("multi_get", ("k",))))
+    assert answer == wire.Done(1, [b"v"])
 
 
-def test_the_end_of_a_session_deletes_its_keys_and_answers_watchers() -> None:
+def test_the_end_of_a_session_removes_its_blocked_reads_and_no_key() -> None:
     m = machine()
-    owner, watcher = open_session(m), open_session(m)
-    m.handle(owner, wire.Set(1, 1, "mine", b"v", True))
-    m.handle(watcher, wire.Read(1, Query("watch", ("mine",), 1, False)))
-    [(to, seen)] = m.end(owner)
-    assert (to, seen) == (watcher, wire.Seen(1, Changes(2, (Change("mine", 2, None),), False)))
-    assert m.end(owner) == []
+    one, other = open_session(m), open_session(m)
+    m.handle(one, wire.Set(1, 1, "its", b"v"))
+    m.handle(one, wire.Read(2, Query("wait", ("k",))))
+    assert m.end(one) == m.end(one) == []
+    assert m.handle(other, wire.Set(1, 1, "k", b"v")) == [(other, wire.Done(1))]
+    assert m.handle(other, wire.Read(2, Query("check", ("its",)))) == [(other, wire.Done(2, True))]
 
 
 def test_a_session_that_is_over_is_not_resumed() -> None:
@@ -163,13 +188,9 @@ def test_an_answer_too_large_for_a_message_is_refused() -> None:
     session = open_session(m)
     for id, key in enumerate(("a", "b", "c"), start=1):
         m.handle(session, wire.Set(id, id, key, bytes(1000)))
-    for request in (
-        wire.Read(9, Query("multi_get", ("a", "b", "c"))),
-        wire.Read(9, Query("watch", ("",), 0, True)),
-    ):
-        [(_, answer)] = m.handle(session, request)
-        assert isinstance(answer, wire.Failed)
-        assert answer.kind == "limit"
+    [(_, answer)] = m.handle(session, wire.Read(9, Query("multi_get", ("a", "b", "c"))))
+    assert isinstance(answer, wire.Failed)
+    assert answer.kind == "limit"
 
 
 def test_a_grace_longer_than_allowed_is_cut() -> None:

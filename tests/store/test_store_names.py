@@ -21,7 +21,6 @@ ERRORS = [
     "StoreServiceError",
     "StoreSessionLost",
     "StoreTimeout",
-    "StoreTooWeakError",
     "StoreValueError",
 ]
 

@@ -37,7 +37,6 @@ def test_calls_go_through_tls_also_large_and_concurrent_ones(certificate: Tls) -
         start_server(token=token, tls=certificate) as server,
         connect(server.endpoint, token=token, tls=trust, timeout=PATIENCE) as client,
     ):
-        assert client.characteristics.encrypted
         blocked = Background(client.get, "late")
         large = bytes(range(256)) * 8192
         client.set("large", large)

@@ -69,4 +69,5 @@ def test_a_tcpstore_at_our_address_is_a_clear_error(outcome: dict[str, Any], kin
 
 def test_a_prefix_store_may_use_a_c10d_store(outcome: dict[str, Any]) -> None:
     assert outcome["prefix over TCPStore"] == [5, "5"]
-    assert "watch() needs a store with watch, and TCPStore lacks" in outcome["watch over TCPStore"]
+    error = outcome["delete_prefix over TCPStore"]
+    assert "TCPStore' object has no attribute 'delete_prefix'" in error

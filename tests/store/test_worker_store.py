@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 from helpers.processes import wait_until
 from helpers.stores.services import Notebook
 from helpers.stores.storing import PATIENCE, Background, ServerThread
+from regrow.heartbeat import StoreExchange
+from regrow.heartbeat.failure import Ranks
+from regrow.heartbeat.merge import Beat, Broken, Outcome
 from regrow.store import (
     STORE_ENV,
     STORE_PORT_ENV,
@@ -136,11 +140,13 @@ def worker(
 
 FIRST = """
 import signal
+from regrow.heartbeat import StoreExchange
+from regrow.heartbeat.merge import Beat
 from regrow.store import worker_store
 store = worker_store(rank=0)
 store.set("from", "rank 0")
-store.set("life", "of rank 0", ephemeral=True)
 print("serving", flush=True)
+StoreExchange(store, rank=0, world_size=2, name="lives").beat(Beat(0, 1, 1, False), 30)
 signal.pause()
 """
 
@@ -154,10 +160,14 @@ def test_rank_0_serves_and_the_others_learn_of_its_death(
         assert first.stdout.readline() == b"serving\n"
         other = early.result()
         assert other.get("from") == b"rank 0"
-        seen = other.watch(["life"])
+        exchange = StoreExchange(other, rank=1, world_size=2, name="lives")
+        exchange.beat(Beat(1, 0, 2, False), PATIENCE)
+        ends: queue.Queue[Outcome] = queue.Queue()
+        exchange.listen(ends.put)
         first.kill()
-        gone = other.watch(["life"], seen.revision, timeout=PATIENCE)
-        assert gone.changes[0].value is None
+        end = ends.get(timeout=PATIENCE)
+        assert isinstance(end, Broken)
+        assert (end.kind, end.ranks) == ("lost", Ranks.of([0]))
     again = worker(0)  # there is a server, so another rank 0 starts none
     assert again.get("from") == b"rank 0"
     with pytest.raises(StoreServiceError, match="'nonesuch'; it has: heartbeat, inprocess"):

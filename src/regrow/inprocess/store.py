@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 
 import regrow.store as stores
 from regrow.inprocess.ranks.rank_exchange import Ranks, Time, append, is_there, meet, read
-from regrow.store import StoreClosedError, StoreTimeout
+from regrow.store import StoreClosedError
 from regrow.utils import lazily
 
 from .attribution import InterruptionRecord
@@ -365,10 +364,7 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         Args:
             prefix: prefix of the keys, for example the number of the iteration before last.
         """
-        with suppress(StoreTimeout):  # no such key exists
-            for change in self.watch([f"{prefix}/"], prefix=True, timeout=0.0).changes:
-                if change.value is not None:
-                    self.delete_key(change.key)
+        self.delete_prefix(f"{prefix}/")
 
 
 def _by_agent(host_name: str | None) -> bool:

@@ -5,8 +5,7 @@
 - `worker_store` connects to the store that a job's workers share.
 - `PrefixStore` gives a part of any store its own names.
 
-All of these, and PyTorch's c10d stores, implement `Store`; regrow's stores also implement
-`WatchStore`.
+All of these, and PyTorch's c10d stores, implement `Store`.
 
 Names that need sockets or msgspec are loaded at first use, so a program that uses only a
 `MemoryStore` does not load them.
@@ -18,19 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow.store.api import (
-    Change,
-    Changes,
-    Characteristics,
-    Store,
-    Timeout,
-    Value,
-    WatchStore,
-    characteristics_of,
-    require,
-    to_bytes,
-    to_seconds,
-)
+from regrow.store.api import Store, Timeout, Value, to_bytes, to_seconds
 from regrow.store.calls import Handle, PrefixStore, names_of, timeout_message
 from regrow.store.errors import (
     StoreAuthError,
@@ -42,7 +29,6 @@ from regrow.store.errors import (
     StoreServiceError,
     StoreSessionLost,
     StoreTimeout,
-    StoreTooWeakError,
     StoreValueError,
 )
 from regrow.store.keyspace import KeySpace, NotReady, Query
@@ -99,9 +85,6 @@ __all__ = [
     "STORE_PORT_ENV",
     "STORE_TOKEN_ENV",
     "Answer",
-    "Change",
-    "Changes",
-    "Characteristics",
     "ConnectionState",
     "Limits",
     "MemoryStore",
@@ -121,15 +104,11 @@ __all__ = [
     "StoreServiceError",
     "StoreSessionLost",
     "StoreTimeout",
-    "StoreTooWeakError",
     "StoreValueError",
     "Tls",
-    "WatchStore",
-    "characteristics_of",
     "connect",
     "load_token",
     "make_token",
-    "require",
     "start_server",
     "worker_store",
 ]

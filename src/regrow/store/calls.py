@@ -1,4 +1,4 @@
-"""The calls of a `WatchStore`, built from two operations: change a key, and answer a query.
+"""The calls of a `Store`, built from two operations: change a key, and answer a query.
 
 `MemoryStore` runs these operations on a `KeySpace` in this process. `StoreClient` sends them to a
 server that does the same. Arguments are checked here, so both accept the same ones. A `PrefixStore`
@@ -12,17 +12,7 @@ from datetime import timedelta
 from operator import index
 from typing import TYPE_CHECKING, Any, cast
 
-from regrow.store.api import (
-    Change,
-    Changes,
-    Characteristics,
-    Timeout,
-    Value,
-    characteristics_of,
-    require,
-    to_bytes,
-    to_seconds,
-)
+from regrow.store.api import Timeout, Value, to_bytes, to_key, to_seconds
 from regrow.store.errors import StoreValueError
 from regrow.store.keyspace import INT64_MAX, INT64_MIN, Query
 
@@ -33,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Handle(ABC):
-    """One handle on a store: a session with a default time-out; a `WatchStore` without `close`.
+    """One handle on a store: a session with a default time-out.
 
     Args:
         timeout: default time-out of a call, seconds or timedelta.
@@ -42,13 +32,13 @@ class Handle(ABC):
     def __init__(self, timeout: Timeout) -> None:
         self._seconds = to_seconds(timeout)
 
-    def set(self, key: str, value: Value, /, *, ephemeral: bool = False) -> None:
-        """See `WatchStore.set`."""
-        self._change("set", _key(key), to_bytes(value), owned=bool(ephemeral))
+    def set(self, key: str, value: Value, /) -> None:
+        """See `Store.set`."""
+        self._change("set", to_key(key), to_bytes(value))
 
     def get(self, key: str, /) -> bytes:
         """See `Store.get`."""
-        values = self._read(Query("multi_get", (_key(key),)), self._seconds)
+        values = self._read(Query("multi_get", (to_key(key),)), self._seconds)
         return cast("list[bytes]", values)[0]
 
     def add(self, key: str, amount: int, /) -> int:
@@ -56,19 +46,17 @@ class Handle(ABC):
         number = index(amount)
         if not INT64_MIN <= number <= INT64_MAX:
             raise StoreValueError(f"add() takes a number of 64 bits, not {amount}")
-        return cast("int", self._change("add", _key(key), number))
+        return cast("int", self._change("add", to_key(key), number))
 
-    def compare_set(
-        self, key: str, expected: Value, desired: Value, /, *, ephemeral: bool = False
-    ) -> bytes:
-        """See `WatchStore.compare_set`."""
+    def compare_set(self, key: str, expected: Value, desired: Value, /) -> bytes:
+        """See `Store.compare_set`."""
         old, new = to_bytes(expected), to_bytes(desired)
-        value = self._change("compare_set", _key(key), old, new, owned=bool(ephemeral))
-        return cast("bytes", value)
+        return cast("bytes", self._change("compare_set", to_key(key), old, new))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None, /) -> None:
         """See `Store.wait`."""
-        self._read(Query("wait", _keys(keys)), self._within(timeout))
+        seconds = self._seconds if timeout is None else to_seconds(timeout)
+        self._read(Query("wait", _keys(keys)), seconds)
 
     def check(self, keys: Sequence[str], /) -> bool:
         """See `Store.check`."""
@@ -76,11 +64,11 @@ class Handle(ABC):
 
     def delete_key(self, key: str, /) -> bool:
         """See `Store.delete_key`."""
-        return cast("bool", self._change("delete", _key(key)))
+        return cast("bool", self._change("delete", to_key(key)))
 
     def append(self, key: str, value: Value, /) -> None:
         """See `Store.append`."""
-        self._change("append", _key(key), to_bytes(value))
+        self._change("append", to_key(key), to_bytes(value))
 
     def multi_get(self, keys: Sequence[str], /) -> list[bytes]:
         """See `Store.multi_get`."""
@@ -103,30 +91,13 @@ class Handle(ABC):
         """The default time-out of the calls of this handle."""
         return timedelta(seconds=self._seconds)
 
-    def watch(
-        self,
-        keys: Sequence[str],
-        /,
-        after: int = 0,
-        *,
-        prefix: bool = False,
-        timeout: Timeout | None = None,
-    ) -> Changes:
-        """See `WatchStore.watch`."""
-        query = Query("watch", _keys(keys), min(max(0, index(after)), INT64_MAX), bool(prefix))
-        return cast("Changes", self._read(query, self._within(timeout)))
-
-    def _within(self, timeout: Timeout | None) -> float:
-        return self._seconds if timeout is None else to_seconds(timeout)
-
     @abstractmethod
-    def _change(self, name: str, *args: object, owned: bool | None = None) -> object:
+    def _change(self, name: str, *args: object) -> object:
         """Run a change.
 
         Args:
             name: method of `KeySpace`.
             args: arguments of the method.
-            owned: for a method with an owner: whether this handle's session is the owner.
         """
 
     @abstractmethod
@@ -138,8 +109,8 @@ class PrefixStore:
     """A view of the keys of another store that start with `prefix/`, named without the prefix.
 
     Like c10d's PrefixStore, it shares everything but the names: `num_keys` counts the keys of the
-    whole store, and `set_timeout` sets the time-out of the store below. The store below may be a
-    c10d store; then `watch`, `ephemeral` and `close` are refused.
+    whole store, and `set_timeout` sets the time-out of the store below. `delete_prefix` and `close`
+    raise AttributeError if the store below has no such method; no c10d store has one.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:
@@ -155,18 +126,9 @@ class PrefixStore:
         """Return a view of the same names in another store, or through another handle."""
         return PrefixStore(self._prefix[:-1], store)
 
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of the store that this view wraps."""
-        return characteristics_of(self._store)
-
-    def set(self, key: str, value: Value, /, *, ephemeral: bool = False) -> None:
-        """See `WatchStore.set`."""
-        if ephemeral:
-            store = require(self._store, "set(..., ephemeral=True)", "sessions")
-            store.set(self._name(key), value, ephemeral=True)
-        else:
-            self._store.set(self._name(key), value)
+    def set(self, key: str, value: Value, /) -> None:
+        """See `Store.set`."""
+        self._store.set(self._name(key), value)
 
     def get(self, key: str, /) -> bytes:
         """See `Store.get`."""
@@ -176,15 +138,9 @@ class PrefixStore:
         """See `Store.add`."""
         return self._store.add(self._name(key), amount)
 
-    def compare_set(
-        self, key: str, expected: Value, desired: Value, /, *, ephemeral: bool = False
-    ) -> bytes:
-        """See `WatchStore.compare_set`."""
-        name = self._name(key)
-        if ephemeral:
-            store = require(self._store, "compare_set(..., ephemeral=True)", "sessions")
-            return store.compare_set(name, expected, desired, ephemeral=True)
-        return self._store.compare_set(name, expected, desired)
+    def compare_set(self, key: str, expected: Value, desired: Value, /) -> bytes:
+        """See `Store.compare_set`."""
+        return self._store.compare_set(self._name(key), expected, desired)
 
     def wait(self, keys: Sequence[str], timeout: Any = None, /) -> None:
         """See `Store.wait`."""
@@ -200,6 +156,14 @@ class PrefixStore:
     def delete_key(self, key: str, /) -> bool:
         """See `Store.delete_key`."""
         return self._store.delete_key(self._name(key))
+
+    def delete_prefix(self, prefix: str, /) -> int:
+        """Delete the keys of this view that start with a prefix; return how many there were.
+
+        An empty prefix deletes all keys of this view, and no other key of the store below.
+        """
+        below: Any = self._store
+        return cast("int", below.delete_prefix(self._name(prefix)))
 
     def append(self, key: str, value: Value, /) -> None:
         """See `Store.append`."""
@@ -226,25 +190,10 @@ class PrefixStore:
         """The time-out of the store below."""
         return self._store.timeout
 
-    def watch(
-        self,
-        keys: Sequence[str],
-        /,
-        after: int = 0,
-        *,
-        prefix: bool = False,
-        timeout: Timeout | None = None,
-    ) -> Changes:
-        """See `WatchStore.watch`; revisions are those of the whole store."""
-        store = require(self._store, "watch()", "watch")
-        seen = store.watch(self._names(keys), after, prefix=prefix, timeout=timeout)
-        cut = len(self._prefix)
-        changes = tuple(Change(c.key[cut:], c.revision, c.value) for c in seen.changes)
-        return Changes(seen.revision, changes, seen.snapshot)
-
     def close(self) -> None:
         """End the session of the store below."""
-        require(self._store, "close()", "sessions").close()
+        below: Any = self._store
+        below.close()
 
     def _name(self, key: str) -> str:
         return self._prefix + key
@@ -261,22 +210,10 @@ def names_of(keys: Sequence[str]) -> str:
 def timeout_message(query: Query, seconds: float) -> str:
     """Return the error text for a query that timed out."""
     names = names_of(query.keys)
-    if query.kind == "watch":
-        what = f"nothing changed after revision {query.after} under {names}"
-    else:
-        what = f"not all of these keys were set: {names}"
-    return f"timed out after {seconds:g} s: {what}"
-
-
-def _key(key: str) -> str:
-    if type(key) is not str:
-        if isinstance(key, str):
-            return str(key)
-        raise StoreValueError(f"a store's key is a str, not {type(key).__name__}: {key!r:.80}")
-    return key
+    return f"timed out after {seconds:g} s: not all of these keys were set: {names}"
 
 
 def _keys(keys: Sequence[str]) -> tuple[str, ...]:
     if isinstance(keys, str):
         raise StoreValueError(f"the keys must be a list of str, not one str: write [{keys!r:.80}]")
-    return tuple([_key(key) for key in keys])
+    return tuple([to_key(key) for key in keys])

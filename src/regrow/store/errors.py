@@ -3,15 +3,14 @@
     StoreError
      ├─ StoreTimeout            also a TimeoutError: the deadline of the call passed
      ├─ StoreConnectionError    also a ConnectionError: the store is not reachable
-     │   ├─ StoreSessionLost    the session has ended; its keys are gone or soon will be
+     │   ├─ StoreSessionLost    the session has ended
      │   └─ StoreClosedError    this handle was closed, or inherited through a fork
      ├─ StoreAuthError          one side refused the token (or the certificate)
      ├─ StoreProtocolError      the other end is not a regrow store, or has another version
      │   └─ StoreHungUp         it hung up at the first message; also a StoreConnectionError
      ├─ StoreLimitError         a key, value, message or count is over a limit
      ├─ StoreValueError         also a ValueError: the stored value does not fit the call
-     ├─ StoreServiceError       a service of the server refused the question, or failed
-     └─ StoreTooWeakError       the store lacks a guarantee that the caller needs
+     └─ StoreServiceError       a service of the server refused the question, or failed
 
 Every error has `applied`, the effect of the call: "no" means that it had no effect and never will;
 "unknown" means that it took effect once or not at all.
@@ -46,7 +45,7 @@ class StoreConnectionError(StoreError, ConnectionError):
 
 
 class StoreSessionLost(StoreConnectionError):
-    """The session has ended: its keys are gone or soon will be. Connect again."""
+    """The session has ended. Connect again."""
 
 
 class StoreClosedError(StoreConnectionError):
@@ -78,7 +77,3 @@ class StoreValueError(StoreError, ValueError):
 
 class StoreServiceError(StoreError):
     """A service of the server refused a question, failed at it, or does not exist."""
-
-
-class StoreTooWeakError(StoreError):
-    """The store does not give a guarantee that the caller needs."""

@@ -102,8 +102,6 @@ class Limits:
     """Maximum number of keys in the store."""
     total_bytes: int = 1024 * MiB
     """Maximum size of all keys and values together, in bytes."""
-    tombstones: int = 65_536
-    """Maximum number of deleted keys that the store remembers for watchers; it drops the oldest."""
     sessions: int = 65_536
     """Maximum number of open sessions."""
     parked: int = 8192

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from regrow.store.api import Characteristics, Timeout
+from regrow.store.api import Timeout, to_key
 from regrow.store.calls import Handle, timeout_message
 from regrow.store.errors import StoreClosedError, StoreTimeout
 from regrow.store.keyspace import Answer, KeySpace, NotReady, Parked, Query
@@ -31,17 +31,14 @@ class _Shared:
 
 
 class MemoryStore(Handle):
-    """A thread-safe store in the memory of this process; a `WatchStore`.
+    """A thread-safe store in the memory of this process.
 
-    Each handle is a session. `session()` returns another handle on the same keys. `close()` deletes
-    the ephemeral keys of its own handle.
+    Each handle is a session. `session()` returns another handle on the same keys.
 
     Args:
         timeout: default time-out of a call, seconds or timedelta.
         limits: sizes and counts that the store refuses to exceed.
     """
-
-    characteristics = Characteristics(watch=True, sessions=True, at_most_once=True, concurrent=True)
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(timeout)
@@ -54,6 +51,10 @@ class MemoryStore(Handle):
         other._shared = self._shared
         return other
 
+    def delete_prefix(self, prefix: str, /) -> int:
+        """See `StoreClient.delete_prefix`."""
+        return cast("int", self._change("delete_prefix", to_key(prefix)))
+
     def close(self) -> None:
         """End this handle's session; calls blocked on it raise StoreClosedError."""
         shared = self._shared
@@ -63,12 +64,8 @@ class MemoryStore(Handle):
                 if handle is self:
                     shared.space.unpark(parked)
                     self._unblock(parked)
-            shared.space.drop_owner(self)
-            self._distribute()
 
-    def _change(self, name: str, *args: object, owned: bool | None = None) -> object:
-        if owned is not None:
-            args = (*args, self if owned else None)
+    def _change(self, name: str, *args: object) -> object:
         with self._shared.lock:
             self._check_open()
             try:

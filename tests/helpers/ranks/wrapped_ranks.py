@@ -488,16 +488,13 @@ def writes_into_the_store(me: Rank) -> Any:
 
     @Wrapper(rank_assignment=Writes())
     def function(call: CallWrapper) -> None:
-        with closing(worker_store()) as store:
-            changes = store.watch(["inprocess/"], prefix=True, timeout=0.0).changes
-            keys = (change.key for change in changes if change.value is not None)
-            me.seen.append(sorted(key.rpartition("/")[2] for key in keys))
-            # A rank that raises interrupts the others, so all ranks list the keys first.
-            if store.add(f"saw {call.iteration}", 1) == int(os.environ["WORLD_SIZE"]):
-                store.set(f"all saw {call.iteration}", b"")
-            store.wait([f"all saw {call.iteration}"], LONG)
         if call.iteration < 2:
             raise Played
+        with closing(worker_store()) as store:
+            if store.add("arrived", 1) == int(os.environ["WORLD_SIZE"]):
+                store.set("keys", str(store.delete_prefix("inprocess/")))
+            store.wait(["keys"], LONG)
+            me.seen.append(int(store.get("keys")))
 
     function()  # type: ignore[call-arg]
 

@@ -23,7 +23,6 @@ from regrow.store import (
     PrefixStore,
     StoreError,
     StoreProtocolError,
-    StoreTooWeakError,
     connect,
     make_token,
     start_server,
@@ -193,9 +192,9 @@ def main() -> None:
     below.set("k", "1")
     found["prefix over TCPStore"] = [below.add("k", 4), theirs.get("ours/k").decode()]
     try:
-        below.watch(["k"])
-    except StoreTooWeakError as error:
-        found["watch over TCPStore"] = str(error)
+        below.delete_prefix("k")
+    except AttributeError as error:
+        found["delete_prefix over TCPStore"] = str(error)
     old = dist.TCPStore("127.0.0.1", 0, None, True, use_libuv=False, **quiet)
     for name, store, kind in (("libuv", theirs, StoreError), ("old", old, StoreProtocolError)):
         try:

@@ -19,14 +19,11 @@ from regrow.store import (
     StoreClosedError,
     StoreTimeout,
     Timeout,
-    require,
     timeout_message,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    from regrow.store import Characteristics
 
 
 class Entry(NamedTuple):
@@ -48,10 +45,6 @@ class Cells(Protocol):
     @property
     def name(self) -> str:
         """The name of the store in error texts."""
-
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of a store over these cells."""
 
     def read(self, keys: Sequence[str]) -> list[Entry]:
         """Return the cells of the keys, all as of the same moment."""
@@ -87,7 +80,6 @@ class CasStore(Handle):
         super().__init__(timeout)
         self._cells = cells
         self._closed = False
-        self.characteristics = cells.characteristics
 
     def session(self) -> CasStore:
         """Return another handle on the same keys; its `close` ends only its own calls."""
@@ -98,9 +90,7 @@ class CasStore(Handle):
         self._closed = True
         self._cells.close()
 
-    def _change(self, name: str, *args: Any, owned: bool | None = None) -> object:
-        if owned:
-            require(self, f"{name}(..., ephemeral=True)", "sessions")
+    def _change(self, name: str, *args: Any) -> object:
         self._check_open()
         if name in ("set", "multi_set"):
             space = KeySpace()
@@ -123,8 +113,6 @@ class CasStore(Handle):
                 )
 
     def _read(self, query: Query, seconds: float) -> object:
-        if query.kind == "watch":
-            require(self, "watch()", "watch")
         if query.kind == "num_keys":
             self._check_open()
             return self._cells.count()

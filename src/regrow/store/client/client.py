@@ -1,4 +1,4 @@
-"""The client of a store server: the calls of a `WatchStore`, over a `Session`."""
+"""The client of a store server: the calls of a store, over a `Session`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, cast
 
-from regrow.store.api import Characteristics, Timeout, to_seconds
+from regrow.store.api import Timeout, to_key, to_seconds
 from regrow.store.calls import Handle, timeout_message
 from regrow.store.client.connecting import Dialer
 from regrow.store.client.session import ConnectionState, Session
@@ -61,8 +61,8 @@ def connect(
         endpoint: "host:port", "[::1]:port" or "unix:/path".
         token: the job's secret; both sides prove that they hold it.
         timeout: time for all tries, including the time before the server listens.
-        session_grace: time for which the session outlives a lost connection, with its ephemeral
-            keys and the memory of its finished changes; the server may grant less.
+        session_grace: time for which the session outlives a lost connection, with the memory of
+            its finished changes; the server may grant less.
         call_timeout: default time-out of a call.
         tls: certificates, if the server uses TLS.
         on_state: called with every change of state, by the client's own thread; it must return
@@ -94,11 +94,11 @@ def connect(
         refusal_is_final=refusal_is_final,
         stop=stop,
     )
-    return StoreClient(session, call_timeout, encrypted=tls is not None)
+    return StoreClient(session, call_timeout)
 
 
 class StoreClient(Handle):
-    """A session with a store server; a `WatchStore`. Created by `connect`.
+    """A session with a store server. Created by `connect`.
 
     Any thread may call all methods, and a blocked call delays no other call. Each call takes effect
     at most once. If it fails, `StoreError.applied` gives its possible effect. While the connection
@@ -106,19 +106,10 @@ class StoreClient(Handle):
     is closed and the parent's copy works as before.
     """
 
-    def __init__(self, session: Session, timeout: Timeout, *, encrypted: bool) -> None:
+    def __init__(self, session: Session, timeout: Timeout) -> None:
         super().__init__(timeout)
         self._session = session
         self._server: ServerProcess | None = None
-        self._characteristics = Characteristics(
-            shared=True,
-            watch=True,
-            sessions=True,
-            at_most_once=True,
-            concurrent=True,
-            authenticated=True,
-            encrypted=encrypted,
-        )
 
     @property
     def state(self) -> ConnectionState:
@@ -140,10 +131,18 @@ class StoreClient(Handle):
         """Seconds for which the session outlives a lost connection, as the server granted."""
         return self._session.welcome.grace
 
-    @property
-    def characteristics(self) -> Characteristics:
-        """The guarantees of this store."""
-        return self._characteristics
+    def delete_prefix(self, prefix: str, /) -> int:
+        """Delete all keys that start with a prefix, in one step; return how many there were.
+
+        The server reads the names of all its keys for this. Meanwhile it serves no other client.
+
+        Args:
+            prefix: text with which the names of the keys start.
+
+        Raises:
+            StoreValueError: the prefix is empty, so the call would delete every key of the store.
+        """
+        return cast("int", self._change("delete_prefix", to_key(prefix)))
 
     def ask(
         self, service: str, body: bytes, timeout: Timeout, *, nudge: Timeout | None = None
@@ -186,8 +185,8 @@ class StoreClient(Handle):
         """End the session; calls blocked in other threads raise StoreClosedError.
 
         Args:
-            timeout: time to wait for the server's confirmation. After it, the ephemeral keys are
-                deleted. With 0, they are deleted when the server detects the end.
+            timeout: time to wait until the server has ended the session. With 0, the server ends it
+                when it detects the end of the connection.
         """
         self._session.close(to_seconds(timeout))
         server, self._server = self._server, None
@@ -200,9 +199,7 @@ class StoreClient(Handle):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _change(self, name: str, *args: object, owned: bool | None = None) -> object:
-        if owned is not None:
-            args = (*args, owned)
+    def _change(self, name: str, *args: object) -> object:
         return _result(self._session.call(wire.CHANGES[name], *args, seconds=self._seconds))
 
     def _read(self, query: Query, seconds: float) -> object:
@@ -214,10 +211,10 @@ class StoreClient(Handle):
                 query,
                 waits,
                 seconds=seconds if waits else DEFAULT_TIMEOUT.total_seconds(),
-                lasting=query.kind in ("wait", "watch"),
+                lasting=query.kind == "wait",
             )
         except StoreTimeout:
-            blocks = waits and query.kind in ("multi_get", "wait", "watch")
+            blocks = waits and query.kind in ("multi_get", "wait")
             if blocks and self._session.state is ConnectionState.CONNECTED:
                 raise StoreTimeout(timeout_message(query, seconds)) from None
             raise

@@ -9,8 +9,8 @@ or changes nothing, and "unknown" otherwise.
 
 **Reading.** A thread with a call reads the connection itself, if no other thread does. Waking a
 second thread for every answer would cost more than the rest of the call. The reading thread passes
-the other threads their answers. Long calls (`wait`, `watch`) leave the reading to other threads, so
-that short calls can read. The background thread reads when a call waits and no call reads. It also
+the other threads their answers. A long call (`wait`) leaves the reading to other threads, so that
+short calls can read. The background thread reads when a call waits and no call reads. It also
 detects a hang-up, sends bytes that the kernel did not accept at once, opens the next connection,
 and reports every change of state.
 
@@ -64,14 +64,14 @@ class ConnectionState(Enum):
     """The state of a client's session."""
 
     CONNECTED = "connected"
-    """The server answers. The session's ephemeral keys exist unless a client deleted them."""
+    """The server answers."""
     SUSPENDED = "suspended"
     """The connection is lost and the client reconnects; calls wait for the reconnect.
 
-    The session may have ended already by the server's clock, so do not rely on its keys.
+    The session may have ended already by the server's clock.
     """
     LOST = "lost"
-    """The session has ended for good: its keys are gone, or will be when its grace ends.
+    """The session has ended for good.
 
     Calls in progress may have taken effect; their errors report this.
     """

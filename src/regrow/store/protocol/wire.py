@@ -42,14 +42,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from regrow.store.api import Changes
 from regrow.store.errors import StoreAuthError
 from regrow.store.keyspace import Query
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-VERSION: Final = 2
+VERSION: Final = 3
 PREAMBLE: Final = b"REGROW\x00" + bytes([VERSION])
 NONCE: Final = 32
 PROOF: Final = 32
@@ -154,7 +153,6 @@ class Set(Mutation, tag=1, frozen=True, gc=False):
 
     key: str
     value: bytes
-    ephemeral: bool = False
 
 
 class Add(Mutation, tag=2, frozen=True, gc=False):
@@ -170,7 +168,6 @@ class CompareSet(Mutation, tag=3, frozen=True, gc=False):
     key: str
     expected: bytes
     desired: bytes
-    ephemeral: bool = False
 
 
 class Append(Mutation, tag=4, frozen=True, gc=False):
@@ -193,6 +190,12 @@ class MultiSet(Mutation, tag=6, frozen=True, gc=False):
     values: list[bytes]
 
 
+class DeletePrefix(Mutation, tag=7, frozen=True, gc=False):
+    """Request for `StoreClient.delete_prefix`."""
+
+    prefix: str
+
+
 CHANGES: Final[Mapping[str, type[Mutation]]] = {
     "set": Set,
     "add": Add,
@@ -200,16 +203,16 @@ CHANGES: Final[Mapping[str, type[Mutation]]] = {
     "append": Append,
     "delete": Delete,
     "multi_set": MultiSet,
+    "delete_prefix": DeletePrefix,
 }
 """Message types, by the method of `KeySpace` that makes the change.
 
-The fields after `ack` are the arguments of the method, in its order; `ephemeral` stands for the
-owner.
+The fields after `ack` are the arguments of the method, in its order.
 """
 
 
 class Read(Struct, array_like=True, tag=10, frozen=True, gc=False):
-    """A read of keys; the answer is Seen for a watch, else Done."""
+    """A read of keys; the answer is Done."""
 
     id: Id
     query: Query
@@ -237,7 +240,9 @@ class Bye(Struct, array_like=True, tag=17, frozen=True, gc=False):
     id: Id
 
 
-Request = Set | Add | CompareSet | Append | Delete | MultiSet | Read | Cancel | Ask | Bye
+Request = (
+    Set | Add | CompareSet | Append | Delete | MultiSet | DeletePrefix | Read | Cancel | Ask | Bye
+)
 
 
 class Welcome(Struct, array_like=True, tag=0, frozen=True, gc=False):
@@ -258,13 +263,6 @@ class Done(Struct, array_like=True, tag=1, frozen=True, gc=False):
     result: bytes | int | bool | list[bytes] | None = None
 
 
-class Seen(Struct, array_like=True, tag=2, frozen=True, gc=False):
-    """The answer to a watch."""
-
-    id: Id
-    result: Changes
-
-
 class Failed(Struct, array_like=True, tag=3, frozen=True, gc=False):
     """The server refused the request, without effect; id 0: it refused the whole connection."""
 
@@ -274,7 +272,7 @@ class Failed(Struct, array_like=True, tag=3, frozen=True, gc=False):
     message: str
 
 
-Reply = Done | Seen | Failed
+Reply = Done | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_hello = msgspec.msgpack.Decoder(Hello).decode

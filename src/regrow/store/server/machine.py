@@ -5,8 +5,8 @@ connection is lost, a grace period ends. It returns the messages to send, each w
 server around it owns sockets and timers.
 
 A session is the life of one client from the server's point of view. It begins with Hello, and
-outlives its connection by a grace period. It ends with Bye or at the end of the grace period, and
-then its ephemeral keys are deleted. Its id is a secret of the client, 16 random bytes.
+outlives its connection by a grace period. It ends with Bye or at the end of the grace period. Its
+id is a secret of the client, 16 random bytes.
 
 Changes take effect at most once. Ids ascend within a session, so an id above the last one is new. A
 change with an id at or below the last one is a repetition after a reconnect. The machine answers it
@@ -15,20 +15,18 @@ which limits that memory. If a repetition is not in memory, the client broke the
 machine ends the session, because it does not know the right answer.
 
 Reads without an answer yet are parked in the key space, and questions to a service are parked in
-the service (`services`). They do not survive a lost connection: the client asks again. A watch
-misses nothing, because it sends the last revision that the client has seen. So a session without a
-connection holds only its keys and a few answers.
+the service (`services`). They do not survive a lost connection: the client asks again. So a session
+without a connection holds only a few answers.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import msgspec
 
-from regrow.store.api import Changes
 from regrow.store.errors import StoreLimitError, StoreProtocolError, StoreValueError
 from regrow.store.keyspace import Answer, KeySpace, NotReady, Parked
 from regrow.store.limits import DEFAULT_LIMITS, Limits
@@ -126,7 +124,7 @@ class Machine:
     def end(
         self, session: ServerSession, why: str = "its connection broke", closed: bool = True
     ) -> list[Outgoing]:
-        """End a session: delete its keys.
+        """End a session: drop its parked calls, and report the end to its services.
 
         Args:
             session: the session; the call does nothing if it has already ended.
@@ -138,8 +136,7 @@ class Machine:
         session.ended = True
         self._unpark(session)
         self.sessions.pop(session.id, None)
-        self._space.drop_owner(session)
-        return self._woken([]) + self.board.report(session, "ended", why, closed)
+        return self.board.report(session, "ended", why, closed)
 
     def handle(self, session: ServerSession, request: wire.Request) -> list[Outgoing]:
         """Run a request; return the messages to send, the session's own answer first.
@@ -196,7 +193,8 @@ class Machine:
             )
         answer: Struct
         try:
-            answer = wire.Done(request.id, self._apply(session, request))
+            _, _, *args = msgspec.structs.astuple(request)
+            answer = wire.Done(request.id, _METHODS[type(request)](self._space, *args))
         except StoreLimitError as error:
             answer = wire.Failed(request.id, "limit", str(error))
         except StoreValueError as error:
@@ -205,12 +203,6 @@ class Machine:
         answers[request.id] = answer
         session.kept += _weight(answer)
         return self._woken([(session, answer)])
-
-    def _apply(self, session: ServerSession, request: wire.Mutation) -> Any:
-        _, _, *args = msgspec.structs.astuple(request)
-        if type(request) is wire.Set or type(request) is wire.CompareSet:
-            args[-1] = session if request.ephemeral else None
-        return _METHODS[type(request)](self._space, *args)
 
     def _read(self, session: ServerSession, request: wire.Read) -> list[Outgoing]:
         query = request.query
@@ -249,12 +241,7 @@ def _weight(answer: Struct) -> int:
 
 
 def _reply(id: int, answer: Answer, limits: Limits) -> Struct:
-    if isinstance(answer, Changes):
-        size = sum(len(c.key) * 4 + len(c.value or b"") + 32 for c in answer.changes)
-        reply: Struct = wire.Seen(id, answer)
-    else:
-        size = sum(map(len, answer)) + 8 * len(answer) if isinstance(answer, list) else 0
-        reply = wire.Done(id, answer)
+    size = sum(map(len, answer)) + 8 * len(answer) if isinstance(answer, list) else 0
     if size + 64 > limits.frame_bytes:
         return wire.Failed(
             id,
@@ -262,4 +249,4 @@ def _reply(id: int, answer: Answer, limits: Limits) -> Struct:
             f"the answer has {size} bytes, and a message holds at most {limits.frame_bytes} "
             f"(Limits.frame_bytes); ask for fewer keys at once",
         )
-    return reply
+    return wire.Done(id, answer)

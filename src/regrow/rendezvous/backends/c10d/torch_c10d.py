@@ -52,7 +52,7 @@ from regrow.rendezvous.errors import (
 from regrow.rendezvous.peer.backend import LivenessRendezvousBackend, Token
 from regrow.rendezvous.protocol.document import unseal
 from regrow.rendezvous.protocol.state import watched
-from regrow.store import StoreError, characteristics_of, is_loopback
+from regrow.store import StoreError, is_loopback
 from regrow.utils import LONGEST_S, Backoff, call_in_thread, get_logger, poll_until
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class C10dRendezvousBackend(LivenessRendezvousBackend):
 def _own_connection(store: Store) -> Store:
     """Return a handle on the store that does not wait for the calls of other handles."""
     clone = getattr(store, "clone", None)
-    if clone is None or characteristics_of(store).concurrent:
+    if clone is None:  # a store of regrow, where a blocked call delays no other, or an old torch's
         return store
     try:
         own: Store = clone()

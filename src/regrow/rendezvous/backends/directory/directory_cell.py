@@ -37,7 +37,7 @@ from urllib.parse import quote
 from zlib import crc32
 
 from regrow.rendezvous.peer.cas_store import Entry
-from regrow.store import Characteristics, StoreConnectionError, StoreProtocolError
+from regrow.store import StoreConnectionError, StoreProtocolError
 from regrow.utils import Backoff, poll_until
 
 if TYPE_CHECKING:
@@ -190,8 +190,6 @@ class DirectoryCells:
         keys: an existing directory for the keys.
         drafts: a directory on the same file system, for files that are being written.
     """
-
-    characteristics = Characteristics(shared=True, at_most_once=True, concurrent=True)
 
     def __init__(self, keys: str, drafts: str) -> None:
         self._keys = keys

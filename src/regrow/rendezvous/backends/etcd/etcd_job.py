@@ -68,7 +68,6 @@ from regrow.rendezvous.backends.etcd.etcd_client import (
 from regrow.rendezvous.peer.cas_store import CasStore, Entry
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.store import (
-    Characteristics,
     StoreClosedError,
     StoreConnectionError,
     StoreError,
@@ -410,13 +409,6 @@ class _EtcdCells:
         self._ended = threading.Event()
         self._written: set[str] = set()
         self._sessions: list[_EtcdCells] = []
-        self.characteristics = Characteristics(
-            shared=True,
-            at_most_once=True,
-            concurrent=True,
-            encrypted=job.client.access.tls is not None,
-            survives_host=True,
-        )
 
     def session(self) -> _EtcdCells:
         new = _EtcdCells(self._job)
