@@ -96,6 +96,19 @@ def test_a_round_that_a_node_ends_without_being_lost_is_a_move_with_its_reason()
     )
 
 
+def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None:
+    over = [round_over(110.0, "its agent got SIGTERM", by_failure=False)]
+    over += [departed(110.0, ("there/1/a", 1, "its agent got SIGTERM"))]
+    started = line("attempt.started", 0, 100.1, world_size=4)
+    restarting = line("job.restarting", 0, 110.1, delay_s=0, reason="round 1 is over")
+    stopped = line("job.finished", 0, 112.0, state="SIGNALED", signal="SIGTERM")
+    assert story([started, *over, stopped]).failures == ()
+    (failure,) = story([started, *over, restarting, stopped]).failures
+    assert failure.what == "node rank 1 (there): its agent got SIGTERM"
+    (failure,) = story([started, *over, {**stopped, "signal": "SIGINT"}]).failures
+    assert failure.what == "node rank 1 (there): its agent got SIGTERM"
+
+
 COST = [
     "    restarted after  500.0 ms   (since this host was notified; all 2 workers started again)",
     "    work lost        unknown: the script does not call regrow.step",

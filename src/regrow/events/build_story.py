@@ -153,6 +153,11 @@ class _StoryBuilder:
             return nodes
         return 1 if text(started, "nnodes") in ("1", "1:1") else None
 
+    def _stop_of_an_agent(self) -> str | None:
+        """Return why a node ended its round, if the job was stopped by a signal."""
+        signal = text(self._last("regrow.job.finished"), "signal")
+        return None if signal is None else f"its agent got {signal}"
+
     def _duration(self, started: Record, finished: Record) -> float | None:
         duration = real(finished, "duration_s")
         if duration is not None:
@@ -172,6 +177,8 @@ class _StoryBuilder:
         lost = evidence.lost_nodes(attempt.named[_DEPARTED])
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost)
+            if not attempt.named[_RESTARTING] and blamed.why == self._stop_of_an_agent():
+                return None  # that agent got the signal that stopped the job before this one
             what = evidence.describe_node(blamed)
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
