@@ -165,7 +165,7 @@ def test_functions_that_return_right_after_a_collective_succeed(
     from importlib import import_module
 
     train = import_module("gloo_training").train
-    for _ in range(int(os.environ.get("REGROW_TEST_RUNS", "10"))):
+    for _ in range(int(os.environ.get("REGROW_TEST_RUNS", "6"))):
         config = LaunchConfig(
             1,
             1,
