@@ -103,6 +103,7 @@ def take_place() -> None:
     del os.environ[STANDBY_ENV]
     os.environb.update(env)  # what the script has set stays
     os.environ[procfs.WORKER_PID] = str(os.getpid())
+    os.environ[procfs.STARTED_FROM] = "standby"
     _progress.reopen()
     import regrow
 

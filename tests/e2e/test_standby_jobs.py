@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,9 @@ def test_a_standby_takes_the_place_of_a_lost_rank_and_another_one_stands_by(star
     assert {rank: call.pid for rank, call in last.items()} == {0: next_standby, 1: standby}
     assert training.finish() == 0, training.job.output
     assert sources(training) == [(1, "standby"), (0, "standby")]
+    (origin,), _ = [event["origins"] for event in training.job.events("inprocess.restarted")]
+    assert origin.startswith(f"pid {before[1].pid} on {socket.gethostname()} ended by SIGKILL")
+    assert origin.endswith(f"; pid {standby} started as a standby at the wrapped call")
     story = " ".join(training.job.stderr.split())
     assert "started as a standby at the wrapped call" in story
     assert "a standby (--standby) takes" in story

@@ -106,9 +106,15 @@ def test_each_restart_has_its_own_replacements() -> None:
     assert ["pid 72 started" in line for line in shown] == [False, True]
 
 
-def test_a_replacement_on_another_host_is_named_without_its_figures() -> None:
-    lines = rendered(restarted(1, replaced=[3]))
-    assert "replaced rank 3, by the agent of its host" in lines
+def test_a_replacement_on_another_host_is_shown_as_its_process_has_described_it() -> None:
+    origins = ["pid 9 on b ended by SIGKILL; pid 11 started from the template", "a\nb"]
+    lines = rendered(restarted(1, replaced=[3, 4, 5], origins=origins))
+    assert f"replaced rank 3: {origins[0]}" in lines
+    assert "rank 4: a b" in lines
+    assert "rank 5: by the agent of its host" in lines
+    for rubbish in (None, "text", [7]):
+        lines = rendered(restarted(1, replaced=[3], origins=rubbish))
+        assert "replaced rank 3: by the agent of its host" in lines
 
 
 def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:

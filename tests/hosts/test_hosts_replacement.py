@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -85,7 +86,16 @@ def test_a_rank_on_each_host_is_replaced_in_turn(begin: Begin, backend: str) -> 
         assert changed == {rank}
         assert {each: ranks[each].rank for each in ranks} == {0: 0, 1: 1, 2: 2}
         assert [event["rank"] for event in agent.events("worker.replaced")] == [rank]
+        ended, started = before[rank], ranks[rank]
+        restart = agents[0].events("inprocess.restarted")[-1]
+        assert restart["replaced"] == [rank]
+        (origin,) = restart["origins"]
+        assert origin.startswith(f"pid {ended.pid} on {ended.host} ended by SIGKILL after step ")
+        assert origin.endswith(f"; pid {started.pid} started by a cold start")
     finish(job, agents)
+    story = " ".join(agents[0].output.split())
+    for rank in (1, 2):
+        assert re.search(rf"rank {rank}: pid \d+ on \S+ ended by SIGKILL after step", story), story
     assert [len(agent.events("worker.vacated")) for agent in agents] == [1, 1, 1]
     assert [agent.events("worker.not_replaced") for agent in agents] == [[], [], []]
 

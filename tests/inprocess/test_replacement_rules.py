@@ -273,6 +273,23 @@ def test_ranks_that_never_entered_get_the_empty_places() -> None:
     assert ranks.met.joined == (Joined(0, 0), Joined(2, 2))
 
 
+def test_all_ranks_learn_the_origin_of_the_latest_process_of_a_rank() -> None:
+    ranks = running()
+    for origin in ("the first", "the second"):
+        ranks.lose(1)
+        ranks.incarnations[1] += 1
+        join = ranks.join(1)
+        ranks.send(messages.Join(*ranks.me(1), SIZE, join.timeouts, join.incarnation, origin))
+    ranks.restart()
+    assert ranks.met.joined == (Joined(1, 1, "the second"),)
+    ranks.follow_assignment()
+    ranks.enter()
+    ranks.lose(2)
+    ranks.replace(2)
+    ranks.restart()
+    assert ranks.met.joined == (Joined(2, 2),)
+
+
 def test_a_newcomer_learns_that_the_call_is_over() -> None:
     ranks = running()
     ranks.lose(1)

@@ -10,6 +10,7 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from regrow.events import evidence
@@ -290,7 +291,13 @@ class _StoryBuilder:
         replaced, vacated = self._sorted(_REPLACED), self._sorted(_VACATED)
         restarts = []
         for event in self._sorted(_IN_PROCESS):
-            first: dict[int, Record] = {rank: {"rank": rank} for rank in _ranks(event, "replaced")}
+            origins = event.get("origins")
+            known = origins if isinstance(origins, list) else []
+            first: dict[int, Record] = {
+                rank: {"rank": rank, "origin": origin}
+                for rank, origin in zip_longest(_ranks(event, "replaced"), known)
+                if rank is not None
+            }
             for each in reversed(replaced):
                 rank = integer(each, "rank")
                 if rank in first and each.get("attempt") == event.get("attempt"):
@@ -441,6 +448,7 @@ def _replacement(event: Record, vacated: list[Record]) -> Replacement:
         source=one_line(text(event, "started_from") or "exec"),
         started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
         restarts_left=integer(event, "restarts_left"),
+        origin=one_line(origin) if (origin := text(event, "origin")) else None,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from regrow._progress import SOURCES
 from regrow.events.evidence import describe_node, short_scope
 
 if TYPE_CHECKING:
@@ -331,18 +332,11 @@ def _sent_state(sent: SentState) -> str:
     )
 
 
-_SOURCES = {
-    "exec": "by a cold start",
-    "template": "from the template",
-    "standby": "as a standby at the wrapped call",
-}
-
-
 def _replacement(of: Replacement) -> str:
     if of.pid is None:  # another host has the events
-        return f"rank {of.rank}, by the agent of its host"
+        return f"rank {of.rank}: {_clean(of.origin or 'by the agent of its host')}"
     at = f" after step {of.last_step}" if of.last_step is not None else ""
-    start = _SOURCES.get(of.source, of.source)
+    start = SOURCES.get(of.source, of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
     left = f"; {_count(of.restarts_left, 'restart')} left" if of.restarts_left is not None else ""
     return (

@@ -173,6 +173,8 @@ class Replacement:
     """Seconds from the end of the worker to the start of the process."""
     restarts_left: int | None
     """Restarts that the job had left after that."""
+    origin: str | None = None
+    """How the worker ended and the process started, if another host has its events."""
 
 
 @dataclass(frozen=True, slots=True)

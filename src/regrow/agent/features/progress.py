@@ -242,6 +242,11 @@ def _ranks(value: object) -> list[int]:
     return [rank for rank in found if rank is not None]
 
 
+def _texts(value: object) -> list[str]:
+    found = value[:_MOST_LOST] if isinstance(value, list) else []
+    return [str(each)[:_MOST_TEXT] for each in found]
+
+
 def _duration(value: object) -> float | None:
     return value if isinstance(value, float | int) and 0 <= value < _LARGEST else None
 
@@ -266,6 +271,7 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "lost": _ranks,
         "lost_count": _count,
         "replaced": _ranks,
+        "origins": _texts,
         "faults": _count,
         "seconds": _seconds,
     },

@@ -20,6 +20,7 @@ The decision itself is `may_replace`.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from contextlib import suppress
 from functools import partial
@@ -27,7 +28,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
-from regrow._progress import INCARNATION_ENV
+from regrow._progress import INCARNATION_ENV, REPLACES_ENV
 from regrow.agent.attempt.environment import HEARTBEAT_ENV
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.rendezvous import RendezvousError
@@ -215,6 +216,9 @@ class Replacements(Feature):
         places.incarnations[local_rank] = incarnation
         # Heartbeats between workers begin together, so a new process cannot take part in them.
         env = {INCARNATION_ENV: str(incarnation), HEARTBEAT_ENV: ""}
+        step = "" if ended["last_step"] is None else f" after step {ended['last_step']}"
+        host = socket.gethostname()
+        env[REPLACES_ENV] = f"pid {change.pid} on {host} ended {ended['how']}{step}"
         if not context.replace(local_rank, env):
             return
         logger.warning(

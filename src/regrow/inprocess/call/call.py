@@ -243,7 +243,8 @@ class CallWrapper:
     def _join(self) -> bool:
         """Join the group, up to the point before `enter`; return False if the call is over."""
         incarnation = int(os.environ.get(board.INCARNATION_ENV) or 0)
-        reply = self._link.take_over(incarnation) if incarnation else self._link.join()
+        link = self._link
+        reply = link.take_over(incarnation, board.origin()) if incarnation else link.join()
         if reply is None:
             logger.warning("the call of the function has ended without this process")
             return False
@@ -423,7 +424,7 @@ class CallWrapper:
         self._iteration = met.iteration
         self._joined, self._replaced = False, tuple(each.rank for each in met.joined)
         assert self._timeline is not None
-        self._timeline.lost, self._timeline.replaced = met.lost, self._replaced
+        self._timeline.lost, self._timeline.joined = met.lost, met.joined
         self._state.world_size = met.world_size
         self._assign(set(met.terminated))
         self._state.advance()

@@ -64,7 +64,7 @@ from regrow.inprocess.exception import (
     RankShouldRestart,
     RestartAbort,
 )
-from regrow.inprocess.group.group_messages import Fault, Faults
+from regrow.inprocess.group.group_messages import Fault, Faults, Joined
 from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
 from regrow.utils import Backoff, get_cause, get_context, get_traceback, is_a
@@ -146,7 +146,7 @@ class Timeline:
     """When this rank received the faults, in seconds of the clock that `reached` uses."""
     lost: tuple[int, ...] = ()
     """The initial ranks that were lost."""
-    replaced: tuple[int, ...] = ()
+    joined: tuple[Joined, ...] = ()
     """The initial ranks that another process continues."""
     reached_at: dict[str, float] = field(default_factory=dict)
     """For each phase after "notified", the time of its end."""
@@ -312,7 +312,8 @@ def report_restart(timeline: Timeline, state: State) -> None:
             message=root.message[:TEXT] if root else "",
             lost=list(timeline.lost[:SHOWN]),
             lost_count=len(timeline.lost),
-            replaced=list(timeline.replaced[:SHOWN]),
+            replaced=[each.rank for each in timeline.joined[:SHOWN]],
+            origins=[each.origin for each in timeline.joined[:SHOWN]],
             faults=len(timeline.faults.records),
             seconds=seconds,
         )

@@ -95,6 +95,8 @@ class Group(NamedTuple):
     """Ranks of which an agent has reported that no process continues them."""
     newcomers: int = 0
     """Ranks that ended, and whose next process waits for the next iteration."""
+    origins: tuple[tuple[int, str], ...] = ()
+    """See `Joined.origin`, for processes that have come since the last iteration began."""
     failure: GroupRefusal | None = None
     """Why no rank can continue; None if ranks can."""
 

@@ -141,6 +141,11 @@ class Joined(NamedTuple):
     """The initial rank."""
     place: int
     """Its place in the numbering of the iteration that ended."""
+    origin: str = ""
+    """How the former process ended, and how the new one has started, for people.
+
+    It is empty for the ranks after the first `TEXTS`.
+    """
 
 
 NAME: Final = "inprocess"
@@ -151,6 +156,8 @@ RANKS: Final = 65_536
 """Most ranks of a group."""
 TEXT: Final = 1000
 """Longest message of a fault in characters; longer ones are cut."""
+ORIGIN: Final = 300
+"""Longest description of a process that replaces another one, in characters."""
 OVERDUE: Final = 0
 """Report number of a soft time-out."""
 TEXTS: Final = 16
@@ -182,6 +189,8 @@ class Join(Question, tag=1, frozen=True, gc=False):
     timeouts: Timeouts
     incarnation: Number = 0
     """Number of processes that had this rank before; 0 for the first one."""
+    origin: Annotated[str, Meta(max_length=ORIGIN)] = ""
+    """See `Joined.origin`."""
 
 
 class OfIteration(Question, frozen=True, gc=False):

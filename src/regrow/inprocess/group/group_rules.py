@@ -138,7 +138,10 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
     if group.phase is not Phase.JOINING:
         if not event.incarnation or group.newcomers & one:
             return group
-        return _continued(group, one)._replace(newcomers=group.newcomers | one)
+        others = tuple(each for each in group.origins if each[0] != event.rank)
+        return _continued(group, one)._replace(
+            newcomers=group.newcomers | one, origins=(*others, (event.rank, event.origin))
+        )
     return _arrive(
         _continued(group, one)._replace(
             living=group.living | one,
@@ -367,7 +370,8 @@ def _seat_newcomers(group: Group, empty: list[int], world_size: int) -> tuple[Jo
             places[rank] = free.pop(0)
         elif rank not in places:
             places[rank], end = end, end + 1
-    return tuple(Joined(rank, places[rank]) for rank in newcomers)
+    origins = dict(group.origins[: messages.TEXTS])  # every rank gets them
+    return tuple(Joined(rank, places[rank], origins.get(rank, "")) for rank in newcomers)
 
 
 def _clash(group: Group) -> str:

@@ -117,7 +117,7 @@ class ServiceLink:
         reply = self._wait(question, self._timeouts.barrier)
         return self._expect(messages.Go, reply).iteration
 
-    def take_over(self, incarnation: int) -> Admitted | int | None:
+    def take_over(self, incarnation: int, origin: str = "") -> Admitted | int | None:
         """Join the group in place of a process of this rank that has ended.
 
         Sends one question. Blocks until the other ranks meet for their next iteration, which may
@@ -125,12 +125,14 @@ class ServiceLink:
 
         Args:
             incarnation: number of processes that had this rank before.
+            origin: see `Joined.origin`.
 
         Returns:
             How the other ranks met, and the place of this rank. If they have not met before: the
             iteration to enter. None if the call is over without this rank.
         """
-        question = messages.Join(*self._me, self._size, self._timeouts, incarnation)
+        origin = origin[: messages.ORIGIN]
+        question = messages.Join(*self._me, self._size, self._timeouts, incarnation, origin)
         reply = self._wait(question)
         if isinstance(reply, messages.Admitted):
             return reply

@@ -33,6 +33,8 @@ class Stat:
 MARK = "REGROW_WORKER"
 #: Environment variable with the process id of the worker's own process.
 WORKER_PID = "REGROW_WORKER_PID"
+#: Environment variable with the source of a worker: `exec`, `template` or `standby`.
+STARTED_FROM = "REGROW_STARTED_FROM"
 
 #: How often, and with which pause in seconds, a process within execve is read again.
 EXEC_TRIES = 50

@@ -94,6 +94,7 @@ class Program:
             if not is_helper:
                 signal.pthread_sigmask(signal.SIG_SETMASK, [])
                 self.env[procfs.WORKER_PID.encode()] = b"%d" % os.getpid()
+                self.env[procfs.STARTED_FROM.encode()] = b"exec"
             stage = b"exec"
             code, path = _execute(self.argv, self.env)
         except OSError as error:

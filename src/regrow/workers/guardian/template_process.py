@@ -296,6 +296,7 @@ def _become(
     os.environb.clear()
     os.environb.update(env)
     os.environ[procfs.WORKER_PID] = str(os.getpid())
+    os.environ[procfs.STARTED_FROM] = "template"
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     # As at their import; Python's own generator does so at every fork. CUDA's seed is fixed.
     if (numpy := sys.modules.get("numpy.random")) is not None:
