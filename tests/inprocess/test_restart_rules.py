@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 from regrow.inprocess.monitor_thread import RankShouldRestart
 
+from regrow import _progress
 from regrow.inprocess.call.restart import (
     Next,
     Pauses,
@@ -14,6 +16,7 @@ from regrow.inprocess.call.restart import (
     after,
     cause_of,
     may_be_replaced,
+    report_restart,
     root_cause,
 )
 from regrow.inprocess.exception import (
@@ -24,7 +27,8 @@ from regrow.inprocess.exception import (
     ReplaceRank,
     RestartAbort,
 )
-from regrow.inprocess.group.group_messages import Fault, Faults
+from regrow.inprocess.group.group_messages import ORIGIN, Fault, Faults, Joined
+from regrow.inprocess.state import State
 from regrow.inprocess.watchdog.rank_progress import RankPhase, RankProgress
 
 
@@ -106,6 +110,25 @@ def test_phases_are_counted_from_the_first_fault() -> None:
     timeline.reached("aborted", 100.25)
     timeline.reached("met", 101.0)
     assert timeline.seconds() == {"detected": 0.0, "notified": 0.5, "aborted": 0.75, "met": 1.5}
+
+
+def test_the_event_of_a_restart_fits_into_a_message_to_the_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr(_progress, "send_event", lambda name, **fields: sent.append(fields))
+    cause = Fault("TERMINATED", 10**6, "\u00e9" * 1000, 9.0)
+    timeline = Timeline(Faults(10**6, (cause,), 9.5), received_at=100.0)
+    for phase in ("aborted", "finalized", "checked", "met", "called"):
+        timeline.reached(phase, 200.123456)
+    timeline.lost = tuple(range(10**6, 10**6 + 100))
+    timeline.joined = tuple(Joined(rank, rank, "x" * ORIGIN) for rank in timeline.lost)
+    report_restart(timeline, State(rank=0, world_size=10**6, iteration=10**6))
+    (fields,) = sent
+    line = json.dumps({"name": "regrow.inprocess.restarted", "fields": fields}).encode()
+    assert len(line) < _progress.LONGEST
+    assert fields["replaced"] == list(range(10**6, 10**6 + 16))
+    assert fields["origins"] == ["x" * ORIGIN] * 8
 
 
 def test_that_a_fault_is_detected_takes_time_from_when_the_first_one_happened() -> None:

@@ -277,6 +277,8 @@ def _is_plain(error: BaseException) -> bool:
 
 SHOWN: Final = 16
 """Number of lost ranks that an event names."""
+DESCRIBED: Final = 8
+"""Number of processes that an event describes, of those that replaced others."""
 TEXT: Final = 300
 """Longest message of a fault in an event, in characters."""
 
@@ -313,7 +315,7 @@ def report_restart(timeline: Timeline, state: State) -> None:
             lost=list(timeline.lost[:SHOWN]),
             lost_count=len(timeline.lost),
             replaced=[each.rank for each in timeline.joined[:SHOWN]],
-            origins=[each.origin for each in timeline.joined[:SHOWN]],
+            origins=[each.origin for each in timeline.joined[:DESCRIBED]],
             faults=len(timeline.faults.records),
             seconds=seconds,
         )

@@ -156,7 +156,7 @@ RANKS: Final = 65_536
 """Most ranks of a group."""
 TEXT: Final = 1000
 """Longest message of a fault in characters; longer ones are cut."""
-ORIGIN: Final = 300
+ORIGIN: Final = 180
 """Longest description of a process that replaces another one, in characters."""
 OVERDUE: Final = 0
 """Report number of a soft time-out."""
