@@ -39,12 +39,6 @@ PROGRESS_ENV = "REGROW_PROGRESS"
 PRIVATE_ENV = "REGROW_PRIVATE_STATE"  # `<memory path>|<local rank>`; see regrow.state.private
 INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this worker's ranks before
 REPLACES_ENV = "REGROW_REPLACES"  # how the latest of these processes ended, for people
-SOURCES = {
-    "exec": "by a cold start",
-    "template": "from the template",
-    "standby": "as a standby at the wrapped call",
-}
-"""From what a worker has started (`procfs.STARTED_FROM`), and the words for it."""
 # Layout of a slot: first step, its time, latest step, its time, restarter state (three bits).
 # A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
 # own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
@@ -58,14 +52,6 @@ LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a who
 OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
 MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
-
-
-def origin() -> str:
-    """Describe, for a process that replaces another one, the end of that one and its own start."""
-    from regrow.workers.guardian.procfs import STARTED_FROM
-
-    source = SOURCES.get(os.environ.get(STARTED_FROM, ""), "from an unknown source")
-    return f"{os.environ.get(REPLACES_ENV, '')}; pid {os.getpid()} started {source}"
 
 
 NOT_IN_RESTARTER = 0  # in no restarter: its end is a failure of all workers, unless it exits with 0

@@ -220,6 +220,7 @@ def test_a_place_is_filled_when_it_is_cleared_and_a_restart_is_spent(make: Make)
     scene.change("cleared", 0)
     kind, local_rank, env = scene.call()
     assert (kind, local_rank) == ("replace", 1)
+    assert env.pop("REGROW_REPLACES").endswith(" ended by SIGKILL after step 7")
     assert env == {"REGROW_INCARNATION": "1", "REGROW_HEARTBEAT": ""}
     assert scene.names() == ["vacated", "replaced"]
     (_, vacated), (_, replaced) = scene.events

@@ -172,6 +172,7 @@ def test_a_worker_gets_exactly_the_given_environment_and_its_mark(guardian: Guar
     got = dict(entry.split(b"=", 1) for entry in output.rstrip(b"\0").split(b"\0"))
     assert got.pop(b"REGROW_WORKER").count(b"/") >= 3
     assert int(got.pop(b"REGROW_WORKER_PID")) > 1
+    assert got.pop(b"REGROW_STARTED_FROM") == b"exec"
     assert got == {os.fsencode(name): os.fsencode(value) for name, value in env.items()}
 
 

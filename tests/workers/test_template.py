@@ -106,6 +106,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def described(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text)
     found["env"].pop("REGROW_WORKER_PID")
+    found["env"].pop("REGROW_STARTED_FROM")
     return found
 
 

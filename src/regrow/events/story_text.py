@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from regrow._progress import SOURCES
 from regrow.events.evidence import describe_node, short_scope
+from regrow.utils import source_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -336,7 +336,7 @@ def _replacement(of: Replacement) -> str:
     if of.pid is None:  # another host has the events
         return f"rank {of.rank}: {_clean(of.origin or 'by the agent of its host')}"
     at = f" after step {of.last_step}" if of.last_step is not None else ""
-    start = SOURCES.get(of.source, of.source)
+    start = source_text(of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""
     left = f"; {_count(of.restarts_left, 'restart')} left" if of.restarts_left is not None else ""
     return (

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         run_within,
         signal_name,
         signal_text,
+        source_text,
         spawn_helper,
         split_signals,
         starting_helpers,
@@ -81,7 +82,8 @@ __getattr__, __dir__ = lazily(
         "port": "PortReservation",
         "process": (
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV SignalInterrupt end_process end_text ends_within"
-            " reap run_within signal_name signal_text spawn_helper split_signals starting_helpers"
+            " reap run_within signal_name signal_text source_text spawn_helper split_signals"
+            " starting_helpers"
         ),
         "threads": "BackgroundWriter call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",

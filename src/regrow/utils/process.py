@@ -84,6 +84,18 @@ def signal_text(number: int) -> str:
     return signal_name(number) or f"signal {number}"
 
 
+_SOURCES = {
+    "exec": "by a cold start",
+    "template": "from the template",
+    "standby": "as a standby at the wrapped call",
+}
+
+
+def source_text(source: str) -> str:
+    """Return the words for the source of a worker: `exec`, `template` or `standby`."""
+    return _SOURCES.get(source, source)
+
+
 def ends_within(pidfd: int, seconds: float | None) -> bool:
     """Return whether a process ends within `seconds`; None waits without a limit."""
     return bool(ready([pidfd], seconds))

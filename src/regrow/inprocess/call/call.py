@@ -36,6 +36,7 @@ from regrow.inprocess.call.restart import (
     Timeline,
     after,
     cause_of,
+    describe_origin,
     exits_with_0,
     kept,
     may_be_replaced,
@@ -244,7 +245,7 @@ class CallWrapper:
         """Join the group, up to the point before `enter`; return False if the call is over."""
         incarnation = int(os.environ.get(board.INCARNATION_ENV) or 0)
         link = self._link
-        reply = link.take_over(incarnation, board.origin()) if incarnation else link.join()
+        reply = link.take_over(incarnation, describe_origin()) if incarnation else link.join()
         if reply is None:
             logger.warning("the call of the function has ended without this process")
             return False

@@ -48,6 +48,7 @@ from __future__ import annotations
 import enum
 import gc
 import logging
+import os
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ from regrow.inprocess.exception import (
 from regrow.inprocess.group.group_messages import Fault, Faults, Joined
 from regrow.inprocess.ranks.assignment import RankDiscarded
 from regrow.inprocess.state import State
-from regrow.utils import Backoff, get_cause, get_context, get_traceback, is_a
+from regrow.utils import Backoff, get_cause, get_context, get_traceback, is_a, source_text
 from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
@@ -281,6 +282,14 @@ DESCRIBED: Final = 8
 """Number of processes that an event describes, of those that replaced others."""
 TEXT: Final = 300
 """Longest message of a fault in an event, in characters."""
+
+
+def describe_origin() -> str:
+    """Describe, for a process that replaces another one, the end of that one and its own start."""
+    from regrow.workers.guardian.procfs import STARTED_FROM
+
+    source = source_text(os.environ.get(STARTED_FROM, "from an unknown source"))
+    return f"{os.environ.get(board.REPLACES_ENV, '')}; pid {os.getpid()} started {source}"
 
 
 def report_restart(timeline: Timeline, state: State) -> None:
