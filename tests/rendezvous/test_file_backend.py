@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.descriptors import open_files
 from helpers.stores.storing import Background
 from regrow.rendezvous import (
     RendezvousClosedError,
@@ -299,7 +300,7 @@ def test_a_change_without_a_report_of_the_kernel_is_found(tmp_path: Path) -> Non
 
 
 def test_closing_gives_all_files_back(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     backend = FileRendezvousBackend(str(tmp_path), "job")
     waiting = [Background(backend.wait_state, None, 3600.0) for _ in range(3)]
     waiting.append(Background(backend.store.get, "key"))
@@ -310,7 +311,7 @@ def test_closing_gives_all_files_back(tmp_path: Path) -> None:
     for wait in waiting:
         wait.result()
     del wait, waiting
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert open_files() <= before
 
 
 # --- whole jobs

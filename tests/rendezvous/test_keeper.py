@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import open_files
 from helpers.rendezvous.backends import Party, PartyNode, ServedRounds, ranks
 from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import RendezvousClosedError, RoundEnded
@@ -196,7 +197,7 @@ def test_the_reason_is_reported_before_nodes_are_refused() -> None:
 
 
 def test_a_server_that_was_closed_is_not_replaced() -> None:
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     started: list[int] = []
     kept = HostedServer(listen_at("127.0.0.1", 0), start(started))
     pidfd = os.pidfd_open(kept.pid)
@@ -204,7 +205,7 @@ def test_a_server_that_was_closed_is_not_replaced() -> None:
     kept.close()
     os.close(pidfd)
     assert len(started) == 1
-    assert len(os.listdir("/proc/self/fd")) <= open_files
+    assert open_files() <= before
 
 
 @pytest.mark.parametrize("opens", ["memfd_create", "eventfd"])
@@ -214,24 +215,24 @@ def test_a_server_without_free_descriptors_leaves_none_open(
     def fails(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     monkeypatch.setattr(os, opens, fails)
     started: list[int] = []
     with pytest.raises(OSError, match="Too many"):
         HostedServer(listen_at("127.0.0.1", 0), start(started))
-    assert len(os.listdir("/proc/self/fd")) <= open_files
+    assert open_files() <= before
     assert not started
 
 
 def test_a_server_that_cannot_be_started_leaves_nothing() -> None:
-    open_files = len(os.listdir("/proc/self/fd"))
+    before = open_files()
 
     def refuse(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
         raise OSError("not today")
 
     with pytest.raises(OSError, match="not today"):
         HostedServer(listen_at("127.0.0.1", 0), refuse)
-    assert len(os.listdir("/proc/self/fd")) <= open_files
+    assert open_files() <= before
 
 
 def test_the_port_is_refused_after_the_agent_and_its_server(tmp_path: Path) -> None:

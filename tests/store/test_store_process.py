@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import open_files
 from helpers.processes import GROUP_SIGNALS, children_of, ends
 from helpers.stores.storing import PATIENCE, Background
 from regrow.store import (
@@ -185,16 +186,13 @@ def test_a_file_beside_the_users_script_does_not_take_a_modules_place(tmp_path: 
 
 
 def test_the_descriptors_of_a_server_are_given_back() -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     gc.collect()  # leftovers of older tests of this process
-    before = count()
+    before = open_files()
     for _ in range(2):
         server: ServerProcess = start_server(token=(token := make_token()))
         connect(server.endpoint, token=token).close()
         server.close()
-    assert count() <= before
+    assert open_files() <= before
 
 
 STARTER_WITHOUT_DESCRIPTORS = """
@@ -244,12 +242,11 @@ def test_a_server_without_a_descriptor_for_its_process_is_ended(
     def fails(pid: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    files, children = len(os.listdir("/proc/self/fd")), children_of(os.getpid())
+    files, children = open_files(), children_of(os.getpid())
     monkeypatch.setattr(os, "pidfd_open", fails)
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(OSError, match="Too"):
         start(listener)
-    # Fewer, if the start has reaped a server that another test has left.
-    assert len(os.listdir("/proc/self/fd")) <= files
+    assert open_files() <= files
     assert set(children_of(os.getpid())) <= set(children)
 
 

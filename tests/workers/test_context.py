@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from helpers.descriptors import open_files
 from helpers.processes import PATIENCE, alive, children_of, marked, wait_until
 from regrow.workers import (
     DefaultLogsSpecs,
@@ -272,10 +273,10 @@ def test_args_and_envs_must_cover_the_ranks(what: str, tmp_path: Path) -> None:
 def test_a_program_that_does_not_exist_is_an_error_and_leaves_nothing(jobs: Jobs) -> None:
     jobs.run("true")
     gc.collect()  # leftovers of older tests of this process
-    before = {*os.listdir("/proc/self/fd")}
+    before = open_files()
     with pytest.raises(FileNotFoundError, match=r"no such program.*/no/such"):
         jobs.start("", "", entrypoint="/no/such")
-    assert {*os.listdir("/proc/self/fd")} <= before
+    assert open_files() <= before
 
 
 def test_arguments_are_converted_to_strings(jobs: Jobs) -> None:

@@ -147,7 +147,7 @@ class EtcdProcess:
         self.kill()
         for held in self._ports:
             held.close()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _ask(self, path: str) -> bytes:
         with urlopen(f"http://127.0.0.1:{self._health_port}{path}", timeout=PATIENCE) as answer:
