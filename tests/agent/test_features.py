@@ -35,6 +35,7 @@ from regrow.agent.records.shared_failure import encode
 from regrow.heartbeat.automatic import claim
 from regrow.heartbeat.terms import STALLED
 from regrow.rendezvous import (
+    Judged,
     NodesWaiting,
     PushingRendezvousHandler,
     RestartSpent,
@@ -578,6 +579,16 @@ def test_an_agent_that_leaves_the_job_handles_no_report_any_more(
     job.leaving = True
     assert peers.on_report(RoundEnded(4, "x", "y")) is None
     assert recorder.emitted == []
+
+
+def test_a_verdict_that_arrives_twice_is_recorded_once(
+    peers: Peers, job: Job, recorder: Any
+) -> None:
+    """A node whose own workers failed later gets it as a report, and as the answer to its own."""
+    lost = Judged(4, False, 0, RoundEnded(4, "host-b/1", "no heartbeat", lost=True))
+    peers.on_report(lost)
+    peers.verdict(lost)
+    assert recorder.names == ["regrow.round.judged"]
 
 
 def test_nodes_that_wait_may_fill_the_next_round(peers: Peers, job: Job) -> None:

@@ -53,12 +53,14 @@ class Peers:
         self._closed_as: tuple[str, str, bool] | None = None  # the latest recorded closing
         # Recorded failures of other nodes: host, rank, pid.
         self._recorded: set[tuple[str, int | None, int]] = set()
+        self._judged = 0  # the latest round with a recorded verdict
         self.job_failure: tuple[int, ProcessFailure] | None = None
         """Failure of another node that made the job fail, with its rank."""
 
     def begin_run(self) -> None:
         """Clear the data of the last run."""
         self._closed_with, self._closed_as, self.job_failure = "", None, None
+        self._judged = 0
 
     def begin_attempt(self) -> None:
         """Clear the data of the last attempt."""
@@ -151,16 +153,18 @@ class Peers:
         return events.MembershipChanged(str(report), now)
 
     def _record_verdict(self, judged: Judged) -> None:
-        self._job.recorder.emit(
-            "regrow.round.judged",
-            attempt=judged.round - 1,
-            ended_round=judged.round,
-            charged=judged.charged,
-            failures=judged.failures,
-            node=judged.cause.id,
-            why=judged.cause.why,
-            lost=judged.cause.lost,
-        )
+        if judged.round > self._judged:
+            self._judged = judged.round
+            self._job.recorder.emit(
+                "regrow.round.judged",
+                attempt=judged.round - 1,
+                ended_round=judged.round,
+                charged=judged.charged,
+                failures=judged.failures,
+                node=judged.cause.id,
+                why=judged.cause.why,
+                lost=judged.cause.lost,
+            )
         if judged.round == self._job.round and judged.cause.report != self._reported:
             self._job.caused_elsewhere = True
 

@@ -18,11 +18,12 @@ fork.
 
 A call goes first to the member that answered last. If a member does not answer an attempt in time,
 the call tries the next one, in turns, until the time of the call is over. An attempt has a fixed
-length, which doubles from the third turn on, because etcd may only be slow. An attempt to renew a
-lease is shorter. etcd answers most calls as soon as it has a leader, but it answers a renewal that
-waits for a leader up to a second later. If another member answers, the call closes all connections
-to the silent members, watches included. So the heartbeats of a node detect silent members for all
-its calls.
+length, which doubles from the third turn on, because etcd may only be slow. It is longer where the
+member's answers usually take long, so that one lost packet does not end it; but each member gets an
+attempt. An attempt to renew a lease is shorter. etcd answers most calls as soon as it has a leader,
+but it answers a renewal that waits for a leader up to a second later. If another member answers,
+the call closes all connections to the silent members, watches included. So the heartbeats of a node
+detect silent members for all its calls.
 
 A call that timed out may still take effect. So each change can be repeated safely (`etcd_job`
 describes how). A lease is the exception. Requests of a host may arrive while the answers to them
@@ -62,6 +63,12 @@ ATTEMPT = 1.0
 """Seconds that a member has to answer."""
 _RENEWAL = 0.5
 """Seconds that a member has to renew a lease."""
+_USUAL_TIMES = 4
+"""An attempt takes at least so many times as long as the member's answers usually take. TCP sends a
+lost packet again after one such time and 0.2 s, so the answer to a packet that was lost once is in
+time."""
+_SMOOTHING = 1 / 8
+"""The weight of the latest answer in the usual time (RFC 6298, 2.3)."""
 _PAUSE = 0.05
 """Seconds between two turns."""
 _PROBE = "kv/range", b'{"key": "AA==", "serializable": true}', ""
@@ -254,7 +261,8 @@ class EtcdClient:
         for tries in itertools.count():
             member = self._member()
             left = max(deadline - time.monotonic(), 0.01)
-            attempts = Backoff(_RENEWAL if renews else ATTEMPT, left)
+            usual = min(_USUAL_TIMES * member.usual_s, timeout / (count + 1))
+            attempts = Backoff(max(_RENEWAL if renews else ATTEMPT, usual), left)
             attempt = attempts.pause(max(tries // count, 1))
             try:
                 token = self._log_in(member, left, left / (count - tries % count))
@@ -490,11 +498,13 @@ class EtcdMember:
     Attributes:
         name: host and port of the member.
         local_addr: this host's address on the latest connection; empty before the first.
+        usual_s: seconds that its answers usually take, as a moving average; 0 before the first.
     """
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None) -> None:
         self.name = endpoint_of(host, port)
         self.local_addr = ""
+        self.usual_s = 0.0
         self._host, self._port, self._tls = host, port, tls
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
@@ -506,6 +516,7 @@ class EtcdMember:
     def ask(self, path: str, body: bytes, token: str, timeout: float) -> tuple[int, bytes]:
         """Return status and content of the answer, if it arrives within `timeout` seconds."""
         connection = self._take(timeout)
+        sent = time.monotonic()
         try:
             answer = _send(connection, path, body, token, timeout)
             if answer.version == 11 and answer.length is None and not answer.chunked:
@@ -515,6 +526,8 @@ class EtcdMember:
         except BaseException:
             self._drop(connection)
             raise
+        took = time.monotonic() - sent
+        self.usual_s += (took - self.usual_s) * (_SMOOTHING if self.usual_s else 1.0)
         with self._lock:
             if self._busy.pop(connection, None) and connection.sock:
                 self._idle.append(connection)
