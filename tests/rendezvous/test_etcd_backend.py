@@ -366,6 +366,15 @@ def test_all_nodes_see_the_heartbeats_of_a_node(make: Make) -> None:
     assert other.ended(["10.0.0.1/17/abc1", "unknown"]) == {}
 
 
+def test_a_node_is_seen_though_the_answer_to_its_first_heartbeat_was_lost(
+    make: Make, client: EtcdClient, run_id: str
+) -> None:
+    client.grant(5, lease_id(f"/torch/elastic/rendezvous/{quote(run_id, safe='')}/nodes/me"))
+    node, other = make(), make()
+    node.beat("me", 1, 5.0)  # it finds the lease that the lost heartbeat was granted
+    wait_until(lambda: other.beats(["me"]), "the other node sees its heartbeat")
+
+
 def test_a_silent_node_has_ended_for_all_nodes_and_wakes_them(make: Make) -> None:
     silent, beating, other = make(), make(), make()
     stop = threading.Event()
