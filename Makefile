@@ -49,16 +49,17 @@ test: $(DEV)/.rewritten
 	$(DEV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
 thorough: $(DEV)/.rewritten
-	$(DEV)/bin/python -m pytest -n $(JOBS) -m thorough $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(JOBS) -m "thorough and not hosts and not training" $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) -m "thorough and (hosts or training)" $(PYTEST_ARGS)
 
 hosts: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m hosts $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m "hosts and not thorough" $(PYTEST_ARGS)
 
 schedulers: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(SCHEDULERS_JOBS) -m schedulers $(PYTEST_ARGS)
 
 training: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m training $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m "training and not thorough" $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

@@ -477,7 +477,7 @@ def test_a_replacement_is_forked_from_the_template_if_there_is_one(
     same_ranks(after)
     imported = training.await_report(lambda each: each.what == "imported" and each.incarnation == 1)
     assert imported.words == (("no",) if killed else ("yes",))
-    (restart,) = training.job.events("inprocess.restarted")
+    restart = training.job.await_event("inprocess.restarted")
     source = "by a cold start" if killed else "from the template"
     assert restart["origins"][0].endswith(f"; pid {after[0].pid} started {source}")
     assert training.finish() == 0, training.job.output

@@ -39,6 +39,7 @@ def test_weights_are_bitwise_those_of_a_run_without_faults(
     assert max(Counter(map(tuple, found.of("step"))).values()) <= 2
 
 
+@pytest.mark.thorough
 def test_sharded_weights_are_bitwise_those_of_a_run_without_faults(
     launch: Launch, tmp_path: Path
 ) -> None:

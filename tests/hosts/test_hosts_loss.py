@@ -94,7 +94,7 @@ def test_kill_9_of_an_agent_and_all_its_workers(form: Form, fault: Fault, backen
     job.finish(agents[0], agents[1], agents[3])
 
 
-@pytest.mark.parametrize("cut", ["link", "out", "in"])
+@pytest.mark.parametrize("cut", [pytest.param("link", marks=pytest.mark.thorough), "out", "in"])
 def test_a_host_that_cannot_send_is_replaced_and_comes_back(
     form: Form, fault: Fault, network: Network, backend: str, cut: str
 ) -> None:
@@ -118,6 +118,7 @@ def test_a_host_that_cannot_send_is_replaced_and_comes_back(
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("backend", [pytest.param("server", marks=pytest.mark.thorough), "etcd"])
 def test_200_ms_of_delay_and_5_per_cent_of_loss_on_every_line_evict_no_node_and_hide_no_loss(
     form: Form, fault: Fault, network: Network, backend: str
 ) -> None:

@@ -271,6 +271,7 @@ def test_restarts_leave_no_thread_and_no_descriptor(play: Play) -> None:
         assert late[:2] == early[:2]
 
 
+@pytest.mark.thorough
 @pytest.mark.training
 @pytest.mark.timeout(280)
 def test_a_thousand_restarts_leave_nothing_behind(play: Play) -> None:

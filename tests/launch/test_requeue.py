@@ -301,8 +301,12 @@ def test_an_agent_that_alone_gets_a_notice_leaves_the_job_to_the_others(
     ("node", "steps", "asked"),
     [
         ("DOWN+NOT_RESPONDING", STEPS, ["scancel 7"]),
-        ("DOWN+NOT_RESPONDING", f"{STEPS}StepId=7.1 State=RUNNING\n", []),
-        ("ALLOCATED", STEPS, []),  # and its daemon's port refuses connections
+        pytest.param(
+            *("DOWN+NOT_RESPONDING", f"{STEPS}StepId=7.1 State=RUNNING\n", []),
+            marks=pytest.mark.thorough,
+        ),
+        # Its daemon's port refuses connections.
+        pytest.param("ALLOCATED", STEPS, [], marks=pytest.mark.thorough),
     ],
 )
 def test_the_last_agent_ends_the_allocation_if_the_host_of_the_script_is_lost(

@@ -156,8 +156,9 @@ def train():
 
 @pytest.mark.training
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("runs", [2, pytest.param(10, marks=pytest.mark.thorough)])
 def test_functions_that_return_right_after_a_collective_succeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gloo_training.py").write_text(TRAINING)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -165,7 +166,7 @@ def test_functions_that_return_right_after_a_collective_succeed(
     from importlib import import_module
 
     train = import_module("gloo_training").train
-    for _ in range(int(os.environ.get("REGROW_TEST_RUNS", "6"))):
+    for _ in range(runs):
         config = LaunchConfig(
             1,
             1,
