@@ -11,8 +11,8 @@ answers each order with one line of JSON:
 
 A simulated node does what a handler does: it joins, follows, and beats once a second. When it
 receives the end of its round, it acknowledges it and joins again. Its workers take no time to stop.
-It beats only while it stays in a round. So its lease is long, or it would be lost when thousands of
-nodes take seconds to meet.
+A node beats only while it is in a round, and thousands of nodes take seconds to meet. So its lease
+is long.
 """
 
 from __future__ import annotations

@@ -53,7 +53,6 @@ OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
 MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
 
-
 NOT_IN_RESTARTER = 0  # in no restarter: its end is a failure of all workers, unless it exits with 0
 IN_RESTARTER = (
     OTHERS_GO_ON | OWES_RESULT
@@ -200,6 +199,14 @@ def restart_state() -> int:
     return _restart_state
 
 
+def event_line(name: str, fields: dict[str, Any]) -> bytes:
+    """Encode an event as the line that `send_event` sends."""
+    import json
+
+    text = json.dumps({"name": name, "fields": fields}, ensure_ascii=False)
+    return text.encode("utf-8", "backslashreplace") + b"\n"  # JSON's escape of a lone surrogate
+
+
 def send_event(name: str, **fields: Any) -> None:
     """Send an event of the job to the agent, which records it.
 
@@ -210,8 +217,6 @@ def send_event(name: str, **fields: Any) -> None:
     reporter = _own()
     if reporter is None:
         return
-    import json
-
-    line = json.dumps({"name": name, "fields": fields}).encode() + b"\n"
+    line = event_line(name, fields)
     if len(line) <= LONGEST:
         reporter.send(line)

@@ -46,7 +46,7 @@ def train(call: CallWrapper):
     wait_for(lambda: len(list(FOLDER.glob(f"{call.iteration}.*"))) == 8)
     if call.iteration == FIRST_LOOK:
         wait_for((FOLDER / "looked").exists)
-    if RANK == STAY[0]:  # at once: a restart spares a rank that would end itself a moment later
+    if RANK == STAY[0]:  # all at once: the first death begins a restart
         for _, rank, pid in (path.name.split(".") for path in FOLDER.glob(f"{call.iteration}.*")):
             if int(rank) not in STAY:
                 os.kill(int(pid), signal.SIGKILL)

@@ -111,10 +111,10 @@ def test_a_replacement_on_another_host_is_shown_as_its_process_has_described_it(
     lines = rendered(restarted(1, replaced=[3, 4, 5], origins=origins))
     assert f"replaced rank 3: {origins[0]}" in lines
     assert "rank 4: a b" in lines
-    assert "rank 5: by the agent of its host" in lines
+    assert "rank 5: the agent of its host has the details" in lines
     for rubbish in (None, "text", [7]):
         lines = rendered(restarted(1, replaced=[3], origins=rubbish))
-        assert "replaced rank 3: by the agent of its host" in lines
+        assert "replaced rank 3: the agent of its host has the details" in lines
 
 
 def test_of_many_restarts_the_first_and_the_last_are_shown() -> None:

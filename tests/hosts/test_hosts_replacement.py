@@ -78,6 +78,7 @@ Begin = Callable[..., tuple[Job, list[Agent]]]
 def test_a_rank_on_each_host_is_replaced_in_turn(begin: Begin, backend: str) -> None:
     job, agents = begin(backend, 1, max_restarts=3)
     iteration, ranks = together(job, 3)
+    replaced = []
     for rank in range(3):
         before = ranks
         agent = kill(agents, ranks[rank])
@@ -86,13 +87,14 @@ def test_a_rank_on_each_host_is_replaced_in_turn(begin: Begin, backend: str) -> 
         assert changed == {rank}
         assert {each: ranks[each].rank for each in ranks} == {0: 0, 1: 1, 2: 2}
         assert [event["rank"] for event in agent.events("worker.replaced")] == [rank]
-        ended, started = before[rank], ranks[rank]
-        restart = agents[0].events("inprocess.restarted")[-1]
+        replaced.append((rank, before[rank], ranks[rank]))
+    finish(job, agents)
+    restarts = agents[0].events("inprocess.restarted")
+    for (rank, ended, started), restart in zip(replaced, restarts, strict=True):
         assert restart["replaced"] == [rank]
         (origin,) = restart["origins"]
         assert origin.startswith(f"pid {ended.pid} on {ended.host} ended by SIGKILL after step ")
         assert origin.endswith(f"; pid {started.pid} started by a cold start")
-    finish(job, agents)
     story = " ".join(agents[0].output.split())
     for rank in (1, 2):
         assert re.search(rf"rank {rank}: pid \d+ on \S+ ended by SIGKILL after step", story), story

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
@@ -81,13 +82,18 @@ def test_a_host_that_vanishes_is_noticed_and_a_worker_that_is_stopped_is_not_tak
     start(cut_off, _WORKER, first, "1")
     stopped = start(frozen, _WORKER, first, "2")
 
+    seen = b""
+
     def sees(*ranks: int) -> None:
-        wanted = ",".join(f"rank {rank}" for rank in ranks)
+        nonlocal seen
+        wanted = ",".join(f"rank {rank}" for rank in ranks).encode()
         assert server.stdout is not None
-        while True:
+        while wanted not in seen.split(b"\n")[:-1]:
             assert select.select([server.stdout], [], [], DEADLINE_S)[0], f"never {wanted!r}"
-            if server.stdout.readline().strip() == wanted:
-                return
+            more = os.read(server.stdout.fileno(), 4096)
+            assert more, f"the server has ended; never {wanted!r}"
+            seen += more
+        seen = b""
 
     sees(1, 2)
     assert stopped.stdin is not None

@@ -112,12 +112,13 @@ def test_phases_are_counted_from_the_first_fault() -> None:
     assert timeline.seconds() == {"detected": 0.0, "notified": 0.5, "aborted": 0.75, "met": 1.5}
 
 
+@pytest.mark.parametrize("letter", ["\u00e9", "\N{GRINNING FACE}", "\0", "\ud800"])
 def test_the_event_of_a_restart_fits_into_a_message_to_the_agent(
-    monkeypatch: pytest.MonkeyPatch,
+    letter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[dict[str, object]] = []
     monkeypatch.setattr(_progress, "send_event", lambda name, **fields: sent.append(fields))
-    cause = Fault("TERMINATED", 10**6, "\u00e9" * 1000, 9.0)
+    cause = Fault("TERMINATED", 10**6, letter * 1000, 9.0)
     timeline = Timeline(Faults(10**6, (cause,), 9.5), received_at=100.0)
     for phase in ("aborted", "finalized", "checked", "met", "called"):
         timeline.reached(phase, 200.123456)
@@ -125,8 +126,9 @@ def test_the_event_of_a_restart_fits_into_a_message_to_the_agent(
     timeline.joined = tuple(Joined(rank, rank, "x" * ORIGIN) for rank in timeline.lost)
     report_restart(timeline, State(rank=0, world_size=10**6, iteration=10**6))
     (fields,) = sent
-    line = json.dumps({"name": "regrow.inprocess.restarted", "fields": fields}).encode()
+    line = _progress.event_line("regrow.inprocess.restarted", fields)
     assert len(line) < _progress.LONGEST
+    assert json.loads(line)["fields"] == fields
     assert fields["replaced"] == list(range(10**6, 10**6 + 16))
     assert fields["origins"] == ["x" * ORIGIN] * 8
 

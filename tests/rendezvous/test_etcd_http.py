@@ -215,9 +215,9 @@ def test_attempts_grow_longer_for_a_slow_etcd(
 
 def test_an_attempt_at_a_distant_member_outlives_one_lost_packet(cluster: Cluster) -> None:
     client = EtcdClient(Access(cluster.endpoints[:1]), PATIENCE)
-    cluster.delay = 0.4
+    cluster.delay = 0.6
     client.call("kv/range", {})
-    cluster.delay = 1.0  # TCP sends a lost packet again
+    cluster.delay = 0.8  # TCP sends a lost packet again
     assert client.renew([LEASE]) == [True]
     assert cluster.renewed == 1
     client.close()

@@ -37,7 +37,7 @@ class Bystander:
         self._waiting = Background(self._client.wait, ["bystander done"], 120)
 
     def check_undisturbed(self) -> None:
-        # With a grace of zero, the session is lost, and the call raises, had the connection broken.
+        # The grace is zero. If the connection had broken, this call would raise.
         self._client.num_keys()
         assert self._waiting.running()
 

@@ -334,7 +334,7 @@ def _sent_state(sent: SentState) -> str:
 
 def _replacement(of: Replacement) -> str:
     if of.pid is None:  # another host has the events
-        return f"rank {of.rank}: {_clean(of.origin or 'by the agent of its host')}"
+        return f"rank {of.rank}: {_clean(of.origin or 'the agent of its host has the details')}"
     at = f" after step {of.last_step}" if of.last_step is not None else ""
     start = source_text(of.source)
     after = f" {duration(of.started_after_s)} later" if of.started_after_s is not None else ""

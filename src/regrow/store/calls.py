@@ -110,7 +110,8 @@ class PrefixStore:
 
     Like c10d's PrefixStore, it shares everything but the names: `num_keys` counts the keys of the
     whole store, and `set_timeout` sets the time-out of the store below. `delete_prefix` and `close`
-    raise AttributeError if the store below has no such method; no c10d store has one.
+    raise AttributeError if the store below has no such method; no c10d store has either.
+    The stores of the rendezvous backends `etcd` and `file` have only `close`.
     """
 
     def __init__(self, prefix: str, store: Store) -> None:

@@ -254,7 +254,7 @@ class Gate:
             os.eventfd_write(self.opened.number, 1)
 
     def wait(self) -> None:
-        """Wait until all workers of the node have returned, and no native thread runs."""
+        """Wait until all workers of the node have returned; let native threads come to rest."""
         self.count()
         ready([self.opened.number])
         let_threads_rest()

@@ -244,7 +244,7 @@ def _ranks(value: object) -> list[int]:
 
 def _texts(value: object) -> list[str]:
     found = value[:_MOST_LOST] if isinstance(value, list) else []
-    return [str(each)[:_MOST_TEXT] for each in found]
+    return [_text(each) or "" for each in found]
 
 
 def _duration(value: object) -> float | None:

@@ -148,7 +148,7 @@ class Timeline:
     lost: tuple[int, ...] = ()
     """The initial ranks that were lost."""
     joined: tuple[Joined, ...] = ()
-    """The initial ranks that another process continues."""
+    """The processes that replaced others."""
     reached_at: dict[str, float] = field(default_factory=dict)
     """For each phase after "notified", the time of its end."""
 
@@ -277,7 +277,7 @@ def _is_plain(error: BaseException) -> bool:
 
 
 SHOWN: Final = 16
-"""Number of lost ranks that an event names."""
+"""Number of lost ranks that an event names, and of replaced ones."""
 DESCRIBED: Final = 8
 """Number of processes that an event describes, of those that replaced others."""
 TEXT: Final = 300
@@ -288,8 +288,9 @@ def describe_origin() -> str:
     """Describe, for a process that replaces another one, the end of that one and its own start."""
     from regrow.workers.guardian.procfs import STARTED_FROM
 
-    source = source_text(os.environ.get(STARTED_FROM, "from an unknown source"))
-    return f"{os.environ.get(board.REPLACES_ENV, '')}; pid {os.getpid()} started {source}"
+    source = source_text(os.environ.get(STARTED_FROM, "exec"))
+    ended = os.environ.get(board.REPLACES_ENV, "its process has ended")
+    return f"{ended}; pid {os.getpid()} started {source}"
 
 
 def report_restart(timeline: Timeline, state: State) -> None:

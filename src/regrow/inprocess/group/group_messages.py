@@ -144,7 +144,7 @@ class Joined(NamedTuple):
     origin: str = ""
     """How the former process ended, and how the new one has started, for people.
 
-    It is empty for the ranks after the first `TEXTS`.
+    It is empty for the processes that joined after the first `TEXTS`.
     """
 
 
@@ -161,7 +161,8 @@ ORIGIN: Final = 180
 OVERDUE: Final = 0
 """Report number of a soft time-out."""
 TEXTS: Final = 16
-"""Number of faults of an iteration that keep their messages."""
+"""Number of faults of an iteration that keep their messages, and of new processes that keep their
+origin."""
 
 Name = Annotated[str, Meta(max_length=500)]
 Rank = Annotated[int, Meta(ge=0, lt=RANKS)]

@@ -139,9 +139,8 @@ def _join(group: Group, event: messages.Join, now: float) -> Group:
         if not event.incarnation or group.newcomers & one:
             return group
         others = tuple(each for each in group.origins if each[0] != event.rank)
-        return _continued(group, one)._replace(
-            newcomers=group.newcomers | one, origins=(*others, (event.rank, event.origin))
-        )
+        origins = (*others, (event.rank, event.origin))[: messages.TEXTS]  # every rank gets them
+        return _continued(group, one)._replace(newcomers=group.newcomers | one, origins=origins)
     return _arrive(
         _continued(group, one)._replace(
             living=group.living | one,
@@ -370,7 +369,7 @@ def _seat_newcomers(group: Group, empty: list[int], world_size: int) -> tuple[Jo
             places[rank] = free.pop(0)
         elif rank not in places:
             places[rank], end = end, end + 1
-    origins = dict(group.origins[: messages.TEXTS])  # every rank gets them
+    origins = dict(group.origins)
     return tuple(Joined(rank, places[rank], origins.get(rank, "")) for rank in newcomers)
 
 

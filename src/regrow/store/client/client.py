@@ -185,8 +185,8 @@ class StoreClient(Handle):
         """End the session; calls blocked in other threads raise StoreClosedError.
 
         Args:
-            timeout: time to wait until the server has ended the session. With 0, the server ends it
-                when it detects the end of the connection.
+            timeout: time to wait until the server has ended the session. With 0, the call does not
+                wait: the server ends the session when the message arrives, or the grace is over.
         """
         self._session.close(to_seconds(timeout))
         server, self._server = self._server, None

@@ -17,13 +17,13 @@ gateway and 0.37 ms by grpcio. It takes 0.14 and 0.18 ms of processor time. The 
 fork.
 
 A call goes first to the member that answered last. If a member does not answer an attempt in time,
-the call tries the next one, in turns, until the time of the call is over. An attempt has a fixed
-length, which doubles from the third turn on, because etcd may only be slow. It is longer where the
-member's answers usually take long, so that one lost packet does not end it; but each member gets an
-attempt. An attempt to renew a lease is shorter. etcd answers most calls as soon as it has a leader,
-but it answers a renewal that waits for a leader up to a second later. If another member answers,
-the call closes all connections to the silent members, watches included. So the heartbeats of a node
-detect silent members for all its calls.
+the call tries the next one, in turns, until the time of the call is over. An attempt takes at least
+a fixed time. It takes longer at a member whose answers usually take long, so that one lost packet
+does not end it, but never so long that another member gets no attempt. From the third turn on, the
+time doubles, because etcd may only be slow. An attempt to renew a lease is shorter. etcd answers
+most calls as soon as it has a leader, but it answers a renewal that waits for a leader up to a
+second later. If another member answers, the call closes all connections to the silent members,
+watches included. So the heartbeats of a node detect silent members for all its calls.
 
 A call that timed out may still take effect. So each change can be repeated safely (`etcd_job`
 describes how). A lease is the exception. Requests of a host may arrive while the answers to them
@@ -60,13 +60,12 @@ Message = dict[str, Any]
 """One JSON object of a request or an answer."""
 
 ATTEMPT = 1.0
-"""Seconds that a member has to answer."""
+"""Least seconds that a member has to answer."""
 _RENEWAL = 0.5
-"""Seconds that a member has to renew a lease."""
+"""Least seconds that a member has to renew a lease."""
 _USUAL_TIMES = 4
-"""An attempt takes at least so many times as long as the member's answers usually take. TCP sends a
-lost packet again after one such time and 0.2 s, so the answer to a packet that was lost once is in
-time."""
+"""An attempt takes at least so many times as long as the member's answers usually take. TCP repeats
+a lost packet after the usual time plus 0.2 s, so its answer still arrives in time."""
 _SMOOTHING = 1 / 8
 """The weight of the latest answer in the usual time (RFC 6298, 2.3)."""
 _PAUSE = 0.05
@@ -268,7 +267,9 @@ class EtcdClient:
                 token = self._log_in(member, left, left / (count - tries % count))
                 if renews and silence:
                     member.ask(*_PROBE, attempt)
+                sent = time.monotonic()
                 found = decode(member.ask(path, body, token, attempt), member.name)
+                member.answered_in(time.monotonic() - sent)
             except EtcdUnreachable:  # another call is logging in, and this one waited for it
                 raise
             except EtcdError as error:
@@ -516,7 +517,6 @@ class EtcdMember:
     def ask(self, path: str, body: bytes, token: str, timeout: float) -> tuple[int, bytes]:
         """Return status and content of the answer, if it arrives within `timeout` seconds."""
         connection = self._take(timeout)
-        sent = time.monotonic()
         try:
             answer = _send(connection, path, body, token, timeout)
             if answer.version == 11 and answer.length is None and not answer.chunked:
@@ -526,14 +526,16 @@ class EtcdMember:
         except BaseException:
             self._drop(connection)
             raise
-        took = time.monotonic() - sent
-        self.usual_s += (took - self.usual_s) * (_SMOOTHING if self.usual_s else 1.0)
         with self._lock:
             if self._busy.pop(connection, None) and connection.sock:
                 self._idle.append(connection)
                 return found
         connection.close()
         return found
+
+    def answered_in(self, seconds: float) -> None:
+        """Take the time of an answer into the average."""
+        self.usual_s += (seconds - self.usual_s) * (_SMOOTHING if self.usual_s else 1.0)
 
     def listen(
         self, path: str, body: bytes, token: str, timeout: float
