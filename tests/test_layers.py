@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
         "compat",
         "_progress",
         "_standby",
+        "_uncaught",
         "timer",
         "heartbeat",
         "state",
@@ -32,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     },  # the package itself: the names a training script uses
     "_progress": set(),
     "_standby": {"_progress", "workers", "utils", ""},
+    "_uncaught": {"workers"},
     "utils": set(),
     "events": _BASE,
     "metrics": _BASE,

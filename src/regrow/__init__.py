@@ -50,11 +50,20 @@ def _arm() -> None:
         arm()
 
 
+def _record_exceptions() -> None:
+    """Let the report of the job name an exception that ends this worker."""
+    if os.environ.get("REGROW_WORKER_PID") == str(os.getpid()):
+        from regrow._uncaught import install
+
+        install()
+
+
 def _start_worker() -> None:
     """Do what a worker needs at its first import of this package.
 
     A worker that started from a template or a standby calls it, if the package was imported there.
     """
+    _record_exceptions()
     _arm()
     _begin_heartbeat()  # last, because it starts a thread that imports modules of this package
 

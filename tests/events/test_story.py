@@ -155,8 +155,23 @@ def test_an_exception_is_shown_as_one_line_and_the_file_with_the_rest() -> None:
         "step 17: nan\n"
     )
     text = rendered([started(), raised(0, 101.0, traceback, error_file="/logs/0/1/error.json")])
-    assert "(pid 4242) exited with code 1: ValueError: loss is nan:\n" in text
+    shown = " ".join(text.split())
+    assert "(pid 4242) exited with code 1: ValueError: loss is nan: (train.py:3) error" in shown
     assert "    error file       /logs/0/1/error.json\n" in text
+
+
+def test_the_last_line_of_the_users_code_is_shown_with_an_exception() -> None:
+    files = [
+        ("/job/train.py", 7),
+        ("/job/model.py", 12),
+        ("/venv/lib/python3.11/site-packages/torch/nn/modules/module.py", 1775),
+        ("/usr/lib/python3.11/contextlib.py", 81),
+        ("<frozen importlib._bootstrap>", 1204),
+    ]
+    frames = "".join(f'  File "{file}", line {line}, in f\n    f()\n' for file, line in files)
+    traceback = f"Traceback (most recent call last):\n{frames}ValueError: no\n"
+    what = story([raised(0, 101.0, traceback)]).failures[0].what
+    assert what == "exited with code 1: ValueError: no (model.py:12)"
 
 
 def test_of_chained_exceptions_the_last_one_is_shown() -> None:
