@@ -50,8 +50,8 @@ test: $(DEV)/.rewritten
 
 thorough: $(DEV)/.rewritten
 	$(DEV)/bin/python -m pytest -n $(JOBS) -m "thorough and not hosts and not training" $(PYTEST_ARGS)
-	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m "thorough and (hosts or training)" \
-	  $(PYTEST_ARGS) || test $$? = 5 # none of the tests that PYTEST_ARGS selects
+	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile --timeout 200 \
+	  -m "thorough and (hosts or training)" $(PYTEST_ARGS) || test $$? = 5 # none of the tests that PYTEST_ARGS selects
 
 hosts: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(HOSTS_JOBS) -m "hosts and not thorough" $(PYTEST_ARGS)
@@ -59,8 +59,10 @@ hosts: $(DEV)/.installed
 schedulers: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(SCHEDULERS_JOBS) -m schedulers $(PYTEST_ARGS)
 
+# Beside other work, the import of torch takes up to ten times as long.
 training: $(DEV)/.installed
-	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile -m "training and not thorough" $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile --timeout 200 \
+	  -m "training and not thorough" $(PYTEST_ARGS)
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

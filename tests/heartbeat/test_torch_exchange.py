@@ -27,7 +27,7 @@ def found() -> list[dict[str, Any]]:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "ranks" / "group_order.py"
 
 
 def test_groups_end_after_the_frames_and_the_garbage_of_the_function_before_the_next_call() -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, timeout=50)
+    done = subprocess.run([sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, timeout=150)
     assert done.returncode == 0
     ended = json.loads(done.stdout)
     assert ended[:2] == ["frame", "garbage"]

@@ -23,7 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("store") / "file")],
         env=environ,
         stdout=subprocess.PIPE,
-        timeout=50,
+        timeout=150,
         check=True,
     )
     results: dict[str, Any] = json.loads(done.stdout)
