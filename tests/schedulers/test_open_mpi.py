@@ -126,7 +126,7 @@ def test_an_mpirun_that_is_stopped_leaves_nothing(job: MpiJob) -> None:
     (mpirun,) = children_of(job.process.pid)
     os.kill(mpirun, signal.SIGTERM)
     assert job.ended() != 0, job.output
-    assert len(job.lines) <= START_LINES + stop_lines(HOSTS), job.output
+    assert len(job.lines) <= START_LINES + stop_lines(HOSTS, job.output), job.output
 
 
 def test_a_host_that_is_lost_ends_the_job(job: MpiJob) -> None:
@@ -134,4 +134,4 @@ def test_a_host_that_is_lost_ends_the_job(job: MpiJob) -> None:
     job.hosts[1].lose_power()
     job.hosts.pop()
     assert job.ended() != 0, job.output
-    assert len(job.lines) <= START_LINES + stop_lines(HOSTS - 1), job.output
+    assert len(job.lines) <= START_LINES + stop_lines(HOSTS - 1, job.output), job.output

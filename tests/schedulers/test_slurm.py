@@ -58,7 +58,7 @@ def test_scancel_ends_the_job_for_good(cluster: Cluster) -> None:
     assert (job.state, job.facts["Restarts"]) == ("CANCELLED", "0")
     assert sorted(job.training.saved()) == list(range(RANKS)), cluster.report()
     assert "requeue" not in job.output
-    assert len(job.lines()) <= START_LINES + stop_lines(NODES), job.output
+    assert len(job.lines()) <= START_LINES + stop_lines(NODES, job.output), job.output
 
 
 def all_succeed(jobs: list[SlurmJob]) -> None:

@@ -42,9 +42,13 @@ START_LINES = 3
 """Lines at the start of a job: its meeting place, the threads of the workers, and the bounds."""
 
 
-def stop_lines(nodes: int) -> int:
-    """Return the lines of a job that is stopped: the signal, one of each agent, two of a story."""
-    return 3 + nodes
+def stop_lines(nodes: int, output: str) -> int:
+    """Return the lines of a job that is stopped: the signal, one of each agent, two of a story.
+
+    A scheduler signals one host after the other. On a busy machine, the hosts that have no signal
+    yet may start again without the first one, which takes five lines more.
+    """
+    return 3 + nodes + 5 * ("started again" in output)
 
 
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")
