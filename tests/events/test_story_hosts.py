@@ -101,12 +101,16 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
     over += [departed(110.0, ("there/1/a", 1, "its agent got SIGTERM"))]
     started = line("attempt.started", 0, 100.1, world_size=4)
     restarting = line("job.restarting", 0, 110.1, delay_s=0, reason="round 1 is over")
-    stopped = line("job.finished", 0, 112.0, state="SIGNALED", signal="SIGTERM")
-    assert story([started, *over, stopped]).failures == ()
-    (failure,) = story([started, *over, restarting, stopped]).failures
-    assert failure.what == "node rank 1 (there): its agent got SIGTERM"
-    (failure,) = story([started, *over, {**stopped, "signal": "SIGINT"}]).failures
-    assert failure.what == "node rank 1 (there): its agent got SIGTERM"
+    gave_up = round_over(110.2, "it gave up", by_failure=False) | {"lost": True, "attempt": 1}
+    signaled = line("job.stopping", 1, 110.4, signal="SIGTERM")
+    stopped = line("job.finished", 1, 212.0, state="SIGNALED", signal="SIGTERM")
+    assert story([started, *over, signaled, stopped]).failures == ()
+    assert story([started, *over, restarting, gave_up, signaled, stopped]).failures == ()
+    later = line("job.stopping", 1, 116.0, signal="SIGTERM")
+    other = {**stopped, "signal": "SIGINT"}
+    for ends in ([restarting, later, stopped], [signaled, other], [stopped]):
+        (failure,) = story([started, *over, *ends]).failures
+        assert failure.what == "node rank 1 (there): its agent got SIGTERM"
 
 
 COST = [

@@ -154,10 +154,16 @@ class _StoryBuilder:
             return nodes
         return 1 if text(started, "nnodes") in ("1", "1:1") else None
 
-    def _stop_of_an_agent(self) -> str | None:
-        """Return why a node ended its round, if the job was stopped by a signal."""
+    def _is_part_of_the_stop(self, over: Record, why: str) -> bool:
+        """Return whether a node ended its round for the signal that then stopped this host, too."""
         signal = text(self._last("regrow.job.finished"), "signal")
-        return None if signal is None else f"its agent got {signal}"
+        stopped = real(self._last("regrow.job.stopping"), "monotonic")
+        ended = real(over, "monotonic")
+        return (
+            signal is not None
+            and why in (f"its agent got {signal}", "it gave up")
+            and (stopped is not None and ended is not None and stopped - ended <= _SPREAD_S)
+        )
 
     def _duration(self, started: Record, finished: Record) -> float | None:
         duration = real(finished, "duration_s")
@@ -178,8 +184,8 @@ class _StoryBuilder:
         lost = evidence.lost_nodes(attempt.named[_DEPARTED])
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost)
-            if not attempt.named[_RESTARTING] and blamed.why == self._stop_of_an_agent():
-                return None  # that agent got the signal that stopped the job before this one
+            if self._is_part_of_the_stop(over, blamed.why):
+                return None
             what = evidence.describe_node(blamed)
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
@@ -352,6 +358,8 @@ _STALLED = "regrow.heartbeat.stalled"
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
+_SPREAD_S = 5.0
+"""Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
 _ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"
