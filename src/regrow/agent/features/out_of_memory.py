@@ -1,8 +1,9 @@
-"""Names the OOM killer as the cause of a worker's SIGKILL.
+"""Adds the OOM killer to the report of a worker's SIGKILL, as the likely cause.
 
-The kernel counts the processes of each cgroup that it ends for want of memory. The workers are in
-the agent's cgroup. The kernel counts a process before it sends SIGKILL, so the count is there when
-the agent knows of the death. It does not say which process was ended.
+The kernel counts, for each cgroup, the processes that its OOM killer ends. The workers are in the
+agent's cgroup. The kernel counts a process before it sends SIGKILL, so the count is there when the
+agent knows of the death. The count does not show which process was ended. So every worker of this
+host that SIGKILL ended gets the explanation.
 """
 
 from __future__ import annotations
