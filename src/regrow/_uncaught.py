@@ -1,8 +1,8 @@
-"""Records the exception that ends a worker, as `record` does, in a script that does not use it.
+"""Writes the error file of a worker that an uncaught exception ends, if it does not use `record`.
 
-The agent reads the error file, so the report of the job names the exception. `import regrow`
-installs the hook in the worker's own process only. A helper that the worker runs inherits the
-environment, and its failure may be none of the worker's.
+The agent reads the file, so the report of the job names the exception. `import regrow` installs the
+hook in the worker's own process only. A child process of the worker inherits the environment, and
+its failure need not be a failure of the worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _next: Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def install() -> None:
-    """Call this module's hook before the current `sys.excepthook`, from now on."""
+    """Set `sys.excepthook` to a hook that writes the error file and then calls the current one."""
     global _next
     if sys.excepthook is not _record:
         _next, sys.excepthook = sys.excepthook, _record
