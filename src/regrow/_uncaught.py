@@ -31,8 +31,8 @@ def _record(
     try:
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if path and not os.path.lexists(path):  # else `record` has written it
-            from regrow.workers.errors import ErrorHandler, Recording
+            from regrow.workers.errors import get_error_handler, record_error
 
-            Recording(ErrorHandler()).__exit__(kind, error, traceback)
+            record_error(get_error_handler(), error)
     finally:
         _next(kind, error, traceback)

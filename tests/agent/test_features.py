@@ -584,7 +584,7 @@ def test_an_agent_that_leaves_the_job_handles_no_report_any_more(
 def test_a_verdict_that_arrives_twice_is_recorded_once(
     peers: Peers, job: Job, recorder: Any
 ) -> None:
-    """A node whose own workers failed later gets it as a report, and as the answer to its own."""
+    """A node that reports a failure of its own in a round that has ended gets it twice."""
     lost = Judged(4, False, 0, RoundEnded(4, "host-b/1", "no heartbeat", lost=True))
     peers.on_report(lost)
     peers.verdict(lost)

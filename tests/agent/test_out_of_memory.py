@@ -1,4 +1,4 @@
-"""A worker that the kernel's OOM killer ends is told from one that another process kills."""
+"""The report of a SIGKILL names the kernel's OOM killer if the kernel has counted it."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def test_the_story_names_the_oom_killer(limited: Path, tmp_path: Path) -> None:
     command = shlex.join(map(str, agent))
     ended = run(["sh", "-c", f"echo $$ > {limited} && exec {command}"])
     assert ended.code == 1
-    told = " ".join(ended.output.split())
-    assert "was killed by SIGKILL: out of memory: the kernel's OOM killer ended 1 process" in told
+    story = " ".join(ended.output.split())
+    assert "was killed by SIGKILL: out of memory: the kernel's OOM killer ended 1 process" in story

@@ -99,7 +99,11 @@ class _StoryBuilder:
             reason=text(finished, "reason"),
             duration_s=self._duration(started, finished),
             failures=failures,
-            moves=tuple(self._planned_restart(n) for n in starts[:-1] if n not in failed),
+            moves=tuple(
+                self._planned_restart(n)
+                for n in starts[:-1]
+                if n not in failed and not self._is_part_of_the_stop(n)
+            ),
             suspensions=self._suspensions(),
             expiries=tuple(
                 e for e in self.unexplained_timers if all(e not in f.hung_too for f in failures)
@@ -154,16 +158,21 @@ class _StoryBuilder:
             return nodes
         return 1 if text(started, "nnodes") in ("1", "1:1") else None
 
-    def _is_part_of_the_stop(self, over: Record, why: str) -> bool:
-        """Return whether a node ended its round for the signal that then stopped this host, too."""
+    def _over(self, number: int) -> Record | None:
+        """Return the end of the attempt's round, if no worker caused it."""
+        named = self.attempts[number].named
+        return evidence.cause_elsewhere([*named[_ROUND_ENDED], *named[_ROUND_JUDGED]])
+
+    def _is_part_of_the_stop(self, number: int) -> bool:
+        """Return whether a node ended the attempt for the signal that then stopped this host."""
         signal = text(self._last("regrow.job.finished"), "signal")
         stopped = real(self._last("regrow.job.stopping"), "monotonic")
+        over = self._over(number) or {}
         ended = real(over, "monotonic")
-        return (
-            signal is not None
-            and why in (f"its agent got {signal}", "it gave up")
-            and (stopped is not None and ended is not None and stopped - ended <= _SPREAD_S)
-        )
+        if signal is None or stopped is None or ended is None or stopped - ended > _SPREAD_S:
+            return False
+        lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED])
+        return evidence.to_blame(over, lost).why in (f"its agent got {signal}", "it gave up")
 
     def _duration(self, started: Record, finished: Record) -> float | None:
         duration = real(finished, "duration_s")
@@ -176,16 +185,13 @@ class _StoryBuilder:
         return since(last, real(started, "monotonic"))
 
     def _failure(self, number: int) -> Failure | None:
-        attempt = self.attempts[number]
+        if self._is_part_of_the_stop(number):
+            return None
+        attempt, over = self.attempts[number], self._over(number)
         root = evidence.root_cause(attempt.named[_FAILED])
-        over = evidence.cause_elsewhere(
-            [*attempt.named[_ROUND_ENDED], *attempt.named[_ROUND_JUDGED]]
-        )
         lost = evidence.lost_nodes(attempt.named[_DEPARTED])
         if over is not None and (root is not None or lost or over.get("lost") is True):
             blamed = evidence.to_blame(over, lost)
-            if self._is_part_of_the_stop(over, blamed.why):
-                return None
             what = evidence.describe_node(blamed)
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}

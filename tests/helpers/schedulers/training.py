@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -45,10 +46,12 @@ START_LINES = 3
 def stop_lines(nodes: int, output: str) -> int:
     """Return the lines of a job that is stopped: the signal, one of each agent, two of a story.
 
-    A scheduler signals one host after the other. On a busy machine, the hosts that have no signal
-    yet may start again without the first one, which takes five lines more.
+    A scheduler signals one host after the other. The hosts that have no signal yet may start again
+    without the first one. The story counts this, and a new worker that has no handler yet ends with
+    a line.
     """
-    return 3 + nodes + 5 * ("started again" in output)
+    again = re.search(r"was stopped by SIGTERM after .*?with (\d+) restart", output, re.DOTALL)
+    return 3 + nodes + (1 + int(again[1]) if again else 0)
 
 
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")

@@ -41,7 +41,11 @@ class OutOfMemory(Feature):
 
     def explain(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """See base class."""
-        killed = [f for f in failures.values() if f.exitcode == -signal.SIGKILL]
+        killed = [
+            failure
+            for failure in failures.values()
+            if failure.exitcode == -signal.SIGKILL and not failure.has_error_file
+        ]
         if not killed or self._before is None:
             return failures
         ended = (self._count() or 0) - self._before

@@ -7,6 +7,6 @@ passes the path in `TORCHELASTIC_ERROR_FILE`. The decorator `record` writes the 
 
 from regrow.workers.errors.error_handler import ErrorHandler
 from regrow.workers.errors.failures import ChildFailedError, ProcessFailure
-from regrow.workers.errors.handlers import Recording, get_error_handler, record
+from regrow.workers.errors.handlers import Recording, get_error_handler, record, record_error
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]

@@ -81,14 +81,20 @@ class Recording:
         self._handler.initialize()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None or is_a(error, SystemExit | KeyboardInterrupt | GeneratorExit):
-            return
-        if is_a(error, ChildFailedError):
-            _, failure = cast("ChildFailedError", error).get_first_failure()
-            if failure.has_error_file:
-                _try(self._handler.dump_error_file, failure.error_file, failure.exitcode)
-        else:
-            _try(self._handler.record_exception, error)
+        if error is not None:
+            record_error(self._handler, error)
+
+
+def record_error(handler: ErrorHandler, error: BaseException) -> None:
+    """Write an exception that ends a worker to the error file; exits and Ctrl-C leave no file."""
+    if is_a(error, SystemExit | KeyboardInterrupt | GeneratorExit):
+        return
+    if is_a(error, ChildFailedError):
+        _, failure = cast("ChildFailedError", error).get_first_failure()
+        if failure.has_error_file:
+            _try(handler.dump_error_file, failure.error_file, failure.exitcode)
+    else:
+        _try(handler.record_exception, error)
 
 
 def _try(write: Callable[Q, object], *args: Q.args, **kwargs: Q.kwargs) -> None:

@@ -89,7 +89,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
         self._job = job
         self._client = job.client
         self._beating: set[str] = set()
-        self._shown: set[str] = set()  # nodes whose key was set under the lease that they have
+        self._shown: set[str] = set()  # nodes that have set their key since their lease began
         self._left: set[str] = set()
         self._reads = 0
         self._renewed = float("-inf")
@@ -159,7 +159,7 @@ class EtcdRendezvousBackend(LivenessRendezvousBackend):
         key = f"{self._job.root}nodes/{id}"
         mine = lease_id(key)
         with _errors("to report that this node is alive"), self._client.within(lease):
-            # A lease may live without the key: the call that granted it may have timed out.
+            # The lease may exist without the key: the call that granted it may have timed out.
             if self._renew(mine) and id in self._shown:
                 return
             self._shown.discard(id)

@@ -12,18 +12,20 @@ client of the standard library. These client libraries were tried first:
 A job depends on what they lack: the next member, the next token, a watch that continues. regrow
 would have to add these to any of them. grpcio is well maintained, but the messages and all of the
 above would still be regrow's own code. Measured here against etcd 3.4, a read takes 0.46 ms by the
-gateway and 0.37 ms by grpcio. It takes 0.14 and 0.18 ms of processor time. The gateway client needs
+gateway and 0.37 ms by grpcio, with 0.14 and 0.18 ms of processor time. The gateway client needs
 8 MB of memory and no thread; grpcio needs 22 MB and several threads, in an agent that may have to
 fork.
 
 A call goes first to the member that answered last. If a member does not answer an attempt in time,
-the call tries the next one, in turns, until the time of the call is over. An attempt takes at least
-a fixed time. It takes longer at a member whose answers usually take long, so that one lost packet
-does not end it, but never so long that another member gets no attempt. From the third turn on, the
-time doubles, because etcd may only be slow. An attempt to renew a lease is shorter. etcd answers
-most calls as soon as it has a leader, but it answers a renewal that waits for a leader up to a
-second later. If another member answers, the call closes all connections to the silent members,
-watches included. So the heartbeats of a node detect silent members for all its calls.
+the call tries the next one. A turn is one attempt at each member; the turns repeat until the time
+of the call is over. The time-out of an attempt is longer at a member that usually answers slowly,
+so that one lost packet does not end the attempt. This extension is limited, so that every member
+gets an attempt. From the third turn on, the time-out doubles in each turn, because etcd may only be
+slow. The shortest time-out of an attempt to renew a lease is half that of other calls: etcd answers
+most calls as soon as it has a leader, but a renewal that waits for a leader up to a second later,
+so a new attempt is faster. If another member answers, the call closes all connections to the
+members that failed in it, watches included. So the heartbeats of a node detect silent members for
+all its calls.
 
 A call that timed out may still take effect. So each change can be repeated safely (`etcd_job`
 describes how). A lease is the exception. Requests of a host may arrive while the answers to them
@@ -60,12 +62,12 @@ Message = dict[str, Any]
 """One JSON object of a request or an answer."""
 
 ATTEMPT = 1.0
-"""Least seconds that a member has to answer."""
+"""Shortest time-out of an attempt, in seconds."""
 _RENEWAL = 0.5
-"""Least seconds that a member has to renew a lease."""
+"""Shortest time-out of an attempt to renew a lease, in seconds."""
 _USUAL_TIMES = 4
-"""An attempt takes at least so many times as long as the member's answers usually take. TCP repeats
-a lost packet after the usual time plus 0.2 s, so its answer still arrives in time."""
+"""The time-out of an attempt is so many times the usual time of the member's answers. TCP repeats a
+lost packet after the usual time plus 0.2 s, so its answer still arrives in time."""
 _SMOOTHING = 1 / 8
 """The weight of the latest answer in the usual time (RFC 6298, 2.3)."""
 _PAUSE = 0.05
