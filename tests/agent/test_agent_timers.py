@@ -25,7 +25,7 @@ from regrow.agent.decisions import decide
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features import hang as _hang
 from regrow.agent.features.timer_server import Watchdog, includes, owner, timer_files
-from regrow.events import Event, register_logging_handler
+from regrow.events import Event, handlers
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import SoloRendezvousHandler
 from regrow.timer import FileTimerRequest
@@ -331,14 +331,16 @@ def test_five_restarts_leave_no_thread_and_no_descriptor(
     assert all(last < second + 4 for last, second in zip(seen[-1], seen[1], strict=True)), seen
 
 
-def test_what_the_server_does_is_recorded_as_torchs_agent_records_it(tmp_path: Path) -> None:
+def test_what_the_server_does_is_recorded_as_torchs_agent_records_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records: list[Event] = []
 
     class Keep(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record.event)  # type: ignore[attr-defined]
 
-    register_logging_handler("kept", Keep())
+    monkeypatch.setitem(handlers._log_handlers, "kept", Keep())
     launch(config(str(tmp_path), event_log_handler="kept"), HANG.format(first=""))
     (killed,) = (event for event in records if event.name == "kill worker process")
     about = json.loads(killed.metadata["metadata"])

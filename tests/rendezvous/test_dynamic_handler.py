@@ -123,6 +123,7 @@ class Job:
         for agent in self.agents:
             agent.driver.cut("")
             agent.driver.hang_beats(False)
+            agent.driver.hold(None)
             agent.handler.leave("the test is over")
 
 
@@ -437,6 +438,25 @@ def test_a_node_without_a_seat_cannot_close_and_its_shutdown_leaves(make_job: Ma
     assert not job.rounds.state.queue
     assert job.rounds.state.closed is None
     assert not a.handler.is_closed()
+
+
+@pytest.mark.parametrize("end", ["shutdown", "leave"])
+def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_again(
+    make_job: MakeJob, end: str
+) -> None:
+    job = make_job(1, 1)
+    job.seated("a")
+    standby = job.agent("b")
+    waiting = standby.join()
+    job.rounds.until(lambda: job.rounds.state.queue)
+    standby.driver.hold(LeaveRound, applied=True)
+    handler = standby.handler
+    ending = Background(handler.shutdown if end == "shutdown" else lambda: handler.leave("bye"))
+    with pytest.raises(RendezvousClosedError, match="has been shut down"):
+        waiting.result()
+    assert not job.rounds.state.queue
+    standby.driver.hold(None)
+    ending.result()
 
 
 def test_a_node_in_a_round_is_notified_that_the_job_is_closed_and_may_continue(

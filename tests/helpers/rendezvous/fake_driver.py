@@ -76,7 +76,7 @@ class FakeDriver:
         self.stores: list[MemoryStore] = []
         self._cut = ""
         self._hangs = False
-        self._held: type | None = None
+        self._held: tuple[type, bool] | None = None
         self._fault: Exception | None = None
         self._interrupted = False
 
@@ -96,10 +96,15 @@ class FakeDriver:
             self._hangs = hangs
             self.rounds.changed.notify_all()
 
-    def hold(self, kind: type | None) -> None:
-        """Withhold the answers to events of a kind, and ignore their timeouts; None ends this."""
+    def hold(self, kind: type | None, *, applied: bool = False) -> None:
+        """Withhold the answers to events of a kind, and ignore their timeouts; None ends this.
+
+        Args:
+            kind: the kind of the events.
+            applied: whether such an event reaches the rounds, and only its answer does not come.
+        """
         with self.rounds.changed:
-            self._held = kind
+            self._held = None if kind is None else (kind, applied)
             self.rounds.changed.notify_all()
 
     def break_down(self, fault: Exception) -> None:
@@ -115,10 +120,15 @@ class FakeDriver:
 
     def submit(self, event: Event, timeout: float) -> Snapshot:
         with self._reached(timeout):
-            while type(event) is self._held and not self._interrupted:
-                self.blocked = True
-                self.rounds.changed.wait()
-            return self.rounds.post(event)
+            self._wait_while_held(event, applied=False)
+            answered = self.rounds.post(event)
+            self._wait_while_held(event, applied=True)
+            return answered
+
+    def _wait_while_held(self, event: Event, *, applied: bool) -> None:
+        while (type(event), applied) == self._held and not self._interrupted:
+            self.blocked = True
+            self.rounds.changed.wait()
 
     def follow(self, id: str, seen: Snapshot | None, timeout: float) -> Snapshot | None:
         deadline = time.monotonic() + timeout

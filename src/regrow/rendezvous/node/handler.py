@@ -295,6 +295,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 case RoundEnded(round):
                     self._token = round
                 case Rejoin(why):
+                    self._check()  # a node that has left does not join again
                     logger.warning("node %s rejoins under a new id: %s", self.id, why)
                     self._begin_life()
 
@@ -357,12 +358,17 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     def _check(self) -> None:
         if self._interrupted:
             raise RendezvousGracefulExitError(f"node {self.id or self._addr} was interrupted")
-        if self.connection.done:
+        if self._has_left or self.connection.done:
             raise RendezvousClosedError(
                 f"this handler of the rendezvous '{self._settings.run_id}' has been shut down"
             )
         if self.connection.broken is not None:
             raise self.connection.broken
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether another thread ends this handler, and has told the others or is about to."""
+        return bool(self.id) and self.id == self._left_as
 
     def _over(self, closed: RoundClosed, standby: bool) -> RendezvousError:
         run_id = self._settings.run_id
@@ -385,6 +391,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def _give_up(self) -> None:
         """Give up the wait for a seat, so that the others do not count on this node."""
+        if self._has_left:
+            return
         self._left_as = self.id
         try:
             answer = self.connection.call(
