@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import regrow
+from helpers.descriptors import in_use
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
 from regrow._progress import IN_RESTARTER, NOT_IN_RESTARTER, PROGRESS_ENV, _open_reporter
@@ -162,20 +163,12 @@ def test_the_events_of_a_job_are_in_order(tmp_path: Path) -> None:
 
 
 def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> None:
-    of_other_tests = threading.enumerate()
-
-    def left() -> tuple[int, int]:
-        for thread in threading.enumerate():
-            if thread not in of_other_tests and thread.name.startswith("regrow"):
-                thread.join(20)
-        gc.collect()
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
     elastic_launch(config(tmp_path), "true")()
-    before = left()
+    before = in_use()
     for _ in range(3):
         elastic_launch(config(tmp_path), "true")()
-    assert left() == before
+    gc.collect()
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
 
 
 def test_an_event_sink_that_raises_costs_neither_the_job_nor_the_other_sinks(

@@ -1,9 +1,10 @@
-"""The file descriptors of this process: which are open, and how to leave few of them free."""
+"""The descriptors and threads of this process, and how to leave few descriptors free."""
 
 from __future__ import annotations
 
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,12 +15,18 @@ def open_files() -> set[tuple[str, str]]:
 
     A test of code that closes what it opens asserts `open_files() <= before`. A count would not do:
     a thread or an object that an older test left behind may close its own descriptor at any time.
+    For the same reason nothing that exists before a test is expected to exist after it.
     """
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the descriptor of the folder itself, already closed
             found.add((fd, str(Path("/proc/self/fd", fd).readlink())))
     return found
+
+
+def in_use() -> set[object]:
+    """Return every open descriptor and every thread; a test compares as with `open_files`."""
+    return {*open_files(), *threading.enumerate()}
 
 
 @contextmanager

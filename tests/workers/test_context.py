@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from helpers.descriptors import open_files
+from helpers.descriptors import in_use, open_files
 from helpers.processes import PATIENCE, alive, children_of, marked, wait_until
 from regrow.workers import (
     DefaultLogsSpecs,
@@ -319,17 +319,13 @@ def test_a_group_outlives_the_thread_that_started_it(jobs: Jobs) -> None:
 def test_fifty_attempts_leak_no_descriptor_thread_or_process(
     jobs: Jobs, guardian: Guardian
 ) -> None:
-    def ours() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
     jobs.run("exit 1", "sleep 1000")
-    gc.collect()  # leftovers of older tests of this process
-    before = ours()
+    before = in_use()
     for _ in range(50):
         context = jobs.start("exit 1", "sleep 1000")
         assert _result(context).is_failed()
         context.close()
-    wait_until(lambda: ours() == before, f"{before} descriptors and threads, not {ours()}")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
     assert guardian.pid is not None
     assert children_of(guardian.pid) == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import stat
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.descriptors import few_descriptors
+from helpers.descriptors import few_descriptors, open_files
 from helpers.processes import (
     GROUP_SIGNALS,
     EventQueue,
@@ -114,13 +113,12 @@ def test_an_end_is_reported_with_its_exit_code_or_signal(
 def test_one_guardian_serves_many_attempts_and_leaks_no_descriptor(guardian: Guardian) -> None:
     _run(guardian, "true")[2].next(Gone)
     pid = guardian.pid
-    gc.collect()  # leftovers of older tests of this process; their threads may close more later
-    ours, theirs = len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd"))
+    ours, theirs = open_files(), len(os.listdir(f"/proc/{pid}/fd"))
     for _ in range(50):
         _, _, events = _run(guardian, "true")
         events.next(Gone)
     assert guardian.pid == pid
-    assert len(os.listdir("/proc/self/fd")) <= ours
+    assert open_files() <= ours
     assert len(os.listdir(f"/proc/{pid}/fd")) <= theirs
 
 

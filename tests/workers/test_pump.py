@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import stat
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import in_use
 from helpers.processes import wait_until
 from helpers.workers.pumping import NAMES, Rig, destinations, follower
 from regrow.workers.logs.follower import Follower
@@ -218,17 +218,13 @@ def test_a_file_that_does_not_accept_splice_is_written(
 
 
 def test_a_pump_releases_its_descriptors_and_threads(make: Make) -> None:
-    def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    gc.collect()  # leftovers of older tests of this process
-    before = held()
+    before = in_use()
     rig = make(stdout_filters=["x"])
-    assert held() > before
+    assert in_use() - before
     rig.write(0, b"x\n")
     rig.stop()
     rig.clear()
-    wait_until(lambda: held() <= before, "descriptors and threads as before")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
 
 
 def test_the_lines_of_attempts_that_share_a_console_come_in_the_order_of_attempts(

@@ -322,7 +322,7 @@ def test_a_log_file_that_is_a_fifo_takes_no_descriptor_for_each_piece(
         return len(os.listdir("/proc/self/fd"))
 
     first = print_a_line()
-    assert [print_a_line() for _ in range(5)] == [first] * 5
+    assert max(print_a_line() for _ in range(5)) <= first
 
 
 def test_a_stream_that_is_opened_again_leaves_no_older_file_open(pipe: Pipe) -> None:
