@@ -39,7 +39,7 @@ def _end_heartbeat() -> None:
 
 
 def _arm() -> None:
-    """Let the agent request this process's stacks if the job runs with `regrow run --timers`.
+    """Let the agent request this process's stacks if `--timers` or `--heartbeat` was given.
 
     The agent compares a hung worker with the other workers. Those need the stack handler too,
     also if they have not started a timer of their own yet.
@@ -61,7 +61,8 @@ def _record_exceptions() -> None:
 def _start_worker() -> None:
     """Do what a worker needs at its first import of this package.
 
-    A worker that started from a template or a standby calls it, if the package was imported there.
+    In a worker that started from a template or a standby, the package was imported before it became
+    a worker. So such a worker calls this itself.
     """
     _record_exceptions()
     _arm()

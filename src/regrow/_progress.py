@@ -1,21 +1,19 @@
 """Report training steps to the agent through shared memory: `step(n)`.
 
-A report costs two stores into memory. The agent shares one page with its workers, with one slot
-for each local rank. A worker writes its first and its latest step into its slot, with their
-monotonic times. All processes of a host share that clock. The agent reads the slot when the worker
-has died. So the step is exact up to the instant of a SIGKILL, and a running training sends nothing.
-Only the first step of a process wakes the agent, by one byte in a pipe. That byte ends the
-recovery and becomes an event of the job.
+A report costs two stores into memory. The agent shares one page with its workers, with one slot for
+each local rank. A worker writes its first and its latest step into its slot, with their monotonic
+times. All processes of a host share that clock. The agent can read the slot at any time, also after
+the worker has died. So the step is exact up to the instant of a SIGKILL, and a running training
+sends nothing. Only the first step of a process wakes the agent, by one byte in a pipe. The agent
+records it as the event `regrow.worker.first_step`, which ends the recovery in the story.
 
 The agent writes one flag for the workers, the last byte of the page: it has begun to stop the
-workers of this attempt. Another thread of a worker may be about to end it, for example because of
-a missed heartbeat. If the flag is set, the stop is the cause of that fault, and the thread leaves
-the worker its grace.
+workers of this attempt. A worker that misses a heartbeat reads the flag before it ends itself. If
+the flag is set, the stop has caused the miss, and the worker uses its grace.
 
-A worker reports three more facts. Its slot holds its state in an in-process restarter, as three
-bits. The agent reads them when the worker has ended. One bit means that the other workers go on
-without this one. Another one means that the wrapped function has no result yet. The last one means
-that another process may take the worker's place. Events of the job
+A slot also holds three bits about the worker's in-process wrapper (`regrow.inprocess`). The agent
+reads them when the worker has ended. They mean: the other workers continue without this one; the
+wrapped function has no result yet; another process may take the worker's place. Events of the job
 (`send_event`) go through the pipe, one JSON object on each line.
 
 A worker opens the memory and the pipe as `/proc/<agent>/fd/<n>`. The environment variable
@@ -39,7 +37,7 @@ PROGRESS_ENV = "REGROW_PROGRESS"
 PRIVATE_ENV = "REGROW_PRIVATE_STATE"  # `<memory path>|<local rank>`; see regrow.state.private
 INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this worker's ranks before
 REPLACES_ENV = "REGROW_REPLACES"  # how the latest of these processes ended, for people
-# Layout of a slot: first step, its time, latest step, its time, restarter state (three bits).
+# Layout of a slot: first step, its time, latest step, its time, state of the wrapper (three bits).
 # A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
 # own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
 # all bytes to zero first, and a worker killed at that moment loses its report.
@@ -48,12 +46,12 @@ _FIRST, _FIRST_TIME, _LATEST, _LATEST_TIME, _RESTART_STATE = range(5)
 LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a whole (PIPE_BUF)
 
 
-# State of a worker in an in-process restarter: these bits, read after the worker has ended.
+# State of a worker's in-process wrapper: these bits, read after the worker has ended.
 OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
 MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
 
-NOT_IN_RESTARTER = 0  # in no restarter: its end is a failure of all workers, unless it exits with 0
+NOT_IN_RESTARTER = 0  # in no wrapper: its end is a failure of all workers, unless it exits with 0
 IN_RESTARTER = (
     OTHERS_GO_ON | OWES_RESULT
 )  # in a call; OWES_RESULT alone: the worker joins a call, or completes it
@@ -139,16 +137,16 @@ def _own() -> _Reporter | None:
 
 
 def reopen() -> None:
-    """Look for the agent again, because this process has become a worker (`_standby`)."""
+    """Let the next call look for the agent again: this process has become a worker (`_standby`)."""
     global _opened
     _opened = False
 
 
 def step(n: int) -> None:
-    """Report that training step `n` is done, so the job's report can show what a failure cost.
+    """Report that training step `n` is done, so the job's story can show what a failure cost.
 
-    The call is optional: a job without it restarts in the same way. Outside of regrow it does
-    nothing.
+    The call is optional, with one exception: a process that replaced another one is itself
+    replaced only after its first step. Outside of regrow the call does nothing.
 
     Args:
         n: the global step that just finished; after a restart, continue from the checkpoint's
@@ -177,7 +175,7 @@ _restart_state = NOT_IN_RESTARTER
 
 
 def set_restart_state(state: int) -> None:
-    """Publish this worker's state in an in-process restarter, for the agent to read.
+    """Publish the state of this worker's in-process wrapper, for the agent to read.
 
     Args:
         state: a combination of `OTHERS_GO_ON`, `OWES_RESULT` and `MAY_BE_REPLACED`.
@@ -190,12 +188,12 @@ def set_restart_state(state: int) -> None:
 
 
 def has_agent() -> bool:
-    """Return whether an agent of regrow started this process."""
+    """Return whether an agent of regrow started this process, or the worker that started it."""
     return _own() is not None
 
 
 def restart_state() -> int:
-    """Return this process's state in an in-process restarter; works without an agent too."""
+    """Return the state of this process's in-process wrapper; works without an agent too."""
     return _restart_state
 
 

@@ -24,7 +24,7 @@ from regrow.agent.attempt.environment import TORCHELASTIC_ENABLE_FILE_TIMER, TOR
 from regrow.agent.decisions import decide
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features import hang as _hang
-from regrow.agent.features.timer_server import Watchdog, includes, owner, timer_files
+from regrow.agent.features.timer_server import AgentTimerServer, includes, owner, timer_files
 from regrow.events import Event, handlers
 from regrow.launch import LaunchConfig, elastic_launch
 from regrow.rendezvous import SoloRendezvousHandler
@@ -221,13 +221,13 @@ def test_all_that_is_below_the_guardian_is_of_a_worker_but_not_the_guardian(
 def test_a_timer_of_an_ended_helper_is_refused_as_one_of_a_process_that_is_gone(
     tmp_path: Path,
 ) -> None:
-    watchdog = Watchdog(str(tmp_path / "pipe"), "job", native_s=0.0, on_hang=print)
+    server = AgentTimerServer(str(tmp_path / "pipe"), "job", native_s=0.0, on_hang=print)
     context, guardian = SimpleNamespace(pids=dict), SimpleNamespace(pid=None)
-    watchdog.watch(StartedWorkers(0, [0], cast(Any, context), cast(Any, guardian)))
+    server.watch(StartedWorkers(0, [0], cast(Any, context), cast(Any, guardian)))
     with subprocess.Popen(["true"]) as helper:
         helper.wait()
-    refusals = [watchdog.refusal(pid) or "" for pid in (helper.pid, os.getppid())]
-    watchdog.stop()
+    refusals = [server.refusal(pid) or "" for pid in (helper.pid, os.getppid())]
+    server.stop()
     assert refusals[0] == "is of a process that is gone"
     assert "neither a worker of this agent" in refusals[1]
 

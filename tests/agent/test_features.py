@@ -606,5 +606,5 @@ def test_nodes_that_wait_may_fill_the_next_round(peers: Peers, job: Job) -> None
 def test_the_rendezvous_of_a_plug_in_has_no_verdicts(job: Job) -> None:
     peers = Peers(job)
     verdict = peers.verdict(peers.report_failure(None))
-    assert (verdict.charged, verdict.reason) == (False, "its round was over already")
+    assert (verdict.charged, verdict.reason) == (False, "the round had already ended")
     assert job.caused_elsewhere

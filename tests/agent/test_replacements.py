@@ -23,6 +23,8 @@ from regrow.rendezvous import PushingRendezvousHandler, RendezvousError
 from regrow.workers import Guardian, PContext, WorkerChange
 from regrow.workers.errors import ProcessFailure
 
+NOT_WANTED = "its wrapper has no replace=True, or the rendezvous does not count restarts"
+
 MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
 
 
@@ -31,7 +33,7 @@ MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
     [
         (MAY, ""),
         (MAY._replace(stepped=True), ""),
-        (MAY._replace(wanted=False), "its wrapper does not ask for it"),
+        (MAY._replace(wanted=False), NOT_WANTED),
         (MAY._replace(leaving=True), "the job ends"),
         (MAY._replace(restarts=0), "no restarts are left (--max-restarts)"),
         (MAY._replace(incarnation=1, stepped=True), ""),
@@ -40,7 +42,7 @@ MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
             MAY._replace(incarnation=1),
             "it replaced another process, and ended before its first step (regrow.step)",
         ),
-        (MAY._replace(incarnation=1, wanted=False), "its wrapper does not ask for it"),
+        (MAY._replace(incarnation=1, wanted=False), NOT_WANTED),
     ],
 )
 def test_whether_a_worker_may_be_replaced(place: EndedWorker, why: str) -> None:

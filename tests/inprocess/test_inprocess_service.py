@@ -139,7 +139,7 @@ def test_another_process_replaces_a_suspended_one_before_all_have_joined() -> No
     assert refusal(asking.answer("session-0", messages.Follow(*me(0), 0))) == "unknown"
 
 
-def test_another_process_cannot_replace_a_rank_that_was_counted_out() -> None:
+def test_another_process_cannot_replace_a_rank_that_was_evicted() -> None:
     asking = running(2)
     asking.ask("watcher", messages.ReportDead(*me(0), "HARD_TIMEOUT", "it hangs"))
     refused = asking.answer("another", join(0, 2, "another process"))

@@ -16,7 +16,7 @@ from regrow.inprocess.exception import (
     BarrierOverflow,
     BarrierTimeout,
     CallOverError,
-    CountedOutError,
+    EvictedError,
     LinkClosedError,
     LinkError,
 )
@@ -197,7 +197,7 @@ def test_a_soft_time_out_is_recorded_once_if_rank_and_monitor_report_it(opens: O
     assert kinds(links[1].follow(1)) == [("SOFT_TIMEOUT", 1, "and again")]
 
 
-def test_a_soft_time_out_of_a_rank_that_was_counted_out_has_no_effect(
+def test_a_soft_time_out_of_a_rank_that_was_evicted_has_no_effect(
     opens: Opens,
 ) -> None:
     links = begun(opens, 3)
@@ -361,12 +361,12 @@ def test_all_ranks_receive_an_error_when_they_disagree_about_the_world(opens: Op
     assert "the rank assignment must give the same result on all ranks" in str(results[0])
 
 
-def test_a_rank_that_a_monitor_reports_dead_is_counted_out_once(opens: Opens) -> None:
+def test_a_rank_that_a_monitor_reports_dead_is_evicted_once(opens: Opens) -> None:
     links = begun(opens, 3)
     opens.report_dead(1, "HARD_TIMEOUT", "it hangs")
     opens.report_dead(1, "TERMINATED", "it was killed")
     results = call_all(links, lambda link, _: link.answer_last_call(0))
-    assert isinstance(results[1], CountedOutError)
+    assert isinstance(results[1], EvictedError)
     assert "HARD_TIMEOUT: it hangs" in str(results[1])
     met = healed([links[0], links[2]], 0)
     assert [(m.terminated, kinds(m.faults)) for m in met] == [

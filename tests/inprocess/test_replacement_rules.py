@@ -329,7 +329,7 @@ def test_newcomers_alone_cannot_continue() -> None:
     assert answer.reason == "missing"
 
 
-def test_a_message_of_a_process_that_was_counted_out_changes_nothing() -> None:
+def test_a_message_of_a_process_that_was_evicted_changes_nothing() -> None:
     ranks = running()
     ranks.lose(1)
     before = ranks.group

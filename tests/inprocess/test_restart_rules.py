@@ -21,7 +21,7 @@ from regrow.inprocess.call.restart import (
 )
 from regrow.inprocess.exception import (
     BarrierTimeout,
-    CountedOutError,
+    EvictedError,
     HealthCheckError,
     LinkLostError,
     ReplaceRank,
@@ -74,7 +74,7 @@ def test_an_exception_before_the_rank_received_a_fault_is_its_own_fault(
         (SystemExit(0), False),
         (KeyboardInterrupt(), False),
         (RestartAbort(), False),
-        (CountedOutError("its connection was lost"), True),  # the others wait for a replacement
+        (EvictedError("its connection was lost"), True),  # the others wait for a replacement
         (LinkLostError("the store is gone"), False),
         (BarrierTimeout("rank 2 is missing"), False),
     ],

@@ -9,7 +9,7 @@ import pytest
 from helpers.processes import wait_until
 from helpers.ranks.monitor_reports import report_dead
 from helpers.stores.storing import Background, CuttingProxy, ServerThread
-from regrow.inprocess.exception import BarrierTimeout, CountedOutError, LinkLostError
+from regrow.inprocess.exception import BarrierTimeout, EvictedError, LinkLostError
 from regrow.inprocess.group import group_messages as messages
 from regrow.inprocess.group import service_link
 from regrow.inprocess.group.group import Group, reply
@@ -76,7 +76,7 @@ def test_a_waiting_question_is_answered_over_the_next_connection(served: Served)
         link.close()
 
 
-def test_a_process_that_was_away_for_too_long_was_counted_out(
+def test_a_process_that_was_away_for_too_long_was_evicted(
     served: Served,
 ) -> None:
     links = [served.link(rank, 2, grace=0.05) for rank in range(2)]
@@ -90,14 +90,14 @@ def test_a_process_that_was_away_for_too_long_was_counted_out(
     served.proxy.cut_now()
     wait_until(lambda: served.server.sessions() == 1, "the sessions of the ranks end")
     served.proxy.lead_to(served.server.port)
-    with pytest.raises(CountedOutError, match="TERMINATED: its process is gone"):
+    with pytest.raises(EvictedError, match="TERMINATED: its process is gone"):
         following.result()
     watch.close()
     for link in links:
         link.close()
 
 
-def test_another_process_takes_the_place_of_a_rank_that_was_counted_out(served: Served) -> None:
+def test_another_process_takes_the_place_of_a_rank_that_was_evicted(served: Served) -> None:
     timeouts = TIMEOUTS._replace(replacement=20.0)
     other = ServiceLink(lambda _: served.server.connect(), "group", 1, 2, timeouts)
     link = served.link(0, 2, grace=0.05, timeouts=timeouts)
@@ -111,7 +111,7 @@ def test_another_process_takes_the_place_of_a_rank_that_was_counted_out(served: 
     served.proxy.cut_now()
     wait_until(lambda: served.server.sessions() == 1, "the session of rank 0 ends")
     served.proxy.lead_to(served.server.port)
-    with pytest.raises(CountedOutError):
+    with pytest.raises(EvictedError):
         link.follow(0)
     other.answer_last_call(0)
     meeting = Background(other.ready, 0)
@@ -129,7 +129,7 @@ def test_a_monitor_reports_a_dead_rank_without_a_link(served: Served) -> None:
     with served.server.connect() as watcher:
         report_dead(watcher, link, 0, "HARD_TIMEOUT", "it hangs")
         report_dead(watcher, link, 0, "TERMINATED", "it was killed")
-    with pytest.raises(CountedOutError, match="HARD_TIMEOUT: it hangs"):
+    with pytest.raises(EvictedError, match="HARD_TIMEOUT: it hangs"):
         link.follow(0)
     link.close()
 

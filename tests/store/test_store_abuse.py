@@ -379,7 +379,7 @@ def test_a_client_that_breaks_the_protocol_gets_an_error_and_loses_its_session(
     with shaken(server) as sock:
         sock.sendall(wire.frame(wire.Add(9, 9, "n", 1)) + wire.frame(wire.Add(5, 9, "n", 1)))
         data = drained(sock)
-    assert b"request id 5 was used before" in data
+    assert b"the client repeats request 5" in data
     assert server.sessions() == 0
     client = server.connect()
     assert client.get("n") == b"1"

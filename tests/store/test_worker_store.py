@@ -79,13 +79,13 @@ def test_workers_of_two_hosts_do_not_meet_on_loopback_after_a_wrapper_has_lost_r
     ("environ", "message"),
     [
         ({"RANK": ""}, f"neither {STORE_ENV} nor RANK is set; .* torchrun.*, or give rank="),
-        ({"RANK": "-1"}, "RANK='-1' is not a number from 0"),
+        ({"RANK": "-1"}, "RANK='-1' is not a whole number of at least 0"),
         ({"RANK": "4"}, "no worker has rank 4 in a world of 4"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a whole number of at least 1"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is set; .* give host="),
         ({"MASTER_PORT": ""}, "MASTER_PORT is set; .* give port="),
         ({"MASTER_PORT": "65535"}, r"port 65536 \(it is MASTER_PORT \+ 1\): set REGROW_STORE_PORT"),
-        ({STORE_PORT_ENV: "x"}, f"{STORE_PORT_ENV}='x' is not a number from 1"),
+        ({STORE_PORT_ENV: "x"}, f"{STORE_PORT_ENV}='x' is not a whole number of at least 1"),
     ],
 )
 def test_the_error_names_the_missing_variable(environ: dict[str, str], message: str) -> None:

@@ -126,6 +126,6 @@ def test_workers_of_any_kind_share_a_deadline() -> None:
 
 def test_a_deadline_that_is_not_a_number_is_refused() -> None:
     timers: Timers[int, None] = Timers()
-    with pytest.raises(ValueError, match="'step' of worker 7 is nan"):
+    with pytest.raises(ValueError, match="'step' of worker 7 is not a number: nan"):
         timers.arm(7, "step", math.nan, None)
     assert (len(timers), timers.next()) == (0, None)

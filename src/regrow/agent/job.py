@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Job:
-    """One agent's job: its workers, its rendezvous, its records and its numbers.
+    """One agent's job: its workers, its rendezvous, its records and its counters.
 
     The part in parentheses writes the field.
     """

@@ -1,4 +1,4 @@
-"""`Peers`: reports to and from the other nodes, and whether a charged failure ends the job.
+"""`Peers`: reports to and from the other nodes; compares charged failures with --max-restarts.
 
 The rendezvous reports changes on other nodes. Each change becomes an event of the job, for the
 story, and an event of `decide`, for the decision.
@@ -6,7 +6,7 @@ story, and an event of `decide`, for the decision.
 This node reports two things. It reports a failure of its workers while it still stops the rest. It
 announces that it is about to end the round before it stops its workers. Without the announcement,
 the workers of the other nodes would fail in a collective that this node's workers have left. The
-job would then be charged with a failure that is none.
+job would then be charged for a planned restart.
 
 A rendezvous handler of a plug-in may offer none of this. The agent then decides alone, as torch's
 agent does.
@@ -228,7 +228,7 @@ class Peers:
         now = monotonic()
         if judged is None:
             self._job.caused_elsewhere = True
-            return events.Verdict(False, False, False, "its round was over already", now)
+            return events.Verdict(False, False, False, "the round had already ended", now)
         self._job.count_failures(judged.failures)
         mine = judged.charged and judged.cause.report == self._reported
         if not mine:

@@ -4,15 +4,16 @@
 |-------|--------------------------------------------------------------------------------------|
 | 0     | every worker succeeded                                                               |
 | 1     | the job failed: a worker of any node failed and no restart was left, or a host       |
-|       | denied a resource that the job needs (files, processes, a program to run, a port)    |
+|       | denied a resource that the job needs (files, processes, a program to run, a port),   |
+|       | or the rendezvous refused this node or was closed                                    |
 | 2     | usage: nothing was started                                                           |
 | 70    | internal error (EX_SOFTWARE): a traceback is printed; please report it               |
 | 75    | infrastructure was lost (EX_TEMPFAIL): nodes did not join in time, or the host of    |
 |       | the rendezvous is lost or unreachable; the same command may succeed in another run   |
 | 128+n | stopped by signal n: 130 by Ctrl-C, 143 by SIGTERM (preempted)                       |
 
-A scheduler can requeue a job on 75 and 143, and should not on 1 and 2. torchrun exits with 1 in all
-these cases.
+A scheduler can requeue a job on 75 and 143, and should not on 1 and 2. torchrun exits with 1
+instead of 1, 70, 75 and 128+n.
 
 This file does not import the exception classes. It searches for them by name in the loaded modules.
 The module that raised an exception has also loaded its class, and a Ctrl-C during an import should

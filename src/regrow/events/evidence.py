@@ -1,4 +1,4 @@
-"""Findings of a story, read from the events of a job.
+"""Findings of a story, and the words for a failure, read from the events of a job.
 
 Every field of an event may be missing or have another type. Such a field counts as unknown.
 """

@@ -1,4 +1,4 @@
-"""Guaranteed end of a worker after a failed heartbeat, in any state of the process.
+"""Ends a worker after a failed heartbeat, even if no Python code can run in it.
 
 `sys.exit` in a thread ends only the thread. `os._exit` needs the GIL, which native code may hold
 without end. A stopped process runs no code. So the end has three steps, and each step needs less of
@@ -14,21 +14,21 @@ the process than the one before:
 
 The signals of steps 2 and 3 come from POSIX timers, which need no thread and no helper process.
 Each successful beat arms the timers again (`FailurePolicy.arm`), so they are armed before
-they are needed. An agent acts earlier, and first takes the stacks. A forked child does not inherit
+they are needed. An agent acts earlier, and first reads the stacks. A forked child does not inherit
 timers, and `exec` removes them. The standard library has no call for these timers, so this module
 uses ctypes.
 
-PID 1 of a PID namespace is a special case: a container that runs the training without an init. It
-ignores each signal from within the namespace that it does not catch, SIGKILL included. There,
-another signal calls C's `_exit`. This works where Python does not run, but not in a stopped
-process.
+A training that runs as PID 1 of a PID namespace (a container without an init) is a special case.
+The kernel drops every signal from within the namespace that PID 1 does not catch, SIGKILL included.
+So its last timer sends another signal, whose handler is C's `_exit`. This works where Python does
+not run, but not in a stopped process.
 
 An agent stops its workers because another worker failed or the job ends. It gives each worker a
 grace period to save. During this period, the loss of other workers does not end the process
 (`is_being_stopped`). Agents and workers may detect a loss at the same moment, so a worker first
 gives the agent a moment to begin.
 
-If a whole job is suspended, for example by `scontrol suspend`, it has exceeded its bound when it
+If a whole job is suspended, for example by `scontrol suspend`, its heartbeats are overdue when it
 resumes, and it ends.
 """
 
@@ -63,7 +63,7 @@ STOP_NOTICE_S = 0.25
 REPORT_S = 0.9
 """Seconds that an ending process may spend on reporting the reason."""
 ABORT_S = 1.0
-"""Seconds after the deadline at which the kernel sends SIGABRT to a process that does not end."""
+"""The kernel sends SIGABRT this many seconds after the deadline, if the process still runs."""
 
 _MOST_FRAMES = 40
 PID_1_SIGNAL = 60

@@ -9,13 +9,13 @@ Under `regrow run --heartbeat`, the heartbeat starts before the script. So the s
 a failure. While the process handles a failure, `hand_over` comes too late. The script cannot switch
 off the agent's timer for a worker that hangs, because such a worker cannot call `on_failure`.
 
-Inside an in-process restarter (`regrow.inprocess`), the restarter handles a rank that is lost or
+Inside an in-process wrapper (`regrow.inprocess`), the wrapper handles a rank that is lost or
 hangs, and continues with the other ranks. Then a failure ends the heartbeats of all workers but
-ends no process, unless `on_stall="fatal"` asked for that. The restarter has time-outs of its own.
+ends no process, unless `on_stall="fatal"` asked for that. The wrapper has time-outs of its own.
 
 The agent monitors this process with a countdown timer. Each turn of the heartbeat's thread arms the
 timer again, after successful and after failed exchanges: the agent monitors this process and not
-the others. When the timer expires, the agent takes the stacks, writes the error file and kills the
+the others. When the timer expires, the agent reads the stacks, writes the error file and kills the
 worker. It does so shortly before the other workers detect that this worker is missing
 (`terms.lead`). So the first failure of the job is the failure that caused the others.
 """

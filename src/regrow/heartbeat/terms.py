@@ -56,7 +56,7 @@ def bound(period: float, timeout: float | None = None, failures: int = FAILURES)
 def lead(bound: float, timeout: float) -> float:
     """Return the seconds by which an agent acts before the workers detect a hung worker.
 
-    The agent takes the stacks, kills the worker, and notifies the agents of the other hosts. So
+    The agent reads the stacks, kills the worker, and notifies the agents of the other hosts. So
     these agents see a failed worker instead of a silent one. The time is a tenth of the bound, at
     most a second, and at most half a time-out. The last limit is for heartbeats in which one
     failure is fatal: there, the next sign of life comes only one time-out before the bound.

@@ -10,8 +10,9 @@
       RestartAbort             no further restarts: the wrapper ends
       ReplaceRank              this process ends, and another one takes its place
 
-`rank_assignment.RankDiscarded`, `health_check.FaultCounterExceeded` and the store's `BarrierError`
-are also `RestartError`s. The modules that raise the first two define them.
+`rank_assignment.RankDiscarded` and `health_check.FaultCounterExceeded` are also `RestartError`s.
+`LinkError` (a rank cannot continue with its group), `BarrierError` and `RankShouldRestart` (it
+interrupts the wrapped function) are below.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class RestartError(Exception):
 class RestartAbort(BaseException):
     """End the wrapper at once; nothing is restarted on this rank afterwards.
 
-    If `initialize` raises it after a fault, its `__cause__` is that fault. On the rank that failed,
-    this is the exception of the function. On the other ranks it is a `RankFault`.
+    If `initialize` raises it after a fault, its `__cause__` is the exception of the function
+    on the rank that failed, and a `RankFault` on the other ranks.
     """
 
 
@@ -61,14 +62,14 @@ class RankFault(RestartError):
 
 
 class TimeoutError(RestartError):
-    """A step exceeded its time limit."""
+    """A plug-in or the wrapper exceeded its time limit."""
 
 
 class LinkError(RestartError):
     """A rank cannot continue with its group.
 
     LinkError
-     ├─ CountedOutError     the other ranks continue without this rank
+     ├─ EvictedError     the other ranks continue without this rank
      ├─ LinkLostError       the store is unreachable, or does not know the group
      ├─ LinkClosedError     this link was closed, or belongs to the parent of a forked process
      ├─ CallOverError       the call is over: no rank continues in place of this rank
@@ -78,7 +79,7 @@ class LinkError(RestartError):
     """
 
 
-class CountedOutError(LinkError):
+class EvictedError(LinkError):
     """This rank was evicted, by its monitor or because its connection was lost.
 
     The other ranks continue without it.

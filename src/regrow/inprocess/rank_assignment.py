@@ -1,8 +1,9 @@
 """Rank assignment: number the ranks of the next iteration, and choose the active ones.
 
 `ShiftRanks` and `FillGaps` number the ranks. `FilterCountGroupedByKey` adds to the terminated
-ranks. `RankFilter`s choose the active ranks. A chain lists them in reverse order, as in
-`Compose(MaxActiveWorldSize(64), ShiftRanks())`. `Tree` does everything alone.
+ranks. `RankFilter`s choose the active ranks. `Compose` calls its last part first:
+`Compose(MaxActiveWorldSize(64), ShiftRanks())` numbers the ranks, and then chooses the active ones.
+`Tree` does everything alone.
 """
 
 from __future__ import annotations
@@ -144,9 +145,8 @@ def _living_rank(ctx: RankAssignmentCtx) -> int:
     rank = ctx.state.rank
     if rank is None or rank in ctx.terminated_ranks:
         raise RankDiscarded(
-            f"rank {rank} (initial rank {ctx.state.initial_rank}) is one of "
-            f"terminated_ranks={sorted(ctx.terminated_ranks)}, so it has no place in the next "
-            f"iteration"
+            f"initial rank {ctx.state.initial_rank} has no place in the next iteration: its rank "
+            f"is {rank}, and the terminated ranks are {sorted(ctx.terminated_ranks)}"
         )
     return rank
 

@@ -3,13 +3,13 @@
 The wrapper keeps a `State`, and rank assignments change it. Every other plug-in receives a
 `FrozenState` with the same data, read-only.
 
-Two generations of user code read these classes. The first generation had a `status` and a single
-rank, which the function also saw. The current generation has a `mode`, a rank among all ranks and
-a rank among the active ones. Both interfaces share the same data: setting `status` also sets
-`mode` and the active rank.
+User code of two generations of nvidia_resiliency_ext.inprocess reads these classes. The first had a
+`status` and a single rank, which the function also saw. The current generation has a `mode`, a rank
+among all ranks and a rank among the active ones. Both interfaces share the same data: setting
+`status` also sets `mode` and the active rank.
 
-The first generation found the store in the state. It is an attribute and not a field, because a
-copy of the fields (`dataclasses.asdict`) must not try to copy it.
+Plug-ins of the first generation read the store from the state. The store is an attribute and no
+field of the dataclass, because `dataclasses.asdict` must not copy it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FrozenState:
         world_size: number of living ranks, including those in reserve.
         active_rank: the rank that the wrapped function sees; None if this rank does not call it.
         active_world_size: the world size that the wrapped function sees.
-        initial_rank: `rank` when the wrapper was called; a permanent name of this process.
+        initial_rank: `rank` when the wrapper was called; a replacing process has the same.
         initial_world_size: `world_size` when the wrapper was called.
         iteration: number of the call of the wrapped function, from 0; grows with each restart.
         mode: role of the rank in this iteration.
@@ -162,6 +162,9 @@ class State:
         A rank in reserve has no active rank. Its `RANK` is its rank among all ranks, so that the
         variable is a number on every rank. `REGROW_WORLD_SIZE` keeps the `WORLD_SIZE` of the
         launcher.
+
+        Raises:
+            ValueError: this rank is terminated, so it has no number.
         """
         rank = self.rank if self.active_rank is None else self.active_rank
         size = self.world_size if self.active_world_size is None else self.active_world_size

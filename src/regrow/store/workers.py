@@ -1,6 +1,6 @@
 """The store that the workers of a job share, and how each worker finds it.
 
-Under `regrow run`, the agent of the first node holds a listening socket, and starts the server when
+Under `regrow run`, the agent of node rank 0 holds a listening socket, and starts the server when
 the first worker connects. The environment has the address and the token (REGROW_STORE,
 REGROW_STORE_TOKEN). Other launchers provide only the addresses of torch. Then the worker of rank 0
 starts the server, on a port beside MASTER_PORT, and the other workers try until it listens. The
@@ -218,14 +218,14 @@ def _number(environ: Mapping[str, str], name: str, argument: str, least: int) ->
     if not text:
         raise ValueError(_missing(name, argument))
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ValueError(f"{name}={text!r} is not a number from {least}")
+        raise ValueError(f"{name}={text!r} is not a whole number of at least {least}")
     return int(text)
 
 
 def _missing(name: str, argument: str) -> str:
     return (
         f"the workers' store cannot be found: neither {STORE_ENV} nor {name} is set; start the "
-        f"workers with a launcher that does (regrow run, torchrun), or give {argument}"
+        f"workers with a launcher that sets them (regrow run, torchrun), or give {argument}"
     )
 
 

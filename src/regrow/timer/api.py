@@ -1,4 +1,4 @@
-"""Countdown timers: requests, clients, and the loop of a server that reaps expired workers.
+"""Interfaces of countdown timers, as in torch; `regrow run --timers` uses `timer.fifo.server`.
 
 A worker arms a timer of a scope (`TimerClient.acquire`) and disarms it (`release`). Each call sends
 a `TimerRequest` to a `TimerServer`, which keeps the timers and reaps a worker with an expired

@@ -5,7 +5,8 @@ middle cannot be removed, and nearly every timer is released long before its dea
 of the heap is only a *reminder*. If a timer is released or armed again, its old reminder stays. A
 reminder that does not match the armed timer of its worker and scope is ignored. Such reminders are
 dropped at the top of the heap, and all at once when they outnumber the timers. So a request costs
-O(log timers), and the heap has at most twice as many entries as there are timers.
+O(log timers), and the heap has at most twice as many entries as there are timers, plus
+`SPARE`.
 
 `SteadyClock` is wall time without its jumps. Requests carry seconds since the epoch, and that clock
 may be set: by a day when an operator corrects it, by hours when a virtual machine resumes. Linux
@@ -89,7 +90,9 @@ class Timers(Generic[W, R]):
             ValueError: `at` is not a number.
         """
         if math.isnan(at):
-            raise ValueError(f"the deadline of scope {scope!r} of worker {worker!r} is {at}")
+            raise ValueError(
+                f"the deadline of scope {scope!r} of worker {worker!r} is not a number: {at}"
+            )
         scopes = self._armed.setdefault(worker, {})
         self._count += scope not in scopes
         self._serial += 1

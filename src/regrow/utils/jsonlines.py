@@ -106,7 +106,7 @@ class JsonLinesFile:
         return self._unreported
 
     def skip(self, lines: int) -> None:
-        """Count lines that were lost before they came here."""
+        """Count lines that the caller lost before it could append them."""
         with self._lock:
             self.lost += lines
             self._unreported += lines

@@ -39,7 +39,7 @@ class SignalInterrupt(Exception):
 SIGNALS_ENV = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 KILL_S = 5.0
-"""Seconds from SIGKILL to the end of a process, unless it is stuck in the kernel."""
+"""Longest wait after SIGKILL, in seconds; a process that runs longer is stuck in the kernel."""
 GROUP_SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -219,7 +219,10 @@ def spawn_helper(
 
 @contextmanager
 def starting_helpers() -> Iterator[None]:
-    """Context in which processes that this thread starts by other means ignore group signals."""
+    """Context manager: processes that this thread starts inherit a mask of the group signals.
+
+    For helpers that `spawn_helper` cannot start.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
     try:
         yield

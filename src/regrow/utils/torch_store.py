@@ -40,7 +40,8 @@ def create_c10d_store(
     Raises:
         ValueError: no port for a store of several members.
         RuntimeError: the port is in use (torch's own errors pass through).
-        TimeoutError: some members did not join in time.
+        TimeoutError, RuntimeError: some members did not join in time (found by this function, or by
+            torch's constructor).
     """
     from datetime import timedelta
 

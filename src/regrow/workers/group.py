@@ -11,7 +11,7 @@ A worker that ends after a stop has not failed, whatever its exit code, because 
 reason. But a worker may have failed before the stop and ended later. Its error file shows that, and
 `collect_results` in `worker_set` reads the file.
 
-The other workers can continue without a worker if all of them have an in-process restarter. Then
+The other workers can continue without a worker if all of them have an in-process wrapper. Then
 its end is a *loss*. The others continue as long as one of them runs or has completed its task, and
 their ends decide how the group ended. If no worker is left, the losses were failures.
 

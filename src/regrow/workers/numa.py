@@ -61,7 +61,7 @@ def choose_cpus(host: Host, local_rank: int, mode: AffinityMode) -> list[int]:
         mode: the set of CPUs to bind to.
 
     Raises:
-        ValueError: the host has too few GPUs, or too few cores to share.
+        ValueError: the host has too few GPUs or cores, or this process may not use the needed CPUs.
     """
     order = sorted(node for node in host.nodes if host.nodes[node])
     if not order:

@@ -86,7 +86,7 @@ class Rank:
         """End the rank, if it had to expect this refusal."""
         match refusal.reason:
             case "unknown" if self.doomed or self.group in self.job.observer.failed:
-                raise Ended("counted out and forgotten")
+                raise Ended("evicted and forgotten")
             case "mismatch" if self.job.observer.is_old(self.rank, self.process):
                 raise Ended("replaced before it joined")
             case "unknown" | "impossible":
@@ -97,8 +97,8 @@ class Rank:
                 raise Ended("failed")
             case "evicted":
                 if not self.doomed and not self.client.unknown:
-                    raise Violation(f"{self.process} was counted out without a reason: {refusal}")
-                raise Ended("counted out")
+                    raise Violation(f"{self.process} was evicted without a reason: {refusal}")
+                raise Ended("evicted")
 
     def follow(self, iteration: int) -> Thread:
         """Run the thread that follows an iteration, and answers the last call."""

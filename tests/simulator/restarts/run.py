@@ -19,7 +19,7 @@ These promises are checked here (`Violation`):
 - The function runs on all ranks of a world or on none, and all ranks agree about the world.
 - A fault that a rank reported is recorded once, even if the reply was lost and the report came
   again. So is a soft time-out that its watcher has detected as well.
-- A rank that ended has ended once, for one reason. No rank is counted out without a reason.
+- A rank that ended has ended once, for one reason. No rank is evicted without a reason.
 - All ranks that are notified of an iteration's end receive the same root cause. All ranks that meet
   receive the same records.
 - The call is over for all living ranks or for none.

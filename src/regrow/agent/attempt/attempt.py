@@ -1,15 +1,17 @@
-"""`Attempt`: the operations of the attempts, which run beside the agent's loop and block.
+"""`Attempt`: the blocking operations of an attempt, on another thread than the agent's loop.
 
 An attempt forms a round with the other agents, which gives the workers their ranks, their store and
 the address of worker rank 0. It then starts the workers, checks them and stops them.
 
-An operation calls torch's hooks, because subclasses of the agent override them. The defaults of
-most hooks are here too. A hook is called with the arguments that it accepts, so hooks of both
-generations of torch work: 2.6 passes `is_restart`, 2.13 a `timeout`.
+An operation calls the methods that torch's agent has for it (`_rendezvous`, `_start_workers` and so
+on: the *hooks*), because subclasses override them. The defaults of most hooks are here too. A hook
+is called with the arguments that it accepts, so hooks of both generations of torch work: 2.6 passes
+`is_restart`, 2.13 a `timeout`.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
@@ -55,8 +57,8 @@ class Lease:
     """The time until which the workers may run, as the agent knows it; thread-safe.
 
     The rendezvous sets the time. The guardian kills the workers at that time, whether the agent
-    runs or not. The agent must only start no worker without a valid lease: after a pause the old
-    lease has expired, and the next one starts with the agent's first confirmed heartbeat.
+    runs or not. The agent itself checks the lease only before it starts workers: after a pause the
+    old lease has expired, and the next one starts with the agent's first confirmed heartbeat.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,8 @@ class Attempt:
     def check(self) -> tuple[RunResult, int]:
         """Check the workers; return their state and the number of waiting nodes.
 
-        The number is 0 if the rendezvous pushes it.
+        The number is 0 if the workers are not healthy, or if the rendezvous reports waiting nodes
+        by itself.
         """
         result, handler = self._hooks._monitor_workers(self._job.group), self._job.handler
         waiting = 0
@@ -415,9 +418,10 @@ class Attempt:
     def leave(self, death_sig: signal.Signals) -> None:
         """Stop the workers for good with a signal.
 
-        A running start of workers comes first, because it must not leave a half-started worker
-        behind. If it takes long, the workers that run already have the grace from then on. If it
-        hangs (a log directory that does not answer), they are killed after the grace.
+        A running start of workers is awaited first, because it must not leave a half-started worker
+        behind. If it takes longer than `START_S`, the workers that run already get the signal, and
+        their grace begins. If the start hangs (a log directory that does not answer), they are
+        killed after the grace.
         """
         grace = self._job.shutdown_timeout
         if self.workers is not None:
@@ -462,7 +466,7 @@ class Attempt:
         return self.workers.first_failure() if self.workers is not None else None
 
     def failed(self) -> dict[int, ProcessFailure]:
-        """Return the workers that failed by themselves in an attempt that ended otherwise.
+        """Return the workers that failed by themselves in an attempt that ended for another reason.
 
         The keys are global ranks.
         """
@@ -495,12 +499,16 @@ def not_due_to(
 
 
 def call_hook(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
-    """Call `hook` with `args` and with the `offered` keywords that it accepts."""
+    """Call `hook` with `args`, and with those `offered` keywords that its signature accepts."""
     function = hook
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    if code is None:
+        return hook(*args)
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        return hook(*args, **offered)
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return hook(*args, **{name: value for name, value in offered.items() if name in names})
 
 

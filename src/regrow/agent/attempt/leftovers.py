@@ -36,7 +36,7 @@ class Leftovers:
         self._left: list[tuple[Store, Sequence[str]]] = []
 
     def add(self, store: Store, keys: Sequence[str]) -> None:
-        """Add keys that no agent needs at the next `clear`.
+        """Add keys that the next `clear` deletes; no agent may need them by then.
 
         Args:
             store: the store of the round with these keys.

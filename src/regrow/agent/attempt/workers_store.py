@@ -1,6 +1,6 @@
 """The store that the agents provide to the workers of a job: a new one for each attempt.
 
-The agent of the first node listens: on a unix socket if it is the only node, else on the address of
+The agent of node rank 0 listens: on a unix socket if it is the only node, else on the address of
 worker rank 0. Few jobs use the store, and one server process for each attempt would cost more than
 everything else. So the server starts with the first connection (`Activation`). The agent writes
 what the other agents need into the round's store, before ranks are assigned. Each other node has
@@ -12,7 +12,7 @@ not reveal the agents' token. If the agents have no token (etcd, a directory, a 
 workers' token is random. It is then as safe as the store in which the agents meet.
 
 The connections are encrypted if those of the agents are. A certificate is valid for a name, and the
-workers may reach the node by another name. So the first agent publishes the digest of its
+workers may reach the node by another name. So the agent of node rank 0 publishes the digest of its
 certificate, and workers accept the server that presents this certificate.
 
 A job can train without this store. So a failure to provide one does not end the job: the agent logs
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 OFFER_PREFIX = "regrow/workers_store/"
 OFFER_TIMEOUT_S = 10.0
-"""Seconds to wait for the first agent's offer, if no other step shows that it was made."""
+"""Seconds to wait for the offer of node rank 0, if no other step shows that it was made."""
 _TOKEN_FILE_FLAG = "PET_RDZV_TOKEN_FILE"
 _TOKENS = ("REGROW_TOKEN", "REGROW_TOKEN_FILE", _TOKEN_FILE_FLAG)
 """Variables of the agent's environment that lead to the job's token."""
@@ -61,7 +61,7 @@ _CREDENTIALS = ("token_file", "user", "password", "password_file")
 """Keys of `--rdzv-conf` with which a program can join the job."""
 _NO_OFFER = "the agent of node rank 0 offered none"
 _STARTS = 3
-"""How often in a row the server may fail to start. It may have been killed at its start."""
+"""Consecutive failed starts after which no server is started: it may be killed at its start."""
 REPORT_S = 10.0
 """Seconds in which the store has to receive a report of the agent."""
 _FAREWELL_S = 6.0  # seconds for the server to end: it is killed after 5 s
@@ -70,7 +70,7 @@ logger = get_logger(__name__)
 
 
 class Offer(NamedTuple):
-    """The data that the first node's agent publishes for the other agents."""
+    """The data that the agent of node rank 0 publishes for the other agents."""
 
     port: int = 0
     """Port of the server, on the address of worker rank 0."""
@@ -112,7 +112,7 @@ class WorkersStore:
         return activation
 
     def open(self, store: Store, node: int, nodes: int, addr: str | None) -> None:
-        """Close the last attempt's store; the first node listens for the next attempt's workers.
+        """Close the last attempt's store; node rank 0 listens for the next attempt's workers.
 
         Args:
             store: the store of the round.
@@ -138,12 +138,13 @@ class WorkersStore:
             self._offer = offer
 
     def look_up(self, store: Store, node: int, *, surely: bool) -> None:
-        """Read the first node's offer; for all nodes but the first.
+        """Read the offer of node rank 0; for all other nodes.
 
         Args:
             store: the store of the round.
             node: rank of this node in the round.
-            surely: whether the first node has written its offer by now, if it makes one.
+            surely: whether node rank 0 has done its part of the round by now, so that a missing key
+                means that it offers no store.
 
         Raises:
             StoreConnectionError: the connection to the round's store is lost.
@@ -155,7 +156,7 @@ class WorkersStore:
 
                 store.wait([key], timedelta(seconds=OFFER_TIMEOUT_S))
             elif not store.check([key]):
-                return  # the first node runs another kind of agent
+                return  # node rank 0 runs another kind of agent
             self._offer = Offer(*json.loads(store.get(key)))
 
     def environment(self, nodes: int, addr: str, outer: Mapping[str, str]) -> dict[str, str]:
@@ -197,7 +198,7 @@ class WorkersStore:
         """Report to the groups of ranks in this store that a rank is not replaced.
 
         Args:
-            rank: the initial rank.
+            rank: global rank of the worker, which the wrapper calls the initial rank.
             environment: variables that lead to the store.
 
         Raises:
@@ -299,7 +300,7 @@ class WorkersStore:
 
 
 def offer_key(node: int) -> str:
-    """Return the key of the first node's offer to one node; only that node reads it."""
+    """Return the key of the offer of node rank 0 to one node; only that node reads it."""
     return f"{OFFER_PREFIX}{node}"
 
 
@@ -323,7 +324,10 @@ def _digest(tls: Tls) -> str:
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Log every error but the loss of the round's store; the workers then get no store."""
+    """Log an error, and leave the workers without a store.
+
+    It raises the loss of the round's store, the end of the agent, and signals.
+    """
     try:
         yield
     except (StoreConnectionError, RendezvousGracefulExitError, SignalInterrupt):

@@ -1,1 +1,1 @@
-"""The decisions of an agent, as pure functions; `ranks.exchange` also reads the round's store."""
+"""The decisions of an agent, as pure functions; only `ranks.exchange` uses the round's store."""

@@ -1,4 +1,4 @@
-"""The decisions of an agent: a pure function `(state, event) -> (state, actions)`.
+"""Decides what an agent does next (restart, give up, end the job), as a pure function.
 
 An agent forms a round, starts its workers and watches them. When something changes, it restarts the
 workers, ends the job, or gives up. Everything that takes time is an operation (see `events`). This

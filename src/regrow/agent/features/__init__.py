@@ -62,7 +62,8 @@ class Feature:
     def after_ranks(self, store: Store) -> None:
         """Read the data that the other nodes wrote in `before_ranks`.
 
-        By now every node has finished `before_ranks`.
+        If ranks were exchanged, every node has finished `before_ranks`. With
+        TORCH_ELASTIC_WORKER_IDENTICAL=1 they are not exchanged, so a key may be missing.
         """
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:

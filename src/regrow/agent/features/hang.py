@@ -1,7 +1,7 @@
 """The report of a worker with an expired countdown timer, in three forms.
 
 - The job's event `regrow.timer.expired`, for the story and for programs.
-- The worker's error file, so that its failure is sent, judged, counted and reported like others.
+- The worker's error file, so that its failure is reported and charged like any other.
 - One line in the agent's log, at once.
 
 All functions are pure: they turn a `Hang` into plain values.

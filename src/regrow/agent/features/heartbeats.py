@@ -18,9 +18,9 @@ rank, and not the rank that noticed it.
 **Workers without a heartbeat** most likely do not import regrow. If some workers send heartbeats
 and others do not, the waiting workers report the missing ranks. If no worker sends heartbeats,
 there is no report, and the user wrongly believes that the workers are watched. Only the agent can
-warn. Each rank with a heartbeat holds a name in the kernel (`heartbeat/automatic.py`). The agent
-tests whether a datagram could be sent to this name. The test does not occupy the name, so the rank
-can still take it.
+warn. The process that runs a rank's heartbeat binds an abstract unix socket
+(`heartbeat/automatic.py`). The agent tests whether a datagram could be sent to it. The test does
+not occupy the name, so the rank can still bind it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Heartbeats(Feature):
     """Starts the heartbeats, and explains failures with them.
 
     Args:
-        period: seconds between two heartbeats of workers that start them by themselves; None: only
-            the user's script starts heartbeats.
+        period: seconds between two heartbeats (`--heartbeat`); None: a worker sends heartbeats only
+            if its script starts them.
     """
 
     def __init__(self, period: float | None) -> None:
@@ -60,7 +60,7 @@ class Heartbeats(Feature):
 
     @property
     def ended_s(self) -> float | None:
-        """Seconds from a worker's last heartbeat to the end of all; None without a period."""
+        """Seconds from a last heartbeat to the end of all workers; None without a period."""
         return None if self._period is None else bound(self._period) + KILL_S
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class Heartbeats(Feature):
             )
 
     def explain(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-        """See base class: add a worker of this node that the others name as the cause."""
+        """See base class: add the failure of a worker that the others name as the cause."""
         if self._workers is None or not failures:
             return failures
         root = first_of(failures)

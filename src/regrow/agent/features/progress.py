@@ -1,10 +1,10 @@
 """`WorkerReports`: the steps of the workers, and the events that they report through a pipe.
 
-This is the agent's side of `regrow._progress`, which describes the layout and the reasons: a page
-of memory and a pipe that the workers of an attempt write into. Each attempt gets a new page and a
-new pipe. So a worker of an old attempt that ends late cannot overwrite the data of the new attempt.
-The agent also holds the memory in which `regrow.State` keeps private parts of each worker, for a
-process that replaces the worker. It does not read that memory.
+This is the agent's side of `regrow._progress`: a page of memory and a pipe that the workers of an
+attempt write into. That module describes the layout and gives the reasons. Each attempt gets a new
+page and a new pipe. So a worker of an old attempt that ends late cannot overwrite the data of the
+new attempt. The agent also holds the memory in which `regrow.State` keeps private parts of each
+worker, for a process that replaces the worker. It does not read that memory.
 
 A worker may write any bytes into the pipe, and also half a message. So the agent does not trust
 them. It reports and drops a message that is not an event. An event has the fields below and no
@@ -123,7 +123,7 @@ class WorkerReports:
         return bool(self._restarter_state(local_rank) & MAY_BE_REPLACED)
 
     def clear(self, local_rank: int) -> None:
-        """Clear the slot of a worker that has ended, for the process that replaces it."""
+        """Clear the slot of an ended worker, for its replacement, which has no result yet."""
         with self._lock:
             if not self._memory.closed:
                 blank = 0, 0.0, 0, 0.0, OWES_RESULT
@@ -215,7 +215,8 @@ def messages(data: bytes) -> tuple[list[bytes], bytes]:
 def event(line: bytes) -> tuple[str, dict[str, Any]] | None:
     """Return the name and fields of an event that a worker reports; None if it is malformed.
 
-    The result has all fields of the event; a field of another type is None or empty. An event that
+    The result has all fields of the event; a field that is missing or has a wrong type is None or
+    empty. An event that
     this release does not know has no fields.
     """
     try:

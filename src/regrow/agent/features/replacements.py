@@ -1,4 +1,4 @@
-"""`Replacements`: starts another process in the place of a lost worker (recovery level 2).
+"""`Replacements`: starts another process in the place of a lost worker.
 
 A wrapper (`regrow.inprocess`) with `replace=True` marks its worker as one that another process may
 replace. When such a worker ends, its place in the group of workers is vacant. The agent then
@@ -65,7 +65,7 @@ class EndedWorker(NamedTuple):
 def may_replace(worker: EndedWorker) -> str:
     """Return why a worker that has ended is not replaced; empty if it may be."""
     if not worker.wanted:
-        return "its wrapper does not ask for it"
+        return "its wrapper has no replace=True, or the rendezvous does not count restarts"
     if worker.leaving:
         return "the job ends"
     if worker.incarnation and not worker.stepped:
@@ -76,7 +76,7 @@ def may_replace(worker: EndedWorker) -> str:
 
 
 def ends_attempt(worker: EndedWorker) -> bool:
-    """Return whether the end of a worker ends the attempt, even if its ranks could continue."""
+    """Return whether the end of a worker ends the attempt, even if the others could continue."""
     return worker.wanted and worker.incarnation > 0 and not worker.stepped
 
 

@@ -45,7 +45,7 @@ class UninterruptibleSleepers:
         failure = ProcessFailure(local_rank, pid, -signal.SIGKILL, "<N/A>")
         failure.message = (
             f"in uninterruptible sleep (state D) for {self.timeout} s or more:"
-            " it holds a device that no new worker could use, so this node does not restart"
+            " it holds a device that no new worker could use, so the job does not restart"
         )
         return failure
 

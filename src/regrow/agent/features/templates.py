@@ -2,9 +2,10 @@
 
 The first attempt starts the process, the *template*, beside its workers, which start as usual. On a
 host with few cores it starts a little later, because it would delay the imports of the workers. The
-workers of later attempts are forked from it. A worker that does not fit starts by exec, and so do
-all if the template is lost; then the next attempt starts another one. A template that could never
-fork a worker is not started again. `regrow.workers.guardian.template` has the reasons.
+workers of later attempts are forked from it. A worker that the template cannot fork starts by exec.
+If the template is lost, all workers start by exec, and the next attempt starts another template. A
+template that could never fork a worker is not started again. `regrow.workers.guardian.template` has
+the reasons.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _OF_A_WORKER = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
 )
 _OURS = ("REGROW_", "TORCHELASTIC_")
-"""`_OF_A_WORKER`, and what begins like this: variables of one worker or attempt. The modules do not
-see them at their import."""
+"""Prefixes of variables of one worker or attempt, like the names in `_OF_A_WORKER`. The template
+imports the modules without these variables."""
 DELAY_S = 5.0
 """Seconds after the start of the workers at which a template or a standby starts, if it has no core
 of its own. By then most workers have imported their modules."""
@@ -52,7 +53,7 @@ class DelayedStart:
         self._timer: threading.Timer | None = None
 
     def begin(self, run: Callable[[], None]) -> None:
-        """Run `run` after the delay, in the place of a function that has not run yet."""
+        """Run `run` after the delay; it replaces a function that still waits."""
         self.cancel()
         with self._lock:
             self._timer = threading.Timer(self._seconds, self._run, [run])

@@ -123,7 +123,7 @@ def _lineage(pid: int) -> list[tuple[int, int]]:
     return found
 
 
-class Watchdog(FileTimerServer):
+class AgentTimerServer(FileTimerServer):
     """The timer server of one agent, for all attempts.
 
     Args:

@@ -1,12 +1,12 @@
 """`TimerReports`: starts the timer server, and turns its reports into events of the job.
 
-The timer server (`watchdog`) starts before any other part of the job, and lasts through all
-attempts. So a pipe that cannot be created costs no training. The server's reports arrive as
-messages, and the loop emits the events. So a slow event sink does not delay the end of a hung
-worker.
+The timer server (`timer_server`) starts before any other part of the job, and runs through all
+attempts. So if its pipe cannot be created, the job ends before it has trained. The server's reports
+arrive as messages, and the loop emits the events. So a slow event sink does not delay the end of a
+hung worker.
 
 **Comparison of several nodes.** An agent can read the stacks of its own workers only. On the node
-of the first expired timer the workers often stand at the same place: they wait for a rank on
+of the first expired timer the workers are often blocked at the same place: they wait for a rank on
 another node. So the report of a failure contains the places of that node's workers. Each agent that
 gets the report reads the places of its own workers before it stops them. The time limit is the same
 as for an expired timer. The agent compares both nodes and logs the result at once, whether the job
@@ -14,8 +14,8 @@ continues or not.
 
 If the job continues, all nodes meet in another round. Before ranks are exchanged, each node writes
 the places of its workers into the round's store. The node of the root cause reads them after the
-exchange, when all are there, and compares all nodes. A store that fails here does not cost the
-round: the error is logged and the places are missing.
+exchange, and compares all nodes. If the store fails here, the round continues: the error is logged,
+and the places are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from regrow.agent.attempt.environment import TORCHELASTIC_TIMER_FILE
 from regrow.agent.features import Feature, StartedWorkers, comparison, hang
 from regrow.agent.features.comparison import WorkerPlaces
-from regrow.agent.features.timer_server import Watchdog, timer_files
+from regrow.agent.features.timer_server import AgentTimerServer, timer_files
 from regrow.timer.stacks.report import compare_places
 from regrow.utils import SignalInterrupt, get_logger
 
@@ -64,7 +64,7 @@ class TimerReports(Feature):
         self._job = job
         self._log_dir = log_dir
         self._native_s = NATIVE_S if native_stacks else 0.0
-        self._watchdog: Watchdog | None = None
+        self._server: AgentTimerServer | None = None
         self._path = ""  # path of the server's pipe
         self._hung: dict[int, Hang] = {}  # hangs of the current attempt that got a signal, by pid
         self._elsewhere: WorkerPlaces | None = None  # from the latest report of another node's hang
@@ -87,14 +87,14 @@ class TimerReports(Feature):
         *choices, last = timer_files(os.environ, self._log_dir)
         for path in choices:
             with suppress(OSError):
-                self._watchdog, self._path = self._new_watchdog(path), path
+                self._server, self._path = self._new_server(path), path
                 break
         else:
-            self._watchdog, self._path = self._new_watchdog(last), last
-        self._watchdog.start()
+            self._server, self._path = self._new_server(last), last
+        self._server.start()
 
-    def _new_watchdog(self, path: str) -> Watchdog:
-        return Watchdog(
+    def _new_server(self, path: str) -> AgentTimerServer:
+        return AgentTimerServer(
             path,
             self._job.handler.get_run_id(),
             native_s=self._native_s,
@@ -104,21 +104,21 @@ class TimerReports(Feature):
 
     def _log_event(self, name: str, request: FileTimerRequest | None) -> None:
         record = partial(self._job.torch_events.watchdog, name, request)
-        if self._watchdog is None:  # the server is stopping, and the loop has ended
+        if self._server is None:  # the server is stopping, and the loop has ended
             record()
         else:
             self._job.post(record)
 
     def close(self) -> None:
         """See base class: stop the server."""
-        watchdog, self._watchdog = self._watchdog, None
-        if watchdog is not None:
-            watchdog.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
 
     def age(self) -> float:
         """Return the seconds since the server's last progress; its time is in whole seconds."""
-        watchdog = self._watchdog
-        return 0.0 if watchdog is None else int(time()) - watchdog.get_last_progress_time()
+        server = self._server
+        return 0.0 if server is None else int(time()) - server.get_last_progress_time()
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """See base class."""
@@ -128,8 +128,8 @@ class TimerReports(Feature):
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: serve the timers of these workers."""
         self._hung = {}
-        if self._watchdog is not None:
-            self._watchdog.watch(workers)
+        if self._server is not None:
+            self._server.watch(workers)
 
     def on_hang(self, found: Hang) -> None:
         """Store a hang, on the server's thread, so that `explain` does not wait for the loop."""
@@ -157,14 +157,14 @@ class TimerReports(Feature):
     def explain(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
         """See base class: add the hang to a failure that a timer caused.
 
-        The error file has the hang already, except in two cases: there is no file, or the worker
-        wrote one itself after its deadline although SIGKILL was due. The request for its stacks may
-        have interrupted the blocking call, and the worker may have ended before the hang was
-        known. A worker that handles its signal may write its own error file, which is kept.
+        The failure gets the hang if there is no error file, or if SIGKILL was due. In the second
+        case the request for the stacks may have interrupted the blocking call, so that the worker
+        wrote an error file that misleads. If the signal was another one, the worker's own error
+        file is kept.
         """
         for failure in failures.values():
-            if self._watchdog is not None:
-                self._watchdog.await_hang(failure.pid, self.reaped_s)
+            if self._server is not None:
+                self._server.await_hang(failure.pid, self.reaped_s)
             found = self._hung.get(failure.pid)
             if found is None:
                 continue
@@ -188,10 +188,10 @@ class TimerReports(Feature):
 
     def read_places(self) -> Mapping[int, str]:
         """Return the current places of the workers, by rank; empty if they cannot be read."""
-        if self._watchdog is None:
+        if self._server is None:
             return {}
         try:
-            return self._watchdog.read_places(self._job.attempt)
+            return self._server.read_places(self._job.attempt)
         except SignalInterrupt:
             raise
         except Exception:  # no error here may prevent the stop of the workers

@@ -209,8 +209,8 @@ def _logs_specs_class(name: str | None) -> Callable[..., LogsSpecs]:
             found: Callable[..., LogsSpecs] = point.load()
             return found
     raise ValueError(
-        f"Could not find entrypoint under 'torchrun.logs_specs[{name}]' key, nor under"
-        f" 'regrow.logs_specs[{name}]'"
+        f"--logs-specs {name}: no installed package has an entry point of this name in the groups "
+        f"{' and '.join(LOGS_SPECS_GROUPS)}: install the package, or omit the flag"
     )
 
 

@@ -1,4 +1,4 @@
-"""Argument parser of `regrow run`, built from the table in `regrow.cli.args.flags`.
+"""Argument parser of `regrow run`: the flags of `flags`, with defaults from PET_ variables.
 
 Three differences from a plain `argparse` parser help a user after a typing error:
 

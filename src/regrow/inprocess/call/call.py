@@ -46,7 +46,7 @@ from regrow.inprocess.call.restart import (
 )
 from regrow.inprocess.compose import Compose
 from regrow.inprocess.exception import (
-    CountedOutError,
+    EvictedError,
     HealthCheckError,
     InternalError,
     LinkError,
@@ -495,8 +495,8 @@ class CallWrapper:
         """
         left_at, rank = time.monotonic(), self._state.rank
         logger.error("rank %s leaves in iteration %d: %s", rank, self._iteration, describe(error))
-        if is_a(error, CountedOutError | LinkLostError):
-            return is_a(error, CountedOutError)  # the others know this already
+        if is_a(error, EvictedError | LinkLostError):
+            return is_a(error, EvictedError)  # the others know this already
         try:
             faults = self._link.terminated(
                 self._iteration,

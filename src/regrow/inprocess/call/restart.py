@@ -59,7 +59,7 @@ from typing import Final, cast
 from regrow import _progress as board
 from regrow.inprocess.attribution import Interruption
 from regrow.inprocess.exception import (
-    CountedOutError,
+    EvictedError,
     LinkError,
     RankFault,
     RankShouldRestart,
@@ -104,11 +104,11 @@ def may_be_replaced(error: BaseException) -> bool:
     """Return whether another process may continue a rank that leaves because of this error.
 
     An error of the link, the end of all restarts, a rank without a place and an exit on purpose
-    stay as they are. A rank that was counted out is replaced: the other ranks wait for it.
+    stay as they are. A rank that was evicted is replaced: the other ranks wait for it.
     """
     if is_a(error, SystemExit):
         return not exits_with_0(error)
-    if is_a(error, CountedOutError):
+    if is_a(error, EvictedError):
         return True
     return not is_a(error, LinkError | RestartAbort | RankDiscarded | KeyboardInterrupt)
 

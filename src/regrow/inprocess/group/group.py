@@ -50,7 +50,7 @@ class End(NamedTuple):
 
     fault: Fault
     own: bool
-    """True if the rank reported its exit itself; False if it was counted out."""
+    """True if the rank reported its exit itself; False if it was evicted."""
 
 
 class Group(NamedTuple):
@@ -155,7 +155,7 @@ def reply(group: Group, asked: messages.Asked, now: float) -> messages.GroupRepl
     if end is not None:
         if end.own and isinstance(asked, messages.Follow):
             return messages.Over()
-        return _counted_out(end)
+        return _evicted(end)
     if isinstance(asked, messages.Report | messages.Completed):
         return messages.Noted()
     if asked.iteration == group.iteration - 1 and group.before is not None:
@@ -199,7 +199,7 @@ def _reply_to_join(group: Group, asked: messages.Join, now: float) -> messages.G
         return group.failure
     end = None if group.living & bit(asked.rank) else group.end_of(asked.rank)
     if end is not None:
-        return _counted_out(end)
+        return _evicted(end)
     if group.phase is Phase.JOINING:
         return group.failure
     met = group.before
@@ -211,11 +211,11 @@ def _reply_to_join(group: Group, asked: messages.Join, now: float) -> messages.G
     return messages.Admitted(met._replace(faults=met.faults._replace(now=now)), place)
 
 
-def _counted_out(end: End) -> GroupRefusal:
+def _evicted(end: End) -> GroupRefusal:
     fault = end.fault
     return GroupRefusal(
         "evicted",
-        f"initial rank {fault.rank} was counted out ({fault.kind}: {fault.message}); the other "
+        f"initial rank {fault.rank} was evicted ({fault.kind}: {fault.message}); the other "
         f"ranks continue without it",
     )
 

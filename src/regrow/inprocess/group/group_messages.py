@@ -19,7 +19,7 @@ once: the main thread, the follower, and any thread that reports. Every method m
 any thread.
 
 **Blocking calls.** `join`, `enter`, `ready`, `done` and `confirm` are barriers of all living ranks.
-A barrier does not wait for a rank that left, is lost or was counted out. `follow` and
+A barrier does not wait for a rank that left, is lost or was evicted. `follow` and
 `wait_completed` wait for an event, `answer_last_call` for the end of the last call. The server
 answers the other questions at once. A fault of the iteration ends `enter`, `wait_completed`, `done`
 and `confirm` early, and they return it.
@@ -42,7 +42,7 @@ or is stopped cannot. The monitor of its host then detects it and sends a `Repor
 **End of a rank.** Three things end a rank: its own report (`terminated`), a report of its monitor
 (`ReportDead`), and the end of its connection. The end of a connection is recorded as TERMINATED if
 the rank's side closed it and did not return within the grace of its session. It is recorded as
-UNRESPONSIVE if the rank fell silent. A living process that was counted out gets a `CountedOutError`
+UNRESPONSIVE if the rank fell silent. A living process that was evicted gets a `EvictedError`
 from its next or current call.
 
 **Messages.** The types below are the bodies of the questions to the service and of its answers, in

@@ -2,20 +2,21 @@
 
 The server has a connection to every rank. So a fault costs one message, and a barrier one message
 in each direction per rank, for any number of ranks. The service applies the rules (`group_rules`)
-and sends the replies (`group`). Ranks do not poll. A question without an answer yet is parked here.
+and sends the replies (`group`). Ranks do not poll. A question without an answer yet waits here.
 When a phase of the group ends, the service answers all questions that wait for it at once, and
 encodes the answer once.
 
-**Liveness.** A rank lives as long as the session of the process that joined it. The connection can
+**Liveness.** A rank is alive while its process has a session. The connection can
 end in two ways:
 
-- The rank's side closes it, as the kernel does when a process ends, or a process on this host
-  resets it. If the rank does not return within the grace of its session, it is TERMINATED.
+- The rank's side closes it: the process does, or the kernel when the process ends. A reset by a
+  process on this host counts as a close. If the rank does not return within the grace of its
+  session, it is TERMINATED.
 - The rank falls silent and the kernel gives up the connection, or the connection is reset on its
   way through a network. If the rank does not return within the grace of its session, it is
   UNRESPONSIVE.
 
-A process that returns over another session is accepted if it has not been counted out meanwhile.
+A process that returns over another session is accepted if it has not been evicted meanwhile.
 
 **Authority.** All clients hold the job's token, and the server assumes that each client may have
 bugs. Only the process that joined a rank acts for that rank; it sends its name with every question,
@@ -24,9 +25,9 @@ the rank as ended (`ReportDead`) or as overdue. The server answers a malformed o
 with a `GroupRefusal` and changes nothing.
 
 A group is deleted `FORGET` seconds after the last session of its processes ended. It is also
-deleted when it is finished and another group of the same name begins. Its name and its last
-iteration are kept: a process that replaces another one runs the script from its start, and asks
-about the calls that the other ranks have completed.
+deleted when it is finished and another group of the same name begins. The server keeps its
+name and its last iteration: a process that replaces another one runs the script from its start, so
+it asks about calls that the other ranks have completed.
 """
 
 from __future__ import annotations
@@ -280,8 +281,9 @@ class InprocessService:
     def _begin(self, question: messages.Join) -> _GroupRecord:
         """Create a group, in place of an earlier one of this name.
 
-        If processes that replace others begin it, all ranks of the earlier group have ended. It
-        continues the numbers of the iterations, because keys of the earlier ones may be left.
+        If a process that replaces another one begins it, all ranks of the earlier group have ended.
+        The new group then continues the numbers of the iterations, because keys of earlier
+        iterations may be left.
         """
         if not question.group:
             raise ValueError("a group needs a name")

@@ -25,7 +25,7 @@ from regrow.inprocess.exception import (
     BarrierOverflow,
     BarrierTimeout,
     CallOverError,
-    CountedOutError,
+    EvictedError,
     LinkClosedError,
     LinkError,
     LinkLostError,
@@ -382,7 +382,7 @@ class _SilenceError(LinkLostError):
 _ERRORS: Final[dict[messages.Reason, type[LinkError]]] = {
     "missing": BarrierTimeout,
     "mismatch": BarrierOverflow,
-    "evicted": CountedOutError,
+    "evicted": EvictedError,
     "unknown": LinkLostError,
     "impossible": LinkError,
 }

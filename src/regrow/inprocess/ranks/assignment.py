@@ -1,4 +1,4 @@
-"""Common parts of plug-ins: both generations of signatures, rank assignments, checks, time limits.
+"""Base class of rank assignments; calls, checks and time limits of the plug-ins of a wrapper.
 
 | plug-in | first generation | current generation |
 |---|---|---|

@@ -1,18 +1,19 @@
 """Exchange of values between the living ranks while their ranks are assigned.
 
-For example, only a host knows its own name. Each rank sends the same small number of messages, for
-any number of ranks. `Exchange.count` costs four messages and two barriers. `Exchange.gather` costs
-two messages and one barrier.
+A rank assignment may need a value that only one rank knows, such as the name of its host. Each rank
+sends the same small number of messages, for any number of ranks. `Exchange.count` costs four
+messages and two barriers. `Exchange.gather` costs two messages and one barrier.
 
 The wrapper provides the store. An assignment that is called without a wrapper may use any c10d
 store, of torch or of regrow.
 
 All living ranks make the same exchanges in the same order. The exchanges are numbered, so each key
-is used once. The number is counted per store object, and a rank has one such object per iteration.
-A process that replaces a lost rank has made none of the earlier exchanges.
+is used once. The number is counted per store object, and a rank has a new one in each iteration. So
+the numbers of a process that replaces a lost rank agree with those of the others.
 
-**Barriers** work over any c10d store. A barrier is a counter. Every rank adds one, the last rank
-sets a key, and all ranks wait for that key. So the traffic of a rank does not grow with the number
+**Barriers** work over any c10d store. A barrier is a counter, and one key for each rank that
+arrived. Every rank adds one to the counter, the last rank sets another key, and all ranks wait for
+it. So the traffic of a rank does not grow with the number
 of ranks. Only a rank that times out asks which ranks arrived. A barrier knows how many ranks to
 expect. It knows which ranks only if the caller passes them, because the caller numbers the ranks,
 and they need not start at 0. Without them, the barrier keeps a list of the ranks that arrived.
@@ -130,7 +131,8 @@ def meet(
 
     Raises:
         BarrierTimeout: a rank is missing; the error text lists the ranks.
-        BarrierOverflow: more ranks arrived, or one of these ranks arrived before and must not.
+        BarrierOverflow: more ranks arrived, or one of these ranks arrived a second time without
+            `again`.
     """
     key = _key(name)
     numbers = [ranks] if isinstance(ranks, int) else list(dict.fromkeys(ranks))

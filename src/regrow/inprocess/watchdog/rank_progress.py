@@ -20,12 +20,12 @@ abort in each of these states, with or without progress.
 
 `RankProgress` decides and reads no clock; times are seconds of a monotonic clock.
 
-`SoftWatch` is the thread that checks the main thread and restarts it if it makes no progress. To
-measure automatic progress it requests a pending call, which the interpreter makes when the main
-thread next executes Python code. The call is `sem_post` itself. A Python function could be
-interrupted by the restart, and the exception would be lost in it. The thread checks the semaphore
-once per interval, or earlier when a time-out may expire. While the rank waits for others, the
-thread itself is the only progress: it shows that the process is not stopped.
+`SoftWatch` is the thread that checks the main thread, and reports the rank to the group if it makes
+no progress. To measure automatic progress it requests a pending call, which the interpreter makes
+when the main thread next executes Python code. The call is `sem_post` itself. A Python function
+could be interrupted by the restart, and the exception would be lost in it. The thread checks the
+semaphore once per interval, or earlier when a time-out may expire. While the rank waits for others,
+the thread itself is the only progress: it shows that the process is not stopped.
 
 This thread cannot detect a thread that holds the interpreter's lock, because no Python code runs
 then. It cannot detect a stopped process either. The monitor of the host detects both from outside:

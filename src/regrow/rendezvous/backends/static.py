@@ -174,8 +174,7 @@ def create_handler(
     endpoint = params.endpoint.strip()
     if not endpoint:
         raise ValueError(
-            "endpoint is absent in RendezvousParameters. "
-            "Try add --master-port and --master-addr to the cmd request"
+            "endpoint is absent in RendezvousParameters: give --master-addr and --master-port"
         )
     addr, port = parse_rendezvous_endpoint(endpoint, -1)
     if port <= 0:

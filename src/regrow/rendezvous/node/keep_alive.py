@@ -1,4 +1,4 @@
-"""One node's connection to the rendezvous, while it waits for a round and while its workers run.
+"""One node's connection to the rendezvous: heartbeats, the lease of its workers, notifications.
 
 It has three threads, because no one of these tasks may delay another. One sends a heartbeat in
 every keep-alive interval, and each answer renews the lease of the node's workers (`SeatLease`). One

@@ -83,7 +83,7 @@ def unseal(data: bytes) -> Envelope:
         head = msgspec.convert(parts, _Head)
     except (ValueError, msgspec.ValidationError) as error:
         raise RendezvousStateError(
-            f"{_unusable(error, data)}. If it is left over from another program, use another run id"
+            f"{_unusable(error, data)}. If another program wrote this state, use another --rdzv-id"
         ) from error
     return Envelope(head.life, decode(rest), head.beats)
 

@@ -274,7 +274,7 @@ class ServerDriver:
         )
 
     def _ask(self, body: bytes, kind: type[T], timeout: float, nudge: float | None = None) -> T:
-        """Ask the service; return the answer, which must be of a kind."""
+        """Ask the service; return the answer, which must be a `kind`."""
         try:
             answer = messages.decode_answer(self._client.ask(body, timeout, nudge=nudge))
         except StoreError as error:

@@ -220,8 +220,8 @@ class Dialer:
             welcome = wire.decode_welcome(greeting)
         except msgspec.MsgspecError as error:
             raise StoreProtocolError(
-                f"the server's greeting is malformed, so it is not a regrow store or is of another "
-                f"release: {error}"
+                f"the server's greeting is malformed: check that this is the port of a regrow "
+                f"store, and run the same release of regrow on all nodes ({error})"
             ) from error
         if isinstance(welcome, wire.Failed):
             raise StoreConnectionError(welcome.message)

@@ -1,4 +1,4 @@
-"""The messages of a connection: the handshake, and then frames.
+"""The messages of a connection: the handshake, in which both sides prove the token; then frames.
 
 The readers of frames limit their length: `server.connection` and `client.transport`.
 

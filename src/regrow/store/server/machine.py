@@ -183,13 +183,15 @@ class Machine:
         if request.id <= session.last_id:
             if request.id not in answers:
                 raise StoreProtocolError(
-                    f"request id {request.id} was used before, and its answer was confirmed"
+                    f"the client repeats request {request.id}, although it has confirmed the "
+                    f"answer: run the same release of regrow in all processes"
                 )
             return [(session, answers[request.id])]
         if len(answers) >= self.limits.unconfirmed or session.kept > self.limits.outgoing_bytes:
             raise StoreProtocolError(
-                f"{len(answers)} answers with {session.kept} bytes are unconfirmed "
-                f"(Limits.unconfirmed, Limits.outgoing_bytes)"
+                f"the client has not confirmed {len(answers)} answers ({session.kept} bytes): more "
+                f"than {self.limits.unconfirmed} (Limits.unconfirmed), or than "
+                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes)"
             )
         answer: Struct
         try:

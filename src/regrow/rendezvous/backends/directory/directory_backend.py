@@ -325,7 +325,8 @@ def _make(job: str) -> None:
             raise
         raise RendezvousError(
             f"the nodes cannot meet in {job}: its file system makes no hard links "
-            f"({error.strerror})"
+            f"({error.strerror}): choose a directory on another file system, or another "
+            f"--rdzv-backend"
         ) from error
     finally:
         os.unlink(draft)

@@ -277,8 +277,8 @@ def read_prefix(params: RendezvousParameters) -> str:
     prefix = str(params.get("etcd_prefix", PREFIX)).strip().rstrip("/")
     if not prefix:
         raise ValueError(
-            "The rendezvous configuration option 'etcd_prefix' must be more than '/': the keys of "
-            "a job are deleted with it."
+            "The rendezvous configuration option 'etcd_prefix' is empty or '/': give a prefix such "
+            "as '/regrow', because regrow deletes keys by this prefix."
         )
     return prefix
 
