@@ -11,7 +11,8 @@ parameters) on one thread, measured in the same way.
 
 **Recovery.** Rank 1 makes its state dirty, and receives a tensor from rank 0 over loopback. The
 time runs from the start to the end of `recover` on rank 1, with checksums on both sides. Each run
-measures again, and the figure is the median.
+measures again, and the figure is the median. Beside it are the same bytes through a bare TCP socket
+over loopback: the difference is what checksums and copies take.
 
 `--check` compares with the bound of a commit and exits with 1 if it is missed.
 """
@@ -20,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -101,6 +104,32 @@ def worker(mb: int, runs: int, path: str) -> None:
     measure()  # type: ignore[call-arg]
 
 
+def bare_s(mb: int) -> float:
+    """Return the seconds that a TCP connection over loopback takes for so many MiB."""
+    chunk = 4 << 20
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as source,
+        listener.accept()[0] as target,
+    ):
+
+        def send() -> None:
+            data = bytes(chunk)
+            for _ in range(mb // 4):
+                source.sendall(data)
+
+        sender = threading.Thread(target=send)
+        into = bytearray(chunk)
+        begun = time.perf_counter()
+        sender.start()
+        left = mb // 4 * chunk
+        while left:
+            left -= target.recv_into(into)
+        seconds = time.perf_counter() - begun
+        sender.join()
+    return seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
@@ -127,6 +156,8 @@ def main() -> int:
     median = statistics.median(figures["seconds"])
     rate = options.mb / 1024 * 1.073741824 / median
     print(f"recover of {options.mb} MiB over loopback   {median:8.2f} s   {rate:.2f} GB/s")
+    bare = statistics.median(bare_s(options.mb) for _ in range(options.runs))
+    print(f"the same bytes, a bare socket        {bare:8.2f} s   {rate * median / bare:.2f} GB/s")
     if options.check and figures["commit_us"] > COMMIT_BOUND_US:
         print(f"MISSED: a commit takes at most {COMMIT_BOUND_US:g} us")
         return 1

@@ -134,7 +134,7 @@ def error_line(err: str, prog: str = "regrow run") -> str:
         ("--rdzv-conf timeout train.py", "'timeout' must have a value"),
         ("--redirects 4 train.py", "4"),
         ("--local-ranks-filter 0,x train.py", "'0,x' is not a list of local ranks"),
-        ("--logs-specs nobody train.py", "torchrun.logs_specs[nobody]"),
+        ("--logs-specs nobody train.py", "--logs-specs nobody: no installed package"),
         ("--log-dir train.py train.py", "train.py is a file"),
         ("--master-port 70000 train.py", "--master-port: 70000 is not a port"),
         ("--rdzv-token-file no/file train.py", "--rdzv-token-file: 'no/file' cannot be read: No"),
