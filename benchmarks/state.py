@@ -115,16 +115,18 @@ def bare_s(mb: int) -> float:
 
         def send() -> None:
             data = bytes(chunk)
-            for _ in range(mb // 4):
-                source.sendall(data)
+            for start in range(0, mb << 20, len(data)):
+                source.sendall(memoryview(data)[: (mb << 20) - start])
 
         sender = threading.Thread(target=send)
         into = bytearray(chunk)
         begun = time.perf_counter()
         sender.start()
-        left = mb // 4 * chunk
+        left = mb << 20
         while left:
-            left -= target.recv_into(into)
+            received = target.recv_into(into)
+            assert received, "the sender has ended"
+            left -= received
         seconds = time.perf_counter() - begun
         sender.join()
     return seconds

@@ -51,11 +51,11 @@ OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
 MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
 
-NOT_IN_RESTARTER = 0  # in no wrapper: its end is a failure of all workers, unless it exits with 0
-IN_RESTARTER = (
+NOT_IN_WRAPPER = 0  # in no wrapper: its end is a failure of all workers, unless it exits with 0
+IN_WRAPPER = (
     OTHERS_GO_ON | OWES_RESULT
 )  # in a call; OWES_RESULT alone: the worker joins a call, or completes it
-LEFT_RESTARTER = OTHERS_GO_ON  # the call has raised: the script decides how the process ends
+LEFT_WRAPPER = OTHERS_GO_ON  # the call has raised: the script decides how the process ends
 
 
 class _Reporter:
@@ -171,7 +171,7 @@ def stopping() -> bool | None:
     return None if reporter is None else reporter.stopping()
 
 
-_restart_state = NOT_IN_RESTARTER
+_restart_state = NOT_IN_WRAPPER
 
 
 def set_restart_state(state: int) -> None:

@@ -24,7 +24,7 @@ import regrow
 from helpers.descriptors import in_use
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
-from regrow._progress import IN_RESTARTER, NOT_IN_RESTARTER, PROGRESS_ENV, _open_reporter
+from regrow._progress import IN_WRAPPER, NOT_IN_WRAPPER, PROGRESS_ENV, _open_reporter
 from regrow.agent import LocalElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from regrow.agent.features import progress
 from regrow.agent.features.health import HealthCheckServer
@@ -167,8 +167,12 @@ def test_an_agent_leaves_no_thread_and_no_descriptor_behind(tmp_path: Path) -> N
     before = in_use()
     for _ in range(3):
         elastic_launch(config(tmp_path), "true")()
-    gc.collect()
-    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
+
+    def left() -> set[object]:
+        gc.collect()
+        return in_use() - before
+
+    wait_until(lambda: not left(), lambda: f"{left()} are left")
 
 
 def test_an_event_sink_that_raises_costs_neither_the_job_nor_the_other_sinks(
@@ -420,7 +424,7 @@ def test_the_page_shows_without_which_workers_the_others_continue_and_the_pipe_t
     reporter = _open_reporter(page.environment(1)[PROGRESS_ENV])
     assert reporter is not None
     assert [page.others_continue(rank) for rank in (0, 1)] == [False, False]
-    reporter.set_restart_state(IN_RESTARTER)
+    reporter.set_restart_state(IN_WRAPPER)
     reporter.send(b'{"name": "quick"}\n')
     reporter.report(7)
     reporter.send(b'{"name": "q"}\n')
@@ -428,7 +432,7 @@ def test_the_page_shows_without_which_workers_the_others_continue_and_the_pipe_t
     assert [received.get(timeout=30).args[0] for _ in range(3)] == sent
     assert [page.others_continue(rank) for rank in (0, 1)] == [False, True]
     assert page.read()[1].last_step == 7
-    reporter.set_restart_state(NOT_IN_RESTARTER)
+    reporter.set_restart_state(NOT_IN_WRAPPER)
     assert not page.others_continue(1)
     page.close()
     assert not page.others_continue(1)

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE
-from regrow._progress import IN_RESTARTER, MAY_BE_REPLACED, NOT_IN_RESTARTER
+from regrow._progress import IN_WRAPPER, MAY_BE_REPLACED, NOT_IN_WRAPPER
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features.progress import WorkerReports, WorkerSteps
@@ -23,7 +23,7 @@ from regrow.rendezvous import PushingRendezvousHandler, RendezvousError
 from regrow.workers import Guardian, PContext, WorkerChange
 from regrow.workers.errors import ProcessFailure
 
-NOT_WANTED = "its wrapper has no replace=True, or the rendezvous does not count restarts"
+NOT_WANTED = "the rendezvous does not count the restarts of all nodes together"
 
 MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
 
@@ -133,7 +133,7 @@ class Page:
     """Replaces the page of steps."""
 
     def __init__(self) -> None:
-        self.state = {0: NOT_IN_RESTARTER, 1: IN_RESTARTER | MAY_BE_REPLACED}
+        self.state = {0: NOT_IN_WRAPPER, 1: IN_WRAPPER | MAY_BE_REPLACED}
         self.steps: dict[int, WorkerSteps] = {}
         self.cleared: list[int] = []
 
@@ -302,7 +302,7 @@ def test_a_worker_that_is_lost_or_exits_with_0_is_reported_to_ranks_that_would_w
 
 def test_a_worker_whose_wrapper_does_not_replace_it_is_not_reported(make: Make) -> None:
     scene = make()
-    scene.page.state[1] = IN_RESTARTER
+    scene.page.state[1] = IN_WRAPPER
     assert not scene.replacements.vacates(1)
     scene.change("lost")
     scene.change("exited", 0)

@@ -470,7 +470,7 @@ class Agent(SimpleElasticAgent):
 
 
 class SelfRanked(Agent):
-    """Computes its ranks without an exchange, so the offer of the first node may be later."""
+    """Computes its ranks without an exchange, so the offer of node rank 0 may be later."""
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, *_: object) -> list[Any]:
         from regrow.agent import Worker

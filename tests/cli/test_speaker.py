@@ -100,6 +100,23 @@ def test_the_lowest_rank_that_lives_speaks_when_no_further_round_forms() -> None
     assert not speaks(5, met(2), *gone, met(1, attempt=1)), "the next round has another rank 0"
 
 
+def test_a_job_that_a_scheduler_stops_one_host_after_another_has_one_speaker() -> None:
+    def left(why: str = "its agent got SIGTERM") -> Event:
+        node = {"node": "10.0.0.1/7/a", "rank": 0, "why": why}
+        return event("round.departed", nodes=[node], monotonic=10.0)
+
+    def stopped(at: float) -> Event:
+        return event("job.stopping", signal="SIGTERM", monotonic=at)
+
+    again = met(0, attempt=1)
+    assert speaks(1, met(1), left(), again), "the job continues without node rank 0"
+    assert not speaks(1, met(1), left(), again, stopped(10.3)), "node rank 0 has printed it"
+    assert speaks(1, met(1), left(), again, stopped(16.0)), "another stop"
+    assert speaks(1, met(1), left("its agent got SIGINT"), again, stopped(10.3)), "another signal"
+    assert speaks(0, met(0), stopped(10.3))
+    assert speaks(None, met(1), left(), again, stopped(10.3))
+
+
 @pytest.mark.parametrize("serves", [True, False])
 def test_node_rank_1_speaks_when_the_place_to_meet_is_lost_with_the_host_of_rank_0(
     serves: bool,

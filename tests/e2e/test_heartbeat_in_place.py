@@ -1,4 +1,4 @@
-"""Heartbeats with in-process restart: the restarter handles a loss; no other worker ends."""
+"""Heartbeats with in-process restart: the wrapper handles a loss; no other worker ends."""
 
 from __future__ import annotations
 

@@ -228,15 +228,15 @@ def test_a_worker_that_its_agent_stops_keeps_its_grace(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def in_restarter() -> Iterator[None]:
-    """This process is in an in-process restarter."""
-    board.set_restart_state(board.IN_RESTARTER)
+def in_wrapper() -> Iterator[None]:
+    """This process is in an in-process wrapper."""
+    board.set_restart_state(board.IN_WRAPPER)
     yield
-    board.set_restart_state(board.NOT_IN_RESTARTER)
+    board.set_restart_state(board.NOT_IN_WRAPPER)
 
 
-@pytest.mark.usefixtures("in_restarter")
-def test_a_restarter_handles_lost_workers(
+@pytest.mark.usefixtures("in_wrapper")
+def test_a_wrapper_handles_lost_workers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     deaths, exchange = Deaths(monkeypatch), Scripted()
@@ -247,8 +247,8 @@ def test_a_restarter_handles_lost_workers(
     assert "in-process restart handles this" in caplog.text
 
 
-@pytest.mark.usefixtures("in_restarter")
-def test_a_fatal_stall_is_fatal_in_a_restarter_too(
+@pytest.mark.usefixtures("in_wrapper")
+def test_a_fatal_stall_is_fatal_in_a_wrapper_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     deaths = Deaths(monkeypatch)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from helpers.descriptors import in_use
 from helpers.processes import wait_until
 from helpers.rendezvous.fake_driver import FakeDriver, FakeRounds, last_call_over
 from helpers.stores.storing import PATIENCE, Background
@@ -133,7 +134,7 @@ MakeJob = Callable[..., Job]
 @pytest.fixture
 def make_job() -> Iterator[MakeJob]:
     jobs: list[Job] = []
-    before = threading.active_count()
+    before = in_use()
 
     def make(*args: Any, **more: Any) -> Job:
         jobs.append(Job(*args, **more))
@@ -142,7 +143,7 @@ def make_job() -> Iterator[MakeJob]:
     yield make
     for job in jobs:
         job.end()
-    wait_until(lambda: threading.active_count() <= before, "the threads end")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
 
 
 # --- seats
@@ -452,10 +453,30 @@ def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_agai
     standby.driver.hold(LeaveRound, applied=True)
     handler = standby.handler
     ending = Background(handler.shutdown if end == "shutdown" else lambda: handler.leave("bye"))
+    job.rounds.until(lambda: LeaveRound(standby.id, 0, "it gave up") in job.rounds.events)
+    standby.driver.hold(None)
     with pytest.raises(RendezvousClosedError, match="has been shut down"):
         waiting.result()
+    ending.result()
     assert not job.rounds.state.queue
-    standby.driver.hold(None)
+
+
+def test_a_node_whose_join_arrives_after_its_leave_leaves_again(make_job: MakeJob) -> None:
+    job = make_job(1, 1)
+    (a,) = job.seated("a")
+    late = job.agent("b")
+    late.driver.hold(JoinRound)
+    waiting = late.join()
+    wait_until(lambda: late.driver.blocked, "the join is under way")
+    late.handler.outlast(PATIENCE)
+    ending = Background(lambda: late.handler.leave("bye"))
+    job.rounds.until(lambda: LeaveRound(late.id, 0, "bye") in job.rounds.events)
+    late.driver.hold(None)
+    with pytest.raises(RendezvousClosedError, match="has been shut down"):
+        waiting.result()
+    assert isinstance(job.rounds.events[-1], LeaveRound)
+    assert not job.rounds.state.queue
+    a.handler.leave("bye")
     ending.result()
 
 
@@ -977,7 +998,8 @@ def test_an_interrupt_ends_an_unanswered_call_after_another_call_has_ended(
     wait_until(lambda: a.driver.blocked, "the call is blocked")
     a.handler.spend_restart()
     a.handler.interrupt()
-    reporting.result()
+    with pytest.raises(RendezvousGracefulExitError, match="interrupted"):
+        reporting.result()
 
 
 def test_an_interrupt_before_the_first_call_counts(make_job: MakeJob) -> None:
@@ -1004,10 +1026,10 @@ def test_an_interrupted_node_can_still_report_that_it_leaves(make_job: MakeJob) 
 def test_nothing_is_left_over_after_many_rounds(make_job: MakeJob) -> None:
     job = make_job(2, 2)
     a, b = job.seated("a", "b")
-    threads, port = threading.active_count(), a.handler.connection.port
+    before, port = set(threading.enumerate()), a.handler.connection.port
     for _ in range(100):
         job.meet(a, b)
-    wait_until(lambda: threading.active_count() <= threads, "the threads end")
+    wait_until(lambda: set(threading.enumerate()) <= before, "the threads end")
     assert b.handler.connection.port is None
     assert a.handler.connection.port is not None
     assert a.handler.connection.port is not port
@@ -1026,14 +1048,14 @@ def test_lives_that_are_over_leave_nothing_behind(make_job: MakeJob) -> None:
 
 
 def test_a_handler_without_references_sends_no_heartbeats() -> None:
-    before = threading.active_count()
+    before = in_use()
     job = Job(1, 1)
     driver = FakeDriver(job.rounds)
     handler = DynamicRendezvousHandler(driver, job.settings, backend="fake")
     handler.next_rendezvous()
     del handler
     gc.collect()
-    wait_until(lambda: threading.active_count() <= before, "the threads end")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
     assert driver.closed == [False]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.descriptors import in_use
 from helpers.processes import PATIENCE, alive, wait_until
 from regrow.workers import (
     DefaultLogsSpecs,
@@ -188,9 +188,6 @@ def test_a_process_that_cannot_start_is_a_failure_and_stops_the_others(
 
 
 def test_replacements_leave_no_descriptor_and_no_thread_behind(start: Start) -> None:
-    def open_files() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     def replace(times: int) -> None:
         script = f'test "$INCARNATION" = {times} || kill -9 $$'
         group = start('while [ ! -e "$FOLDER/go" ]; do sleep 0.01; done', script)
@@ -203,8 +200,7 @@ def test_replacements_leave_no_descriptor_and_no_thread_behind(start: Start) -> 
         (group.folder / "go").unlink()
 
     replace(1)  # the guardian and the console have started then
-    before, threads = open_files(), threading.active_count()
+    before = in_use()
     replace(9)
     # The pump of a process that has ended closes its files a little later.
-    wait_until(lambda: open_files() <= before, lambda: f"{open_files()} open files, not {before}")
-    wait_until(lambda: threading.active_count() <= threads, "no more threads")
+    wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")

@@ -260,8 +260,9 @@ class SimpleElasticAgent(ElasticAgent):
         except (SignalException, KeyboardInterrupt) as error:
             # Ctrl-C is a KeyboardInterrupt if the signals to handle are without SIGINT.
             death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
-            logger.warning("Received %s death signal, shutting down workers", death_sig)
+            # First, because this event decides whether this agent still prints for the job.
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
+            logger.warning("Received %s death signal, shutting down workers", death_sig)
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
             handler.interrupt()

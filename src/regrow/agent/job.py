@@ -73,7 +73,7 @@ class Job:
 
     @property
     def restart_count(self) -> int:
-        """Number of failures after which the workers were restarted."""
+        """Number of spent restarts: failures, and replaced worker processes."""
         if self.failures is not None:
             return self.failures
         return self.group.spec.max_restarts - self.remaining_restarts

@@ -13,7 +13,7 @@
 | 128+n | stopped by signal n: 130 by Ctrl-C, 143 by SIGTERM (preempted)                       |
 
 A scheduler can requeue a job on 75 and 143, and should not on 1 and 2. torchrun exits with 1
-instead of 1, 70, 75 and 128+n.
+where regrow exits with 70, 75 or 128+n.
 
 This file does not import the exception classes. It searches for them by name in the loaded modules.
 The module that raised an exception has also loaded its class, and a Ctrl-C during an import should

@@ -169,7 +169,7 @@ class _StoryBuilder:
         stopped = real(self._last("regrow.job.stopping"), "monotonic")
         over = self._over(number) or {}
         ended = real(over, "monotonic")
-        if signal is None or stopped is None or ended is None or stopped - ended > _SPREAD_S:
+        if signal is None or stopped is None or ended is None or stopped - ended > SPREAD_S:
             return False
         lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED])
         return evidence.to_blame(over, lost).why in (f"its agent got {signal}", "it gave up")
@@ -364,7 +364,7 @@ _STALLED = "regrow.heartbeat.stalled"
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
-_SPREAD_S = 5.0
+SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"

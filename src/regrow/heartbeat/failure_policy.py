@@ -102,7 +102,7 @@ class FailurePolicy:
         """Report a stalled training; at a higher log level on the stalled rank and on rank 0.
 
         To the agent of the stalled rank, the report is a timer that expires at once and requests no
-        signal. The agent then takes the stacks of this process, which continues.
+        signal. The agent then reads the stacks of this process, which continues.
 
         Args:
             ranks: the stalled ranks.

@@ -69,7 +69,7 @@ class LinkError(RestartError):
     """A rank cannot continue with its group.
 
     LinkError
-     ├─ EvictedError     the other ranks continue without this rank
+     ├─ EvictedError        the other ranks continue without this rank
      ├─ LinkLostError       the store is unreachable, or does not know the group
      ├─ LinkClosedError     this link was closed, or belongs to the parent of a forked process
      ├─ CallOverError       the call is over: no rank continues in place of this rank

@@ -3,7 +3,7 @@
 RendezvousError
  ├─ RendezvousClosedError        the job is over here: no node can join any more
  ├─ RendezvousTimeoutError       the round did not form in time; names the missing nodes
- ├─ RendezvousConnectionError    the place where the nodes meet cannot be reached
+ ├─ RendezvousConnectionError    the rendezvous cannot be reached
  ├─ RendezvousStateError         this release does not understand the shared state
  ├─ RendezvousUsageError         the settings are not usable; nothing was started
  └─ RendezvousGracefulExitError  no failure: this node is not needed, or was interrupted
@@ -46,7 +46,7 @@ class RendezvousTimeoutError(RendezvousError):
 
 
 class RendezvousConnectionError(RendezvousError):
-    """The connection to the place where the nodes meet has failed."""
+    """The connection to the rendezvous has failed."""
 
 
 class RendezvousStateError(RendezvousError):

@@ -239,7 +239,7 @@ class PushingRendezvousHandler(RendezvousHandler):
 
     @property
     def credentials(self) -> Credentials | None:
-        """The credentials of this node; None if the place where the nodes meet handles them."""
+        """The credentials of this node; None if etcd or the directory handles them."""
         return None
 
     def report_failure(self, report: str) -> Judged | None:

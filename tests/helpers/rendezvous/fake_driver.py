@@ -126,7 +126,8 @@ class FakeDriver:
             return answered
 
     def _wait_while_held(self, event: Event, *, applied: bool) -> None:
-        while (type(event), applied) == self._held and not self._interrupted:
+        while (type(event), applied) == self._held:
+            self._check_interrupt()
             self.blocked = True
             self.rounds.changed.wait()
 
@@ -177,14 +178,17 @@ class FakeDriver:
         self.interrupt()
         self.closed.append(linger)
 
+    def _check_interrupt(self) -> None:
+        if self._interrupted:
+            raise RendezvousGracefulExitError("interrupted")
+
     @contextmanager
     def _reached(self, timeout: float) -> Any:
         with self.rounds.changed:
             if self._cut:
                 self.blocked = self.blocked or timeout > 0
                 self.rounds.changed.wait_for(lambda: not self._cut or self._interrupted, timeout)
-            if self._interrupted:
-                raise RendezvousGracefulExitError("interrupted")
+            self._check_interrupt()
             if self._cut:
                 raise RendezvousConnectionError(self._cut)
             yield

@@ -50,8 +50,9 @@ def stop_lines(nodes: int, output: str) -> int:
     without the first one. The story counts this, and a new worker that has no handler yet ends with
     a line.
     """
-    again = re.search(r"was stopped by SIGTERM after .*?with (\d+) restart", output, re.DOTALL)
-    return 3 + nodes + (1 + int(again[1]) if again else 0)
+    again = re.search(r"was stopped by SIGTERM after .*?with \d+ restart", output, re.DOTALL)
+    killed = re.findall(r"^failed \(exitcode: -15\)", output, re.MULTILINE)
+    return 3 + nodes + bool(again) + min(len(killed), nodes - 1)
 
 
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")

@@ -11,7 +11,6 @@ is called with the arguments that it accepts, so hooks of both generations of to
 
 from __future__ import annotations
 
-import inspect
 import os
 import signal
 import threading
@@ -499,16 +498,15 @@ def not_due_to(
 
 
 def call_hook(hook: Callable[..., Any], *args: Any, **offered: Any) -> Any:
-    """Call `hook` with `args`, and with those `offered` keywords that its signature accepts."""
+    """Call `hook` with `args`, and with those `offered` keywords that its signature names.
+
+    A hook with `**kwargs` gets none: it may pass them on to a hook that does not know them.
+    """
     function = hook
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(function, "__code__", None)
-    if code is None:
-        return hook(*args)
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        return hook(*args, **offered)
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
     return hook(*args, **{name: value for name, value in offered.items() if name in names})
 
 

@@ -12,12 +12,12 @@ waits, and the agent handles notifications and signals at once in every phase.
        |      round over, lease expired, nodes wait            charged or not              ENDED
        '-------------------'---------- BACKOFF ----------------------'
 
-**The restart budget.** Only failed workers spend it. In some jobs all nodes count failures together
-(`Formed.shared`). There the agent reports the first failed worker to all nodes at once, while it
-still stops the other workers of its node. The verdict states whether the job is charged with the
-failure, and how many charged failures it has had. In other jobs each agent counts its own failures
-and does not enter the phase AWAITING_VERDICT. A change of membership starts a new round without
-spending the budget.
+**The restart budget.** Failed and replaced workers spend it. In some jobs all nodes count failures
+together (`Formed.shared`). There the agent reports the first failed worker to all nodes at once,
+while it still stops the other workers of its node. The verdict states whether the job is charged
+with the failure, and how many charged failures it has had. In other jobs each agent counts its own
+failures and does not enter the phase AWAITING_VERDICT. A change of membership starts a new round
+without spending the budget.
 
 **Notifications may arrive at any time.** The agent may not know yet that the round has formed, or
 may be leaving the round already. So each notification has the number of its round. The state keeps

@@ -1,4 +1,4 @@
-"""Adds the OOM killer to the report of a worker's SIGKILL, as the likely cause.
+"""Adds the OOM killer to the failure of a worker killed by SIGKILL, as the likely cause.
 
 The kernel counts, for each cgroup, the processes that its OOM killer ends. The workers are in the
 agent's cgroup. The kernel counts a process before it sends SIGKILL, so the count is there when the

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from regrow._progress import (
     LONGEST,
     MAY_BE_REPLACED,
-    NOT_IN_RESTARTER,
+    NOT_IN_WRAPPER,
     OTHERS_GO_ON,
     OWES_RESULT,
     PRIVATE_ENV,
@@ -112,15 +112,15 @@ class WorkerReports:
 
     def others_continue(self, local_rank: int) -> bool:
         """Return whether the other workers continue after the end of this local rank."""
-        return bool(self._restarter_state(local_rank) & OTHERS_GO_ON)
+        return bool(self._wrapper_state(local_rank) & OTHERS_GO_ON)
 
     def owes_result(self, local_rank: int) -> bool:
         """Return whether this local rank has a wrapped function without a result."""
-        return bool(self._restarter_state(local_rank) & OWES_RESULT)
+        return bool(self._wrapper_state(local_rank) & OWES_RESULT)
 
     def may_be_replaced(self, local_rank: int) -> bool:
         """Return whether the other workers wait for another process of this local rank."""
-        return bool(self._restarter_state(local_rank) & MAY_BE_REPLACED)
+        return bool(self._wrapper_state(local_rank) & MAY_BE_REPLACED)
 
     def clear(self, local_rank: int) -> None:
         """Clear the slot of an ended worker, for its replacement, which has no result yet."""
@@ -130,10 +130,10 @@ class WorkerReports:
                 SLOT.pack_into(self._memory, local_rank * SLOT.size, *blank)
         self._first_steps.discard(local_rank)
 
-    def _restarter_state(self, local_rank: int) -> int:
+    def _wrapper_state(self, local_rank: int) -> int:
         with self._lock:
             if self._memory.closed:
-                return NOT_IN_RESTARTER
+                return NOT_IN_WRAPPER
             return int(SLOT.unpack_from(self._memory, local_rank * SLOT.size)[4])
 
     def stop(self) -> None:

@@ -65,7 +65,7 @@ class EndedWorker(NamedTuple):
 def may_replace(worker: EndedWorker) -> str:
     """Return why a worker that has ended is not replaced; empty if it may be."""
     if not worker.wanted:
-        return "its wrapper has no replace=True, or the rendezvous does not count restarts"
+        return "the rendezvous does not count the restarts of all nodes together"
     if worker.leaving:
         return "the job ends"
     if worker.incarnation and not worker.stepped:

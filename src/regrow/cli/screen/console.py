@@ -120,12 +120,18 @@ class Speaker(NamedTuple):
     lost: frozenset[int] = frozenset()
     """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
     agent that has left by itself prints its own lines, and is not among them."""
+    spoken: tuple[str, float] | None = None
+    """Why the agent that printed for the job has left by itself, and when this agent learned it."""
+    is_stopped_too: bool = False
+    """Whether the signal of that agent has reached this agent as well, so that the job is over."""
 
     @property
     def speaks(self) -> bool:
         """Whether this agent prints for the whole job."""
         if self.started_as is None:
             return True
+        if self.is_stopped_too:
+            return False
         if self.rank is None:
             return self.started_as == 0
         return self.lost.issuperset(range(self.rank))
@@ -175,12 +181,22 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
             if metadata.get("lost") and address == speaker.leader:
                 return speaker._replace(lost=speaker.lost | {0})
         case "regrow.round.departed":
-            lost = (
-                node["rank"]
-                for node in metadata.get("nodes", ())
-                if not str(node["why"]).startswith(_BY_ITSELF)
+            gone = {node["rank"]: str(node["why"]) for node in metadata.get("nodes", ())}
+            left = {rank: why for rank, why in gone.items() if why.startswith(_BY_ITSELF)}
+            lost = speaker.lost | (gone.keys() - left.keys())
+            first = next(rank for rank in count() if rank not in lost)
+            if first in left:
+                spoken = left[first], float(metadata["monotonic"])
+                return speaker._replace(lost=lost, spoken=spoken)
+            return speaker._replace(lost=lost)
+        case "regrow.job.stopping" if speaker.spoken is not None:
+            from regrow.events.build_story import SPREAD_S
+
+            why, at = speaker.spoken
+            same = why == f"its agent got {metadata.get('signal')}"
+            return speaker._replace(
+                is_stopped_too=same and float(metadata["monotonic"]) - at <= SPREAD_S
             )
-            return speaker._replace(lost=speaker.lost.union(lost))
         case "regrow.rendezvous.lost" if speaker.leader_serves:
             return speaker._replace(lost=speaker.lost | {0}, is_alone=True)
     return speaker

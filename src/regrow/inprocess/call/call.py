@@ -143,11 +143,11 @@ class CallWrapper:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() == self._pid:
             if error is None:
-                board.set_restart_state(board.NOT_IN_RESTARTER)
+                board.set_restart_state(board.NOT_IN_WRAPPER)
             elif not exits_with_0(error):  # no result: the board keeps "owes a result"
                 left = self._left_as
                 board.set_restart_state(
-                    board.NOT_IN_RESTARTER if left is None else left & ~board.OWES_RESULT
+                    board.NOT_IN_WRAPPER if left is None else left & ~board.OWES_RESULT
                 )
             self._stack.close()
             # The function may keep this object. Closed parts are removed, which also frees their
@@ -265,7 +265,7 @@ class CallWrapper:
 
     @property
     def _in_restarter(self) -> int:
-        return board.IN_RESTARTER | (board.MAY_BE_REPLACED if self._replaces else 0)
+        return board.IN_WRAPPER | (board.MAY_BE_REPLACED if self._replaces else 0)
 
     # ------------------------------------------------------------ one iteration
 
@@ -473,7 +473,7 @@ class CallWrapper:
         self._watch.recover()
         replaced = self._replaces and may_be_replaced(error)
         if self._report_exit(error, replaced=replaced):
-            self._left_as = board.IN_RESTARTER | (board.MAY_BE_REPLACED if replaced else 0)
+            self._left_as = board.IN_WRAPPER | (board.MAY_BE_REPLACED if replaced else 0)
         board.set_restart_state(board.OWES_RESULT if self._left_as is None else self._left_as)
         self._state.mode = Mode.TERMINATED
         self._watch.recover(self._config.hard_timeout.total_seconds())

@@ -42,7 +42,7 @@ or is stopped cannot. The monitor of its host then detects it and sends a `Repor
 **End of a rank.** Three things end a rank: its own report (`terminated`), a report of its monitor
 (`ReportDead`), and the end of its connection. The end of a connection is recorded as TERMINATED if
 the rank's side closed it and did not return within the grace of its session. It is recorded as
-UNRESPONSIVE if the rank fell silent. A living process that was evicted gets a `EvictedError`
+UNRESPONSIVE if the rank fell silent. A living process that was evicted gets an `EvictedError`
 from its next or current call.
 
 **Messages.** The types below are the bodies of the questions to the service and of its answers, in

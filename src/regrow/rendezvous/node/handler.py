@@ -144,6 +144,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._outlast_s = 0.0
         self._left_as = ""  # its id when it left or gave up
         self._interrupted = False
+        self._ending = False  # whether `leave` or `shutdown` was called
         self._calls = 0  # calls of `_call` that run now: the agent's and those of replacements
         self._leaving_sent = threads.Event()
         """Set once the others know that this node is leaving, or the report has failed."""
@@ -295,7 +296,6 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 case RoundEnded(round):
                     self._token = round
                 case Rejoin(why):
-                    self._check()  # a node that has left does not join again
                     logger.warning("node %s rejoins under a new id: %s", self.id, why)
                     self._begin_life()
 
@@ -320,6 +320,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                     text, departed = self.driver.explain_timeout(self.id, timeout)
                     raise RendezvousTimeoutError(text, departed=departed)
                 case Seated() | RoundEnded() | Rejoin():
+                    if self._ending:  # another thread may have left before this answer came
+                        self._check()
                     return outcome
 
     def _wait(self, waiting: SeatRequest) -> tuple[SeatRequest, Outcome | None]:
@@ -358,17 +360,12 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     def _check(self) -> None:
         if self._interrupted:
             raise RendezvousGracefulExitError(f"node {self.id or self._addr} was interrupted")
-        if self._has_left or self.connection.done:
+        if self._ending or self.connection.done:
             raise RendezvousClosedError(
                 f"this handler of the rendezvous '{self._settings.run_id}' has been shut down"
             )
         if self.connection.broken is not None:
             raise self.connection.broken
-
-    @property
-    def _has_left(self) -> bool:
-        """Whether another thread ends this handler, and has told the others or is about to."""
-        return bool(self.id) and self.id == self._left_as
 
     def _over(self, closed: RoundClosed, standby: bool) -> RendezvousError:
         run_id = self._settings.run_id
@@ -391,8 +388,6 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def _give_up(self) -> None:
         """Give up the wait for a seat, so that the others do not count on this node."""
-        if self._has_left:
-            return
         self._left_as = self.id
         try:
             answer = self.connection.call(
@@ -504,6 +499,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         if self.connection.done:
             return
+        self._begin_end()
         try:
             self._leave(why, self._bounds.lease)
             self._wait_for_others(why)
@@ -515,9 +511,15 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def _leave(self, why: str, limit: float) -> None:
         """Release the node's place, in a round or on standby, within `limit` seconds."""
-        if self.id:
-            self._left_as = self.id
-            self._others = self._submit_last(LeaveRound(self.id, 0, why), limit).others
+        if id := self.id:
+            self._left_as = id
+            self._others = self._submit_last(LeaveRound(id, 0, why), limit).others
+
+    def _begin_end(self) -> None:
+        """End the calls of other threads, so that this node does not join again."""
+        with self.connection.changed:
+            self._ending = True
+            self.connection.changed.notify_all()
 
     def outlast(self, limit: float) -> None:
         """See base class."""
@@ -601,6 +603,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         if self.connection.done:
             return True
+        self._begin_end()
         linger = True
         try:
             try:

@@ -101,7 +101,7 @@ class OwnAddress(NamedTuple):
 
 
 class MeetingPlace(NamedTuple):
-    """The place where the nodes meet, as this node sees it."""
+    """The server of the rendezvous, as this node sees it."""
 
     server: HostedServer | None
     """The server that this node hosts; None if another node serves."""

@@ -189,9 +189,9 @@ class Machine:
             return [(session, answers[request.id])]
         if len(answers) >= self.limits.unconfirmed or session.kept > self.limits.outgoing_bytes:
             raise StoreProtocolError(
-                f"the client has not confirmed {len(answers)} answers ({session.kept} bytes): more "
-                f"than {self.limits.unconfirmed} (Limits.unconfirmed), or than "
-                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes)"
+                f"the client has not confirmed {len(answers)} answers ({session.kept} bytes): at "
+                f"most {self.limits.unconfirmed} (Limits.unconfirmed) with at most "
+                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes) may be unconfirmed"
             )
         answer: Struct
         try:
