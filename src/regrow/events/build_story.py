@@ -169,7 +169,9 @@ class _StoryBuilder:
         stopped = real(self._last("regrow.job.stopping"), "monotonic")
         over = self._over(number) or {}
         ended = real(over, "monotonic")
-        if signal is None or stopped is None or ended is None or stopped - ended > SPREAD_S:
+        if signal is None or stopped is None or ended is None:
+            return False
+        if stopped - ended > evidence.STOP_SPREAD_S:
             return False
         lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED])
         return evidence.to_blame(over, lost).why in (f"its agent got {signal}", "it gave up")
@@ -364,8 +366,6 @@ _STALLED = "regrow.heartbeat.stalled"
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
-SPREAD_S = 5.0
-"""Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
 _ROUND_ENDED, _ROUND_JUDGED = "regrow.round.ended", "regrow.round.judged"

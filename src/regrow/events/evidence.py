@@ -17,6 +17,9 @@ from regrow.utils import signal_text
 Record: TypeAlias = Mapping[str, Any]
 """One event of the log: a JSON object."""
 
+STOP_SPREAD_S = 5.0
+"""Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
+
 
 def since(later: float | None, earlier: float | None) -> float | None:
     """Return the seconds from `earlier` to `later`; None if unknown or negative."""

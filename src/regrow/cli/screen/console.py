@@ -190,12 +190,12 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
                 return speaker._replace(lost=lost, spoken=spoken)
             return speaker._replace(lost=lost)
         case "regrow.job.stopping" if speaker.spoken is not None:
-            from regrow.events.build_story import SPREAD_S
+            from regrow.events import STOP_SPREAD_S
 
             why, at = speaker.spoken
             same = why == f"its agent got {metadata.get('signal')}"
             return speaker._replace(
-                is_stopped_too=same and float(metadata["monotonic"]) - at <= SPREAD_S
+                is_stopped_too=same and float(metadata["monotonic"]) - at <= STOP_SPREAD_S
             )
         case "regrow.rendezvous.lost" if speaker.leader_serves:
             return speaker._replace(lost=speaker.lost | {0}, is_alone=True)
