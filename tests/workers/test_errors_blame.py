@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from regrow.workers import ChildFailedError, ProcessFailure
 from regrow.workers.errors.failures import first_of
+from regrow.workers.worker_set import first_failure
 
 Fail = Callable[..., ProcessFailure]
 
@@ -32,6 +34,27 @@ def fail(tmp_path: Path) -> Fail:
 
 def test_without_blame_the_earliest_failure_is_the_root_cause(fail: Fail) -> None:
     assert first_of({0: fail(0, 3.0), 1: fail(1, 1.0), 2: fail(2, 2.0)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("signum", "later", "first"),
+    [
+        (signal.SIGKILL, 0.0009, 1),
+        (signal.SIGSEGV, 0.04, 1),
+        (signal.SIGKILL, 0.2, 0),  # too late: the exception is the cause
+        (signal.SIGTERM, 0.0009, 0),  # it may have been sent because of the exception
+        (signal.SIGABRT, 0.0009, 0),  # C++ aborts for an error in a collective too
+    ],
+)
+def test_a_crash_is_the_root_cause_of_an_exception_that_was_stamped_just_before_its_end(
+    fail: Fail, signum: int, later: float, first: int
+) -> None:
+    """The kernel closes the connections of a process before it reports the end of the process."""
+    failures = {0: fail(0, 1.0), 1: ProcessFailure(1, 7, -signum, "", exited_monotonic=1.0 + later)}
+    assert first_of(failures) == first
+    found = first_failure(failures.values())
+    assert found is failures[first]
+    assert failures[1].failed_monotonic == 1.0 + later
 
 
 def test_a_worker_that_the_earliest_failure_blames_is_the_root_cause(fail: Fail) -> None:

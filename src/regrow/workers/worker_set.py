@@ -90,7 +90,7 @@ class RunProcsResult:
 
 def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure | None:
     """Return the earliest of some workers' failures, by the most exact times known."""
-    return min(failures, key=lambda failure: failure.failed_monotonic, default=None)
+    return min(failures, key=lambda failure: failure.order, default=None)
 
 
 class Launcher:

@@ -13,11 +13,16 @@ sources, from the most exact one:
 
 A process cannot fail after it ended. So the end of the process is the upper limit for the first two
 sources.
+
+The kernel closes the connections of a process that crashes, and reports the end of the process a
+little later. So another worker may stamp its exception about the lost connection before the crash
+is known. Therefore a crash counts as the earlier one if it is at most `CRASH_S` later.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
@@ -32,6 +37,12 @@ MAX_RULE_WIDTH = 60
 MOST_BYTES = 4 << 20
 #: Most characters of a message in a summary of one line.
 LONGEST_LINE = 2000
+#: Signals by which a process ends for a reason of its own, and not because another worker failed.
+CRASHES = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS}
+)
+#: Most seconds from the end of a crashed process's connections to its end as the agent sees it.
+CRASH_S = 0.05
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 
 
@@ -117,6 +128,12 @@ class ProcessFailure:
             self.error_file_data = {"message": self.message}
         self.error_file = error_file or NOT_AVAILABLE
         self.timestamp = min(max(timestamp, 0), 1 << 35)
+
+    @property
+    def order(self) -> float:
+        """`failed_monotonic`, but for a crash the earliest time at which others may notice it."""
+        crashed = -self.exitcode in CRASHES and not self.has_error_file
+        return self.failed_monotonic - (CRASH_S if crashed else 0.0)
 
     @property
     def has_error_file(self) -> bool:
@@ -247,7 +264,7 @@ def first_of(failures: Mapping[int, ProcessFailure]) -> int:
     others = set(failures)
     candidates: Set[int] = failures.keys()
     while candidates:
-        first = min(candidates, key=lambda rank: failures[rank].failed_monotonic)
+        first = min(candidates, key=lambda rank: failures[rank].order)
         others.discard(first)
         candidates = failures[first].blames & others
     return first
