@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,12 @@ Fail = Callable[..., ProcessFailure]
 def fail(tmp_path: Path) -> Fail:
     """Make a failure: `fail(rank, at, blames)`, with an error file like that of a heartbeat."""
 
-    def make(rank: int, at: float, blames: object = None) -> ProcessFailure:
+    def make(rank: int, at: float, blames: object = None, text: str = "m") -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
         extra: dict[str, Any] = {"monotonic": at, "timestamp": "1"}
         if blames is not None:
             extra["heartbeat"] = {"kind": "missing", "ranks": blames}
-        path.write_text(json.dumps({"message": {"message": "m", "extraInfo": extra}}))
+        path.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         return ProcessFailure(rank, 100 + rank, -6, str(path), exited_monotonic=at)
 
     return make
@@ -37,24 +36,38 @@ def test_without_blame_the_earliest_failure_is_the_root_cause(fail: Fail) -> Non
 
 
 @pytest.mark.parametrize(
-    ("signum", "later", "first"),
+    ("text", "later", "first"),
     [
-        (signal.SIGKILL, 0.0009, 1),
-        (signal.SIGSEGV, 0.04, 1),
-        (signal.SIGKILL, 0.2, 0),  # too late: the exception is the cause
-        (signal.SIGTERM, 0.0009, 0),  # it may have been sent because of the exception
-        (signal.SIGABRT, 0.0009, 0),  # C++ aborts for an error in a collective too
+        ("[pair.cc:537] Read error [127.0.0.1]:53908: Connection reset by peer.", 0.0009, 1),
+        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:2001", 0.04, 1),
+        (
+            "NCCL error in: NCCLUtils.cpp:51, remote process exited or there was a network error",
+            0.01,
+            1,
+        ),
+        ("failed to recv, got 0 bytes. Connection was likely closed.", 0.01, 1),
+        ("[Errno 32] Broken pipe", 0.01, 1),
+        ("[Errno 104] Connection reset by peer", 0.2, 0),  # too late to be its cause
+        ("no such layer", 0.0009, 0),
     ],
 )
-def test_a_crash_is_the_root_cause_of_an_exception_that_was_stamped_just_before_its_end(
-    fail: Fail, signum: int, later: float, first: int
+@pytest.mark.parametrize("exitcode", [-9, 3])
+def test_an_exception_about_a_lost_connection_follows_the_failure_that_is_seen_just_after_it(
+    fail: Fail, text: str, later: float, first: int, exitcode: int
 ) -> None:
-    """The kernel closes the connections of a process before it reports the end of the process."""
-    failures = {0: fail(0, 1.0), 1: ProcessFailure(1, 7, -signum, "", exited_monotonic=1.0 + later)}
+    """The connections of a process end before its own end can be seen."""
+    failures = {
+        0: fail(0, 1.0, text=text),
+        1: ProcessFailure(1, 7, exitcode, "", exited_monotonic=1.0 + later),
+    }
     assert first_of(failures) == first
-    found = first_failure(failures.values())
-    assert found is failures[first]
-    assert failures[1].failed_monotonic == 1.0 + later
+    assert first_failure(failures.values()) is failures[first]
+    assert failures[0].failed_monotonic == 1.0
+
+
+def test_of_two_exceptions_about_lost_connections_the_earlier_one_is_first(fail: Fail) -> None:
+    lost = "Connection closed by peer"
+    assert first_of({0: fail(0, 1.01, text=lost), 1: fail(1, 1.0, text=lost)}) == 1
 
 
 def test_a_worker_that_the_earliest_failure_blames_is_the_root_cause(fail: Fail) -> None:

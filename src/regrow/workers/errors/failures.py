@@ -14,15 +14,14 @@ sources, from the most exact one:
 A process cannot fail after it ended. So the end of the process is the upper limit for the first two
 sources.
 
-The kernel closes the connections of a process that crashes, and reports the end of the process a
-little later. So another worker may stamp its exception about the lost connection before the crash
-is known. Therefore a crash counts as the earlier one if it is at most `CRASH_S` later.
+The connections of a process end a little before its own end can be seen, and often before it stamps
+its exception. So another worker may stamp its exception about the lost connection first. Therefore
+an exception about a lost connection counts as `LOST_S` later than it is.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
@@ -37,12 +36,13 @@ MAX_RULE_WIDTH = 60
 MOST_BYTES = 4 << 20
 #: Most characters of a message in a summary of one line.
 LONGEST_LINE = 2000
-#: Signals by which a process ends for a reason of its own, and not because another worker failed.
-CRASHES = frozenset(
-    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS}
+#: Parts of exceptions about a lost connection: of Python, gloo, NCCL and torch's store.
+LOST = (
+    *("connection reset", "connection closed", "broken pipe"),
+    *("remote process exited", "got 0 bytes"),
 )
-#: Most seconds from the end of a crashed process's connections to its end as the agent sees it.
-CRASH_S = 0.05
+#: Most seconds from such an exception to the failure that caused it, as the agent sees both.
+LOST_S = 0.05
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 
 
@@ -131,9 +131,9 @@ class ProcessFailure:
 
     @property
     def order(self) -> float:
-        """`failed_monotonic`, but for a crash the earliest time at which others may notice it."""
-        crashed = -self.exitcode in CRASHES and not self.has_error_file
-        return self.failed_monotonic - (CRASH_S if crashed else 0.0)
+        """`failed_monotonic`, and `LOST_S` more for an exception about a lost connection."""
+        text = self.summary.lower() if self.has_error_file else ""
+        return self.failed_monotonic + (LOST_S if any(part in text for part in LOST) else 0.0)
 
     @property
     def has_error_file(self) -> bool:
