@@ -225,10 +225,12 @@ class Host(Machine):
         """The virtual time until which the network refuses the host's connections."""
 
     def start(self) -> None:
-        """Start an agent, as soon as nothing remains of the previous one."""
-        if self.job.history.endings and self.job.place.state is None:
-            return  # a job that is over and forgotten does not start again
-        if self.guardian.round or self.off or self.sim.now < self.frozen_until:
+        """Start an agent, as soon as nothing remains of the previous one.
+
+        In a job that is over and forgotten no agent starts, unless one that runs begins it again.
+        """
+        over = self.job.history.endings and self.job.place.state is None
+        if over or self.guardian.round or self.off or self.sim.now < self.frozen_until:
             self.sim.after(0.5, self.start)
         elif self.agent is None or not self.agent.alive:
             self.agent = self.job.new_agent(self)
