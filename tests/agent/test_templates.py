@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from helpers.jobs.plain_handler import PlainHandler
-from helpers.processes import PATIENCE, wait_until
+from helpers.processes import PATIENCE
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features.templates import DelayedStart, Templates, command_of
 from regrow.agent.job import Job
@@ -150,11 +150,10 @@ def test_workers_that_are_no_python_script_have_no_template(
 
 
 def test_a_template_without_a_core_of_its_own_starts_later_and_not_after_the_attempt() -> None:
-    job = Attempts(cores=2)
+    job, before = Attempts(cores=2), set(threading.enumerate())
     assert job.start() == 0
+    [timer] = set(threading.enumerate()) - before
     job.feature.before_stop()
-    wait_until(
-        lambda: not any(isinstance(each, threading.Timer) for each in threading.enumerate()),
-        "the timer ends",
-    )
+    timer.join(PATIENCE)
+    assert not timer.is_alive()
     assert job.guardian.preloaded == []

@@ -157,7 +157,10 @@ def test_the_role_for_etcd_is_made_by_the_commands_of_its_page() -> None:
 
 LOOP = "batches = range(3)\ndef train_step(batch): pass\n"
 ASYNC = "import asyncio, regrow\nasync def reply(): pass\n"
-GLOO = "import os, torch.distributed as dist\ndist.init_process_group('gloo')\n"
+GLOO = (
+    "import os, torch.distributed as dist\n"
+    "dist.init_process_group('gloo')\ndist.barrier()\n"  # a rank that ends closes its connections
+)
 STORE = (
     "import os, torch.distributed as dist\n"
     "from regrow.store import worker_store\nfrom regrow.store.torch import TorchStore\n"
