@@ -17,7 +17,12 @@ from regrow._progress import IN_WRAPPER, MAY_BE_REPLACED, NOT_IN_WRAPPER
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features import StartedWorkers
 from regrow.agent.features.progress import WorkerReports, WorkerSteps
-from regrow.agent.features.replacements import EndedWorker, Replacements, ends_attempt, may_replace
+from regrow.agent.features.replacements import (
+    EndedWorker,
+    Replacements,
+    ends_attempt,
+    reason_not_to_replace,
+)
 from regrow.agent.job import Job
 from regrow.rendezvous import PushingRendezvousHandler, RendezvousError
 from regrow.workers import Guardian, PContext, WorkerChange
@@ -46,7 +51,7 @@ MAY = EndedWorker(wanted=True, incarnation=0, stepped=False, restarts=1)
     ],
 )
 def test_whether_a_worker_may_be_replaced(place: EndedWorker, why: str) -> None:
-    assert may_replace(place) == why
+    assert reason_not_to_replace(place) == why
 
 
 @pytest.mark.parametrize(

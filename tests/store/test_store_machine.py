@@ -88,7 +88,7 @@ def test_a_client_that_confirms_nothing_is_stopped() -> None:
     session = open_session(m)
     for id in range(1, 4):
         m.handle(session, wire.Add(id, 1, "n", 1))
-    with pytest.raises(StoreProtocolError, match="has not confirmed"):
+    with pytest.raises(StoreProtocolError, match="unconfirmed answers"):
         m.handle(session, wire.Add(4, 1, "n", 1))
 
 

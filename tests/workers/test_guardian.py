@@ -26,7 +26,7 @@ from helpers.processes import (
 )
 from regrow.workers import Guardian
 from regrow.workers.guardian import client, procfs
-from regrow.workers.guardian.client import Place
+from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import (
     Exited,
     Gone,
@@ -58,8 +58,10 @@ def _spawn(
     fds: Mapping[int, int] | None = None,
     grace: float = 20.0,
 ) -> int:
-    place = Place(dict(os.environ if env is None else env), listener, fds=fds or {}, grace=grace)
-    return guardian.spawn(argv, place)
+    setup = WorkerSetup(
+        dict(os.environ if env is None else env), listener, fds=fds or {}, grace=grace
+    )
+    return guardian.spawn(argv, setup)
 
 
 def _run(guardian: Guardian, *argv: str, grace: float = 20.0) -> tuple[int, Started, EventQueue]:
@@ -224,7 +226,7 @@ def test_a_worker_that_closes_its_stdout_runs_on(guardian: Guardian) -> None:
 
 CLOSED = """
 import os, sys, threading
-from regrow.workers.guardian.client import Guardian, Place
+from regrow.workers.guardian.client import Guardian, WorkerSetup
 from regrow.workers.guardian.events import Gone
 gone = threading.Event()
 def listener(event):
@@ -234,7 +236,7 @@ guardian = Guardian()
 script = "import os, sys; links = [os.readlink(f'/proc/self/fd/{n}') for n in range(3)];"
 script += "open(sys.argv[1], 'w').write(chr(10).join(links))"
 words = [sys.executable, "-I", "-S", "-c", script, sys.argv[1]]
-guardian.spawn(words, Place(os.environ, listener))
+guardian.spawn(words, WorkerSetup(os.environ, listener))
 gone.wait()
 guardian.close()
 """
@@ -485,11 +487,11 @@ def test_a_worker_that_forks_without_end_is_stopped(guardian: Guardian) -> None:
 def test_a_job_inside_a_worker_ends_with_the_worker(guardian: Guardian, tmp_path: Path) -> None:
     inner = (
         "import os, time\n"
-        "from regrow.workers.guardian.client import Guardian, Place\n"
+        "from regrow.workers.guardian.client import Guardian, WorkerSetup\n"
         "def listener(event):\n"
         f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(event.pid))\n"
         "guardian = Guardian()\n"
-        "guardian.spawn(['sleep', '1000'], Place(os.environ, listener))\n"
+        "guardian.spawn(['sleep', '1000'], WorkerSetup(os.environ, listener))\n"
         "time.sleep(1000)\n"
     )
     _, started, events = _run(guardian, sys.executable, "-c", inner)
@@ -558,14 +560,14 @@ def test_the_guardian_ignores_signals_to_all_processes_of_a_job() -> None:
 
 AGENT = """
 import os, sys, time
-from regrow.workers.guardian.client import Guardian, Place
+from regrow.workers.guardian.client import Guardian, WorkerSetup
 reader, writer = os.pipe()
 os.set_blocking(reader, False)
 def listener(event):
     print(os.getpid(), flush=True)
 guardian = Guardian()
-place = Place(os.environ, listener, fds={1: writer}, drains=[(reader, sys.argv[2])])
-guardian.spawn(["sh", "-c", sys.argv[1]], place)
+setup = WorkerSetup(os.environ, listener, fds={1: writer}, drains=[(reader, sys.argv[2])])
+guardian.spawn(["sh", "-c", sys.argv[1]], setup)
 os.close(writer)
 if os.fork() == 0:  # holds all of the agent's descriptors, as any fork in it may
     time.sleep(1000)
@@ -603,7 +605,7 @@ def test_a_killed_agent_leaves_no_worker_and_loses_no_log(
 ADOPTING = """
 import os, sys, time
 from regrow.workers.guardian import procfs
-from regrow.workers.guardian.client import Guardian, Place
+from regrow.workers.guardian.client import Guardian, WorkerSetup
 from regrow.workers.guardian.events import Exited
 def listener(event):
     if isinstance(event, Exited):
@@ -612,7 +614,7 @@ guardian = Guardian()
 mark = guardian.mark()
 words = ["sh", "-c", "trap '' TERM; sleep 1000 & exit 0"]
 pid = os.posix_spawnp("sh", words, {**os.environ, procfs.MARK: mark}, setsid=True)
-guardian.adopt(pid, mark, Place(os.environ, listener, grace=1000.0))
+guardian.adopt(pid, mark, WorkerSetup(os.environ, listener, grace=1000.0))
 time.sleep(1000)
 """
 

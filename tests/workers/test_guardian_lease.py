@@ -12,7 +12,7 @@ import pytest
 from helpers.processes import EventQueue, alive, wait_until
 from regrow.workers import Guardian
 from regrow.workers.guardian import procfs
-from regrow.workers.guardian.client import Place
+from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import Exited, Gone, GuardianLost, Lapsed, Started
 
 #: Two more generations, one a daemon in a session of its own.
@@ -29,7 +29,7 @@ class Leased:
 
     def run(self, *argv: str) -> tuple[Started, EventQueue]:
         events = EventQueue()
-        self.guardian.spawn(argv, Place(os.environ, events))
+        self.guardian.spawn(argv, WorkerSetup(os.environ, events))
         return events.next(Started), events
 
     def pid(self) -> int:
@@ -78,7 +78,7 @@ def test_no_worker_starts_before_the_lease_is_renewed(leased: Leased) -> None:
     leased.guardian.start()
     leased.guardian.renew(monotonic())
     events = EventQueue()
-    leased.guardian.spawn(["sleep", "1000"], Place(os.environ, events))
+    leased.guardian.spawn(["sleep", "1000"], WorkerSetup(os.environ, events))
     assert events.next(Exited).code == -signal.SIGKILL
     events.next(Gone)
     leased.guardian.renew(None)
@@ -91,7 +91,7 @@ def test_a_replaced_guardian_knows_the_lease(leased: Leased) -> None:
     events.next(GuardianLost)
     leased.guardian.renew(monotonic())
     late = EventQueue()
-    leased.guardian.spawn(["sleep", "1000"], Place(os.environ, late))
+    leased.guardian.spawn(["sleep", "1000"], WorkerSetup(os.environ, late))
     assert late.next(Exited).code == -signal.SIGKILL
 
 
@@ -103,7 +103,7 @@ def test_a_host_that_was_paused_checks_the_lease_before_it_starts_workers(
     leased.guardian.renew(end)
     os.kill(leased.pid(), signal.SIGSTOP)
     late = EventQueue()
-    leased.guardian.spawn(["sleep", "1000"], Place(os.environ, late))
+    leased.guardian.spawn(["sleep", "1000"], WorkerSetup(os.environ, late))
     _past(end)
     os.kill(leased.pid(), signal.SIGCONT)
     assert events.next(Exited).code == -signal.SIGKILL
@@ -129,7 +129,7 @@ def test_adopted_workers_end_with_the_lease_too(leased: Leased) -> None:
         "sh", ["sh", "-c", FAMILY + "; wait"], {**os.environ, procfs.MARK: mark}, setsid=True
     )
     events = EventQueue()
-    leased.guardian.adopt(pid, mark, Place(os.environ, events))
+    leased.guardian.adopt(pid, mark, WorkerSetup(os.environ, events))
     wait_until(lambda: len(procfs.family((), (mark.encode(),))) == 5, "the family")
     leased.guardian.renew(monotonic())
     events.next(Exited)

@@ -13,7 +13,7 @@ import pytest
 from helpers.processes import EventQueue, alive, wait_until
 from regrow.utils import PortReservation
 from regrow.workers import Guardian
-from regrow.workers.guardian.client import Place
+from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import Exited, Gone, HelperChanged, Started
 
 SCRIPT = """
@@ -62,9 +62,9 @@ class Bench:
         with PortReservation() as port:
             rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
             env = {**os.environ, **rank, "MASTER_PORT": str(port.port)}
-            place = Place(env, events, fds={1: writer, 2: writer})
-            place = place._replace(may_take_standby=may_take_standby)
-            self.guardian.spawn(self._command, place)
+            setup = WorkerSetup(env, events, fds={1: writer, 2: writer})
+            setup = setup._replace(may_take_standby=may_take_standby)
+            self.guardian.spawn(self._command, setup)
             os.close(writer)
             with open(reader) as output:
                 text = output.read()

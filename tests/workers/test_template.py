@@ -15,7 +15,7 @@ import pytest
 
 from helpers.processes import GROUP_SIGNALS, EventQueue, alive, children_of, ends, wait_until
 from regrow.workers import Guardian
-from regrow.workers.guardian.client import Place
+from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import Exited, Gone, GuardianLost, HelperChanged, Started
 
 SLOW = "regrow_tests_slow"
@@ -80,7 +80,9 @@ class Bench:
         """Start a worker; return its events."""
         events = EventQueue()
         fds = {} if output is None else {1: output, 2: output}
-        self.guardian.spawn([*self.command, *arguments], Place(env or self.env, events, fds=fds))
+        self.guardian.spawn(
+            [*self.command, *arguments], WorkerSetup(env or self.env, events, fds=fds)
+        )
         return events
 
     def run(self, *arguments: str, env: Mapping[str, str] | None = None) -> tuple[bool, int, str]:
@@ -227,7 +229,7 @@ def test_a_stop_keeps_its_signal_when_a_later_one_shortens_its_grace(bench: Benc
     template = bench.preload(SLOW).pid
     os.kill(template, signal.SIGSTOP)
     events = EventQueue()
-    number = bench.guardian.spawn(bench.command, Place(bench.env, events, fds={}))
+    number = bench.guardian.spawn(bench.command, WorkerSetup(bench.env, events, fds={}))
     bench.guardian.stop([number], signal.SIGTERM, 20)
     bench.guardian.stop([number], 0, 10)
     os.kill(template, signal.SIGCONT)
@@ -324,7 +326,7 @@ def test_workers_that_are_stopped_while_they_are_forked_end(bench: Bench) -> Non
     bench.preload(SLOW)
     events = [EventQueue() for _ in range(20)]
     numbers = [
-        bench.guardian.spawn(bench.command, Place(bench.env, each, fds={})) for each in events
+        bench.guardian.spawn(bench.command, WorkerSetup(bench.env, each, fds={})) for each in events
     ]
     bench.guardian.stop(numbers, signal.SIGTERM, 20)
     for each in events:

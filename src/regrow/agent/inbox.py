@@ -1,4 +1,4 @@
-"""The inbox of an agent: one queue for all messages, filled by operations and signal handlers.
+"""The agent's message queue: ends of operations, notifications, and signals such as SIGTERM.
 
 The agent's main thread takes the next message, acts on it, and does nothing else. Long work runs in
 an `Operations` thread, one call after the other; the end of each call is a message. Signal handlers

@@ -186,7 +186,7 @@ def _lines(rows: Iterable[Row]) -> list[str]:
 
 
 def _column(label: str, values: Iterable[str]) -> list[Row]:
-    """Return rows of which the first has the label."""
+    """Return one row for each value; only the first row shows the label."""
     return [("" if index else label, value, "") for index, value in enumerate(values)]
 
 

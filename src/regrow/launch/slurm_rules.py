@@ -149,7 +149,7 @@ def wish(*, again: bool, ours: Task, theirs: Facts, batch_host_lost: bool) -> Wi
     """Decide what the last agent requests from Slurm.
 
     Args:
-        again: after this end of the job, the same command may succeed in another run.
+        again: whether another run of the same command may succeed.
         ours: the agent's task.
         theirs: the state of the job as Slurm shows it now.
         batch_host_lost: the host of the batch script is lost.

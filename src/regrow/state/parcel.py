@@ -1,4 +1,4 @@
-"""A part of a state over a transport: a header, the structure, then each array in chunks.
+"""Sends and receives one part of a state: a header, the structure, then arrays in chunks.
 
 Each chunk ends with its checksum, a CRC-32 that starts with the chunk's number. So a chunk with a
 damaged byte, and a chunk at another place, are found before they are used. CRC-32 finds every

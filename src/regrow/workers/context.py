@@ -29,7 +29,7 @@ from regrow.utils import (
 )
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.guardian import events as guard
-from regrow.workers.guardian.client import Guardian, Place
+from regrow.workers.guardian.client import Guardian, WorkerSetup
 from regrow.workers.logs.pump import LogPump
 from regrow.workers.logs.specs import of_rank
 from regrow.workers.worker_set import (
@@ -255,8 +255,8 @@ class PContext:
         return change is not None
 
     def _launch(self, rank: int, pump: LogPump, *, replaces: bool = False) -> None:
-        place = self._place(rank, pump)._replace(may_take_standby=replaces)
-        worker = self._launcher.launch(rank, place, self._guardian, sorted(pump.own_fds()))
+        setup = self._setup(rank, pump)._replace(may_take_standby=replaces)
+        worker = self._launcher.launch(rank, setup, self._guardian, sorted(pump.own_fds()))
         with self._changed:
             self._workers.add(rank, worker)
 
@@ -415,8 +415,8 @@ class PContext:
     def _failure(self, rank: int) -> ProcessFailure:
         return self._workers.failure(rank, self.error_files.get(rank, ""))
 
-    def _place(self, rank: int, pump: LogPump) -> Place:
-        return Place(
+    def _setup(self, rank: int, pump: LogPump) -> WorkerSetup:
+        return WorkerSetup(
             os.environ | self.envs[rank],
             partial(self._on_event, rank),
             fds=pump.writer_fds(rank),

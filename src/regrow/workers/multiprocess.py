@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.process import BaseProcess
 
-    from regrow.workers.guardian.client import Guardian, Place
+    from regrow.workers.guardian.client import Guardian, WorkerSetup
     from regrow.workers.logs.specs import LogsSpecs
     from regrow.workers.numa import NumaOptions
 
@@ -102,7 +102,9 @@ class FunctionLauncher(Launcher):
 
     # --- the start of a worker
 
-    def launch(self, rank: int, place: Place, guardian: Guardian, agent_fds: Sequence[int]) -> int:
+    def launch(
+        self, rank: int, setup: WorkerSetup, guardian: Guardian, agent_fds: Sequence[int]
+    ) -> int:
         """See `Launcher`."""
         if self._gate is None:
             self._gate = _function.Gate.new(len(self.args))
@@ -118,13 +120,13 @@ class FunctionLauncher(Launcher):
         )
         try:
             if self.start_method == "spawn":
-                return self._spawn(process, place, guardian)
+                return self._spawn(process, setup, guardian)
             self._processes[rank] = process
-            return self._fork(process, task, place, guardian, agent_fds)
+            return self._fork(process, task, setup, guardian, agent_fds)
         finally:
             call.close()
 
-    def _spawn(self, process: BaseProcess, place: Place, guardian: Guardian) -> int:
+    def _spawn(self, process: BaseProcess, setup: WorkerSetup, guardian: Guardian) -> int:
         handover, pickles = _Handover(), io.BytesIO()
         set_spawning_popen(handover)
         try:
@@ -140,8 +142,8 @@ class FunctionLauncher(Launcher):
         try:
             argv = spawn.get_command_line(tracker_fd=tracker, pipe_handle=reader)
             inherited = (tracker, reader, *handover.fds)
-            fds = dict(zip(inherited, inherited, strict=True)) | dict(place.fds)
-            worker = guardian.spawn(argv, place._replace(fds=fds))
+            fds = dict(zip(inherited, inherited, strict=True)) | dict(setup.fds)
+            worker = guardian.spawn(argv, setup._replace(fds=fds))
         finally:
             os.close(reader)
         data = pickles.getvalue()
@@ -157,7 +159,7 @@ class FunctionLauncher(Launcher):
         self,
         process: BaseProcess,
         task: _function.WorkerTask,
-        place: Place,
+        setup: WorkerSetup,
         guardian: Guardian,
         agent_fds: Sequence[int],
     ) -> int:
@@ -171,8 +173,8 @@ class FunctionLauncher(Launcher):
             # process. The fork server has only one thread, and ends with this process.
             lasting = not forked or threading.current_thread() is threading.main_thread()
             task.setup = _function.Setup(
-                env={**place.env, procfs.MARK: mark},
-                streams={number: _function.Fd(fd) for number, fd in place.fds.items()},
+                env={**setup.env, procfs.MARK: mark},
+                streams={number: _function.Fd(fd) for number, fd in setup.fds.items()},
                 agent_fds=agent_fds if forked else (),
                 dies_with_parent=lasting,
                 parent=os.getpid() if forked else None,
@@ -182,7 +184,7 @@ class FunctionLauncher(Launcher):
             process.start()
             assert process.pid is not None
             try:
-                worker = guardian.adopt(process.pid, mark, place)
+                worker = guardian.adopt(process.pid, mark, setup)
             except BaseException:
                 process.kill()
                 raise

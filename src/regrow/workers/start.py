@@ -12,7 +12,7 @@ from regrow.workers.logs.specs import DefaultLogsSpecs, LogsSpecs, Std
 from regrow.workers.worker_set import Launcher
 
 if TYPE_CHECKING:
-    from regrow.workers.guardian.client import Guardian, Place
+    from regrow.workers.guardian.client import Guardian, WorkerSetup
     from regrow.workers.numa import NumaOptions
 
 
@@ -55,14 +55,16 @@ class ProgramLauncher(Launcher):
     args: Mapping[int, tuple[Any, ...]]
     numa_options: NumaOptions | None
 
-    def launch(self, rank: int, place: Place, guardian: Guardian, agent_fds: Sequence[int]) -> int:
+    def launch(
+        self, rank: int, setup: WorkerSetup, guardian: Guardian, agent_fds: Sequence[int]
+    ) -> int:
         """See `Launcher`."""
         argv = [self.program, *map(str, self.args[rank])]
         if self.numa_options is not None:
             from regrow.workers.numa import bound_command
 
             argv = bound_command(argv, rank, self.numa_options)
-        return guardian.spawn(argv, place)
+        return guardian.spawn(argv, setup)
 
 
 def start_processes(

@@ -23,7 +23,7 @@ from regrow.utils import get_logger, to_json
 from regrow.workers.errors import ProcessFailure
 from regrow.workers.group import EndKind, GroupState, WorkerEnd, ended, given_up, replaced
 from regrow.workers.guardian import events as guard
-from regrow.workers.guardian.client import Guardian, Place
+from regrow.workers.guardian.client import Guardian, WorkerSetup
 
 logger = get_logger(__name__)
 
@@ -96,12 +96,14 @@ def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure | None:
 class Launcher:
     """Start of one kind of workers, and the meaning of their ends. Ranks are local."""
 
-    def launch(self, rank: int, place: Place, guardian: Guardian, agent_fds: Sequence[int]) -> int:
+    def launch(
+        self, rank: int, setup: WorkerSetup, guardian: Guardian, agent_fds: Sequence[int]
+    ) -> int:
         """Start one worker.
 
         Args:
             rank: the worker.
-            place: its environment, streams and grace.
+            setup: its environment, streams and grace.
             guardian: starts or adopts the worker.
             agent_fds: the agent's descriptors that no forked worker may keep.
 

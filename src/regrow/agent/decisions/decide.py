@@ -31,9 +31,9 @@ that the round is over.
 
 **Short attempts are slowed down**, whether workers crash or a host joins and leaves. After the
 first attempt shorter than `QUICK_S`, the next attempt starts at once. The later pauses are 1 s,
-2 s, 4 s and so on. Waiting nodes join when the attempt has lived for the length of this pause. In
-all other cases the agent pauses before it joins the next round. This pause is shorter than the last
-call of the round, in which the other nodes wait for it.
+2 s, 4 s and so on. If nodes wait to join, the attempt runs at least for this pause before it ends.
+For every other reason, the agent stops the workers and pauses before it joins the next round. This
+pause is shorter than the last call of the round, in which the other nodes wait for it.
 
 **The grace of stopped workers** depends on the reason. A change without a failure (a node joins, or
 leaves with notice) gives the whole `--shutdown-timeout`, so that workers can save. So does the end

@@ -1,4 +1,4 @@
-"""`Replacements`: starts another process in the place of a lost worker.
+"""`Replacements`: starts a process in place of a lost worker; charges one restart for it.
 
 A wrapper (`regrow.inprocess`) with `replace=True` marks its worker as one that another process may
 replace. When such a worker ends, its place in the group of workers is vacant. The agent then
@@ -14,7 +14,7 @@ A replacement that ends before its first training step is not replaced, because 
 be there. The worker has then failed, which ends the attempt.
 
 Each replacement runs on a thread of its own, because it waits for other nodes and for the guardian.
-The decision itself is `may_replace`.
+The decision itself is `reason_not_to_replace`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class EndedWorker(NamedTuple):
     """Whether the agent is leaving the job."""
 
 
-def may_replace(worker: EndedWorker) -> str:
+def reason_not_to_replace(worker: EndedWorker) -> str:
     """Return why a worker that has ended is not replaced; empty if it may be."""
     if not worker.wanted:
         return "the rendezvous does not count the restarts of all nodes together"
@@ -140,7 +140,7 @@ class Replacements(Feature):
 
     def vacates(self, local_rank: int) -> bool:
         """Return whether another process may take the place of a worker that has ended."""
-        return not may_replace(self._ended(local_rank))
+        return not reason_not_to_replace(self._ended(local_rank))
 
     def ends_attempt(self, local_rank: int) -> bool:
         """Return whether the end of a worker ends the attempt; see `ends_attempt`."""
@@ -177,7 +177,7 @@ class Replacements(Feature):
                 reports = self._reports()
                 if reports is not None and reports.may_be_replaced(local_rank):
                     refused = places.refusals.get(local_rank)
-                    refused = refused or may_replace(self._ended(local_rank))
+                    refused = refused or reason_not_to_replace(self._ended(local_rank))
                     why = refused or "it ended with exit code 0"
                     self._start_thread(partial(self._report_not_replaced, places, local_rank, why))
 

@@ -1,4 +1,4 @@
-"""The timer server of an agent: keeps the workers' timers, and examines a hung worker.
+"""An agent's file timer server: reads the stacks of all workers before it kills a hung one.
 
 The server is a thread of the agent's process. It does not run in the agent's loop, because a slow
 loop must not delay the end of a hung worker. It knows the workers of the current attempt

@@ -183,7 +183,7 @@ class Question(Struct, array_like=True, frozen=True, gc=False):
 
 
 class Join(Question, tag=1, frozen=True, gc=False):
-    """Question of `ServiceLink.join`."""
+    """See `ServiceLink.join`."""
 
     size: Size
     """Number of ranks in the group."""
@@ -201,7 +201,7 @@ class OfIteration(Question, frozen=True, gc=False):
 
 
 class Enter(OfIteration, tag=2, frozen=True, gc=False):
-    """Question of `ServiceLink.enter`."""
+    """See `ServiceLink.enter`."""
 
     place: Rank
     """The rank in the new world."""
@@ -211,7 +211,7 @@ class Enter(OfIteration, tag=2, frozen=True, gc=False):
 
 
 class Follow(OfIteration, tag=3, frozen=True, gc=False):
-    """Question of `ServiceLink.follow`."""
+    """See `ServiceLink.follow`."""
 
 
 class Report(OfIteration, tag=4, frozen=True, gc=False):
@@ -228,11 +228,11 @@ class Report(OfIteration, tag=4, frozen=True, gc=False):
 
 
 class AnswerLastCall(OfIteration, tag=5, frozen=True, gc=False):
-    """Question of `ServiceLink.answer_last_call`."""
+    """See `ServiceLink.answer_last_call`."""
 
 
 class Ready(OfIteration, tag=6, frozen=True, gc=False):
-    """Question of `ServiceLink.ready`."""
+    """See `ServiceLink.ready`."""
 
 
 class Completed(OfIteration, tag=7, frozen=True, gc=False):
@@ -240,11 +240,11 @@ class Completed(OfIteration, tag=7, frozen=True, gc=False):
 
 
 class WaitCompleted(OfIteration, tag=8, frozen=True, gc=False):
-    """Question of `ServiceLink.wait_completed`."""
+    """See `ServiceLink.wait_completed`."""
 
 
 class RankDone(OfIteration, tag=9, frozen=True, gc=False):
-    """Question of `ServiceLink.done`."""
+    """See `ServiceLink.done`."""
 
 
 class Leave(OfIteration, tag=10, frozen=True, gc=False):
@@ -259,7 +259,7 @@ class Leave(OfIteration, tag=10, frozen=True, gc=False):
 
 
 class Confirm(OfIteration, tag=12, frozen=True, gc=False):
-    """Question of `ServiceLink.confirm`."""
+    """See `ServiceLink.confirm`."""
 
 
 class ReportDead(Question, tag=11, frozen=True, gc=False):

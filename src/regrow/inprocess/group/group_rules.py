@@ -1,4 +1,4 @@
-"""Rules of a group: which rank is in which iteration, and when an iteration ends.
+"""Rules of a group: when an iteration ends, and which ranks are alive for the next one.
 
 A group is in one phase at a time. A phase ends for all ranks at once:
 

@@ -214,7 +214,7 @@ class GuardedCall:
             raise
 
     def _await_pending(self) -> None:
-        """Wait for a request in progress; a pending exception is then raised."""
+        """Wait until a running request to interrupt has finished; raise the pending exception."""
         with self._lock:
             pass
         _check_pending()

@@ -27,25 +27,25 @@ session of the store server is such a life. A node that compares and sets the st
 call after the other, and knows which calls took effect.
 
 **Queue.** Nodes that arrive too late queue in order of arrival. The running round may have free
-seats. As many queued nodes as there are free seats are *waiting*. The members are notified, so that
-they can make room by starting the next round. The other queued nodes *stand by*: they cost the job
-nothing, and move up when a seat becomes free. The state does not store which nodes wait and which
-stand by, because this follows from the numbers.
+seats. The first queued nodes, one for each free seat, are *waiting*. The members are notified, so
+that they can make room by starting the next round. The other queued nodes *stand by*: they cost the
+job nothing, and move up when a seat becomes free. The state does not store which nodes wait and
+which stand by, because this follows from the numbers.
 
 **Last call.** The last call ends early when every member of the previous round is back, has left or
 is lost. A member must come back within the last call, or within the grace that its workers have to
 stop, if that is longer. Otherwise the member is *evicted*: its lease is not renewed any more
 (`holds`), which kills its workers. The other nodes then wait for the length of one lease before
 they take its seat. So no two rounds ever have workers at the same time. If the member comes back in
-that time, it has its seat, because a node that joins has stopped its workers.
+that time, it keeps its seat, because a node that joins has stopped its workers.
 
 **Verdict.** When a host is lost, the workers of the other hosts also fail, in a collective without
 the lost workers. Such a failure may be reported first. So `WorkersFailed` ends the round at once,
 but the cause is not known yet. It is known when every other member has sent a message after the
 failure, which takes one message in each direction. If a member is lost or leaving by then, that
-member is the cause, and the job is not charged with a failure. The member that reported the failure
-counts too: when a host is shut down, its workers die before its agent. All nodes count the same
-failures, so the job has one budget of restarts.
+member is the cause, and the job is not charged with a failure. This also holds for the member that
+reported the failure: when a host is shut down, its workers die before its agent. All nodes count
+the same failures, so the job has one budget of restarts.
 
 **Fixed members.** If the members are fixed, no other node can take the seat of a member that is
 lost or leaves for good. So the round ends as usual. The other members are refused the next round,

@@ -1,8 +1,8 @@
-"""The state of the rendezvous, and the questions that it answers.
+"""The state of the rounds, and queries of it: seats, queue, lease, and status of a node.
 
 Some readers see only the state and may have missed earlier changes: a node that was cut off, a node
-that reads a document of other nodes, or a server that receives a repeated question. So every
-question about the rounds is a function of the state alone. `rules.py` has the rules by which the
+that reads a document of other nodes, or a server that receives a repeated request. So every query
+is a function of the state alone. `rules.py` has the rules by which the
 state changes.
 """
 

@@ -1,4 +1,4 @@
-"""The messages of a connection: the handshake, in which both sides prove the token; then frames.
+"""The store's wire format: a handshake in which both sides prove the token, then messages.
 
 The readers of frames limit their length: `server.connection` and `client.transport`.
 

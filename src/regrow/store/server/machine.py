@@ -189,9 +189,9 @@ class Machine:
             return [(session, answers[request.id])]
         if len(answers) >= self.limits.unconfirmed or session.kept > self.limits.outgoing_bytes:
             raise StoreProtocolError(
-                f"the client has not confirmed {len(answers)} answers ({session.kept} bytes): at "
-                f"most {self.limits.unconfirmed} (Limits.unconfirmed) with at most "
-                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes) may be unconfirmed"
+                f"the client has {len(answers)} unconfirmed answers ({session.kept} bytes); the "
+                f"limits are {self.limits.unconfirmed} answers (Limits.unconfirmed) and "
+                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes)"
             )
         answer: Struct
         try:

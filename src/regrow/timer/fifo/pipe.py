@@ -36,7 +36,7 @@ class Pipe:
         path: path of the new pipe.
 
     Raises:
-        FileExistsError: an object at the path must not be removed.
+        FileExistsError: the path exists, and is not an unused pipe of this user.
         OSError: the pipe cannot be created there.
     """
 

@@ -1,10 +1,10 @@
-"""The server of file timers: reads a named pipe, and reaps workers with expired timers.
+"""The server of file timers: reads a named pipe, and kills workers with expired timers.
 
 One thread waits for everything at once: requests, the ends of workers, `stop`, and the earliest
 deadline. Nothing is polled. Any process can fill the pipe. So the server reads one piece at a time,
 and checks deadlines between pieces.
 
-Three rules protect a healthy worker from being reaped:
+Three rules protect a healthy worker from being killed:
 - When a deadline has passed, the server reads the pipe first, because the release may be there.
 - Deadlines are on the monotonic clock. An expiration in seconds since the epoch is converted on
   arrival (`SteadyClock`).

@@ -55,7 +55,7 @@ _LOSS_TIMEOUT = 5.0
 logger = get_logger(__name__)
 
 
-class Place(NamedTuple):
+class WorkerSetup(NamedTuple):
     """Surroundings of a worker, both for programs and for functions."""
 
     env: Mapping[str, str]
@@ -116,13 +116,13 @@ class Guardian:
         with self._lock:
             self._ensure()
 
-    def spawn(self, argv: Sequence[str], place: Place) -> int:
+    def spawn(self, argv: Sequence[str], setup: WorkerSetup) -> int:
         """Start a program as a worker; `Started` or `Refused` follows.
 
         Args:
-            argv: the program and its arguments; looked up in PATH of `place.env` unless it has a
+            argv: the program and its arguments; looked up in PATH of `setup.env` unless it has a
                 slash.
-            place: the worker's surroundings.
+            setup: the worker's surroundings.
 
         Returns:
             The handle's number for the worker.
@@ -131,19 +131,19 @@ class Guardian:
             OSError: no guardian can be started.
             ValueError: arguments or environment have a null byte, or exceed the message limit.
         """
-        kind = b"replace" if place.may_take_standby else b"fork" if self.has_template else b"spawn"
-        return self._request(kind, argv, place)
+        kind = b"replace" if setup.may_take_standby else b"fork" if self.has_template else b"spawn"
+        return self._request(kind, argv, setup)
 
-    def _request(self, kind: bytes, argv: Sequence[str], place: Place) -> int:
+    def _request(self, kind: bytes, argv: Sequence[str], setup: WorkerSetup) -> int:
         words = [os.fsencode(word) for word in argv]
-        variables = [os.fsencode(f"{name}={value}") for name, value in place.env.items()]
+        variables = [os.fsencode(f"{name}={value}") for name, value in setup.env.items()]
         for word in (*words, *variables):
             if b"\0" in word:
                 raise ValueError(
                     f"a worker's argument or variable has a null byte: {os.fsdecode(word)!r}"
                 )
         # Without one of its own, a worker inherits the guardian's descriptors 0 to 2.
-        fds = {number: number for number in (0, 1, 2) if _is_standard(number)} | dict(place.fds)
+        fds = {number: number for number in (0, 1, 2) if _is_standard(number)} | dict(setup.fds)
         directory = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with self._lock:
@@ -153,7 +153,7 @@ class Guardian:
                 counts = [len(fds), len(words), len(variables)]
                 fields: Message = [*counts, *fds, *words, *variables]
                 given = [directory, *fds.values()]
-                return self._send_worker(kind, mark, place, fields, given)
+                return self._send_worker(kind, mark, setup, fields, given)
         finally:
             os.close(directory)
 
@@ -183,7 +183,7 @@ class Guardian:
         flags = command[1:2] if command[1:2] == ["-u"] else []
         package = os.path.dirname(os.path.abspath(__file__))
         argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, ",".join(modules)]
-        self._request(b"preload", [*argv, *command, package], Place(env, lambda event: None))
+        self._request(b"preload", [*argv, *command, package], WorkerSetup(env, lambda event: None))
 
     def stand_by(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
         """Start a standby: a worker's program, which waits at its wrapped call to become a worker.
@@ -197,8 +197,8 @@ class Guardian:
             OSError: no guardian can be started.
             ValueError: an argument or a variable has a null byte.
         """
-        place = Place(env, lambda event: None, fds={1: output, 2: output})
-        self._request(b"stand_by", argv, place)
+        setup = WorkerSetup(env, lambda event: None, fds={1: output, 2: output})
+        self._request(b"stand_by", argv, setup)
 
     def dismiss(self) -> None:
         """End all standbys; their ends are not reported."""
@@ -207,17 +207,17 @@ class Guardian:
                 self._process.send([b"dismiss"])
 
     def mark(self) -> str:
-        """Return a mark for a worker to adopt, for `REGROW_WORKER` in its environment."""
+        """Return a new mark: set it as `REGROW_WORKER` for a worker before you `adopt` it."""
         with self._lock:
             return self._new_mark()
 
-    def adopt(self, pid: int, mark: str, place: Place) -> int:
+    def adopt(self, pid: int, mark: str, setup: WorkerSetup) -> int:
         """Watch a worker that this process forked, and kill it with its descendants like others.
 
         Args:
             pid: the worker's process: a child of this process that has not been waited for.
             mark: the mark that `mark` returned for the worker.
-            place: the worker's surroundings; `env` and `fds` are not used.
+            setup: the worker's surroundings; `env` and `fds` are not used.
 
         Returns:
             The handle's number for the worker.
@@ -229,7 +229,7 @@ class Guardian:
         try:
             with self._lock:
                 self._ensure().pids.add(pid)
-                return self._send_worker(b"adopt", mark, place, [pid], [pidfd])
+                return self._send_worker(b"adopt", mark, setup, [pid], [pidfd])
         finally:
             os.close(pidfd)
 
@@ -313,17 +313,17 @@ class Guardian:
         return f"{self._ensure().prefix}{next(self._numbers)}/"
 
     def _send_worker(
-        self, kind: bytes, mark: str, place: Place, fields: Message, fds: Sequence[int]
+        self, kind: bytes, mark: str, setup: WorkerSetup, fields: Message, fds: Sequence[int]
     ) -> int:
         process, number = self._ensure(), next(self._numbers)
         if kind == b"preload":  # before the guardian can report its end
             self._process_with_template = process
         elif kind != b"stand_by":
-            process.listeners[number] = place.listener
-        head: Message = [kind, number, mark.encode(), round(place.grace * 1e9)]
-        paths = [os.fsencode(path) for _, path in place.drains]
+            process.listeners[number] = setup.listener
+        head: Message = [kind, number, mark.encode(), round(setup.grace * 1e9)]
+        paths = [os.fsencode(path) for _, path in setup.drains]
         process.send(_lease_message(self._lease))
-        process.send([*head, *fields, *paths], [*fds, *(fd for fd, _ in place.drains)])
+        process.send([*head, *fields, *paths], [*fds, *(fd for fd, _ in setup.drains)])
         return number
 
 

@@ -38,7 +38,7 @@ class Reaper:
         self._pid = os.getpid()
         self.sweep_due = False
         self.is_of_helper: Callable[[int], bool] = lambda pid: False
-        """Whether a child is a template, or a process that no worker has become yet."""
+        """Whether a child is a template, or a standby that is no worker yet."""
         poller.on_child = self.reap
 
     def watch(self, record: WorkerRecord) -> None:
@@ -89,7 +89,7 @@ class Reaper:
         for record in to_kill:
             self.sweep_due = True
             if not record.exited:
-                # All at once, because its orphans could not be found after its end.
+                # Kill its descendants with it: the guardian could not find them after its end.
                 if record.adopted:
                     self.kill_adopted(record)
                 else:
@@ -132,7 +132,7 @@ class Reaper:
     def send_exited(
         self, record: WorkerRecord, status: int | bytes, stopping: int, now: int
     ) -> None:
-        """Report the end of a worker's process, and the SIGCONT before which it may have ended."""
+        """Report the end of a worker's process, with the time of the last SIGCONT (0: none)."""
         resumed = self._poller.resumptions[-1] if self._poller.resumptions else 0
         self._send(b"exited", record.number, status, stopping, resumed, now)
 

@@ -22,7 +22,10 @@ class LeaseTimer:
         self._expired = False
 
     def renew(self, until: int | None) -> None:
-        """Set the end of the lease; None: without end. The current end is no renewal."""
+        """Set the end of the lease; None: without end.
+
+        To set the same end again does not revive an expired lease.
+        """
         self._expired = self._expired and until == self._until
         self._until = until
 

@@ -662,7 +662,7 @@ def _parsing(answers: Sequence[Message]) -> Iterator[None]:
 
 
 def messages_in(content: bytes, name: str) -> list[Message]:
-    """Decode the messages in a content, one per line."""
+    """Decode the body of a response: one JSON message per line."""
     found = []
     for line in content.splitlines():
         message = json.loads(line)
