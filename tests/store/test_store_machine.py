@@ -99,7 +99,7 @@ def test_a_client_that_confirms_no_large_answers_is_stopped() -> None:
     m.handle(session, wire.Set(1, 1, "k", bytes(1024)))
     for id in range(2, 5):
         m.handle(session, wire.CompareSet(id, 1, "k", b"other", b""))
-    with pytest.raises(StoreProtocolError, match=r"not confirmed . answers \(3072 bytes\)"):
+    with pytest.raises(StoreProtocolError, match=r"has . unconfirmed answers \(3072 bytes\)"):
         m.handle(session, wire.CompareSet(5, 1, "k", b"other", b""))
     m.handle(session, wire.CompareSet(5, 5, "k", b"other", b""))
     assert session.kept == 1024
