@@ -111,6 +111,7 @@ def test_a_job_that_a_scheduler_stops_one_host_after_another_has_one_speaker() -
     again = met(0, attempt=1)
     assert speaks(1, met(1), left(), again), "the job continues without node rank 0"
     assert not speaks(1, met(1), left(), again, stopped(10.3)), "node rank 0 has printed it"
+    assert not speaks(1, met(1), left("it gave up"), again, stopped(10.3)), "it waited for a seat"
     assert speaks(1, met(1), left(), again, stopped(16.0)), "another stop"
     assert speaks(1, met(1), left("its agent got SIGINT"), again, stopped(10.3)), "another signal"
     assert speaks(0, met(0), stopped(10.3))

@@ -441,9 +441,9 @@ def test_a_node_without_a_seat_cannot_close_and_its_shutdown_leaves(make_job: Ma
     assert not a.handler.is_closed()
 
 
-@pytest.mark.parametrize("end", ["shutdown", "leave"])
+@pytest.mark.parametrize(("end", "why"), [("shutdown", "it is done"), ("leave", "bye")])
 def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_again(
-    make_job: MakeJob, end: str
+    make_job: MakeJob, end: str, why: str
 ) -> None:
     job = make_job(1, 1)
     job.seated("a")
@@ -452,8 +452,8 @@ def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_agai
     job.rounds.until(lambda: job.rounds.state.queue)
     standby.driver.hold(LeaveRound, applied=True)
     handler = standby.handler
-    ending = Background(handler.shutdown if end == "shutdown" else lambda: handler.leave("bye"))
-    job.rounds.until(lambda: LeaveRound(standby.id, 0, "it gave up") in job.rounds.events)
+    ending = Background(handler.shutdown if end == "shutdown" else lambda: handler.leave(why))
+    job.rounds.until(lambda: LeaveRound(standby.id, 0, why) in job.rounds.events)
     standby.driver.hold(None)
     with pytest.raises(RendezvousClosedError, match="has been shut down"):
         waiting.result()

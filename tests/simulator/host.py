@@ -227,12 +227,15 @@ class Host(Machine):
     def start(self) -> None:
         """Start an agent, as soon as nothing remains of the previous one.
 
-        In a job that is over and forgotten no agent starts, unless one that runs begins it again.
+        No agent starts in a job that is over and forgotten. If an agent that still runs begins the
+        job again, the other hosts start theirs.
         """
+        if self.agent is not None and self.agent.alive:
+            return
         over = self.job.history.endings and self.job.place.state is None
         if over or self.guardian.round or self.off or self.sim.now < self.frozen_until:
             self.sim.after(0.5, self.start)
-        elif self.agent is None or not self.agent.alive:
+        else:
             self.agent = self.job.new_agent(self)
 
     def kill_agent(self) -> None:

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from regrow.workers import ChildFailedError, ProcessFailure
-from regrow.workers.errors.failures import first_of
-from regrow.workers.worker_set import first_failure
+from regrow.workers.errors.failures import earliest, first_of
 
 Fail = Callable[..., ProcessFailure]
 
 
 @pytest.fixture
 def fail(tmp_path: Path) -> Fail:
-    """Make a failure: `fail(rank, at, blames)`, with an error file like that of a heartbeat."""
+    """Make a failure with the error file of a heartbeat: `fail(rank, at, blames, text)`."""
 
     def make(rank: int, at: float, blames: object = None, text: str = "m") -> ProcessFailure:
         path = tmp_path / f"{rank}.json"
@@ -35,34 +34,64 @@ def test_without_blame_the_earliest_failure_is_the_root_cause(fail: Fail) -> Non
     assert first_of({0: fail(0, 3.0), 1: fail(1, 1.0), 2: fail(2, 2.0)}) == 1
 
 
+def died(rank: int, at: float, exitcode: int = -9) -> ProcessFailure:
+    """Make the failure of a process without an error file."""
+    return ProcessFailure(rank, 7, exitcode, "", exited_monotonic=at)
+
+
+LOST = [
+    "[pair.cc:537] Read error [127.0.0.1]:53908: Connection reset by peer.",
+    "[pair.cc:534] Connection closed by peer [127.0.0.1]:2001",
+    "DistBackendError: NCCL error in: NCCLUtils.cpp:51, remote process exited or there was a "
+    "network error\nncclRemoteError",
+    "DistNetworkError: Failed to send, sent 0 bytes. Connection was likely closed.",
+    "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown?",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+    "ConnectionRefusedError: [Errno 111]",
+    "ConnectionResetError: the server closed the connection",
+    "EOFError: the connection was closed",
+    "XlaRuntimeError: UNAVAILABLE: Socket closed",
+    "RuntimeError: Socket Closed",
+]
+
+
+@pytest.mark.parametrize("exitcode", [-9, 3])
+@pytest.mark.parametrize("text", LOST)
+def test_an_exception_about_a_lost_connection_gives_way_to_a_process_that_is_seen_to_end_then(
+    fail: Fail, text: str, exitcode: int
+) -> None:
+    failures = {0: fail(0, 1.0, text=text), 1: died(1, 1.0009, exitcode)}
+    assert first_of(failures) == 1
+    assert earliest(failures.values()) is failures[1]
+
+
 @pytest.mark.parametrize(
     ("text", "later", "first"),
-    [
-        ("[pair.cc:537] Read error [127.0.0.1]:53908: Connection reset by peer.", 0.0009, 1),
-        ("[pair.cc:534] Connection closed by peer [127.0.0.1]:2001", 0.04, 1),
-        (
-            "NCCL error in: NCCLUtils.cpp:51, remote process exited or there was a network error",
-            0.01,
-            1,
-        ),
-        ("failed to recv, got 0 bytes. Connection was likely closed.", 0.01, 1),
-        ("[Errno 32] Broken pipe", 0.01, 1),
-        ("[Errno 104] Connection reset by peer", 0.2, 0),  # too late to be its cause
-        ("no such layer", 0.0009, 0),
-    ],
+    [(LOST[0], 0.049, 1), (LOST[0], 0.051, 0), ("no such layer", 0.0009, 0)],
 )
-@pytest.mark.parametrize("exitcode", [-9, 3])
-def test_an_exception_about_a_lost_connection_follows_the_failure_that_is_seen_just_after_it(
-    fail: Fail, text: str, later: float, first: int, exitcode: int
+def test_another_exception_or_a_later_end_leaves_the_earliest_failure_the_root_cause(
+    fail: Fail, text: str, later: float, first: int
 ) -> None:
-    """The connections of a process end before its own end can be seen."""
-    failures = {
-        0: fail(0, 1.0, text=text),
-        1: ProcessFailure(1, 7, exitcode, "", exited_monotonic=1.0 + later),
-    }
-    assert first_of(failures) == first
-    assert first_failure(failures.values()) is failures[first]
-    assert failures[0].failed_monotonic == 1.0
+    assert first_of({0: fail(0, 1.0, text=text), 1: died(1, 1.0 + later)}) == first
+
+
+def test_an_exception_about_a_lost_connection_does_not_give_way_to_an_exception(
+    fail: Fail,
+) -> None:
+    """A service outside the job may have closed the connection."""
+    lost, other = fail(0, 1.0, text=LOST[0]), fail(1, 1.02, text="step failed")
+    assert first_of({0: lost, 1: other}) == 0
+    assert first_of({0: lost, 1: other, 2: died(2, 1.03)}) == 2
+
+
+def test_the_text_of_a_process_without_an_error_file_is_no_exception(fail: Fail) -> None:
+    killed = died(0, 1.0)
+    killed.message = "Connection reset by peer"
+    assert first_of({0: killed, 1: died(1, 1.01)}) == 0
+
+
+def test_no_failures_have_no_first_one() -> None:
+    assert earliest([]) is None
 
 
 def test_of_two_exceptions_about_lost_connections_the_earlier_one_is_first(fail: Fail) -> None:

@@ -174,7 +174,7 @@ class _StoryBuilder:
         if stopped - ended > evidence.STOP_SPREAD_S:
             return False
         lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED])
-        return evidence.to_blame(over, lost).why in (f"its agent got {signal}", "it gave up")
+        return evidence.left_for_signal(evidence.to_blame(over, lost).why, signal)
 
     def _duration(self, started: Record, finished: Record) -> float | None:
         duration = real(finished, "duration_s")

@@ -21,6 +21,17 @@ STOP_SPREAD_S = 5.0
 """Most seconds from the first to the last signal of a scheduler that stops all hosts of a job."""
 
 
+def left_for_signal(why: str, signal: str | None) -> bool:
+    """Return whether a node that left for this reason may have left because of the signal.
+
+    Args:
+        why: the reason of the node that left; a node that waits for a seat only tells that it gave
+            up.
+        signal: the signal that this node got, such as "SIGTERM".
+    """
+    return why in (f"its agent got {signal}", "it gave up")
+
+
 def since(later: float | None, earlier: float | None) -> float | None:
     """Return the seconds from `earlier` to `later`; None if unknown or negative."""
     if later is None or earlier is None or later < earlier:

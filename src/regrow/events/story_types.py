@@ -90,7 +90,7 @@ class RestartCost:
 
 @dataclass(frozen=True, slots=True)
 class OtherFailure:
-    """A failure after the first failure of its attempt."""
+    """A failure of an attempt that is not its root cause."""
 
     rank: int | None
     """The worker's rank."""
@@ -101,7 +101,7 @@ class OtherFailure:
     what: str
     """The failure in one line, for example "was killed by SIGABRT"."""
     after_s: float | None
-    """Seconds after the first failure."""
+    """Seconds after the root cause; None if it was stamped before, or is on another host."""
 
 
 @dataclass(frozen=True, slots=True)

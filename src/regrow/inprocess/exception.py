@@ -36,8 +36,8 @@ class RestartError(Exception):
 class RestartAbort(BaseException):
     """End the wrapper at once; nothing is restarted on this rank afterwards.
 
-    If `initialize` raises it after a fault, its `__cause__` is the exception of the function
-    on the rank that failed, and a `RankFault` on the other ranks.
+    If `initialize` raises it after a fault, its `__cause__` is the exception of the function on the
+    rank that failed, and a `RankFault` on the other ranks.
     """
 
 

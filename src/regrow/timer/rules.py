@@ -5,8 +5,7 @@ middle cannot be removed, and nearly every timer is released long before its dea
 of the heap is only a *reminder*. If a timer is released or armed again, its old reminder stays. A
 reminder that does not match the armed timer of its worker and scope is ignored. Such reminders are
 dropped at the top of the heap, and all at once when they outnumber the timers. So a request costs
-O(log timers), and the heap has at most twice as many entries as there are timers, plus
-`SPARE`.
+O(log timers), and the heap has at most twice as many entries as there are timers, plus `SPARE`.
 
 `SteadyClock` is wall time without its jumps. Requests carry seconds since the epoch, and that clock
 may be set: by a day when an operator corrects it, by hours when a virtual machine resumes. Linux

@@ -39,9 +39,9 @@ def create_c10d_store(
 
     Raises:
         ValueError: no port for a store of several members.
-        RuntimeError: the port is in use (torch's own errors pass through).
-        TimeoutError, RuntimeError: some members did not join in time (found by this function, or by
-            torch's constructor).
+        RuntimeError: the port is in use, or (from torch's constructor) some members did not join in
+            time.
+        TimeoutError: some members did not join in time.
     """
     from datetime import timedelta
 

@@ -28,6 +28,7 @@ from regrow.utils import (
     start_thread,
 )
 from regrow.workers.errors import ProcessFailure
+from regrow.workers.errors.failures import earliest
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, WorkerSetup
 from regrow.workers.logs.pump import LogPump
@@ -38,7 +39,6 @@ from regrow.workers.worker_set import (
     WorkerChange,
     WorkerSet,
     collect_results,
-    first_failure,
 )
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class PContext:
         """Return the first failure known so far, also while other workers are being stopped."""
         with self._changed:
             failed = self._workers.group.failed
-        return first_failure(map(self._failure, failed))
+        return earliest(map(self._failure, failed))
 
     def ended(self, local_rank: int) -> ProcessFailure | None:
         """Return the end of a worker as if it had failed; None if it has not ended."""
@@ -395,7 +395,7 @@ class PContext:
         values, failures = collect_results(
             self._workers.group, self._failure, self._launcher.return_values
         )
-        first = first_failure(failures.values())
+        first = earliest(failures.values())
         if first is not None:
             logger.log(
                 logging.INFO if self._lapsed else logging.ERROR,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -86,11 +86,6 @@ class RunProcsResult:
     def is_failed(self) -> bool:
         """Whether any worker failed."""
         return len(self.failures) > 0
-
-
-def first_failure(failures: Iterable[ProcessFailure]) -> ProcessFailure | None:
-    """Return the earliest of some workers' failures, by the most exact times known."""
-    return min(failures, key=lambda failure: failure.order, default=None)
 
 
 class Launcher:

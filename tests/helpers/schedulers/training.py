@@ -47,8 +47,8 @@ def stop_lines(nodes: int, output: str) -> int:
     """Return the lines of a job that is stopped: the signal, one of each agent, two of a story.
 
     A scheduler signals one host after the other. The hosts that have no signal yet may start again
-    without the first one. The story counts this, and a new worker that has no handler yet ends with
-    a line.
+    without the first one. A new worker that has no handler yet then ends with a line. A story that
+    is printed by one of these hosts has a restart more.
     """
     again = re.search(r"was stopped by SIGTERM after .*?with \d+ restart", output, re.DOTALL)
     killed = re.findall(r"^failed \(exitcode: -15\)", output, re.MULTILINE)

@@ -216,8 +216,7 @@ def event(line: bytes) -> tuple[str, dict[str, Any]] | None:
     """Return the name and fields of an event that a worker reports; None if it is malformed.
 
     The result has all fields of the event; a field that is missing or has a wrong type is None or
-    empty. An event that
-    this release does not know has no fields.
+    empty. An event that this release does not know has no fields.
     """
     try:
         found = json.loads(line)

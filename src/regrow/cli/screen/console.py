@@ -120,7 +120,7 @@ class Speaker(NamedTuple):
     lost: frozenset[int] = frozenset()
     """Node ranks of the hosts that were lost since the round formed, as far as this agent knows. An
     agent that has left by itself prints its own lines, and is not among them."""
-    spoken: tuple[str, float] | None = None
+    speaker_left: tuple[str, float] | None = None
     """Why the agent that printed for the job has left by itself, and when this agent learned it."""
     is_stopped_too: bool = False
     """Whether the signal of that agent has reached this agent as well, so that the job is over."""
@@ -186,14 +186,14 @@ def advance(speaker: Speaker, name: str, metadata: Mapping[str, Any]) -> Speaker
             lost = speaker.lost | (gone.keys() - left.keys())
             first = next(rank for rank in count() if rank not in lost)
             if first in left:
-                spoken = left[first], float(metadata["monotonic"])
-                return speaker._replace(lost=lost, spoken=spoken)
+                speaker_left = left[first], float(metadata["monotonic"])
+                return speaker._replace(lost=lost, speaker_left=speaker_left)
             return speaker._replace(lost=lost)
-        case "regrow.job.stopping" if speaker.spoken is not None:
-            from regrow.events import STOP_SPREAD_S
+        case "regrow.job.stopping" if speaker.speaker_left is not None:
+            from regrow.events import STOP_SPREAD_S, left_for_signal
 
-            why, at = speaker.spoken
-            same = why == f"its agent got {metadata.get('signal')}"
+            why, at = speaker.speaker_left
+            same = left_for_signal(why, metadata.get("signal"))
             return speaker._replace(
                 is_stopped_too=same and float(metadata["monotonic"]) - at <= STOP_SPREAD_S
             )

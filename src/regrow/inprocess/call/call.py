@@ -249,7 +249,7 @@ class CallWrapper:
         if reply is None:
             logger.warning("the call of the function has ended without this process")
             return False
-        board.set_restart_state(self._in_restarter)
+        board.set_restart_state(self._in_wrapper)
         if isinstance(reply, int):
             self._iteration = self._state.iteration = reply
             self._assign(set())
@@ -264,7 +264,7 @@ class CallWrapper:
         return True
 
     @property
-    def _in_restarter(self) -> int:
+    def _in_wrapper(self) -> int:
         return board.IN_WRAPPER | (board.MAY_BE_REPLACED if self._replaces else 0)
 
     # ------------------------------------------------------------ one iteration
@@ -381,7 +381,7 @@ class CallWrapper:
 
     def _restart(self, ending: Ending) -> None:
         """Go from the end of an iteration to the next one, up to the point before `enter`."""
-        board.set_restart_state(self._in_restarter)
+        board.set_restart_state(self._in_wrapper)
         self._watch.rest()  # the last call waits for other ranks
         ending.last_call_over.wait()
         self._watch.recover()  # all ranks wait for the abort

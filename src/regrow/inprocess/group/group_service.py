@@ -6,8 +6,7 @@ and sends the replies (`group`). Ranks do not poll. A question without an answer
 When a phase of the group ends, the service answers all questions that wait for it at once, and
 encodes the answer once.
 
-**Liveness.** A rank is alive while its process has a session. The connection can
-end in two ways:
+**Liveness.** A rank is alive while its process has a session. The connection can end in two ways:
 
 - The rank's side closes it: the process does, or the kernel when the process ends. A reset by a
   process on this host counts as a close. If the rank does not return within the grace of its

@@ -13,10 +13,10 @@ the numbers of a process that replaces a lost rank agree with those of the other
 
 **Barriers** work over any c10d store. A barrier is a counter, and one key for each rank that
 arrived. Every rank adds one to the counter, the last rank sets another key, and all ranks wait for
-it. So the traffic of a rank does not grow with the number
-of ranks. Only a rank that times out asks which ranks arrived. A barrier knows how many ranks to
-expect. It knows which ranks only if the caller passes them, because the caller numbers the ranks,
-and they need not start at 0. Without them, the barrier keeps a list of the ranks that arrived.
+it. So the traffic of a rank does not grow with the number of ranks. Only a rank that times out asks
+which ranks arrived. A barrier knows how many ranks to expect. It knows which ranks only if the
+caller passes them, because the caller numbers the ranks, and they need not start at 0. Without
+them, the barrier keeps a list of the ranks that arrived.
 """
 
 from __future__ import annotations

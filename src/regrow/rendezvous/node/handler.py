@@ -144,7 +144,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._outlast_s = 0.0
         self._left_as = ""  # its id when it left or gave up
         self._interrupted = False
-        self._ending = False  # whether `leave` or `shutdown` was called
+        self._ending = ""  # the reason of `leave` or `shutdown`, once it was called
         self._calls = 0  # calls of `_call` that run now: the agent's and those of replacements
         self._leaving_sent = threads.Event()
         """Set once the others know that this node is leaving, or the report has failed."""
@@ -391,7 +391,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self._left_as = self.id
         try:
             answer = self.connection.call(
-                LeaveRound(self.id, 0, "it gave up"), self._bounds.keep_alive
+                LeaveRound(self.id, 0, self._ending or "it gave up"), self._bounds.keep_alive
             )
             if self._others is None:  # else another thread has left meanwhile, with newer data
                 self._others = answer.others
@@ -499,7 +499,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         if self.connection.done:
             return
-        self._begin_end()
+        self._begin_end(why)
         try:
             self._leave(why, self._bounds.lease)
             self._wait_for_others(why)
@@ -515,10 +515,10 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             self._left_as = id
             self._others = self._submit_last(LeaveRound(id, 0, why), limit).others
 
-    def _begin_end(self) -> None:
+    def _begin_end(self, why: str) -> None:
         """End the calls of other threads, so that this node does not join again."""
         with self.connection.changed:
-            self._ending = True
+            self._ending = why
             self.connection.changed.notify_all()
 
     def outlast(self, limit: float) -> None:
@@ -603,7 +603,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         if self.connection.done:
             return True
-        self._begin_end()
+        self._begin_end(why := "it is done")
         linger = True
         try:
             try:
@@ -611,7 +611,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             except RendezvousStateError as error:  # not a member: this node may not end the job
                 logger.info("%s", error)
                 linger = False
-            self._leave("it is done", self._settings.timeout.close.total_seconds())
+            self._leave(why, self._settings.timeout.close.total_seconds())
         except RendezvousError as error:
             message = (
                 f"The node '{self.id}' has failed to shut down the rendezvous "

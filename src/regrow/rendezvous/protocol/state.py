@@ -2,8 +2,7 @@
 
 Some readers see only the state and may have missed earlier changes: a node that was cut off, a node
 that reads a document of other nodes, or a server that receives a repeated request. So every query
-is a function of the state alone. `rules.py` has the rules by which the
-state changes.
+is a function of the state alone. `rules.py` has the rules by which the state changes.
 """
 
 from __future__ import annotations
