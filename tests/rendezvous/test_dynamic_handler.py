@@ -441,9 +441,12 @@ def test_a_node_without_a_seat_cannot_close_and_its_shutdown_leaves(make_job: Ma
     assert not a.handler.is_closed()
 
 
-@pytest.mark.parametrize(("end", "why"), [("shutdown", "it is done"), ("leave", "bye")])
+@pytest.mark.parametrize(
+    ("end", "why", "reported"),
+    [("shutdown", "", "it is done"), ("leave", "bye", "bye"), ("leave", "", "it left")],
+)
 def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_again(
-    make_job: MakeJob, end: str, why: str
+    make_job: MakeJob, end: str, why: str, reported: str
 ) -> None:
     job = make_job(1, 1)
     job.seated("a")
@@ -453,7 +456,7 @@ def test_a_node_that_another_thread_shuts_down_while_it_waits_does_not_join_agai
     standby.driver.hold(LeaveRound, applied=True)
     handler = standby.handler
     ending = Background(handler.shutdown if end == "shutdown" else lambda: handler.leave(why))
-    job.rounds.until(lambda: LeaveRound(standby.id, 0, why) in job.rounds.events)
+    job.rounds.until(lambda: LeaveRound(standby.id, 0, reported) in job.rounds.events)
     standby.driver.hold(None)
     with pytest.raises(RendezvousClosedError, match="has been shut down"):
         waiting.result()

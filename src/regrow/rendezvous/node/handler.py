@@ -518,7 +518,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     def _begin_end(self, why: str) -> None:
         """End the calls of other threads, so that this node does not join again."""
         with self.connection.changed:
-            self._ending = why
+            self._ending = why or "it left"
             self.connection.changed.notify_all()
 
     def outlast(self, limit: float) -> None:
