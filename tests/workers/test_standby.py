@@ -127,7 +127,9 @@ def test_a_standby_that_is_killed_costs_the_worker_its_start(bench: Bench) -> No
     started, code, _ = bench.run()
     assert (started.source, code) == ("exec", 3)
     gone = bench.changes.next(HelperChanged)
-    assert (gone.kind, gone.why, gone.pid) == ("gone", "it has ended", standby.pid)
+    assert (gone.kind, gone.pid) == ("gone", standby.pid)
+    # The guardian may ask it before it sees its end.
+    assert gone.why in ("it has ended", "it cannot be asked: [Errno 32] Broken pipe")
 
 
 def test_a_standby_that_is_suspended_is_given_up(bench: Bench) -> None:
