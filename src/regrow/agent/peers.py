@@ -108,6 +108,7 @@ class Peers:
             RoundClosed,
             RoundEnded,
             ServerRestarted,
+            ServersChanged,
         )
 
         if self._job.leaving:
@@ -121,6 +122,15 @@ class Peers:
                     how=how,
                     restarted_after_s=None if why else after,
                     reason=why or None,
+                )
+                return None
+            case ServersChanged(epoch, server, successors, may_lose):
+                emit(
+                    "regrow.rendezvous.servers",
+                    epoch=epoch,
+                    server=server,
+                    successors=list(successors),
+                    may_lose=may_lose,
                 )
                 return None
             case RoundEnded():

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RoundClosed,
         RoundEnded,
         ServerRestarted,
+        ServersChanged,
     )
     from regrow.rendezvous.server.credentials import INSECURE_TOKEN
     from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
@@ -86,7 +87,7 @@ __getattr__, __dir__ = lazily(
         "foreign": "adapted",
         "node.handler": "DynamicRendezvousHandler create_handler",
         "protocol.messages": "Departed Judged NodesWaiting RestartSpent RoundClosed RoundEnded "
-        "ServerRestarted",
+        "ServerRestarted ServersChanged",
         "settings": "RendezvousSettings RendezvousTimeout",
         "backends.solo": "SoloRendezvousHandler",
     },

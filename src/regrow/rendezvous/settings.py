@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from regrow.rendezvous.parameters import timeout_option
 from regrow.rendezvous.protocol.failure_detector import Bounds
+from regrow.rendezvous.protocol.succession import MOST_SUCCESSORS
 from regrow.utils import LONGEST_S, get_logger
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ SPARE_ROUND_TRIPS = 6.0
 """Round trips added to that time: a reconnect takes three if no packet is lost."""
 CONNECT = 10.0
 """Time limit to open the connection for the keys of a round."""
+SEARCH_TURN = 1.0
+"""Time limit to connect to one of several agents that may serve the rounds."""
+SEARCH_PAUSES = 0.02, 0.25
+"""First and longest pause between two of them."""
 EXPLAIN = 5.0
 """Time limit for the answer that names the missing nodes."""
 FAREWELL = 30.0
@@ -153,6 +158,8 @@ class RendezvousSettings:
     """How long a disconnected node keeps trying to reconnect after its lease has expired."""
     shutdown_timeout: timedelta = timedelta(0)
     """The grace that a node's workers have to stop."""
+    successors: int = 0
+    """Most agents on other hosts that may take over as server of the rounds."""
 
     def __post_init__(self) -> None:
         if not self.run_id:
@@ -182,6 +189,11 @@ class RendezvousSettings:
                 f"({self.keep_alive_max_attempt}) must be at most {LONGEST_S} s: the workers "
                 f"of a host that is cut off may run for that time"
             )
+        if not 0 <= self.successors <= MOST_SUCCESSORS:
+            raise ValueError(
+                f"successors ({self.successors}) must be from 0 to {MOST_SUCCESSORS}: so many "
+                f"other hosts keep a copy of the rendezvous, and may take over"
+            )
 
     @property
     def bounds(self) -> Bounds:
@@ -199,8 +211,8 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
 
     `join_timeout` (or `timeout`), `last_call_timeout`, `close_timeout`, `heartbeat_timeout` (or
     `heartbeat`), `keep_alive_interval` and `reconnect_timeout` are in seconds.
-    `keep_alive_max_attempt` is a number of heartbeats. The launcher sets `shutdown_timeout`, in
-    seconds.
+    `keep_alive_max_attempt` is a number of heartbeats, and `successors` a number of agents. The
+    launcher sets `shutdown_timeout`, in seconds.
 
     Raises:
         ValueError: a value is not valid, or two values contradict each other.
@@ -243,4 +255,12 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
         MISSES if misses is None else misses,
         limit("reconnect_timeout", default=RECONNECT),
         timedelta(seconds=grace),
+        _successors(params),
     )
+
+
+def _successors(params: RendezvousParameters) -> int:
+    if params.backend != "c10d" or params.max_nodes < 3:
+        return 0  # a majority of two hosts outlives no loss
+    wanted = params.get_as_int("successors")
+    return MOST_SUCCESSORS if wanted is None else wanted

@@ -80,6 +80,12 @@ class FakeDriver:
         self._fault: Exception | None = None
         self._interrupted = False
 
+    def report_to(self, report: object) -> None:
+        """See `Driver.report_to`; no agent serves these rounds, so there is nothing to report."""
+
+    voter = None
+    """No agent of these rounds may serve them."""
+
     def is_served_by(self, addr: str) -> bool:
         """Return False: none of the job's hosts serves these rounds."""
         return False

@@ -33,11 +33,16 @@ if TYPE_CHECKING:
         RoundClosed,
         RoundEnded,
         Seated,
+        ServerRestarted,
+        ServersChanged,
+        Voter,
     )
     from regrow.rendezvous.protocol.rules import Refusal
     from regrow.rendezvous.protocol.state import Round
     from regrow.rendezvous.server.hosting import HostedServer
     from regrow.store import Store
+
+    Report = Callable[[ServerRestarted | ServersChanged], None]
 
 
 class Snapshot(NamedTuple):
@@ -107,6 +112,14 @@ class Driver(Protocol):
     @property
     def local_addr(self) -> str:
         """This host's address on the route to the rendezvous, found without a name service."""
+        ...
+
+    def report_to(self, report: Report) -> None:
+        """Call `report` from now on when the server changes, or another host may serve."""
+
+    @property
+    def voter(self) -> Voter | None:
+        """The voter that this node's agent can be (`protocol/succession.py`); None: it cannot."""
         ...
 
     def is_served_by(self, addr: str) -> bool:

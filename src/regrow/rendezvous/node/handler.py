@@ -125,8 +125,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             driver, settings.bounds, settings.timeout.heartbeat.total_seconds(), clock, threads
         )
         """The connection of this node, through all of its lives."""
-        if driver.server is not None:
-            driver.server.on_restart = self.connection.report
+        driver.report_to(self.connection.report)
         self._settings = settings
         self._bounds = settings.bounds
         self._backend = backend
@@ -277,7 +276,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         self.connection.release_port()
         self.connection.port = port = PortReservation()
         while True:
-            node = Node(self.id, self._addr, self._wanted, port.port)
+            node = Node(self.id, self._addr, self._wanted, port.port, self.driver.voter)
             try:
                 outcome = self._ask(JoinRound(node, self._token))
             except RendezvousConnectionError:

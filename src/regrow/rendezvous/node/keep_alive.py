@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Driver, Snapshot, Threads
     from regrow.rendezvous.node.node_rules import Notification
     from regrow.rendezvous.protocol.failure_detector import Bounds
-    from regrow.rendezvous.protocol.messages import Event, ServerRestarted
+    from regrow.rendezvous.protocol.messages import Event, ServerRestarted, ServersChanged
     from regrow.utils import PortReservation
 
     Subscriber = Callable[[object], None]
@@ -165,7 +165,7 @@ class NodeConnection:
         self._unconfirmed = 0  # the last round that this node leaves by its own decision
         self._threads: set[threading.Thread] = set()
         self._notifying = threads.RLock()
-        self._queue: deque[Notification | ServerRestarted] = deque()
+        self._queue: deque[Notification | ServerRestarted | ServersChanged] = deque()
         self._subscribers: dict[object, Subscriber] = {}
         self.keep_lease = self._lease.keep
         """See `PushingRendezvousHandler.keep_lease`."""
@@ -279,12 +279,12 @@ class NodeConnection:
 
         return stop
 
-    def report(self, restarted: ServerRestarted) -> None:
-        """Notify the subscribers that this node has replaced the server of the rendezvous."""
+    def report(self, change: ServerRestarted | ServersChanged) -> None:
+        """Notify the subscribers of a change of the server, or of the hosts that may serve."""
         with self.changed:
             if self.done:
                 return
-            self._queue.append(restarted)
+            self._queue.append(change)
         self._notify()
 
     # --- the threads

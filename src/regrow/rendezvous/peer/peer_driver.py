@@ -102,6 +102,14 @@ class NodesDriver:
         known = getattr(self.backend, "local_addr", None)
         return str(known) if known else os.uname().nodename
 
+    def report_to(self, report: object) -> None:
+        """See `Driver.report_to`; no agent serves these rounds, so there is nothing to report."""
+
+    @property
+    def voter(self) -> None:
+        """None: the backend keeps the rounds, and no agent has to serve them."""
+        return None
+
     def is_served_by(self, addr: str) -> bool:
         """See `Driver.is_served_by`; the backend is not on a host of the job."""
         return False

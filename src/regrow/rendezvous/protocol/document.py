@@ -29,7 +29,7 @@ from regrow.rendezvous.errors import RendezvousStateError
 from regrow.rendezvous.protocol.state import Count, Round, digest_of
 
 FORMAT = "regrow.rendezvous"
-VERSION = 3
+VERSION = 4
 
 
 class Envelope(NamedTuple):
@@ -134,7 +134,8 @@ def contradictions(state: Round) -> Iterator[str]:
     if state.number < 1:
         yield f"it has a round {state.number}"
     for id, node in (*state.members.items(), *state.queue.items()):
-        if node.id != id or node.port < 0 or (node.wanted or 0) < 0:
+        ports = node.port, node.voter.port if node.voter else 0
+        if node.id != id or min(ports) < 0 or (node.wanted or 0) < 0:
             yield f"its node {id!r} is {node}"
     for ranks in (state.ranks, state.previous):
         if [*ranks.values()] != [*range(len(ranks))]:

@@ -10,6 +10,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class Voter(NamedTuple):
+    """An agent that can keep a copy of the job's record, and serve the rounds (`succession.py`)."""
+
+    id: str
+    """Unique among all agents that the job ever has; it stays the same in all lives of the node."""
+    host: str
+    """Host name or address by which the other nodes reach the agent."""
+    port: int
+    """The TCP port that the agent holds, and at which it serves."""
+
+
 class Node(NamedTuple):
     """One agent during one life; an evicted agent rejoins with a new id."""
 
@@ -23,6 +34,8 @@ class Node(NamedTuple):
     port: int = 0
     """A free TCP port that the node holds. The workers' rank 0 uses it if the node becomes rank
     0."""
+    voter: Voter | None = None
+    """The voter that this agent can be; None if it cannot be one."""
 
 
 # --- events
@@ -287,3 +300,16 @@ class ServerRestarted(NamedTuple):
         if self.failed:
             return f"{what}, and no other server is started: {self.failed}"
         return f"{what}, and another server took over after {self.after:.2g} s"
+
+
+class ServersChanged(NamedTuple):
+    """To every agent: another host runs the rounds, or other hosts may take over from it."""
+
+    epoch: int
+    """How many hosts have run the rounds before."""
+    server: str
+    """The address of the host that runs the rounds."""
+    successors: tuple[str, ...]
+    """The addresses of the hosts that may take over."""
+    may_lose: int
+    """How many of all these hosts may be lost at one time, while the job continues."""

@@ -46,13 +46,14 @@ from regrow.store import StoreError, family_of, is_loopback
 from regrow.utils import Backoff, call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from regrow.store import ServerProcess, Tls
 
     Start = Callable[[socket.socket, tuple[int, int]], ServerProcess]
 
 SERVICES = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
+SUCCESSOR_SERVICES = {"rendezvous": "regrow.rendezvous.server.round_service:create_successor"}
 
 logger = get_logger(__name__)
 
@@ -175,20 +176,8 @@ def settle(
 
 def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> HostedServer | None:
     """Start the server; return None if a process listens on the port already."""
-    from regrow.store import listen_at, start_server
-
-    def start(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
-        return start_server(
-            listener=listener,
-            token=token,
-            tls=tls,
-            services=SERVICES,
-            linger=True,
-            journal=journal,
-        )
-
     try:
-        return HostedServer(listen_at(listen, port, only_v6=True), start)
+        return _host(listen, port, token, tls, SERVICES)
     except (OSError, ValueError, StoreError) as error:
         if _is_in_use(error):
             return None
@@ -196,6 +185,41 @@ def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> HostedServe
             f"this node has to serve the rendezvous, because the endpoint is its own address, and "
             f"cannot listen on port {port} of {listen}: {error}"
         ) from error
+
+
+def serve_successor(host: str, port: int, token: bytes, tls: Tls | None) -> HostedServer:
+    """Start a server that may take over from another one, on every address of this host.
+
+    Args:
+        host: the address of this host for the other nodes.
+        port: the port.
+        token: the job's secret.
+        tls: certificates.
+
+    Raises:
+        OSError: the port is not available.
+        StoreError: the server does not start.
+    """
+    every = _every(family_of(host) or socket.AF_INET)
+    return _host(every, port, token, tls, SUCCESSOR_SERVICES)
+
+
+def _host(
+    listen: str, port: int, token: bytes, tls: Tls | None, services: Mapping[str, str]
+) -> HostedServer:
+    from regrow.store import listen_at, start_server
+
+    def start(listener: socket.socket, journal: tuple[int, int]) -> ServerProcess:
+        return start_server(
+            listener=listener,
+            token=token,
+            tls=tls,
+            services=services,
+            linger=True,
+            journal=journal,
+        )
+
+    return HostedServer(listen_at(listen, port, only_v6=True), start)
 
 
 def _every(family: int) -> str:

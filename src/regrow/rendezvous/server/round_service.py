@@ -46,6 +46,13 @@ are not recorded: each living member returns with a new session, and the failure
 the other nodes lost.
 The first session that sends a heartbeat or an event of a node becomes the session of that node.
 
+**Another server may take over** (`succession.py`). Then voters keep a copy of the record of each
+job, which has the same records as the journal. An answer to a node is held back until a majority of
+the voters has the changes from which it follows (`copies.py`). A server that was started to take
+over creates no job. It waits for grants, and runs the rounds of a job when a majority has granted
+it the epoch (`_granted`). A server that learns of a newer epoch than its own runs the rounds no
+more, and answers where they are run.
+
 A job without nodes is deleted after a while. The keys of a round are stored under the job's life, a
 random name. So a later job with the same id does not find them.
 """
@@ -62,6 +69,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
 from regrow.rendezvous.node.node_rules import explain_timeout
@@ -77,11 +85,20 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.rules import Refusal, step
 from regrow.rendezvous.protocol.state import Round, holds, nodes, place
+from regrow.rendezvous.protocol.succession import (
+    Grant,
+    Position,
+    Succession,
+    elected,
+    has_ended,
+)
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.copies import Copies
 from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
 from regrow.store import Answer, within
 
 if TYPE_CHECKING:
+    from regrow.rendezvous.protocol.messages import Voter
     from regrow.store import Journal
 
 _EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)}
@@ -89,7 +106,16 @@ _EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)
 
 def create() -> RendezvousService:
     """Return the service for a server process."""
-    return RendezvousService(lambda: os.urandom(6).hex())
+    return RendezvousService(_new_life)
+
+
+def create_successor() -> RendezvousService:
+    """Return the service for a server process that may take over from another one."""
+    return RendezvousService(_new_life, creates=False)
+
+
+def _new_life() -> str:
+    return os.urandom(6).hex()
 
 
 class ServedJob:
@@ -101,13 +127,21 @@ class ServedJob:
         life: str,
         settings: messages.JobSettings,
         now: float,
-        recovered: Round | None = None,
+        recovered: JobRecord | None = None,
     ) -> None:
         self.run_id = run_id
         self.life = life
         self.set_up(settings)
+        succession, seq = Succession(), 0
         if recovered is not None:
-            self.state = recovered
+            self.state, succession, seq = recovered.state, recovered.succession, recovered.seq
+        self.copies = Copies(
+            succession,
+            seq,
+            promise(self.bounds),
+            settings.successors,
+            lambda: messages.encode(self.record()),
+        )
         self.detector = FailureDetector()
         # The nodes of an earlier server have the usual time to send their next heartbeat.
         ids = (*self.state.members, *self.state.queue, *self.state.awaited)
@@ -128,7 +162,14 @@ class ServedJob:
 
     def record(self) -> JobRecord:
         """Return the record of the whole state."""
-        return JobRecord(self.run_id, self.life, self.settings, self.state)
+        return JobRecord(
+            self.run_id,
+            self.life,
+            self.settings,
+            self.state,
+            self.copies.succession,
+            self.copies.seq,
+        )
 
     def set_up(self, settings: messages.JobSettings) -> None:
         """Start with the settings of the first node."""
@@ -159,8 +200,8 @@ class ServedJob:
     def at(self) -> float | None:
         """The latest time at which the job needs attention."""
         forget_at = None if self.empty_at is None else self.empty_at + FORGET_JOB
-        times = [at for at in (self.check_at, self.gather_at, forget_at) if at is not None]
-        return min(times, default=None)
+        times = self.check_at, self.gather_at, forget_at, self.copies.at
+        return min((at for at in times if at is not None), default=None)
 
     def knows(self, id: str) -> bool:
         """Return whether the state contains the node."""
@@ -198,6 +239,9 @@ class JobRecord(Struct, array_like=True, tag=1, frozen=True):
     life: str
     settings: messages.JobSettings
     state: Round
+    succession: Succession = Succession()
+    seq: int = 0
+    """The number of changes so far, for the voters."""
 
 
 class EventRecord(Struct, array_like=True, tag=2, frozen=True):
@@ -214,7 +258,14 @@ class ForgottenRecord(Struct, array_like=True, tag=3, frozen=True):
     job: str
 
 
-Record = JobRecord | EventRecord | ForgottenRecord
+class SuccessionRecord(Struct, array_like=True, tag=4, frozen=True):
+    """A change of the voters."""
+
+    job: str
+    succession: Succession
+
+
+Record = JobRecord | EventRecord | ForgottenRecord | SuccessionRecord
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
@@ -237,7 +288,9 @@ def recover(records: Iterable[bytes]) -> dict[str, JobRecord]:
                     jobs[record.job] = record
                 case EventRecord(job, kind, event):
                     state, _ = step(jobs[job].state, _EVENTS[kind].decode(event))
-                    jobs[job] = msgspec.structs.replace(jobs[job], state=state)
+                    jobs[job] = replace(jobs[job], state=state, seq=jobs[job].seq + 1)
+                case SuccessionRecord(job, succession):
+                    jobs[job] = replace(jobs[job], succession=succession, seq=jobs[job].seq + 1)
                 case ForgottenRecord(job):
                     del jobs[job]
     except (KeyError, msgspec.MsgspecError) as error:
@@ -261,15 +314,36 @@ class _Client:
     """Nodes of its parked questions, as job id and node id."""
 
 
+@dataclass(slots=True)
+class _Election:
+    """The grants of one epoch of a job that have arrived."""
+
+    epoch: int
+    grants: dict[str, Grant] = field(default_factory=dict)
+    """By voter."""
+    records: dict[str, tuple[Raw, ...]] = field(default_factory=dict)
+    """By voter: its copy of the record."""
+    asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
+    """By voter: its parked question, as session and id."""
+
+
 class RendezvousService:
     """The rounds of all jobs that meet in one store server; a `regrow.store.Service`.
 
     Args:
         new_life: returns a new random name for the life of a job.
+        creates: whether a node may create a job here; otherwise the server only takes over jobs.
     """
 
-    def __init__(self, new_life: Callable[[], str]) -> None:
+    def __init__(self, new_life: Callable[[], str], *, creates: bool = True) -> None:
         self._new_life = new_life
+        self._creates = creates
+        self._elections: dict[str, _Election] = {}
+        """By job id."""
+        self._moved: dict[str, messages.ElsewhereReply] = {}
+        """Where the jobs are served that this server does not know, by job id."""
+        self._changed: dict[str, ServedJob] = {}
+        """Jobs whose voters may have to be informed."""
         self.jobs: dict[str, ServedJob] = {}
         """By job id."""
         self._clients: defaultdict[Hashable, _Client] = defaultdict(_Client)
@@ -289,7 +363,7 @@ class RendezvousService:
             log(f"rendezvous: the jobs of the previous server are lost: {error}")
             recovered = {}
         for run_id, job in recovered.items():
-            self.jobs[run_id] = ServedJob(run_id, job.life, job.settings, now, job.state)
+            self.jobs[run_id] = ServedJob(run_id, job.life, job.settings, now, job)
         self._journal, self._log = journal, log
         self._snapshot()
 
@@ -303,18 +377,34 @@ class RendezvousService:
     def asked(self, session: Hashable, id: int, body: bytes, now: float) -> list[Answer]:
         """See `Service`."""
         try:
-            question = messages.decode_question(within(body, messages.BODY_BYTES))
-            if isinstance(question, messages.BeatRequest):
-                return [Answer(session, id, self._beat(session, question, now))]
-            if isinstance(question, messages.ExplainRequest):
-                return [Answer(session, id, self._explain(question))]
-            if isinstance(question, messages.FollowRequest):
-                return self._follow(session, id, question, now)
-            own, others = self._submit(session, question, now)
-            return [Answer(session, id, own), *others]
+            question = messages.decode_question(body)
+            if not isinstance(question, messages.GrantRequest):
+                within(body, messages.BODY_BYTES)
+            return self._to_voters(self._answer(session, id, question, now), now)
         except (ValueError, msgspec.MsgspecError) as error:
             problem = messages.RefusedReply(f"the rendezvous service refused: {error}")
             return [Answer(session, id, messages.encode(problem))]
+
+    def _answer(
+        self, session: Hashable, id: int, question: messages.Question, now: float
+    ) -> list[Answer]:
+        match question:
+            case messages.CopyRequest():
+                return self._copy(session, id, question, now)
+            case messages.GrantRequest():
+                return self._granted(session, id, question, now)
+            case messages.ResignRequest() | messages.MovedRequest():
+                return self._note(session, id, question)
+        if elsewhere := self._elsewhere(question.job):
+            return [Answer(session, id, messages.encode(elsewhere))]
+        match question:
+            case messages.BeatRequest():
+                return self._beat(session, id, question, now)
+            case messages.ExplainRequest():
+                return [Answer(session, id, self._explain(question))]
+            case messages.FollowRequest():
+                return self._follow(session, id, question, now)
+        return self._submit(session, id, question, now)
 
     def cancelled(self, session: Hashable, id: int) -> None:
         """See `Service`."""
@@ -323,12 +413,16 @@ class RendezvousService:
             job = self.jobs[run_id]
             if job.followers[node][:2] == (session, id):
                 self._unfollow(job, node)
+        for job in self.jobs.values():
+            job.copies.unpark(session, id)
 
     def suspended(self, session: Hashable, now: float) -> list[Answer]:
         """See `Service`."""
         client = self._clients.get(session)
         for run_id, node in list(client.following) if client else ():
             self._unfollow(self.jobs[run_id], node)
+        for job in self.jobs.values():
+            job.copies.unpark(session)
         return []
 
     def resumed(self, session: Hashable, now: float) -> list[Answer]:
@@ -340,19 +434,26 @@ class RendezvousService:
         self.suspended(session, now)
         client = self._clients.pop(session, None)
         out: list[Answer] = []
+        for job in self.jobs.values():
+            job.copies.ended(session, closed, now)
+            self._changed[job.run_id] = job
         for run_id, node in client.lives if client else ():
             job = self.jobs[run_id]
+            if job.copies.moved is not None:
+                continue
             had_round = job.state.complete or job.state.number > 1
             if not closed and (had_round or not job.state.fixed):
                 continue  # the node may have workers, or another node may take its place
             out += self._apply(job, NodeLost(node, why), now)[1]
             self._unbind(job, node)
-        return out
+        return self._to_voters(out, now)
 
     def due(self, now: float) -> list[Answer]:
         """See `Service`."""
         out: list[Answer] = []
         for job in list(self.jobs.values()):
+            if job.copies.at is not None and job.copies.at <= now:
+                self._changed[job.run_id] = job
             if job.gather_at is not None and job.gather_at <= now:
                 job.gather_at = None
                 out += self._wake(job, list(job.state.ranks))
@@ -360,14 +461,150 @@ class RendezvousService:
                 out += self._check_due(job, now)
             if job.empty_at is not None and job.empty_at + FORGET_JOB <= now:
                 self._forget(job, now)
+        return self._to_voters(out, now)
+
+    # ------------------------------------------------------------------ succession
+
+    def _elsewhere(self, run_id: str) -> messages.ElsewhereReply | None:
+        """Return where a job is served, if this server does not serve it."""
+        job = self.jobs.get(run_id)
+        if job is not None:
+            return job.copies.moved
+        if run_id in self._moved or self._creates:
+            return self._moved.get(run_id)
+        return messages.ElsewhereReply(0, "")
+
+    def _to_voters(self, out: list[Answer], now: float) -> list[Answer]:
+        """Add the answers to voters, and those to nodes that need not be held back any more."""
+        for run_id, job in [*self._changed.items()]:
+            copies = job.copies
+            while (step := copies.next_step(job.state)) is not None and copies.moved is None:
+                copies.succession = step
+                self._write(job, SuccessionRecord(run_id, step))
+            out += [*copies.confirmed(), *copies.answers(now)]
+        self._changed.clear()
         return out
+
+    def _copy(
+        self, session: Hashable, id: int, question: messages.CopyRequest, now: float
+    ) -> list[Answer]:
+        job = self.jobs.get(question.job)
+        out: list[Answer] = []
+        if job is not None and question.promised > job.copies.epoch:
+            out += self._move(job, question.promised, "")
+        if job is None or job.copies.moved is not None:
+            elsewhere = self._elsewhere(question.job) or messages.ElsewhereReply(0, "")
+            return [*out, Answer(session, id, messages.encode(elsewhere))]
+        if question.hosts and job.copies.succession.coordinator is None:
+            job.copies.succession = Succession(coordinator=question.voter)
+            self._write(job, SuccessionRecord(job.run_id, job.copies.succession))
+        self._changed[job.run_id] = job
+        return out + job.copies.asked(session, id, question, now)
+
+    def _granted(
+        self, session: Hashable, id: int, question: messages.GrantRequest, now: float
+    ) -> list[Answer]:
+        run_id, epoch = question.job, question.epoch
+        job, election = self.jobs.get(run_id), self._elections.get(run_id)
+        if job is not None and job.copies.moved is None and job.copies.epoch >= epoch:
+            reply = messages.DoneReply(job.copies.epoch)
+            return [Answer(session, id, messages.encode(reply))]
+        newest = max(election.epoch if election else 0, job.copies.epoch if job else 0)
+        if newest > epoch:
+            reply_ = messages.ElsewhereReply(newest, "")
+            return [Answer(session, id, messages.encode(reply_))]
+        out = [*self._move(job, epoch, "")] if job is not None else []
+        if election is None or election.epoch < epoch:
+            if election is not None:
+                out += _tell(election, messages.ElsewhereReply(epoch, ""))
+            election = self._elections[run_id] = _Election(epoch)
+        position = Position(question.copy_epoch, question.seq)
+        grant = Grant(position, question.succession, question.ended)
+        election.grants[question.voter] = grant
+        election.records[question.voter] = question.records
+        election.asked[question.voter] = session, id
+        newest_copy = elected(election.grants)
+        if newest_copy is not None:
+            out += self._take_over(run_id, election, newest_copy, question.candidate, now)
+        return out
+
+    def _take_over(
+        self, run_id: str, election: _Election, voter: str, candidate: Voter, now: float
+    ) -> list[Answer]:
+        """Run the rounds of a job, from the newest copy of its record."""
+        record = recover(bytes(record) for record in election.records[voter]).get(run_id)
+        if record is None:
+            raise ValueError(f"the copy is not one of the job {run_id!r}")
+        before = self.jobs.pop(run_id, None)
+        if before is not None:
+            for id in list(before.lives):
+                self._unbind(before, id)
+            for id in list(before.followers):
+                self._unfollow(before, id)
+        old = record.succession
+        after = replace(old, epoch=election.epoch, coordinator=candidate)
+        record = replace(record, succession=after)
+        job = self.jobs[run_id] = ServedJob(run_id, record.life, record.settings, now, record)
+        self._moved.pop(run_id, None)
+        del self._elections[run_id]
+        self._begin(job)
+        out = _tell(election, messages.DoneReply(election.epoch))
+        first = old.coordinator
+        if first is not None and has_ended(election.grants, old):
+            why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
+            for id in [*job.state.members, *job.state.awaited, *job.state.queue]:
+                node = job.state.members.get(id) or job.state.queue.get(id)
+                if node is not None and node.voter is not None and node.voter.id == first.id:
+                    out += self._apply(job, NodeLost(id, why), now)[1]
+        return out
+
+    def _move(self, job: ServedJob, epoch: int, endpoint: str) -> list[Answer]:
+        """Stop to run the rounds of a job, because another server has a newer epoch."""
+        out = [*job.copies.move(epoch, endpoint)]
+        if job.copies.moved is not None:
+            body = messages.encode(job.copies.moved)
+            for id, (session, asked, _) in [*job.followers.items()]:
+                self._unfollow(job, id)
+                out.append(Answer(session, asked, body))
+            job.check_at = job.gather_at = job.empty_at = None
+        return out
+
+    def _note(
+        self,
+        session: Hashable,
+        id: int,
+        question: messages.ResignRequest | messages.MovedRequest,
+    ) -> list[Answer]:
+        job, out = self.jobs.get(question.job), []
+        known = 0
+        if isinstance(question, messages.MovedRequest):
+            if job is not None:
+                out += self._move(job, question.epoch, question.endpoint)
+                known = job.copies.epoch
+            elif question.job in self._moved or len(self._moved) < JOBS:
+                elsewhere = messages.ElsewhereReply(question.epoch, question.endpoint)
+                self._moved[question.job] = elsewhere
+        elif job is not None:
+            if question.epoch > job.copies.epoch:
+                out += self._move(job, question.epoch, "")
+            elif job.copies.moved is None:
+                job.copies.resigned(question.voter)
+                self._changed[job.run_id] = job
+        return [*out, Answer(session, id, messages.encode(messages.DoneReply(known)))]
 
     # ------------------------------------------------------------------ questions
 
-    def _beat(self, session: Hashable, question: messages.BeatRequest, now: float) -> bytes:
+    def _beat(
+        self, session: Hashable, asked: int, question: messages.BeatRequest, now: float
+    ) -> list[Answer]:
         job, id = self.jobs.get(question.job), question.id
         if job is None:
-            return messages.encode(messages.BeatReply("", False))
+            return [Answer(session, asked, messages.encode(messages.BeatReply("", False)))]
+        copies = job.copies
+        out = self._move(job, question.epoch, "") if question.epoch > copies.epoch else []
+        if not copies.may_renew(now):
+            elsewhere = copies.moved or messages.ElsewhereReply(copies.epoch, "")
+            return [*out, Answer(session, asked, messages.encode(elsewhere))]
         held = False
         self._claim(job, id, session, now)
         if job.lives.get(id) == session:
@@ -376,7 +613,12 @@ class RendezvousService:
             # A lease that begins now must expire before the failure detector reports the node lost.
             in_time = now <= job.heard_at[id] + job.bounds.kill
             held = in_time and holds(job.state, id, question.token)
-        return messages.encode(messages.BeatReply(job.life, held))
+        node = job.state.members.get(id)
+        keeps = node is not None and copies.copies(node.voter)
+        reply = messages.BeatReply(
+            job.life, held, copies.epoch, copies.servers, copies.may_lose, keeps
+        )
+        return [Answer(session, asked, messages.encode(reply))]
 
     def _explain(self, question: messages.ExplainRequest) -> bytes:
         job = self.jobs.get(question.job)
@@ -395,20 +637,20 @@ class RendezvousService:
             earlier, asked, _ = job.followers[node]
             self._unfollow(job, node)
             reply = messages.encode_snapshot(job.life, snapshot(job.state, node))
-            out.append(Answer(earlier, asked, reply))
+            out += job.copies.hold([Answer(earlier, asked, reply)])
         job.followers[node] = session, id, question.seen
         self._clients[session].following.add((job.run_id, node))
         return out + self._wake(job, [node])
 
     def _submit(
-        self, session: Hashable, question: messages.SubmitRequest, now: float
-    ) -> tuple[bytes, list[Answer]]:
+        self, session: Hashable, asked: int, question: messages.SubmitRequest, now: float
+    ) -> list[Answer]:
         event, settings = messages.read_event(question), question.settings
         if question.job not in self.jobs and not isinstance(event, JoinRound):
             # Only a join or a follower creates a job; any other event belongs to an earlier job.
             why = f"the server does not know the job {question.job!r}"
             refused = Snapshot(0, NodeRefused(subject(event), why), 0, None)
-            return messages.encode_snapshot("", refused), []
+            return [Answer(session, asked, messages.encode_snapshot("", refused))]
         if settings.min_nodes > settings.max_nodes:
             raise ValueError(
                 f"the minimum number of nodes ({settings.min_nodes}) is greater than the maximum "
@@ -421,18 +663,20 @@ class RendezvousService:
         if owner != session:
             why = "another connection, which is still open, joined it"
             refused = snapshot(job.state, id)._replace(status=NodeRefused(id, why))
-            return messages.encode_snapshot(job.life, refused), []
+            body = messages.encode_snapshot(job.life, refused)
+            return job.copies.hold([Answer(session, asked, body)])
         if isinstance(event, JoinRound):
             if not job.state.version:  # no node has joined yet, only followers
                 job.set_up(settings)
-                self._write(job.record())
+                self._begin(job)
             client = self._clients[session]
             _check(job, settings)
             job.check_rank(event.node)
             if id not in job.lives and len(client.lives) >= LIVES:
                 raise ValueError(f"one connection joins at most {LIVES} nodes")
         refusal, out = self._apply(job, event, now, session)
-        return messages.encode_snapshot(job.life, answer(job.state, id, refusal)), out
+        body = messages.encode_snapshot(job.life, answer(job.state, id, refusal))
+        return job.copies.hold([Answer(session, asked, body)]) + out
 
     def _job(self, run_id: str, settings: messages.JobSettings, now: float) -> ServedJob:
         job = self.jobs.get(run_id)
@@ -440,7 +684,7 @@ class RendezvousService:
             if len(self.jobs) >= JOBS:
                 raise ValueError(f"this server has {JOBS} jobs already, which is its limit")
             job = self.jobs[run_id] = ServedJob(run_id, self._new_life(), settings, now)
-            self._write(job.record())
+            self._begin(job)
         return job
 
     def _claim(self, job: ServedJob, id: str, session: Hashable, now: float) -> None:
@@ -457,7 +701,7 @@ class RendezvousService:
         job.state, refusal = step(before, event)
         if job.state is before:
             return refusal, []
-        self._write(event_record(job.run_id, event))
+        self._write(job, event_record(job.run_id, event))
         if job.state.last_call != before.last_call or job.check_at is None:
             job.check_at = now
         if isinstance(event, JoinRound):
@@ -494,7 +738,7 @@ class RendezvousService:
             if messages.mark(now) != seen:
                 self._unfollow(job, id)
                 out.append(Answer(session, asked, messages.encode_snapshot(job.life, now)))
-        return out
+        return job.copies.hold(out)
 
     # ---------------------------------------------------------------- book-keeping
 
@@ -511,7 +755,7 @@ class RendezvousService:
         for id in list(job.lives):
             self._unbind(job, id)
         del self.jobs[job.run_id]
-        self._write(ForgottenRecord(job.run_id))
+        self._append(messages.encode(ForgottenRecord(job.run_id)))
 
     def _unbind(self, job: ServedJob, id: str) -> None:
         session = job.lives.pop(id, None)
@@ -521,12 +765,23 @@ class RendezvousService:
         if client is not None:
             client.lives.pop((job.run_id, id), None)
 
-    def _write(self, record: Record) -> None:
+    def _begin(self, job: ServedJob) -> None:
+        """Write the whole record of a job."""
+        job.copies.begin()
+        self._append(messages.encode(job.record()))
+
+    def _write(self, job: ServedJob, record: EventRecord | SuccessionRecord) -> None:
         """Write a record, before the change has any effect."""
+        data = messages.encode(record)
+        job.copies.add(data)
+        self._changed[job.run_id] = job
+        self._append(data)
+
+    def _append(self, record: bytes) -> None:
         if self._journal is None:
             return
         try:
-            if self._journal.append(messages.encode(record)):
+            if self._journal.append(record):
                 self._snapshot()
         except OSError as error:
             self._stop_writing(error)
@@ -550,6 +805,18 @@ class RendezvousService:
         client = self._clients.get(session)
         if client is not None:
             client.following.discard((job.run_id, id))
+
+
+def promise(bounds: Bounds) -> float:
+    """Return how long a voter stands by its promise, in seconds: half of a lease."""
+    return bounds.lease / 2
+
+
+def _tell(election: _Election, reply: messages.Answer) -> list[Answer]:
+    """Answer the voters that wait for the end of an election."""
+    body = messages.encode(reply)
+    asked, election.asked = election.asked, {}
+    return [Answer(session, id, body) for session, id in asked.values()]
 
 
 def _shortened(text: str) -> str:

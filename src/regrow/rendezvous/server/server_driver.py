@@ -10,6 +10,11 @@ endpoint, the server and its whole state are gone, and the call fails at once. T
 at once if a server answers that does not know the life of this node's job. A silent server may
 answer later, so a call waits until its own timeout.
 
+If other agents may take over as server (`successor.py`), the driver knows their addresses from the
+answers to heartbeats. When the server is lost, is silent, or does not run the rounds any more, the
+driver asks the next address, until the time-out of the call. The node keeps its life, because the
+next server knows it.
+
 The keys of a round have a connection of their own, which is opened when they are first used. At the
 end of the round the driver closes this connection. That ends all calls that block on the keys, and
 no other calls. The keys carry the name of the job's life, so a later job with the same id does
@@ -33,13 +38,16 @@ from regrow.rendezvous.errors import (
     RendezvousStateError,
 )
 from regrow.rendezvous.node.driver import Snapshot
-from regrow.rendezvous.protocol.messages import JoinRound, subject
+from regrow.rendezvous.protocol.messages import JoinRound, ServersChanged, subject
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.successor import GRACE_S, Successor, new_voter
 from regrow.rendezvous.settings import (
     CONNECT,
     EXPLAIN,
     FAREWELL,
     NUDGE,
+    SEARCH_PAUSES,
+    SEARCH_TURN,
     SESSION_GRACE,
     SPARE_ROUND_TRIPS,
 )
@@ -48,24 +56,26 @@ from regrow.store import (
     PrefixStore,
     ServiceClient,
     StoreAuthError,
-    StoreClosedError,
     StoreConnectionError,
     StoreError,
     StoreProtocolError,
     StoreSessionLost,
     StoreTimeout,
     connect,
+    endpoint_of,
     host_of,
 )
+from regrow.utils import Backoff
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from regrow.rendezvous.node.driver import Threads
-    from regrow.rendezvous.protocol.messages import Departed, Event
+    from regrow.rendezvous.node.driver import Report, Threads
+    from regrow.rendezvous.protocol.messages import Departed, Event, Voter
     from regrow.rendezvous.server.hosting import HostedServer
     from regrow.rendezvous.settings import RendezvousSettings
     from regrow.store import Store, StoreClient, Tls
+    from regrow.utils import PortReservation
 
 T = TypeVar("T")
 _NOTHING = Snapshot(0, None, 0, None)
@@ -127,6 +137,7 @@ class ServerDriver:
             bounds.last_call,
             bounds.grace,
             fixed,
+            settings.successors,
         )
         self.server = server
         """The server's process, if this node hosts it and has not closed it."""
@@ -142,7 +153,19 @@ class ServerDriver:
         self._latest: tuple[str, Snapshot] = ("", _NOTHING)
         self.reached = False
         """Whether the server has been reached."""
-        self._client = self._new_client(self._begin)
+        self._stopped = threads.Event()
+        self._threading = threads
+        self._promise = bounds.lease / 2
+        self._epoch = 0
+        self._servers: list[str] = []
+        """The endpoints of all agents that may serve, first the present one; empty: only one."""
+        self._asked_at: dict[str, float] = {}
+        """When each of them was asked without success, by this node's clock."""
+        self._successor: Successor | None = None
+        self._reserved: PortReservation | None = None
+        self._reported = ServersChanged(0, "", (), 0)
+        self._report: Report = lambda report: None
+        self._client = self._new_client(partial(self._begin, where))
         self._round: ServiceClient | None = None
         self._local_addr = where.addr or ""
         self._rounds_at = where
@@ -169,7 +192,59 @@ class ServerDriver:
             raise RendezvousConnectionError(self._unreachable(error)) from error
         self.reached = True
         self._local_addr = self._where.addr or client.local_host
-        self._rounds_at = _reached(self._where, client.server)
+
+    def may_take_over(
+        self,
+        host: str,
+        port: int,
+        serve: Callable[[], HostedServer],
+        reserved: PortReservation | None = None,
+    ) -> None:
+        """Let this node's agent keep a copy of the record, and take over as server.
+
+        Args:
+            host: this node's address for the other nodes.
+            port: the TCP port at which it serves.
+            serve: starts a server at that port.
+            reserved: holds the port; the driver releases it.
+        """
+        self._reserved = reserved
+
+        def serve_here() -> None:
+            if self.server is None:
+                self.server = serve()
+                self.server.on_restart = self._report
+
+        self._successor = Successor(
+            self._run_id,
+            new_voter(host, port),
+            self._promise,
+            self._where.endpoint,
+            hosts=self.server is not None,
+            open=lambda endpoint, timeout, stop: self._open(
+                self._at(endpoint), timeout, stop, grace=GRACE_S
+            ),
+            serve=serve_here,
+            elected=lambda endpoint, epoch: self._search(
+                self._client, messages.ElsewhereReply(epoch, endpoint)
+            ),
+            new_client=self._new_client,
+            clock=self._clock,
+            threads=self._threading,
+        )
+        if self.server is not None:
+            self._successor.start(self._where.endpoint, self._epoch)
+
+    def report_to(self, report: Report) -> None:
+        """See `Driver`."""
+        self._report = report
+        if self.server is not None:
+            self.server.on_restart = report
+
+    @property
+    def voter(self) -> Voter | None:
+        """See `Driver`."""
+        return None if self._successor is None else self._successor.me
 
     @property
     def local_addr(self) -> str:
@@ -197,9 +272,12 @@ class ServerDriver:
 
     def beat(self, id: str, token: int, timeout: float) -> bool:
         """See `Driver`."""
-        question = messages.BeatRequest(self._run_id, id, token, self._beats)
-        reply = self._ask(messages.encode(question), messages.BeatReply, timeout, NUDGE)
+        question = messages.BeatRequest(self._run_id, id, token, self._beats, self._epoch)
+        reply = self._ask(
+            messages.encode(question), messages.BeatReply, timeout, NUDGE, self._promise
+        )
         self._beats += 1
+        self._learn(reply)
         self.check_life(reply.life)
         return reply.holds
 
@@ -236,12 +314,19 @@ class ServerDriver:
 
     def interrupt(self) -> None:
         """See `Driver`."""
-        self._client.close(0.0)
+        with self._lock:
+            self._stopped.set()
+            client = self._client
+        client.close(0.0)
         self.end_round_store()
 
     def close(self, linger: bool) -> None:
         """See `Driver`; the host of the server waits for the other nodes, or leaves it to them."""
         self.interrupt()
+        if self._successor is not None:
+            self._successor.stop()
+        if self._reserved is not None:
+            self._reserved.close()
         with self._lock:
             server, self.server = self.server, None
         if server is not None:
@@ -249,49 +334,152 @@ class ServerDriver:
 
     # ------------------------------------------------------------------ helpers
 
-    def _begin(self, timeout: float, stop: int) -> StoreClient:
+    def _begin(self, where: Where, timeout: float, stop: int) -> StoreClient:
         """Begin a session; the server may be missing only the first time."""
+        if self._servers:
+            timeout = min(timeout, SEARCH_TURN)  # another server may have taken over
         try:
-            return self._open(self._where, timeout, stop, wait_for_server=not self.reached)
+            client = self._open(where, timeout, stop, wait_for_server=not self.reached)
         except StoreProtocolError as error:
             if not self.reached:
                 raise
             # Another program listens on the server's port now.
             raise StoreConnectionError(str(error)) from error
+        self._rounds_at = _reached(where, client.server)
+        return client
 
     def _open(
-        self, where: Where, timeout: float, stop: int, *, wait_for_server: bool = False
+        self,
+        where: Where,
+        timeout: float,
+        stop: int,
+        *,
+        wait_for_server: bool = False,
+        grace: float = SESSION_GRACE,
     ) -> StoreClient:
         return self._connect(
             where.endpoint,
             token=where.token,
             tls=where.tls,
             timeout=timeout,
-            session_grace=SESSION_GRACE,
+            session_grace=grace,
             spare_round_trips=SPARE_ROUND_TRIPS,
             refusal_is_final=not wait_for_server,
             stop=stop,
         )
 
-    def _ask(self, body: bytes, kind: type[T], timeout: float, nudge: float | None = None) -> T:
-        """Ask the service; return the answer, which must be a `kind`."""
-        try:
-            answer = messages.decode_answer(self._client.ask(body, timeout, nudge=nudge))
-        except StoreError as error:
-            if isinstance(error, StoreClosedError):
-                self._check()
-            if isinstance(error, StoreTimeout) and self._client.state is ConnectionState.CONNECTED:
-                raise NoAnswerError(self._unreachable(error)) from error
-            if isinstance(error, StoreConnectionError | StoreTimeout):
-                raise RendezvousConnectionError(self._unreachable(error)) from error
-            raise self._misunderstood(str(error)) from error
-        except msgspec.MsgspecError as error:
-            raise self._misunderstood(str(error)) from error
-        if isinstance(answer, messages.RefusedReply):
-            raise RendezvousError(answer.text)
-        if not isinstance(answer, kind):
-            raise self._misunderstood(f"the server answered with {answer!r:.200}")
-        return answer
+    def _ask(
+        self,
+        body: bytes,
+        kind: type[T],
+        timeout: float,
+        nudge: float | None = None,
+        silent: float | None = None,
+    ) -> T:
+        """Ask the service; return the answer, which must be a `kind`.
+
+        Args:
+            body: the question.
+            kind: the type of the answer.
+            timeout: in seconds.
+            nudge: see `StoreClient.ask`.
+            silent: seconds without an answer after which another server is asked, if another may
+                have taken over.
+        """
+        deadline = self._clock() + timeout
+        pauses = Backoff(*SEARCH_PAUSES)
+        while True:
+            client, left = self._client, max(deadline - self._clock(), 0.0)
+            turn = min(left, silent) if silent and self._servers else left
+            try:
+                answer = messages.decode_answer(client.ask(body, turn, nudge=nudge))
+            except StoreError as error:
+                lost = isinstance(error, StoreConnectionError | StoreTimeout)
+                if self._stopped.is_set():
+                    self._check()
+                if client is not self._client:
+                    continue  # another thread has found that this server is lost
+                if lost and self._servers and deadline - self._clock() > 0:
+                    silent_for = self._promise if isinstance(error, StoreTimeout) else 0.0
+                    self._search(client, rest=2 * silent_for)
+                    self._stopped.wait(pauses.next(max(deadline - self._clock(), 0.0)))
+                    continue
+                if isinstance(error, StoreTimeout) and client.state is ConnectionState.CONNECTED:
+                    raise NoAnswerError(self._unreachable(error)) from error
+                if lost:
+                    raise RendezvousConnectionError(self._unreachable(error)) from error
+                raise self._misunderstood(str(error)) from error
+            except msgspec.MsgspecError as error:
+                raise self._misunderstood(str(error)) from error
+            if isinstance(answer, messages.ElsewhereReply):
+                left = deadline - self._clock()
+                if left <= 0:
+                    where = self._where.endpoint
+                    raise RendezvousConnectionError(
+                        self._unreachable(f"the server at {where} does not run the rounds now")
+                    )
+                self._search(client, answer)
+                self._stopped.wait(pauses.next(left))
+                continue
+            if isinstance(answer, messages.RefusedReply):
+                raise RendezvousError(answer.text)
+            if not isinstance(answer, kind):
+                raise self._misunderstood(f"the server answered with {answer!r:.200}")
+            return answer
+
+    def _search(
+        self,
+        client: ServiceClient,
+        elsewhere: messages.ElsewhereReply | None = None,
+        rest: float = 0.0,
+    ) -> None:
+        """Ask another server from now on, unless another thread has changed it already.
+
+        Args:
+            client: the client of the server that was asked.
+            elsewhere: its answer, if it does not run the rounds.
+            rest: seconds for which it is not asked again while there are others; a silent host
+                costs time.
+        """
+        with self._lock:
+            if self._client is not client or self._stopped.is_set():
+                return
+            endpoint, now = self._where.endpoint, self._clock()
+            if elsewhere is not None and elsewhere.endpoint:
+                self._epoch = max(self._epoch, elsewhere.epoch)
+                after = elsewhere.endpoint
+            else:
+                self._asked_at[endpoint] = now + rest
+                others = [server for server in self._servers if server != endpoint]
+                after = min(others or [endpoint], key=lambda at: self._asked_at.get(at, 0.0))
+            if after == endpoint:
+                return
+            self._where = self._at(after)
+            self._client = self._new_client(partial(self._begin, self._where))
+        client.close(0.0)
+
+    def _at(self, endpoint: str) -> Where:
+        """Return how to reach a server of the job at another endpoint; certificates stay valid."""
+        where = self._where
+        tls = where.tls
+        if tls is not None and tls.server_hostname is None:
+            tls = replace(tls, server_hostname=host_of(where.endpoint))
+        return where._replace(endpoint=endpoint, tls=tls)
+
+    def _learn(self, reply: messages.BeatReply) -> None:
+        """Learn which agents may serve."""
+        if reply.epoch < self._epoch:
+            return
+        self._epoch = reply.epoch
+        self._servers = [endpoint_of(voter.host, voter.port) for voter in reply.servers]
+        if reply.servers or self._reported.successors:
+            hosts = [voter.host for voter in reply.servers] or [self._reported.server]
+            changed = ServersChanged(reply.epoch, hosts[0], tuple(hosts[1:]), reply.may_lose)
+            if changed != self._reported:
+                self._reported = changed
+                self._report(changed)
+        if reply.copies and self._successor is not None:
+            self._successor.start(self._where.endpoint, self._epoch)
 
     def _snapshot(self, id: str, reply: messages.SnapshotReply, joins: bool = False) -> Snapshot:
         self.check_life(reply.life)
@@ -316,7 +504,7 @@ class ServerDriver:
             )
 
     def _check(self) -> None:
-        if self._client.closed:
+        if self._stopped.is_set():
             raise RendezvousGracefulExitError(
                 f"this node's wait for the rendezvous {self._run_id!r} was interrupted"
             )

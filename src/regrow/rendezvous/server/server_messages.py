@@ -11,6 +11,10 @@ job was deleted because its last node had left. So a node detects that its earli
 
 A node that follows sends a short mark of its last snapshot instead of the snapshot. So a parked
 question costs the same in a job of any size.
+
+Agents that keep a copy of the job's record, and may take over as its server, use the questions
+`CopyRequest`, `GrantRequest` and `ResignRequest` (`succession.py`). A server that does not run the
+rounds of the job answers every question with `ElsewhereReply`.
 """
 
 from __future__ import annotations
@@ -38,13 +42,16 @@ from regrow.rendezvous.protocol.messages import (
     RoundEnded,
     Seated,
     SpendRestart,
+    Voter,
     WorkersFailed,
 )
+from regrow.rendezvous.protocol.succession import MOST_SUCCESSORS, Succession
 
 NAME: Final = "rendezvous"
 """The name of the service."""
 BODY_BYTES: Final = 1 << 20
-"""The maximum length of a question, in bytes."""
+"""The maximum length of a question, in bytes; of a grant, which carries the whole record, the store
+limits the length."""
 
 Name = Annotated[str, Meta(max_length=1000)]
 Nodes = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -62,6 +69,8 @@ class JobSettings(Struct, array_like=True, frozen=True, gc=False):
     last_call: Seconds
     grace: Annotated[float, Meta(ge=0, le=1e10)] = 0.0
     fixed: bool = False
+    successors: Annotated[int, Meta(ge=0, le=MOST_SUCCESSORS)] = 0
+    """Most agents on other hosts that may take over as server."""
 
 
 class SubmitRequest(Struct, array_like=True, tag=1, frozen=True, gc=False):
@@ -95,6 +104,8 @@ class BeatRequest(Struct, array_like=True, tag=3, frozen=True, gc=False):
     A node that sends but receives nothing cannot renew its lease, and is evicted like a silent
     node.
     """
+    epoch: Number = 0
+    """The newest epoch that the node knows."""
 
 
 class ExplainRequest(Struct, array_like=True, tag=4, frozen=True, gc=False):
@@ -105,7 +116,75 @@ class ExplainRequest(Struct, array_like=True, tag=4, frozen=True, gc=False):
     waited: Seconds
 
 
-Question = SubmitRequest | FollowRequest | BeatRequest | ExplainRequest
+class CopyRequest(Struct, array_like=True, tag=5, frozen=True, gc=False):
+    """Wait for changes of the job's record; the question confirms that the voter has those before.
+
+    The answer comes when there are changes, or after a pause.
+    """
+
+    job: Name
+    voter: Voter
+    hosts: bool
+    """Whether the agent of this voter hosts the server."""
+    promised: Number
+    """The newest epoch that the voter has granted or follows."""
+    epoch: Annotated[int, Meta(ge=-1, le=2**53)]
+    """The epoch of the voter's copy; -1 if it has none."""
+    seq: Number
+    """The number of changes in the copy."""
+    answer: Number
+    """The number of the latest answer that the voter has received in this epoch; 0: none."""
+
+
+class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
+    """Grant an epoch to the server that is asked; the answer comes when it serves, or never will.
+
+    The server takes over when a majority of the voters has granted it the epoch.
+    """
+
+    job: Name
+    candidate: Voter
+    """The voter whose agent hosts the server that is asked."""
+    voter: Name
+    """The id of the voter that grants."""
+    epoch: Number
+    copy_epoch: Number
+    """The epoch of the voter's copy."""
+    seq: Number
+    succession: Succession
+    ended: bool
+    """See `Grant`."""
+    records: tuple[Raw, ...]
+    """The copy: the record of the whole job, and the records after it."""
+
+
+class ResignRequest(Struct, array_like=True, tag=7, frozen=True, gc=False):
+    """Vote for nobody from now on, because the agent of the voter leaves."""
+
+    job: Name
+    voter: Name
+    epoch: Number
+    """The newest epoch that the voter has granted or follows."""
+
+
+class MovedRequest(Struct, array_like=True, tag=8, frozen=True, gc=False):
+    """Report which server runs the rounds, to a server that nodes may ask by mistake."""
+
+    job: Name
+    epoch: Number
+    endpoint: Name
+
+
+Question = (
+    SubmitRequest
+    | FollowRequest
+    | BeatRequest
+    | ExplainRequest
+    | CopyRequest
+    | GrantRequest
+    | ResignRequest
+    | MovedRequest
+)
 
 
 class SnapshotReply(Struct, array_like=True, tag=0, frozen=True, gc=False):
@@ -128,6 +207,13 @@ class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
     life: str
     """Empty if the server does not know the job."""
     holds: bool
+    epoch: int = 0
+    servers: tuple[Voter, ...] = ()
+    """The agents that may serve, first the present one; empty if no other one may."""
+    may_lose: int = 0
+    """How many of their hosts may be lost at one time."""
+    copies: bool = False
+    """Whether the agent of the node should keep a copy of the record."""
 
 
 class ExplainReply(Struct, array_like=True, tag=3, frozen=True, gc=False):
@@ -143,7 +229,40 @@ class RefusedReply(Struct, array_like=True, tag=2, frozen=True, gc=False):
     text: str
 
 
-Answer = SnapshotReply | BeatReply | ExplainReply | RefusedReply
+class CopyReply(Struct, array_like=True, tag=4, frozen=True):
+    """Changes of the record, or none."""
+
+    epoch: int
+    seq: int
+    """The number of changes in the copy after these."""
+    answer: int
+    """The number of this answer."""
+    whole: bool
+    """Whether the records replace those that the voter has."""
+    records: tuple[Raw, ...]
+    succession: Succession
+    wanted: bool
+    """Whether the agent should go on to keep a copy."""
+
+
+class ElsewhereReply(Struct, array_like=True, tag=5, frozen=True, gc=False):
+    """This server does not run the rounds of the job, or may not at present."""
+
+    epoch: int
+    """The newest epoch that the server knows."""
+    endpoint: str
+    """The server of that epoch; empty if it is not known."""
+
+
+class DoneReply(Struct, array_like=True, tag=6, frozen=True, gc=False):
+    """The server has taken note; or, to a `GrantRequest`, it runs the rounds."""
+
+    epoch: int
+
+
+Answer = (
+    SnapshotReply | BeatReply | ExplainReply | RefusedReply | CopyReply | ElsewhereReply | DoneReply
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_question = msgspec.msgpack.Decoder(Question).decode
@@ -188,6 +307,7 @@ def read_event(question: SubmitRequest) -> Event:
             ("its reason is too long", len(getattr(event, "why", "")) <= 10_000),
             ("its address is empty or too long", node is None or 1 <= len(node.addr) <= 1000),
             ("its port is not from 0 to 65535", node is None or 0 <= node.port < 65536),
+            ("its voter is not valid", node is None or _may_serve(node.voter)),
             ("its rank is not from 0 to 2**53", node is None or 0 <= (node.wanted or 0) <= 2**53),
         )
         if not holds
@@ -195,6 +315,12 @@ def read_event(question: SubmitRequest) -> Event:
     if wrong:
         raise ValueError(f"the event {str(event)!r:.300} is not valid: {', '.join(wrong)}")
     return event
+
+
+def _may_serve(voter: Voter | None) -> bool:
+    return voter is None or (
+        1 <= len(voter.id) <= 1000 and 1 <= len(voter.host) <= 1000 and 0 < voter.port < 65536
+    )
 
 
 def encode_snapshot(life: str, snapshot: Snapshot) -> bytes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous.parameters import RendezvousParameters
     from regrow.rendezvous.server.credentials import Credentials
     from regrow.rendezvous.server.hosting import MeetingPlace
-    from regrow.rendezvous.server.server_driver import Where
+    from regrow.rendezvous.server.server_driver import ServerDriver, Where
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60.0  # seconds
@@ -74,6 +74,8 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
                 raise RendezvousConnectionError(
                     _advice(what, where.endpoint, place.here)
                 ) from error
+    if settings.successors:
+        _offer(driver, params, port, shared)
     return DynamicRendezvousHandler(
         driver,
         settings,
@@ -82,6 +84,22 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         node_rank=wanted_rank(params),
         credentials=shared,
     )
+
+
+def _offer(
+    driver: ServerDriver, params: RendezvousParameters, port: int, shared: Credentials
+) -> None:
+    """Let this node's agent take over as server, if it can serve."""
+    from regrow.rendezvous.server.hosting import serve_successor
+    from regrow.store import is_loopback
+    from regrow.utils import PortReservation
+
+    host = params.local_addr or driver.local_addr
+    if is_loopback(host) or (shared.tls is not None and shared.tls.certfile is None):
+        return  # the other nodes cannot reach it, or it has no certificate for them
+    reserved = None if driver.server is not None else PortReservation()
+    at = port if reserved is None else reserved.port
+    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved)
 
 
 def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Where:

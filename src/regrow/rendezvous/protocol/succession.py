@@ -1,0 +1,207 @@
+"""The rules by which another host takes over the rounds when the host of the server is lost.
+
+The server that runs the rounds is the *coordinator*. Several agents, the *voters*, keep a copy of
+its record of the job. One of them is the agent that hosts the coordinator; the others are on other
+hosts. The record counts its changes (`seq`). A voter asks the coordinator for the changes that it
+does not have yet, and each request confirms the changes before. This module contains the rules
+only: no clock, no connection, no thread.
+
+**Quorum.** Any two majorities of the voters have a voter in common. So all of the following needs a
+majority:
+
+- A change is *kept* when a majority has it. A node is told nothing that is not kept. So whatever a
+  node knows is known to each later coordinator: round number, members, ranks, charged failures and
+  the end of the job.
+- The coordinator may renew leases only while a majority stands by its *promise* (below).
+- A voter takes over when a majority has granted it an *epoch*. A grant carries the record of its
+  voter, and the newest record among a majority contains every change that was kept.
+
+**Epoch.** The number of coordinators so far. A voter grants each epoch once, to the one candidate
+that the record determines (`candidate`). From then on it neither confirms changes of an older epoch
+nor stands by a promise to an older coordinator. A record of a newer epoch is newer than any record
+of an older one, because it contains what a majority knew when the epoch began.
+
+**Promise.** A voter that has received an answer of its coordinator grants no other epoch for
+`promise` seconds, by its own clock. The coordinator counts the same seconds from when it sent that
+answer, so its count ends first. When the promise of a majority has ended by this count, the
+coordinator renews no more leases. So when another one takes over, each lease that the old one
+renewed was renewed before. The new one waits for the end of a lease, as for any silent node, before
+it gives a seat away. If no process listens at the coordinator's address any more, the coordinator
+has ended, and a voter need not wait for the end of its promise.
+
+A voter that resigns, because its agent leaves, votes for nobody from then on. So it counts for its
+coordinator as if it confirmed everything. This also holds for a voter whose agent ended, as its
+closed connection shows, while its promise held.
+
+**Change of voters.** The voters follow the members of the rounds (`wanted_voters`). While they
+change, there are two sets, the old and the new voters, and everything needs a majority of both
+(joint consensus, Ongaro and Ousterhout 2014). Voters are added only when they have the record. With
+fewer than three hosts, a majority would outlive no loss, so there are no voters, and the loss of
+the coordinator's host ends the job. The last voters first learn that they are *retired*: they grant
+no epoch any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from regrow.rendezvous.protocol.messages import Voter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from regrow.rendezvous.protocol.state import Round
+
+MOST_SUCCESSORS = 4
+"""Most voters besides the coordinator's; with so many, any two hosts may be lost at one time."""
+
+Voters = tuple[Voter, ...]
+
+
+class Succession(Struct, array_like=True, frozen=True):
+    """Who runs the rounds of a job, and who may take over; a part of the job's record."""
+
+    epoch: int = 0
+    """The number of coordinators before this one."""
+    coordinator: Voter | None = None
+    """The voter whose agent hosts the coordinator; None if no agent has reported that it does."""
+    voters: tuple[Voters, ...] = ()
+    """Empty: no voters. One set: the voters. Two sets: the old and the new voters."""
+    retired: bool = False
+    """Whether the voters are about to be given up, so that they grant nothing any more."""
+
+
+class Position(NamedTuple):
+    """How new a copy of the record is; the greater position is the newer one."""
+
+    epoch: int = -1
+    """The epoch of the coordinator from which the copy was received; -1: there is no copy."""
+    seq: int = 0
+    """The number of changes in it."""
+
+
+class Grant(NamedTuple):
+    """A voter's grant of an epoch to a candidate."""
+
+    position: Position
+    """The position of the voter's copy."""
+    succession: Succession
+    """The succession in that copy."""
+    ended: bool
+    """Whether the voter found that the old coordinator has ended, rather than that it is silent."""
+
+
+def is_voter(succession: Succession, id: str) -> bool:
+    """Return whether an agent is one of the voters, old or new."""
+    return any(voter.id == id for voters in succession.voters for voter in voters)
+
+
+def is_quorum(voters: Iterable[Voters], ids: Set[str]) -> bool:
+    """Return whether the ids contain a majority of each set of voters."""
+    return all(2 * sum(voter.id in ids for voter in one) > len(one) for one in voters)
+
+
+def quorum_value(voters: Iterable[Voters], values: Mapping[str, float]) -> float:
+    """Return the greatest number that a majority of each set of voters has reached.
+
+    Args:
+        voters: the sets of voters; at least one.
+        values: a number for each voter; a voter that is not in it has reached none (minus
+            infinity).
+    """
+    reached = []
+    for one in voters:
+        numbers = sorted((values.get(voter.id, float("-inf")) for voter in one), reverse=True)
+        reached.append(numbers[len(one) // 2])
+    return min(reached)
+
+
+def wanted_voters(state: Round, succession: Succession, successors: int) -> Voters:
+    """Return the voters that a job should have: an odd number on different hosts, or none.
+
+    Args:
+        state: the state of the rounds.
+        succession: the current succession.
+        successors: most voters besides the coordinator's.
+
+    The coordinator's agent comes first, then the other voters that are still members, then the
+    members in the order of their ranks. While no round is complete, and when the job is closed, the
+    voters stay as they are.
+    """
+    now = succession.voters[-1] if succession.voters else ()
+    first = succession.coordinator
+    if first is None or not state.complete or state.closed:
+        return () if succession.retired else now
+    able = [node.voter for node in map(state.members.__getitem__, state.ranks) if node.voter]
+    by_id = {voter.id: voter for voter in able}
+    kept = [by_id[voter.id] for voter in now if voter.id in by_id]
+    chosen: dict[str, Voter] = {}
+    for voter in (first, *kept, *able):
+        chosen.setdefault(voter.host, voter)
+    most = min(len(chosen), 1 + successors)
+    odd = most if most % 2 else most - 1
+    return tuple(chosen.values())[:odd] if odd > 1 else ()
+
+
+def change_voters(
+    succession: Succession, wanted: Voters, ready: Set[str], kept: bool
+) -> Succession:
+    """Return the succession after the next step towards the wanted voters.
+
+    Args:
+        succession: the current succession.
+        wanted: the wanted voters.
+        ready: ids of the agents that have the whole record.
+        kept: whether a majority of the voters has the whole record, with the latest step.
+    """
+    if not kept:
+        return succession
+    if succession.retired:
+        return replace(succession, voters=(), retired=False)
+    *old, new = succession.voters or ((),)
+    if old:
+        return replace(succession, voters=(new,))
+    if wanted == new or not {voter.id for voter in wanted} <= ready:
+        return succession
+    if not wanted:
+        return replace(succession, retired=True)
+    return replace(succession, voters=(new, wanted) if new else (wanted,))
+
+
+def candidate(succession: Succession, epoch: int) -> Voter:
+    """Return the voter that may take over in an epoch: the voters take turns.
+
+    Args:
+        succession: a succession with voters.
+        epoch: an epoch after the one of the succession.
+    """
+    voters = succession.voters[-1]
+    ids = [voter.id for voter in voters]
+    first = succession.coordinator
+    at = ids.index(first.id) if first and first.id in ids else -1
+    return voters[(at + epoch - succession.epoch) % len(voters)]
+
+
+def elected(grants: Mapping[str, Grant]) -> str | None:
+    """Return the voter with the newest record if the grants of one epoch elect the candidate.
+
+    Args:
+        grants: the grants of one epoch by id of the voter.
+    """
+    if not grants:
+        return None
+    newest = max(grants, key=lambda id: grants[id].position)
+    succession = grants[newest].succession
+    if not succession.voters or succession.retired:
+        return None
+    return newest if is_quorum(succession.voters, grants.keys()) else None
+
+
+def has_ended(grants: Mapping[str, Grant], succession: Succession) -> bool:
+    """Return whether a majority found that the old coordinator has ended."""
+    ended = {id for id, grant in grants.items() if grant.ended}
+    return is_quorum(succession.voters, ended)

@@ -1,0 +1,243 @@
+"""The copies of one job's record, as the server that runs the rounds sees them.
+
+The voters ask for changes of the record (`CopyRequest`), and confirm the changes before with each
+request. This object knows what each voter has confirmed and until when it stands by its promise.
+It holds back the answers to the nodes until a majority of the voters has the changes from which
+they follow. The rules are in `protocol/succession.py`.
+
+After each change of the members, the voters change step by step. Each step is a change of the
+record itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from math import inf
+from typing import Final
+
+from msgspec import Raw
+
+from regrow.rendezvous.protocol.messages import Voter
+from regrow.rendezvous.protocol.state import Round
+from regrow.rendezvous.protocol.succession import (
+    Succession,
+    Voters,
+    change_voters,
+    is_voter,
+    quorum_value,
+    wanted_voters,
+)
+from regrow.rendezvous.server import server_messages as messages
+from regrow.store import Answer
+
+LOG: Final = 1024
+"""Most records that are kept for voters that lack a few; other voters get the whole record."""
+
+
+class Copies:
+    """The copies of one job's record.
+
+    Args:
+        succession: who runs the rounds, and who may take over.
+        seq: the number of changes in the record.
+        promise: how long a voter stands by its promise, in seconds (`succession.py`).
+        successors: most voters besides the coordinator's.
+        whole: returns the record of the whole job.
+    """
+
+    def __init__(
+        self,
+        succession: Succession,
+        seq: int,
+        promise: float,
+        successors: int,
+        whole: Callable[[], bytes],
+    ) -> None:
+        self.succession = succession
+        self.seq = seq
+        self.moved: messages.ElsewhereReply | None = None
+        """Set when another server has taken over."""
+        self.wanted: Voters = ()
+        self._promise = promise
+        self._successors = successors
+        self._whole = whole
+        self._log: list[bytes] = []  # the latest records
+        self._has: dict[str, float] = {}  # by voter: the number of changes that it has confirmed
+        self._promised_at: dict[str, float] = {}  # by voter: when its latest answer was sent
+        self._sent: dict[str, tuple[int, float]] = {}  # by voter: number and time of that answer
+        self._gone: set[str] = set()  # voters that can grant nothing any more
+        self._parked: dict[str, tuple[Hashable, int, messages.CopyRequest, float]] = {}
+        self._sessions: dict[str, Hashable] = {}
+        self._held: list[tuple[int, list[Answer]]] = []
+        self._chosen_for: object = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this server."""
+        return self.succession.epoch
+
+    @property
+    def at(self) -> float | None:
+        """The time of the next call of `due`."""
+        return min((until for *_, until in self._parked.values()), default=None)
+
+    @property
+    def servers(self) -> tuple[Voter, ...]:
+        """The agents that may serve the rounds, first the present one; empty if there is one.
+
+        The nodes learn the wanted voters too, before these vote.
+        """
+        voters = self.succession.voters[-1] if self.succession.voters else self.wanted
+        first = self.succession.coordinator
+        if not voters or first is None:
+            return ()
+        return (first, *(voter for voter in voters if voter != first))
+
+    @property
+    def may_lose(self) -> int:
+        """How many of the voters may be lost at one time: all but a majority."""
+        return min(((len(one) - 1) // 2 for one in self.succession.voters), default=0)
+
+    def copies(self, voter: Voter | None) -> bool:
+        """Return whether an agent should keep a copy."""
+        return voter is not None and (voter in self.wanted or is_voter(self.succession, voter.id))
+
+    def begin(self) -> None:
+        """Count a change that replaces the whole record."""
+        self.seq += 1
+        self._log.clear()
+
+    def add(self, record: bytes) -> None:
+        """Count a change of the record."""
+        self.seq += 1
+        self._log.append(record)
+        if len(self._log) > 2 * LOG:
+            del self._log[:LOG]
+
+    def kept(self) -> bool:
+        """Return whether a majority of the voters has every change."""
+        return self._kept() >= self.seq
+
+    def _kept(self) -> float:
+        voters = self.succession.voters
+        return quorum_value(voters, self._has) if voters else self.seq
+
+    def may_renew(self, now: float) -> bool:
+        """Return whether this server may renew leases, because a majority stands by its promise."""
+        voters = self.succession.voters
+        if self.moved is not None:
+            return False
+        return not voters or now < quorum_value(voters, self._promised_at) + self._promise
+
+    def hold(self, answers: list[Answer]) -> list[Answer]:
+        """Hold back answers until a majority has all changes; return them if it has them now."""
+        if not answers or self.kept():
+            return answers
+        self._held.append((self.seq, answers))
+        return []
+
+    def confirmed(self) -> list[Answer]:
+        """Return the answers that need not be held back any more."""
+        kept, out = self._kept(), []
+        while self._held and self._held[0][0] <= kept:
+            out += self._held.pop(0)[1]
+        return out
+
+    def next_step(self, state: Round) -> Succession | None:
+        """Return the succession after the next step towards the wanted voters, if there is one."""
+        chosen_for = state.number, state.complete, state.closed is None, self.succession
+        if chosen_for != self._chosen_for:
+            self._chosen_for = chosen_for
+            self.wanted = wanted_voters(state, self.succession, self._successors)
+        ready = {id for id, has in self._has.items() if has >= self.seq}
+        after = change_voters(self.succession, self.wanted, ready, self.kept())
+        return None if after == self.succession else after
+
+    # --- requests of the voters
+
+    def asked(
+        self, session: Hashable, id: int, request: messages.CopyRequest, now: float
+    ) -> list[Answer]:
+        """Handle a request for changes.
+
+        Raises:
+            ValueError: the voter has changes that this server does not have.
+        """
+        voter = request.voter.id
+        if request.epoch == self.epoch and request.seq > self.seq:
+            raise ValueError(
+                f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
+            )
+        out = [self._reply(voter, now)] if voter in self._parked else []
+        self._sessions[voter] = session
+        if voter in self._gone:  # it lives
+            self._gone.discard(voter)
+            del self._promised_at[voter]
+        if request.epoch == self.epoch:
+            self._has[voter] = request.seq
+            number, sent = self._sent.get(voter, (0, 0.0))
+            if number and request.answer == number:
+                self._promised_at[voter] = sent
+        else:
+            self._has.pop(voter, None)
+            self._promised_at.pop(voter, None)
+        self._parked[voter] = session, id, request, now + self._promise / 6
+        return out
+
+    def answers(self, now: float) -> list[Answer]:
+        """Answer the voters that lack changes, and those that have waited for long enough."""
+        return [
+            self._reply(voter, now)
+            for voter, (_, _, request, until) in [*self._parked.items()]
+            if until <= now or request.epoch != self.epoch or request.seq < self.seq
+        ]
+
+    def _reply(self, voter: str, now: float) -> Answer:
+        session, id, request, _ = self._parked.pop(voter)
+        if self.moved is not None:
+            return Answer(session, id, messages.encode(self.moved))
+        lacks = self.seq - request.seq
+        part = request.epoch == self.epoch and lacks <= len(self._log)
+        records = self._log[len(self._log) - lacks :] if part else [self._whole()]
+        # The clock of the host makes the number unique, also after a restart of this server.
+        number = max(self._sent.get(voter, (0, 0.0))[0] + 1, int(now * 1e6))
+        self._sent[voter] = number, now
+        reply = messages.CopyReply(
+            self.epoch,
+            self.seq,
+            number,
+            not part,
+            tuple(map(Raw, records)),
+            self.succession,
+            self.copies(request.voter) or request.hosts,
+        )
+        return Answer(session, id, messages.encode(reply))
+
+    def resigned(self, voter: str) -> None:
+        """Count a voter that votes for nobody any more as if it confirmed everything."""
+        self._gone.add(voter)
+        self._has[voter] = self._promised_at[voter] = inf
+
+    def unpark(self, session: Hashable, id: int | None = None) -> None:
+        """Drop the parked requests of a session, or one of them."""
+        for voter, (its, asked, *_) in [*self._parked.items()]:
+            if its == session and id in (None, asked):
+                del self._parked[voter]
+
+    def ended(self, session: Hashable, closed: bool, now: float) -> None:
+        """Handle the end of a voter's session; `closed`: its process has ended."""
+        for voter in [voter for voter, its in self._sessions.items() if its == session]:
+            del self._sessions[voter]
+            promised_at = self._promised_at.get(voter, -inf)
+            if closed and now < promised_at + self._promise:
+                self.resigned(voter)
+            elif voter not in self._gone:
+                self._has.pop(voter, None)
+
+    def move(self, epoch: int, endpoint: str) -> Iterator[Answer]:
+        """Stop to run the rounds, because another server has a newer epoch."""
+        if epoch > self.epoch and (self.moved is None or epoch >= self.moved.epoch):
+            self.moved = messages.ElsewhereReply(epoch, endpoint)
+            self._held.clear()
+            for voter in [*self._parked]:
+                yield self._reply(voter, 0.0)

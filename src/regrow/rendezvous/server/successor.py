@@ -1,0 +1,389 @@
+"""An agent's copy of the job's record, its votes, and its turn as server of the rounds.
+
+A thread of the agent asks the server that runs the rounds (the *coordinator*) for the changes of
+the record (`copies.py`). When the coordinator is lost, it grants the next epoch to the candidate of
+that epoch, with its copy. If this agent is the candidate, it starts a server first, and grants the
+epoch like the others. The server takes over when a majority of the voters has granted it the epoch
+(`round_service.py`). The rules are in `protocol/succession.py`.
+
+The coordinator is lost in one of three cases:
+
+- No process listens at its address any more. Its agent has then ended too, because the agent holds
+  the socket, also while it starts another server.
+- It was silent for the length of the promise.
+- A server says that another voter has granted a newer epoch.
+
+A candidate that does not answer in time loses its turn: the voter grants the next epoch to the
+next candidate. The time grows with each turn, so all voters meet at one candidate in the end.
+
+An agent that the voters have given up has granted epochs that mean nothing any more. It continues
+as another voter, under a new id.
+
+The agent of the coordinator tells the server at the endpoint of the job where the rounds are run,
+again and again, because an agent that is started again on that host serves there. Newcomers find
+the job this way.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from regrow.rendezvous.protocol.messages import Voter
+from regrow.rendezvous.protocol.succession import Position, Succession, candidate, is_voter
+from regrow.rendezvous.server import server_messages as messages
+from regrow.store import (
+    ServiceClient,
+    StoreClosedError,
+    StoreError,
+    StoreTimeout,
+    endpoint_of,
+)
+from regrow.utils import Backoff, get_logger
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from regrow.rendezvous.node.driver import Threads
+    from regrow.store import StoreClient
+
+    Open = Callable[[str, float, int], StoreClient]
+
+GRACE_S: Final = 0.1
+"""Time for a voter with a broken connection to resume it, in seconds."""
+TURN_S: Final = 2.0, 8.0
+"""How long a voter waits for the first candidate, and at most for a later one, in seconds."""
+SILENT_S: Final = 0.75
+"""How long it waits for a candidate that does not answer at all, in seconds."""
+RETRY_S: Final = 0.02, 0.1
+"""First and longest pause between two attempts to reach a candidate, in seconds."""
+TELL_S: Final = 1.0
+"""Pause between two reports of where the rounds are run, in seconds."""
+RESIGN_S: Final = 0.5
+"""Time for the answer to a voter that resigns, in seconds."""
+
+logger = get_logger(__name__)
+
+
+def new_voter(host: str, port: int) -> Voter:
+    """Return a voter under an id that no other voter of the job has had."""
+    return Voter(f"{host}:{port}/{os.urandom(6).hex()}", host, port)
+
+
+class Successor:
+    """Keeps a copy of the job's record, votes, and serves when it is elected.
+
+    Args:
+        run_id: the id of the job.
+        me: the voter that this agent is.
+        promise: how long a voter stands by its promise, in seconds.
+        endpoint: the endpoint of the job.
+        hosts: whether this agent hosts the server at the endpoint.
+        open: opens a session with the server at an endpoint.
+        serve: starts a server at this agent's port, unless it runs; it returns once the server
+            listens.
+        elected: called when a coordinator was elected, with its endpoint and its epoch.
+        new_client: creates a client of the service from a function that opens a session.
+        clock: returns the time of this agent's monotonic clock, in seconds.
+        threads: starts threads, and provides the locks.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        me: Voter,
+        promise: float,
+        endpoint: str,
+        *,
+        hosts: bool,
+        open: Open,
+        serve: Callable[[], None],
+        elected: Callable[[str, int], None],
+        new_client: Callable[[Callable[[float, int], StoreClient]], ServiceClient],
+        clock: Callable[[], float],
+        threads: Threads,
+    ) -> None:
+        self.me = me
+        """The voter that this agent is; another one after the others have given it up."""
+        self._run_id = run_id
+        self._promise = promise
+        self._endpoint = endpoint
+        self._hosts = hosts
+        self._open = open
+        self._serve = serve
+        self._elected = elected
+        self._new_client = new_client
+        self._clock = clock
+        self._threading = threads
+        self._stop = threads.Event()
+        self._lock = threads.Lock()
+        self._client: ServiceClient | None = None
+        self._asks = ""  # the endpoint of the client
+        self._coordinator = endpoint
+        self._known = 0, endpoint  # epoch and endpoint of the coordinator that the node knows
+        self._thread: threading.Thread | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._position = Position()
+        self._records: list[bytes] = []
+        self._succession = Succession()
+        self._answer = 0  # the number of the latest answer in this epoch
+        self._promised = 0  # the newest epoch that was granted, or that is followed
+        self._granted_to = ""  # the voter to which it was granted; empty if it is followed
+        self._ended = False
+        self._heard_at = self._clock()
+        self._turns = Backoff(*TURN_S)
+
+    @property
+    def epoch(self) -> int:
+        """The newest epoch that this voter has granted or follows."""
+        return self._promised
+
+    def start(self, coordinator: str, epoch: int) -> None:
+        """Begin to keep a copy, unless the thread runs.
+
+        Args:
+            coordinator: the endpoint at which the rounds are run, as the node knows it.
+            epoch: its epoch.
+        """
+        with self._lock:
+            self._known = epoch, coordinator
+            if self._stop.is_set() or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._coordinator = coordinator
+            self._heard_at = self._clock()
+            self._thread = self._threading.Thread(
+                target=self._run, name="rendezvous successor", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Resign, and end the thread."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop.set()
+            thread, client = self._thread, self._client
+        if client is not None:
+            client.close(0.0)
+        if thread is not None:
+            thread.join(RESIGN_S)
+        if is_voter(self._succession, self.me.id) and not self._granted_to:
+            self._resign()
+
+    def _resign(self) -> None:
+        request = messages.ResignRequest(self._run_id, self.me.id, self._promised)
+        where = self._coordinator
+        client = self._new_client(lambda timeout, stop: self._open(where, timeout, stop))
+        try:
+            client.ask(messages.encode(request), RESIGN_S)
+        except StoreError as error:
+            logger.debug("the voter %s could not resign: %s", self.me.id, error)
+        finally:
+            client.close(0.0)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._granted_to:
+                    self._vote()
+                elif not self._copy():
+                    return
+        except StoreClosedError:
+            pass
+        except (StoreError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("this agent can no longer take over the rendezvous: %s", error)
+        finally:
+            self._close_client()
+
+    def _copy(self) -> bool:
+        """Ask the coordinator for changes; return False if no copy is wanted any more."""
+        request = messages.CopyRequest(
+            self._run_id, self.me, self._hosts, self._promised, *self._position, self._answer
+        )
+        silent_at = self._heard_at + self._promise
+        left = silent_at - self._clock()
+        try:
+            reply = self._ask(self._coordinator, request, max(left, self._promise / 6))
+        except StoreClosedError:
+            raise
+        except StoreError as error:
+            refused = _is_refused(error)
+            if self._may_vote and (refused or self._clock() >= silent_at):
+                logger.warning("the server of the rendezvous is lost: %s", error)
+                self._grant(self._promised + 1, ended=refused)
+            else:
+                self._coordinator = self._known[1]
+                self._stop.wait(RETRY_S[1])
+            return True
+        match reply:
+            case messages.CopyReply():
+                return self._take(reply)
+            case messages.ElsewhereReply(epoch, endpoint):
+                self._go(epoch, endpoint)
+            case messages.RefusedReply(text):
+                logger.info("the voter %s begins anew: %s", self.me.id, text)
+                self.me = new_voter(self.me.host, self.me.port)
+                self._forget()
+                return False
+        return True
+
+    @property
+    def _may_vote(self) -> bool:
+        return is_voter(self._succession, self.me.id) and not self._succession.retired
+
+    def _take(self, reply: messages.CopyReply) -> bool:
+        if reply.epoch < self._promised:
+            # A server of an older epoch that does not know it yet; the next request tells it.
+            self._stop.wait(RETRY_S[1])
+            return True
+        records = [bytes(record) for record in reply.records]
+        self._records = records if reply.whole else self._records + records
+        self._position = Position(reply.epoch, reply.seq)
+        self._succession = reply.succession
+        self._answer = reply.answer
+        self._promised = reply.epoch
+        self._heard_at = self._clock()
+        self._turns = Backoff(*TURN_S)
+        return reply.wanted
+
+    def _go(self, epoch: int, endpoint: str) -> None:
+        """Follow the server to which another one refers, or grant the epoch that it knows."""
+        if endpoint:
+            self._granted_to, self._coordinator = "", endpoint
+        elif self._may_vote and epoch > self._promised:
+            self._grant(epoch, ended=False)
+        else:
+            self._stop.wait(RETRY_S[1])
+
+    def _grant(self, epoch: int, *, ended: bool) -> None:
+        """Grant an epoch; from now on this voter stands by no promise of an older one."""
+        self._promised = epoch
+        self._granted_to = candidate(self._succession, epoch).id
+        self._ended = self._ended or ended
+        self._answer = 0
+
+    def _vote(self) -> None:
+        """Grant the epoch to its candidate until it serves, or its turn is over."""
+        to = candidate(self._succession, self._promised)
+        deadline = self._clock() + self._turns.next(TURN_S[1])
+        pauses = Backoff(*RETRY_S)
+        if to.id == self.me.id:
+            try:
+                self._serve()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next candidate serves
+                logger.warning("this agent cannot take over the rendezvous: %s", error)
+                self._grant(self._promised + 1, ended=False)
+                return
+        request = messages.GrantRequest(
+            self._run_id,
+            to,
+            self.me.id,
+            self._promised,
+            *self._position,
+            self._succession,
+            self._ended,
+            tuple(map(Raw, self._records)),
+        )
+        while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
+            try:
+                reply = self._ask(endpoint_of(to.host, to.port), request, left, SILENT_S)
+            except StoreClosedError:
+                raise
+            except StoreError as error:
+                if isinstance(error, StoreTimeout):
+                    break
+                self._stop.wait(pauses.next(left))
+                continue
+            if isinstance(reply, messages.DoneReply):
+                self._follow(to, reply.epoch)
+                return
+            if isinstance(reply, messages.ElsewhereReply) and (
+                reply.endpoint or reply.epoch > self._promised
+            ):
+                self._go(reply.epoch, reply.endpoint)
+                return
+            self._stop.wait(pauses.next(left))
+        epoch, coordinator = self._known
+        if epoch >= self._promised:  # the others have elected a coordinator
+            self._go(epoch, coordinator)
+        else:
+            self._grant(self._promised + 1, ended=False)
+
+    def _follow(self, to: Voter, epoch: int) -> None:
+        """Follow the coordinator that was elected."""
+        self._promised, self._granted_to, self._ended = epoch, "", False
+        self._coordinator = endpoint_of(to.host, to.port)
+        self._heard_at = self._clock()
+        self._elected(self._coordinator, epoch)
+        if to.id == self.me.id:
+            logger.warning("this host runs the rendezvous %r from now on", self._run_id)
+            if self._coordinator != self._endpoint:
+                self._threading.Thread(
+                    target=self._tell, args=(epoch,), name="rendezvous redirect", daemon=True
+                ).start()
+
+    def _tell(self, epoch: int) -> None:
+        """Tell the server at the job's endpoint where the rounds are run, while they are here."""
+        here = endpoint_of(self.me.host, self.me.port)
+        moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
+        client = self._new_client(lambda timeout, stop: self._open(self._endpoint, timeout, stop))
+        while not self._stop.is_set() and self._promised == epoch:
+            with suppress(StoreError):  # no server is there
+                client.ask(moved, TELL_S)
+            self._stop.wait(TELL_S)
+        client.close(0.0)
+
+    # --- calls
+
+    def _ask(
+        self, endpoint: str, request: Any, timeout: float, connect: float | None = None
+    ) -> messages.Answer:
+        """Ask a server; the connection to it stays open until another one is asked.
+
+        Args:
+            endpoint: where the server listens.
+            request: the question.
+            timeout: time for the answer, in seconds.
+            connect: time to connect, in seconds; None: the same.
+        """
+        with self._lock:
+            if self._stop.is_set():
+                raise StoreClosedError("the agent leaves")
+            client, before = self._client, None
+            if client is None or self._asks != endpoint:
+                before = client
+                client = self._client = self._new_client(
+                    lambda timeout, stop: self._open(endpoint, timeout, stop)
+                )
+                self._asks = endpoint
+        if before is not None:
+            before.close(0.0)
+        client.connect(timeout if connect is None else min(timeout, connect))
+        answer: messages.Answer = messages.decode_answer(
+            client.ask(messages.encode(request), timeout)
+        )
+        return answer
+
+    def _close_client(self) -> None:
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close(0.0)
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether an attempt to connect failed because no process listens at the address."""
+    while error is not None:
+        if isinstance(error, ConnectionRefusedError):
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,176 @@
+"""The loss of the host that serves the rendezvous: another host takes over, and the job goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from helpers.certificates import self_signed
+from helpers.hosts.jobs import Agent, Job, World
+from helpers.hosts.netns import Host, Network
+from helpers.suite.recovery import Fault
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
+
+Form = Callable[..., tuple[Job, list[Agent], World]]
+
+
+def servers(agent: Agent) -> dict[str, object]:
+    """The latest event about the hosts that may run the rounds."""
+    found = agent.events("rendezvous.servers")
+    return found[-1] if found else {}
+
+
+def settled(job: Job, agents: list[Agent], *, may_lose: int, epoch: int = 0) -> None:
+    """Wait until the agents know how many hosts may be lost, and how often another took over."""
+
+    def known() -> bool:
+        expected = (epoch, may_lose)
+        latest = [servers(agent) for agent in agents]
+        return all((of.get("epoch"), of.get("may_lose")) == expected for of in latest)
+
+    job.wait_until(lambda: known() or None, f"{may_lose} hosts may be lost, in epoch {epoch}")
+
+
+def every_process(host: Host, signum: int) -> None:
+    """Send a signal to all processes of a host, and none to the host itself."""
+    for pid in host.processes():
+        if pid != host.pid:
+            os.kill(pid, signum)
+
+
+def lose_power(network: Network, agent: Agent) -> None:
+    agent.host.lose_power()
+
+
+def kill_all(network: Network, agent: Agent) -> None:
+    """Kill agent, workers and server; the kernel closes or refuses all connections."""
+    every_process(agent.host, signal.SIGKILL)
+
+
+def cut_off(network: Network, agent: Agent) -> None:
+    network.cut(agent.host)
+
+
+def cut_out(network: Network, agent: Agent) -> None:
+    network.cut(agent.host, "out")
+
+
+def cut_in(network: Network, agent: Agent) -> None:
+    network.cut(agent.host, "in")
+
+
+def freeze(network: Network, agent: Agent) -> None:
+    every_process(agent.host, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("lose", [lose_power, kill_all])
+def test_the_others_go_on_without_the_host_of_the_server(
+    form: Form, network: Network, fault: Fault, lose: Callable[[Network, Agent], None]
+) -> None:
+    job, agents, world = form("server")
+    settled(job, agents, may_lose=1)
+    fault.now()
+    lose(network, agents[0])
+    after = job.world(3, after=world)
+    fault.healed(after)
+    assert sorted(after.hosts) == ["node2", "node3", "node4"], job
+    assert after.restarts == 0, job
+    assert after.round == world.round + 1, job
+    settled(job, agents[1:], may_lose=1, epoch=1)
+    assert {str(servers(agent)["server"]) for agent in agents[1:]} == {agents[1].host.addr}, job
+    job.finish(*agents[1:])
+
+
+@pytest.mark.parametrize("lose", [cut_off, cut_out, cut_in, freeze])
+def test_a_host_of_the_server_that_comes_back_joins_the_others(
+    form: Form, network: Network, fault: Fault, lose: Callable[[Network, Agent], None]
+) -> None:
+    job, agents, world = form("server", conf="reconnect_timeout=60")
+    settled(job, agents, may_lose=1)
+    fault.now()
+    lose(network, agents[0])
+    after = job.world(3, after=world)
+    fault.healed(after)
+    assert sorted(after.hosts) == ["node2", "node3", "node4"], job
+    network.mend(agents[0].host)
+    every_process(agents[0].host, signal.SIGCONT)
+    again = job.world(4, after=after)
+    assert sorted(again.hosts) == sorted(world.hosts), job
+    assert again.restarts == 0, job
+    job.finish(*agents)
+
+
+def test_a_server_that_is_killed_alone_is_started_again_and_no_other_host_takes_over(
+    form: Form,
+) -> None:
+    job, agents, world = form("server")
+    settled(job, agents, may_lose=1)
+    (server,) = [
+        pid
+        for pid in agents[0].host.processes()
+        if b"store.server.serving" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    os.kill(server, signal.SIGKILL)
+    job.event(agents[0], "rendezvous.server_ended")
+    for agent in agents:
+        job.running_at(time.monotonic() + 5.0, agent)
+    assert {record.round for record in job.records("started")} == {world.round}, job
+    assert {servers(agent)["epoch"] for agent in agents} == {0}, job
+    job.finish(*agents)
+
+
+def test_two_hosts_of_five_may_be_lost_at_one_time_and_then_a_third(
+    start_job: Callable[..., Job], hosts: list[Host], network: Network, fault: Fault
+) -> None:
+    job = start_job(hosts[0], nodes="1:5", mode="plain")
+    agents = [job.agent(host) for host in [*hosts, network.host()]]
+    world = job.world(5)
+    settled(job, agents, may_lose=2)
+    fault.now()
+    agents[0].host.lose_power()
+    agents[1].host.lose_power()
+    after = job.world(3, after=world)
+    fault.healed(after)
+    assert sorted(after.hosts) == ["node3", "node4", "node5"], job
+    job.wait_until(
+        lambda: all(servers(a).get("may_lose") == 1 for a in agents[2:]) or None, "one may be lost"
+    )
+    (third,) = [a for a in agents[2:] if a.host.addr == servers(agents[4])["server"]]
+    third.host.lose_power()
+    last = job.world(2, after=after)
+    assert last.restarts == 0, job
+    job.finish(*(agent for agent in agents[2:] if agent is not third))
+
+
+def test_another_host_takes_over_with_certificates(
+    start_job: Callable[..., Job], hosts: list[Host], tmp_path: Path, fault: Fault
+) -> None:
+    tls = self_signed(tmp_path, f"IP:{hosts[0].addr}")
+    job = start_job(hosts[0], nodes="1:3", mode="plain")
+    flags = [
+        f"--rdzv-tls-cert={tls.certfile}",
+        f"--rdzv-tls-key={tls.keyfile}",
+        f"--rdzv-tls-ca={tls.cafile}",
+    ]
+    agents = [job.agent(host, *flags) for host in hosts[:3]]
+    world = job.world(3)
+    settled(job, agents, may_lose=1)
+    fault.now()
+    every_process(agents[0].host, signal.SIGKILL)
+    after = job.world(2, after=world)
+    fault.healed(after)
+    job.finish(*agents[1:])
+
+
+def test_without_successors_the_loss_of_the_host_ends_the_job(form: Form) -> None:
+    job, agents, _ = form("server", conf="successors=0,reconnect_timeout=1")
+    agents[0].host.lose_power()
+    assert [agent.finish() for agent in agents[1:]] == [75] * 3, job
+    assert not any(agent.events("rendezvous.servers") for agent in agents), job
+    job.assert_one_world_at_a_time()
