@@ -26,15 +26,17 @@ def servers(agent: Agent) -> dict[str, object]:
     return found[-1] if found else {}
 
 
-def settled(job: Job, agents: list[Agent], *, may_lose: int, epoch: int = 0) -> None:
-    """Wait until the agents know how many hosts may be lost, and how often another took over."""
+def settled(job: Job, agents: list[Agent], *, may_lose: int) -> set[object]:
+    """Wait until the agents agree on how many hosts may be lost; return those that may serve."""
 
     def known() -> bool:
-        expected = (epoch, may_lose)
         latest = [servers(agent) for agent in agents]
-        return all((of.get("epoch"), of.get("may_lose")) == expected for of in latest)
+        same = len({(of.get("epoch"), of.get("server")) for of in latest}) == 1
+        return same and {of.get("may_lose") for of in latest} == {may_lose}
 
-    job.wait_until(lambda: known() or None, f"{may_lose} hosts may be lost, in epoch {epoch}")
+    job.wait_until(lambda: known() or None, f"{may_lose} hosts may be lost")
+    of = servers(agents[0])
+    return {of["server"], *of["successors"]}  # type: ignore[misc]
 
 
 def every_process(host: Host, signum: int) -> None:
@@ -82,8 +84,7 @@ def test_the_others_go_on_without_the_host_of_the_server(
     assert sorted(after.hosts) == ["node2", "node3", "node4"], job
     assert after.restarts == 0, job
     assert after.round == world.round + 1, job
-    settled(job, agents[1:], may_lose=1, epoch=1)
-    assert {str(servers(agent)["server"]) for agent in agents[1:]} == {agents[1].host.addr}, job
+    assert settled(job, agents[1:], may_lose=1) == {agent.host.addr for agent in agents[1:]}, job
     job.finish(*agents[1:])
 
 
@@ -100,10 +101,12 @@ def test_a_host_of_the_server_that_comes_back_joins_the_others(
     assert sorted(after.hosts) == ["node2", "node3", "node4"], job
     network.mend(agents[0].host)
     every_process(agents[0].host, signal.SIGCONT)
+    agents[0].process.signal(signal.SIGCONT)
     again = job.world(4, after=after)
     assert sorted(again.hosts) == sorted(world.hosts), job
     assert again.restarts == 0, job
-    job.finish(*agents)
+    # The workers of a frozen host may run for a moment when it thaws, until their lease is checked.
+    job.finish(*agents, overlap=lose is freeze)
 
 
 def test_a_server_that_is_killed_alone_is_started_again_and_no_other_host_takes_over(
@@ -138,9 +141,7 @@ def test_two_hosts_of_five_may_be_lost_at_one_time_and_then_a_third(
     after = job.world(3, after=world)
     fault.healed(after)
     assert sorted(after.hosts) == ["node3", "node4", "node5"], job
-    job.wait_until(
-        lambda: all(servers(a).get("may_lose") == 1 for a in agents[2:]) or None, "one may be lost"
-    )
+    settled(job, agents[2:], may_lose=1)
     (third,) = [a for a in agents[2:] if a.host.addr == servers(agents[4])["server"]]
     third.host.lose_power()
     last = job.world(2, after=after)

@@ -23,11 +23,11 @@ of an older one, because it contains what a majority knew when the epoch began.
 
 **Promise.** A voter that has received an answer of its coordinator grants no other epoch for
 `promise` seconds, by its own clock. The coordinator counts the same seconds from when it sent that
-answer, so its count ends first. When the promise of a majority has ended by this count, the
-coordinator renews no more leases. So when another one takes over, each lease that the old one
-renewed was renewed before. The new one waits for the end of a lease, as for any silent node, before
-it gives a seat away. If no process listens at the coordinator's address any more, the coordinator
-has ended, and a voter need not wait for the end of its promise.
+answer, so its count ends first. It renews leases only while the promise of a majority lasts for
+another `margin` seconds by this count. So when another one takes over, each lease that the old one
+renewed was renewed at least `margin` seconds before. The new one waits for the end of these leases
+before it gives the seat of a silent node away. If no process listens at the coordinator's address
+any more, the coordinator has ended, and a voter need not wait for the end of its promise.
 
 A voter that resigns, because its agent leaves, votes for nobody from then on. So it counts for its
 coordinator as if it confirmed everything. This also holds for a voter whose agent ended, as its
@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous.protocol.state import Round
 
+PROMISE = 1 / 2
+"""How long a voter stands by its promise, as a part of a lease."""
+MARGIN = 1 / 3
+"""How long before its end the coordinator stops to renew leases, as a part of a lease."""
 MOST_SUCCESSORS = 4
 """Most voters besides the coordinator's; with so many, any two hosts may be lost at one time."""
 

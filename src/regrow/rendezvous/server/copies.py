@@ -20,6 +20,8 @@ from msgspec import Raw
 from regrow.rendezvous.protocol.messages import Voter
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import (
+    MARGIN,
+    PROMISE,
     Succession,
     Voters,
     change_voters,
@@ -40,7 +42,7 @@ class Copies:
     Args:
         succession: who runs the rounds, and who may take over.
         seq: the number of changes in the record.
-        promise: how long a voter stands by its promise, in seconds (`succession.py`).
+        lease: the length of a lease, in seconds.
         successors: most voters besides the coordinator's.
         whole: returns the record of the whole job.
     """
@@ -49,7 +51,7 @@ class Copies:
         self,
         succession: Succession,
         seq: int,
-        promise: float,
+        lease: float,
         successors: int,
         whole: Callable[[], bytes],
     ) -> None:
@@ -58,7 +60,7 @@ class Copies:
         self.moved: messages.ElsewhereReply | None = None
         """Set when another server has taken over."""
         self.wanted: Voters = ()
-        self._promise = promise
+        self._promise, self._margin = PROMISE * lease, MARGIN * lease
         self._successors = successors
         self._whole = whole
         self._log: list[bytes] = []  # the latest records
@@ -125,9 +127,9 @@ class Copies:
     def may_renew(self, now: float) -> bool:
         """Return whether this server may renew leases, because a majority stands by its promise."""
         voters = self.succession.voters
-        if self.moved is not None:
-            return False
-        return not voters or now < quorum_value(voters, self._promised_at) + self._promise
+        if not voters:
+            return True
+        return now < quorum_value(voters, self._promised_at) + self._promise - self._margin
 
     def hold(self, answers: list[Answer]) -> list[Answer]:
         """Hold back answers until a majority has all changes; return them if it has them now."""

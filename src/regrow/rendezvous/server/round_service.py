@@ -86,6 +86,7 @@ from regrow.rendezvous.protocol.messages import (
 from regrow.rendezvous.protocol.rules import Refusal, step
 from regrow.rendezvous.protocol.state import Round, holds, nodes, place
 from regrow.rendezvous.protocol.succession import (
+    MARGIN,
     Grant,
     Position,
     Succession,
@@ -138,7 +139,7 @@ class ServedJob:
         self.copies = Copies(
             succession,
             seq,
-            promise(self.bounds),
+            self.bounds.lease,
             settings.successors,
             lambda: messages.encode(self.record()),
         )
@@ -550,7 +551,11 @@ class RendezvousService:
         self._begin(job)
         out = _tell(election, messages.DoneReply(election.epoch))
         first = old.coordinator
-        if first is not None and has_ended(election.grants, old):
+        if not has_ended(election.grants, old):
+            # The old server has renewed no lease for so long.
+            silent = dict.fromkeys(job.beats, (0, MARGIN * job.bounds.lease))
+            job.detector = FailureDetector(checked=now, silent=silent)
+        elif first is not None:
             why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
             for id in [*job.state.members, *job.state.awaited, *job.state.queue]:
                 node = job.state.members.get(id) or job.state.queue.get(id)
@@ -602,9 +607,9 @@ class RendezvousService:
             return [Answer(session, asked, messages.encode(messages.BeatReply("", False)))]
         copies = job.copies
         out = self._move(job, question.epoch, "") if question.epoch > copies.epoch else []
-        if not copies.may_renew(now):
-            elsewhere = copies.moved or messages.ElsewhereReply(copies.epoch, "")
-            return [*out, Answer(session, asked, messages.encode(elsewhere))]
+        if copies.moved is not None or not copies.may_renew(now):
+            waits = copies.moved or messages.ElsewhereReply(copies.epoch, "", waits=True)
+            return [*out, Answer(session, asked, messages.encode(waits))]
         held = False
         self._claim(job, id, session, now)
         if job.lives.get(id) == session:
@@ -805,11 +810,6 @@ class RendezvousService:
         client = self._clients.get(session)
         if client is not None:
             client.following.discard((job.run_id, id))
-
-
-def promise(bounds: Bounds) -> float:
-    """Return how long a voter stands by its promise, in seconds: half of a lease."""
-    return bounds.lease / 2
 
 
 def _tell(election: _Election, reply: messages.Answer) -> list[Answer]:

@@ -39,6 +39,7 @@ from regrow.rendezvous.errors import (
 )
 from regrow.rendezvous.node.driver import Snapshot
 from regrow.rendezvous.protocol.messages import JoinRound, ServersChanged, subject
+from regrow.rendezvous.protocol.succession import PROMISE
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.successor import GRACE_S, Successor, new_voter
 from regrow.rendezvous.settings import (
@@ -155,7 +156,7 @@ class ServerDriver:
         """Whether the server has been reached."""
         self._stopped = threads.Event()
         self._threading = threads
-        self._promise = bounds.lease / 2
+        self._promise = PROMISE * bounds.lease
         self._epoch = 0
         self._servers: list[str] = []
         """The endpoints of all agents that may serve, first the present one; empty: only one."""
@@ -418,7 +419,8 @@ class ServerDriver:
                     raise RendezvousConnectionError(
                         self._unreachable(f"the server at {where} does not run the rounds now")
                     )
-                self._search(client, answer)
+                if not answer.waits:
+                    self._search(client, answer)
                 self._stopped.wait(pauses.next(left))
                 continue
             if isinstance(answer, messages.RefusedReply):

@@ -252,6 +252,8 @@ class ElsewhereReply(Struct, array_like=True, tag=5, frozen=True, gc=False):
     """The newest epoch that the server knows."""
     endpoint: str
     """The server of that epoch; empty if it is not known."""
+    waits: bool = False
+    """Whether this server runs the rounds, but waits for a majority of the voters."""
 
 
 class DoneReply(Struct, array_like=True, tag=6, frozen=True, gc=False):
