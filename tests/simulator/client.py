@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from regrow.rendezvous.settings import SPARE_ROUND_TRIPS
 from regrow.store import (
     ConnectionState,
     StoreClosedError,
@@ -65,7 +66,11 @@ class Link:
         machine = self.agent.host
         if not self.open or machine.off:  # no process is left to receive or repeat it
             return
-        until = machine.cut_until[direction]
+        if self.server.dead:
+            if not self.server.silent:
+                self.break_()
+            return
+        until = max(machine.cut_until[direction], self.server.cut_until(machine, direction))
         if self.sim.now < until:
             again = until - self.sim.now + self.sim.random.uniform(0, 0.5)
             self.sim.after(again, lambda: self._arrive(direction))
@@ -91,19 +96,23 @@ class Client:
     Its constructor is `regrow.store.connect`; it blocks.
     """
 
-    server = "server:1"
     local_host = "here"
 
     def __init__(
         self,
-        place: SimServer,
+        find: Callable[[], SimServer | None],
         agent: Agent,
+        endpoint: str,
         *,
         timeout: float,
         refusal_is_final: bool,
+        session_grace: float,
         **_: Any,
     ) -> None:
-        self.place, self.agent, self.sim = place, agent, place.sim
+        self._find, self.agent, self.sim = find, agent, agent.sim
+        self.server = endpoint
+        self.grace = session_grace + SPARE_ROUND_TRIPS * 2 * agent.job.profile.delay
+        """Seconds in which the client may resume its session."""
         self.state = ConnectionState.SUSPENDED
         self._session = 0
         self._link: Link | None = None
@@ -129,10 +138,10 @@ class Client:
 
     def close(self, timeout: float) -> None:
         """See `StoreClient.close`; does not wait until the server has received it."""
-        link, server = self._link, self.place
+        link = self._link
         if self.agent.alive:
             if self.state is ConnectionState.CONNECTED and link is not None:
-                link.send_out(lambda: server.left(link))
+                link.send_out(lambda: link.server.left(link))
             self._end(ConnectionState.CLOSED)
             self.agent.notify()
 
@@ -150,16 +159,16 @@ class Client:
             self.sim.after(0.0, partial(resume, error("the session is over")))
 
     def _question(self, id: int, body: bytes) -> None:
-        link, server = self._link, self.place
+        link = self._link
         assert link is not None
-        link.send_out(lambda: server.asked(link, id, body))
+        link.send_out(lambda: link.server.asked(link, id, body))
 
     def _expired(self, id: int) -> None:
         if id in self._calls:
             resume = self._calls.pop(id)[1]
-            link, server = self._link, self.place
+            link = self._link
             if link is not None and link.open:
-                link.send_out(lambda: server.cancelled(link, id))
+                link.send_out(lambda: link.server.cancelled(link, id))
             resume(StoreTimeout("no answer came"))
 
     def answered(self, id: int, body: bytes) -> None:
@@ -197,7 +206,7 @@ class Client:
             if self._is_over():
                 return
             self.state = ConnectionState.SUSPENDED
-            deadline, pause = agent.machine.clock + self.place.grace, FIRST_PAUSE
+            deadline, pause = agent.machine.clock + self.grace, FIRST_PAUSE
             while (yield from self._dial(deadline)) is not None:
                 if self._is_over():
                     return
@@ -212,10 +221,12 @@ class Client:
 
     def _dial(self, deadline: float) -> Thread:
         """Connect, and begin or resume the session; returns the failure, or None."""
-        agent, place = self.agent, self.place
-        if self.sim.now < max(place.down_until, agent.host.refused_until):
-            yield agent.sleep(place.job.delay())
-            return StoreConnectionError("no process listens there")
+        agent, place = self.agent, self._find()
+        if place is None or self.sim.now < agent.host.refused_until:
+            yield agent.sleep(agent.job.delay())
+            refused = StoreConnectionError("no process listens there")
+            refused.__cause__ = ConnectionRefusedError()
+            return refused
         self._welcome, self._link = 0, (link := Link(place, self))
         session = self._session
         link.send_out(lambda: place.greeted(link, session))

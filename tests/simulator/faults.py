@@ -54,9 +54,15 @@ class Faults:
                     if host.frozen_until < self.sim.now:
                         self.history.note(f"{strike.__name__} {host.name}")
                         strike(host)
+                        if self.job.profile.successors:
+                            self._trouble_all(self._outage(host))
                 self.sim.after(random.expovariate(1 / mean), fault)
 
         self.sim.after(random.uniform(2, 8), fault)
+
+    def _outage(self, host: Host) -> float:
+        """Seconds until all is well again after a fault of a host that may serve."""
+        return (0.0 if host.off else max(host.trouble_at - self.sim.now, 0.0)) + 8.0
 
     def begin_crashes(self, seed: int) -> None:
         """Kill the server's process at times, until `FAULTS_UNTIL`; see `begin_strangers`."""

@@ -46,6 +46,9 @@ class Place(Protocol):
             closed: the server sees the same as when an agent ends, although the agent lives.
         """
 
+    def vanished(self, host: Host) -> None:
+        """Note that a host has lost its power."""
+
     def pause(self, seconds: float) -> None:
         """Answer late, or not at all, for `seconds`."""
 
@@ -78,6 +81,8 @@ class Profile(NamedTuple):
     """Most hosts that one fault strikes."""
     spending: bool = False
     """Whether agents spend restarts in running rounds."""
+    successors: int = 0
+    """Most hosts besides that of the server that may take over."""
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -91,6 +96,7 @@ class Profile(NamedTuple):
             timedelta(seconds=bounds.keep_alive),
             bounds.misses,
             shutdown_timeout=timedelta(seconds=bounds.grace),
+            successors=self.successors,
         )
 
 
@@ -251,6 +257,7 @@ class Host(Machine):
         self.trouble(self.sim.now + 1e9)
         if self.agent is not None:
             self.agent.kill()
+        self.job.place.vanished(self)
         self.guardian.vanish()
 
     def thaw(self) -> None:

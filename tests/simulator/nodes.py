@@ -30,7 +30,7 @@ from regrow.rendezvous.protocol.messages import Event
 from regrow.rendezvous.protocol.state import Round
 from regrow.store import MemoryStore
 from simulator.agent import Agent
-from simulator.host import Job
+from simulator.host import Host, Job
 from simulator.kernel import Resume, Waits
 
 ANSWERED_WITHIN = 5.0
@@ -116,6 +116,9 @@ class SimBackend:
     def restart(self) -> None:
         """Restart with all writes intact."""
         self.pause(2.0)
+
+    def vanished(self, host: Host) -> None:
+        """See `Place`; the backend is on no host of the job."""
 
     def crash(self) -> None:
         """Do nothing: the backend is not a process of an agent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 from unittest import mock
 
@@ -18,10 +19,11 @@ from simulator import nodes as sim_nodes
 from simulator.agent import Agent, SimPort
 from simulator.faults import FAULTS_UNTIL, Faults
 from simulator.history import History
-from simulator.host import Host, Job, Profile
+from simulator.host import Host, Job, Place, Profile
 from simulator.kernel import Simulation
 from simulator.nodes import SimBackend
 from simulator.server import SimServer
+from simulator.successors import Servers, patches
 from simulator.worlds import Violation
 
 CALM_AT = FAULTS_UNTIL + 30.0
@@ -88,6 +90,14 @@ def profile_of(sim: Simulation, nodes: int = 0) -> Profile:
     )
 
 
+def _with_successors(sim: Simulation, profile: Profile) -> Profile:
+    """Return the profile for a job in which other hosts may take over: three hosts or more."""
+    hosts = max(profile.hosts, 3)
+    successors = sim.random.choice([2, 4, 4])
+    high = max(profile.high, 3)
+    return profile._replace(hosts=hosts, high=high, successors=successors)
+
+
 def _crowd_of(sim: Simulation, nodes: int) -> Profile:
     """Draw a job of many nodes, with lines and a backend that are fast enough for them."""
     random = sim.random
@@ -115,13 +125,20 @@ class World:
     ) -> None:
         self.sim = sim = Simulation(seed)
         self.profile = profile or profile_of(sim, nodes)
+        if driver == "hosts":
+            self.profile = _with_successors(sim, self.profile)
         if seed % 7 == SPENDING:
             # A job that ended early would be forgotten by its server before the end of the seed.
             self.profile = self.profile._replace(spending=True, max_restarts=10**6)
         self.history = History(sim, self.profile.bounds)
         self.job = Job(sim, self.profile, self.history)
         self.job.new_agent = Agent
-        self.job.place = SimServer(self.job) if driver == "server" else SimBackend(self.job)
+        places: dict[str, Callable[[Job], Place]] = {
+            "server": SimServer,
+            "nodes": SimBackend,
+            "hosts": Servers,
+        }
+        self.job.place = places[driver](self.job)
         for number in range(self.profile.hosts):
             host = Host(self.job, number)
             self.job.hosts.append(host)
@@ -169,7 +186,7 @@ def simulate(
 
     Args:
         seed: decides everything.
-        driver: "server" or "nodes".
+        driver: "server", "nodes" or "hosts".
         nodes: see `profile_of`.
         trace: receives a line for each event.
 
@@ -185,7 +202,7 @@ def simulate(
         if seed % 7 in STRANGERS:
             faults.begin_strangers(seed)
         crashes = seed % 7 in CRASHES or (seed % 7 == SPENDING and seed % 2 == 0)
-        if driver == "server" and crashes:
+        if driver != "nodes" and crashes:
             faults.begin_crashes(seed)
         world.sim.preempted = 0.02
         world.sim.run(FAULTS_UNTIL)
@@ -238,15 +255,23 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         history.changed(before, event, after)
         return after, refusal
 
+    place = world.job.place
+    if isinstance(place, Servers):
+        step = place.step
+
     # The documents are the same for all nodes, so each is decoded once.
     logging.disable()
     with (
+        ExitStack() as stack,
         mock.patch.object(utils, "PortReservation", SimPort),
         mock.patch.object(events, "construct_and_record_rdzv_event"),
         mock.patch.object(round_service, "step", step),
         mock.patch.object(peer_driver, "step", sim_nodes.step),
         mock.patch.object(shared_document, "unseal", sim_nodes.read),
     ):
+        if isinstance(place, Servers):
+            for (owner, name), replacement in patches(place).items():
+                stack.enter_context(mock.patch.object(owner, name, replacement))
         try:
             run()
         except Violation as error:

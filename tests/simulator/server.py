@@ -16,11 +16,11 @@ from regrow.rendezvous.node.driver import Driver
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.server import round_service
 from regrow.rendezvous.server.server_driver import ServerDriver, Where
-from regrow.rendezvous.settings import SESSION_GRACE, SPARE_ROUND_TRIPS
 from regrow.store import Answer
 from simulator.agent import Agent
 from simulator.client import Client, Link
-from simulator.host import Job
+from simulator.host import Host, Job
+from simulator.kernel import Machine
 
 REACHED_WITHIN = 60.0
 """Seconds in which an agent must reach the server when the agent starts."""
@@ -31,8 +31,8 @@ class SimServer:
 
     def __init__(self, job: Job) -> None:
         self.job, self.sim = job, job.sim
-        self.grace = SESSION_GRACE + SPARE_ROUND_TRIPS * 2 * job.profile.delay
-        """Seconds in which a client may resume its session."""
+        self.dead = False
+        """Whether the process has ended."""
         self.paused_until = 0.0
         self.down_until = 0.0
         """The virtual time until which no server listens."""
@@ -57,6 +57,11 @@ class SimServer:
         return f"life{self.job.history.epoch}"
 
     @property
+    def silent(self) -> bool:
+        """Whether nothing on its host answers, not even the kernel."""
+        return False
+
+    @property
     def state(self) -> Round | None:
         """The current state of the rounds."""
         job = self.service.jobs.get("job")
@@ -70,8 +75,17 @@ class SimServer:
             REACHED_WITHIN,
             clock=lambda: agent.host.clock,
             threads=agent.threading,
-            connect=lambda endpoint, **how: cast("Any", Client(self, agent, **how)),
+            connect=lambda endpoint, **how: cast(
+                "Any", Client(self._listening, agent, endpoint, **how)
+            ),
         )
+
+    def _listening(self) -> SimServer | None:
+        return None if self.sim.now < self.down_until else self
+
+    def cut_until(self, machine: Machine, direction: str) -> float:
+        """Return until when the server's own line to a machine is cut; this one has none."""
+        return 0.0
 
     def epoch(self, driver: Driver) -> int:
         """See `Place`."""
@@ -103,6 +117,9 @@ class SimServer:
         for link in [*self.links]:
             if link.agent is agent:
                 link.break_(closed=closed or not agent.alive)
+
+    def vanished(self, host: Host) -> None:
+        """See `Place`; the server is on no host of the job."""
 
     def pause(self, seconds: float) -> None:
         """Stop the server's process for a while."""
@@ -173,7 +190,7 @@ class SimServer:
         """Handle the loss of a connection."""
         if self.sessions.get(link.session) is link:
             self._send(self.service.suspended(link.session, self._clock))
-            self.sim.after(self.grace, lambda: self.take(lambda: self._ended(link)))
+            self.sim.after(link.client.grace, lambda: self.take(lambda: self._ended(link)))
 
     def _ended(self, link: Link) -> None:
         if link.closed and self.sessions.get(link.session) is link:

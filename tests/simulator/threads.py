@@ -167,6 +167,10 @@ class Event:
             self._set = True
             self._changed.notify_all()
 
+    def is_set(self) -> bool:
+        """Return whether the event is set."""
+        return self._set
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set, or until the time-out; return whether it is set."""
         with self._changed:
@@ -194,6 +198,10 @@ class Thread:
         setattr(getcurrent(), "thread", self)  # noqa: B010 - a greenlet accepts any attribute
         self._target()
         self._over.set()
+
+    def is_alive(self) -> bool:
+        """Return whether the thread has not ended; it counts as alive before its start."""
+        return not self._over.is_set()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread ends, or until the time-out."""

@@ -30,8 +30,8 @@ before it gives the seat of a silent node away. If no process listens at the coo
 any more, the coordinator has ended, and a voter need not wait for the end of its promise.
 
 A voter that resigns, because its agent leaves, votes for nobody from then on. So it counts for its
-coordinator as if it confirmed everything. This also holds for a voter whose agent ended, as its
-closed connection shows, while its promise held.
+coordinator as if it confirmed everything. A voter that is killed does not count: the closed
+connection of a process may be the work of a proxy, and the process may live.
 
 **Change of voters.** The voters follow the members of the rounds (`wanted_voters`). While they
 change, there are two sets, the old and the new voters, and everything needs a majority of both
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 PROMISE = 1 / 2
 """How long a voter stands by its promise, as a part of a lease."""
-MARGIN = 1 / 3
+MARGIN = 1 / 6
 """How long before its end the coordinator stops to renew leases, as a part of a lease."""
 MOST_SUCCESSORS = 4
 """Most voters besides the coordinator's; with so many, any two hosts may be lost at one time."""
@@ -169,7 +169,7 @@ def change_voters(
     *old, new = succession.voters or ((),)
     if old:
         return replace(succession, voters=(new,))
-    if wanted == new or not {voter.id for voter in wanted} <= ready:
+    if {*wanted} == {*new} or not {voter.id for voter in wanted} <= ready:
         return succession
     if not wanted:
         return replace(succession, retired=True)

@@ -32,6 +32,11 @@ from regrow.rendezvous.protocol.succession import (
 from regrow.rendezvous.server import server_messages as messages
 from regrow.store import Answer
 
+LOST: Final = 4
+"""Leases without a majority after which a server refuses nodes, so that it ends when all left."""
+MOVED: Final = 10.0
+"""Seconds after which a server forgets where the rounds are run; the other one reports each second.
+"""
 LOG: Final = 1024
 """Most records that are kept for voters that lack a few; other voters get the whole record."""
 
@@ -44,6 +49,7 @@ class Copies:
         seq: the number of changes in the record.
         lease: the length of a lease, in seconds.
         successors: most voters besides the coordinator's.
+        now: the time, in seconds.
         whole: returns the record of the whole job.
     """
 
@@ -53,23 +59,26 @@ class Copies:
         seq: int,
         lease: float,
         successors: int,
+        now: float,
         whole: Callable[[], bytes],
     ) -> None:
         self.succession = succession
         self.seq = seq
         self.moved: messages.ElsewhereReply | None = None
         """Set when another server has taken over."""
+        self._moved_at = 0.0
         self.wanted: Voters = ()
         self._promise, self._margin = PROMISE * lease, MARGIN * lease
         self._successors = successors
+        self._lost_after = LOST * lease
+        self._began = now
         self._whole = whole
         self._log: list[bytes] = []  # the latest records
         self._has: dict[str, float] = {}  # by voter: the number of changes that it has confirmed
         self._promised_at: dict[str, float] = {}  # by voter: when its latest answer was sent
         self._sent: dict[str, tuple[int, float]] = {}  # by voter: number and time of that answer
-        self._gone: set[str] = set()  # voters that can grant nothing any more
+        self._gone: set[str] = set()  # voters that have resigned
         self._parked: dict[str, tuple[Hashable, int, messages.CopyRequest, float]] = {}
-        self._sessions: dict[str, Hashable] = {}
         self._held: list[tuple[int, list[Answer]]] = []
         self._chosen_for: object = None
 
@@ -118,9 +127,10 @@ class Copies:
 
     def kept(self) -> bool:
         """Return whether a majority of the voters has every change."""
-        return self._kept() >= self.seq
+        return self.kept_changes() >= self.seq
 
-    def _kept(self) -> float:
+    def kept_changes(self) -> float:
+        """Return how many changes a majority of the voters has."""
         voters = self.succession.voters
         return quorum_value(voters, self._has) if voters else self.seq
 
@@ -131,6 +141,13 @@ class Copies:
             return True
         return now < quorum_value(voters, self._promised_at) + self._promise - self._margin
 
+    def is_lost(self, now: float) -> bool:
+        """Return whether no majority has been there for so long that none may ever come back."""
+        voters = self.succession.voters
+        if not voters:
+            return False
+        return now > max(quorum_value(voters, self._promised_at), self._began) + self._lost_after
+
     def hold(self, answers: list[Answer]) -> list[Answer]:
         """Hold back answers until a majority has all changes; return them if it has them now."""
         if not answers or self.kept():
@@ -140,7 +157,7 @@ class Copies:
 
     def confirmed(self) -> list[Answer]:
         """Return the answers that need not be held back any more."""
-        kept, out = self._kept(), []
+        kept, out = self.kept_changes(), []
         while self._held and self._held[0][0] <= kept:
             out += self._held.pop(0)[1]
         return out
@@ -171,10 +188,8 @@ class Copies:
                 f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
             )
         out = [self._reply(voter, now)] if voter in self._parked else []
-        self._sessions[voter] = session
-        if voter in self._gone:  # it lives
-            self._gone.discard(voter)
-            del self._promised_at[voter]
+        if voter in self._gone:
+            raise ValueError(f"the voter {voter} has resigned")
         if request.epoch == self.epoch:
             self._has[voter] = request.seq
             number, sent = self._sent.get(voter, (0, 0.0))
@@ -216,7 +231,7 @@ class Copies:
         return Answer(session, id, messages.encode(reply))
 
     def resigned(self, voter: str) -> None:
-        """Count a voter that votes for nobody any more as if it confirmed everything."""
+        """Count a voter that has resigned as if it confirmed everything."""
         self._gone.add(voter)
         self._has[voter] = self._promised_at[voter] = inf
 
@@ -226,20 +241,20 @@ class Copies:
             if its == session and id in (None, asked):
                 del self._parked[voter]
 
-    def ended(self, session: Hashable, closed: bool, now: float) -> None:
-        """Handle the end of a voter's session; `closed`: its process has ended."""
-        for voter in [voter for voter, its in self._sessions.items() if its == session]:
-            del self._sessions[voter]
-            promised_at = self._promised_at.get(voter, -inf)
-            if closed and now < promised_at + self._promise:
-                self.resigned(voter)
-            elif voter not in self._gone:
-                self._has.pop(voter, None)
-
-    def move(self, epoch: int, endpoint: str) -> Iterator[Answer]:
+    def move(self, epoch: int, endpoint: str, now: float) -> Iterator[Answer]:
         """Stop to run the rounds, because another server has a newer epoch."""
         if epoch > self.epoch and (self.moved is None or epoch >= self.moved.epoch):
             self.moved = messages.ElsewhereReply(epoch, endpoint)
+            self._moved_at = now
             self._held.clear()
             for voter in [*self._parked]:
-                yield self._reply(voter, 0.0)
+                yield self._reply(voter, now)
+
+    def forget_endpoint(self, now: float) -> None:
+        """Forget the other server if it has not reported for some time.
+
+        Without voters, this server has only given way to it, and runs the rounds again.
+        """
+        if self.moved is not None and now > self._moved_at + MOVED:
+            elsewhere = messages.ElsewhereReply(self.moved.epoch, "")
+            self.moved = elsewhere if self.succession.voters else None

@@ -92,9 +92,10 @@ from regrow.rendezvous.protocol.succession import (
     Succession,
     elected,
     has_ended,
+    is_voter,
 )
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.copies import Copies
+from regrow.rendezvous.server.copies import MOVED, Copies
 from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
 from regrow.store import Answer, within
 
@@ -141,6 +142,7 @@ class ServedJob:
             seq,
             self.bounds.lease,
             settings.successors,
+            now,
             lambda: messages.encode(self.record()),
         )
         self.detector = FailureDetector()
@@ -341,8 +343,8 @@ class RendezvousService:
         self._creates = creates
         self._elections: dict[str, _Election] = {}
         """By job id."""
-        self._moved: dict[str, messages.ElsewhereReply] = {}
-        """Where the jobs are served that this server does not know, by job id."""
+        self._moved: dict[str, tuple[float, messages.ElsewhereReply]] = {}
+        """Where the jobs are served that this server does not know, by job id, and since when."""
         self._changed: dict[str, ServedJob] = {}
         """Jobs whose voters may have to be informed."""
         self.jobs: dict[str, ServedJob] = {}
@@ -395,8 +397,8 @@ class RendezvousService:
             case messages.GrantRequest():
                 return self._granted(session, id, question, now)
             case messages.ResignRequest() | messages.MovedRequest():
-                return self._note(session, id, question)
-        if elsewhere := self._elsewhere(question.job):
+                return self._note(session, id, question, now)
+        if elsewhere := self._elsewhere(question.job, now):
             return [Answer(session, id, messages.encode(elsewhere))]
         match question:
             case messages.BeatRequest():
@@ -435,9 +437,6 @@ class RendezvousService:
         self.suspended(session, now)
         client = self._clients.pop(session, None)
         out: list[Answer] = []
-        for job in self.jobs.values():
-            job.copies.ended(session, closed, now)
-            self._changed[job.run_id] = job
         for run_id, node in client.lives if client else ():
             job = self.jobs[run_id]
             if job.copies.moved is not None:
@@ -466,14 +465,22 @@ class RendezvousService:
 
     # ------------------------------------------------------------------ succession
 
-    def _elsewhere(self, run_id: str) -> messages.ElsewhereReply | None:
+    def _elsewhere(self, run_id: str, now: float) -> messages.ElsewhereReply | None:
         """Return where a job is served, if this server does not serve it."""
         job = self.jobs.get(run_id)
         if job is not None:
-            return job.copies.moved
-        if run_id in self._moved or self._creates:
-            return self._moved.get(run_id)
-        return messages.ElsewhereReply(0, "")
+            copies = job.copies
+            copies.forget_endpoint(now)
+            if (copies.moved and copies.moved.endpoint) or not copies.is_lost(now):
+                return copies.moved
+            if job.lives:
+                return messages.ElsewhereReply(copies.epoch, "", lost=True)
+            self._delete(job)  # no node of it is left here, so the job may begin again
+        at, elsewhere = self._moved.get(run_id, (now, None))
+        if now > at + MOVED:
+            del self._moved[run_id]
+            elsewhere = None
+        return elsewhere or (None if self._creates else messages.ElsewhereReply(0, ""))
 
     def _to_voters(self, out: list[Answer], now: float) -> list[Answer]:
         """Add the answers to voters, and those to nodes that need not be held back any more."""
@@ -492,9 +499,11 @@ class RendezvousService:
         job = self.jobs.get(question.job)
         out: list[Answer] = []
         if job is not None and question.promised > job.copies.epoch:
-            out += self._move(job, question.promised, "")
+            if not is_voter(job.copies.succession, question.voter.id):
+                raise ValueError(f"{question.voter.id} has granted epochs, and is no voter now")
+            out += self._move(job, question.promised, "", now)
         if job is None or job.copies.moved is not None:
-            elsewhere = self._elsewhere(question.job) or messages.ElsewhereReply(0, "")
+            elsewhere = self._elsewhere(question.job, now) or messages.ElsewhereReply(0, "")
             return [*out, Answer(session, id, messages.encode(elsewhere))]
         if question.hosts and job.copies.succession.coordinator is None:
             job.copies.succession = Succession(coordinator=question.voter)
@@ -507,14 +516,17 @@ class RendezvousService:
     ) -> list[Answer]:
         run_id, epoch = question.job, question.epoch
         job, election = self.jobs.get(run_id), self._elections.get(run_id)
-        if job is not None and job.copies.moved is None and job.copies.epoch >= epoch:
+        votes = job is not None and is_voter(job.copies.succession, question.voter)
+        serves = job is not None and job.copies.moved is None and job.copies.succession.voters
+        if job is not None and serves and (job.copies.epoch >= epoch or not votes):
+            # A voter that was given up meanwhile cannot know it; this server tells it.
             reply = messages.DoneReply(job.copies.epoch)
             return [Answer(session, id, messages.encode(reply))]
         newest = max(election.epoch if election else 0, job.copies.epoch if job else 0)
         if newest > epoch:
             reply_ = messages.ElsewhereReply(newest, "")
             return [Answer(session, id, messages.encode(reply_))]
-        out = [*self._move(job, epoch, "")] if job is not None else []
+        out = self._move(job, epoch, "", now) if job is not None and votes else []
         if election is None or election.epoch < epoch:
             if election is not None:
                 out += _tell(election, messages.ElsewhereReply(epoch, ""))
@@ -536,12 +548,10 @@ class RendezvousService:
         record = recover(bytes(record) for record in election.records[voter]).get(run_id)
         if record is None:
             raise ValueError(f"the copy is not one of the job {run_id!r}")
-        before = self.jobs.pop(run_id, None)
+        before, out = self.jobs.get(run_id), _tell(election, messages.DoneReply(election.epoch))
         if before is not None:
-            for id in list(before.lives):
-                self._unbind(before, id)
-            for id in list(before.followers):
-                self._unfollow(before, id)
+            out += self._move(before, election.epoch, "", now)
+            self._delete(before)
         old = record.succession
         after = replace(old, epoch=election.epoch, coordinator=candidate)
         record = replace(record, succession=after)
@@ -549,7 +559,6 @@ class RendezvousService:
         self._moved.pop(run_id, None)
         del self._elections[run_id]
         self._begin(job)
-        out = _tell(election, messages.DoneReply(election.epoch))
         first = old.coordinator
         if not has_ended(election.grants, old):
             # The old server has renewed no lease for so long.
@@ -563,9 +572,9 @@ class RendezvousService:
                     out += self._apply(job, NodeLost(id, why), now)[1]
         return out
 
-    def _move(self, job: ServedJob, epoch: int, endpoint: str) -> list[Answer]:
+    def _move(self, job: ServedJob, epoch: int, endpoint: str, now: float) -> list[Answer]:
         """Stop to run the rounds of a job, because another server has a newer epoch."""
-        out = [*job.copies.move(epoch, endpoint)]
+        out = [*job.copies.move(epoch, endpoint, now)]
         if job.copies.moved is not None:
             body = messages.encode(job.copies.moved)
             for id, (session, asked, _) in [*job.followers.items()]:
@@ -579,19 +588,20 @@ class RendezvousService:
         session: Hashable,
         id: int,
         question: messages.ResignRequest | messages.MovedRequest,
+        now: float,
     ) -> list[Answer]:
         job, out = self.jobs.get(question.job), []
         known = 0
         if isinstance(question, messages.MovedRequest):
             if job is not None:
-                out += self._move(job, question.epoch, question.endpoint)
+                out += self._move(job, question.epoch, question.endpoint, now)
                 known = job.copies.epoch
             elif question.job in self._moved or len(self._moved) < JOBS:
                 elsewhere = messages.ElsewhereReply(question.epoch, question.endpoint)
-                self._moved[question.job] = elsewhere
-        elif job is not None:
+                self._moved[question.job] = now, elsewhere
+        elif job is not None and is_voter(job.copies.succession, question.voter):
             if question.epoch > job.copies.epoch:
-                out += self._move(job, question.epoch, "")
+                out += self._move(job, question.epoch, "", now)
             elif job.copies.moved is None:
                 job.copies.resigned(question.voter)
                 self._changed[job.run_id] = job
@@ -606,7 +616,8 @@ class RendezvousService:
         if job is None:
             return [Answer(session, asked, messages.encode(messages.BeatReply("", False)))]
         copies = job.copies
-        out = self._move(job, question.epoch, "") if question.epoch > copies.epoch else []
+        newer = question.epoch > copies.epoch and job.knows(id)
+        out = self._move(job, question.epoch, "", now) if newer else []
         if copies.moved is not None or not copies.may_renew(now):
             waits = copies.moved or messages.ElsewhereReply(copies.epoch, "", waits=True)
             return [*out, Answer(session, asked, messages.encode(waits))]
@@ -757,8 +768,14 @@ class RendezvousService:
         if job.followers:  # a follower may be about to join
             job.empty_at = now
             return
+        self._delete(job)
+
+    def _delete(self, job: ServedJob) -> None:
         for id in list(job.lives):
             self._unbind(job, id)
+        for id in list(job.followers):
+            self._unfollow(job, id)
+        self._changed.pop(job.run_id, None)
         del self.jobs[job.run_id]
         self._append(messages.encode(ForgottenRecord(job.run_id)))
 

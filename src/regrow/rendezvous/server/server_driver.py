@@ -38,7 +38,7 @@ from regrow.rendezvous.errors import (
     RendezvousStateError,
 )
 from regrow.rendezvous.node.driver import Snapshot
-from regrow.rendezvous.protocol.messages import JoinRound, ServersChanged, subject
+from regrow.rendezvous.protocol.messages import Seated, ServersChanged, subject
 from regrow.rendezvous.protocol.succession import PROMISE
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.successor import GRACE_S, Successor, new_voter
@@ -152,6 +152,7 @@ class ServerDriver:
         """The name of the job's life; empty before the first seat."""
         self._beats = 0
         self._latest: tuple[str, Snapshot] = ("", _NOTHING)
+        self._seated = False  # whether this node has ever had a seat
         self.reached = False
         """Whether the server has been reached."""
         self._stopped = threads.Event()
@@ -236,6 +237,11 @@ class ServerDriver:
         if self.server is not None:
             self._successor.start(self._where.endpoint, self._epoch)
 
+    @property
+    def successor(self) -> Successor | None:
+        """This agent's copy of the record, and its votes; None if it may not take over."""
+        return self._successor
+
     def report_to(self, report: Report) -> None:
         """See `Driver`."""
         self._report = report
@@ -260,7 +266,7 @@ class ServerDriver:
         """See `Driver`."""
         question = messages.submit(self._run_id, self._settings, event)
         reply = self._ask(question, messages.SnapshotReply, timeout, NUDGE)
-        return self._snapshot(subject(event), reply, isinstance(event, JoinRound))
+        return self._snapshot(subject(event), reply)
 
     def follow(self, id: str, seen: Snapshot | None, timeout: float) -> Snapshot | None:
         """See `Driver`."""
@@ -412,13 +418,14 @@ class ServerDriver:
                 raise self._misunderstood(str(error)) from error
             except msgspec.MsgspecError as error:
                 raise self._misunderstood(str(error)) from error
+            if self._servers and self._is_of_another_life(answer):
+                answer = messages.ElsewhereReply(0, "")  # of a server that was started anew
             if isinstance(answer, messages.ElsewhereReply):
                 left = deadline - self._clock()
-                if left <= 0:
-                    where = self._where.endpoint
-                    raise RendezvousConnectionError(
-                        self._unreachable(f"the server at {where} does not run the rounds now")
-                    )
+                if left <= 0 or (answer.lost and not self._servers):
+                    why = "most of the hosts that keep a copy of it are lost"
+                    why = why if answer.lost else "that server does not run the rounds now"
+                    raise RendezvousConnectionError(self._unreachable(why))
                 if not answer.waits:
                     self._search(client, answer)
                 self._stopped.wait(pauses.next(left))
@@ -428,6 +435,11 @@ class ServerDriver:
             if not isinstance(answer, kind):
                 raise self._misunderstood(f"the server answered with {answer!r:.200}")
             return answer
+
+    def _is_of_another_life(self, answer: messages.Answer) -> bool:
+        if not self.life or not isinstance(answer, messages.BeatReply | messages.SnapshotReply):
+            return False
+        return answer.life != self.life
 
     def _search(
         self,
@@ -450,6 +462,8 @@ class ServerDriver:
             if elsewhere is not None and elsewhere.endpoint:
                 self._epoch = max(self._epoch, elsewhere.epoch)
                 after = elsewhere.endpoint
+                if not self._seated:
+                    self.life = ""  # the node waits in a job that was begun anew by mistake
             else:
                 self._asked_at[endpoint] = now + rest
                 others = [server for server in self._servers if server != endpoint]
@@ -483,14 +497,15 @@ class ServerDriver:
         if reply.copies and self._successor is not None:
             self._successor.start(self._where.endpoint, self._epoch)
 
-    def _snapshot(self, id: str, reply: messages.SnapshotReply, joins: bool = False) -> Snapshot:
+    def _snapshot(self, id: str, reply: messages.SnapshotReply) -> Snapshot:
         self.check_life(reply.life)
         try:
             snapshot = messages.read_snapshot(reply)
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._misunderstood(str(error)) from error
-        if joins and snapshot.status is not None:
+        if snapshot.status is not None and not self.life:
             self.life = reply.life
+        self._seated = self._seated or isinstance(snapshot.status, Seated)
         of, last = self._latest
         if of != id or snapshot.version >= last.version:  # answers may arrive out of order
             self._latest = id, snapshot

@@ -254,6 +254,8 @@ class ElsewhereReply(Struct, array_like=True, tag=5, frozen=True, gc=False):
     """The server of that epoch; empty if it is not known."""
     waits: bool = False
     """Whether this server runs the rounds, but waits for a majority of the voters."""
+    lost: bool = False
+    """Whether it has waited for so long that none may ever come back."""
 
 
 class DoneReply(Struct, array_like=True, tag=6, frozen=True, gc=False):

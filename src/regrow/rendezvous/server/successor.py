@@ -141,9 +141,9 @@ class Successor:
         self._turns = Backoff(*TURN_S)
 
     @property
-    def epoch(self) -> int:
-        """The newest epoch that this voter has granted or follows."""
-        return self._promised
+    def copy(self) -> tuple[Position, Succession]:
+        """The position of the copy, and the succession in it."""
+        return self._position, self._succession
 
     def start(self, coordinator: str, epoch: int) -> None:
         """Begin to keep a copy, unless the thread runs.
@@ -257,11 +257,13 @@ class Successor:
 
     def _go(self, epoch: int, endpoint: str) -> None:
         """Follow the server to which another one refers, or grant the epoch that it knows."""
+        silent = self._clock() >= self._heard_at + self._promise
         if endpoint:
             self._granted_to, self._coordinator = "", endpoint
-        elif self._may_vote and epoch > self._promised:
-            self._grant(epoch, ended=False)
+        elif self._may_vote and (epoch > self._promised or silent):
+            self._grant(max(epoch, self._promised + 1), ended=False)
         else:
+            self._coordinator = self._known[1]
             self._stop.wait(RETRY_S[1])
 
     def _grant(self, epoch: int, *, ended: bool) -> None:
@@ -320,7 +322,8 @@ class Successor:
 
     def _follow(self, to: Voter, epoch: int) -> None:
         """Follow the coordinator that was elected."""
-        self._promised, self._granted_to, self._ended = epoch, "", False
+        # Of an older epoch if the voter was given up; it learns this with its next request.
+        self._promised, self._granted_to, self._ended = max(epoch, self._promised), "", False
         self._coordinator = endpoint_of(to.host, to.port)
         self._heard_at = self._clock()
         self._elected(self._coordinator, epoch)
@@ -328,7 +331,7 @@ class Successor:
             logger.warning("this host runs the rendezvous %r from now on", self._run_id)
             if self._coordinator != self._endpoint:
                 self._threading.Thread(
-                    target=self._tell, args=(epoch,), name="rendezvous redirect", daemon=True
+                    target=lambda: self._tell(epoch), name="rendezvous redirect", daemon=True
                 ).start()
 
     def _tell(self, epoch: int) -> None:
