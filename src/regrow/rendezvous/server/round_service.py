@@ -106,6 +106,11 @@ if TYPE_CHECKING:
 _EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)}
 
 
+_ANOTHER_LIFE: Final = Snapshot(
+    0, NodeRefused("", "the server does not know this life of the job"), 0, None
+)
+
+
 def create() -> RendezvousService:
     """Return the service for a server process."""
     return RendezvousService(_new_life)
@@ -400,6 +405,11 @@ class RendezvousService:
                 return self._note(session, id, question, now)
         if elsewhere := self._elsewhere(question.job, now):
             return [Answer(session, id, messages.encode(elsewhere))]
+        job = self.jobs.get(question.job)
+        known = getattr(question, "life", "")
+        if known and (job is None or job.life != known):
+            reply = messages.encode_snapshot(job.life if job else "", _ANOTHER_LIFE)
+            return [Answer(session, id, reply)]
         match question:
             case messages.BeatRequest():
                 return self._beat(session, id, question, now)
@@ -440,6 +450,7 @@ class RendezvousService:
         for run_id, node in client.lives if client else ():
             job = self.jobs[run_id]
             if job.copies.moved is not None:
+                self._unbind(job, node)
                 continue
             had_round = job.state.complete or job.state.number > 1
             if not closed and (had_round or not job.state.fixed):

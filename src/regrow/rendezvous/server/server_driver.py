@@ -264,13 +264,15 @@ class ServerDriver:
 
     def submit(self, event: Event, timeout: float) -> Snapshot:
         """See `Driver`."""
-        question = messages.submit(self._run_id, self._settings, event)
+        question = messages.submit(self._run_id, self._settings, event, self.life)
         reply = self._ask(question, messages.SnapshotReply, timeout, NUDGE)
         return self._snapshot(subject(event), reply)
 
     def follow(self, id: str, seen: Snapshot | None, timeout: float) -> Snapshot | None:
         """See `Driver`."""
-        question = messages.FollowRequest(self._run_id, self._settings, id, messages.mark(seen))
+        question = messages.FollowRequest(
+            self._run_id, self._settings, id, messages.mark(seen), self.life
+        )
         try:
             reply = self._ask(messages.encode(question), messages.SnapshotReply, timeout)
         except NoAnswerError:

@@ -80,6 +80,8 @@ class SubmitRequest(Struct, array_like=True, tag=1, frozen=True, gc=False):
     settings: JobSettings
     kind: Annotated[str, Meta(max_length=32)]
     event: Raw
+    life: Annotated[str, Meta(max_length=100)] = ""
+    """The life of the job that the node knows; empty: the event may begin one."""
 
 
 class FollowRequest(Struct, array_like=True, tag=2, frozen=True, gc=False):
@@ -90,6 +92,8 @@ class FollowRequest(Struct, array_like=True, tag=2, frozen=True, gc=False):
     id: Name
     seen: Annotated[bytes, Meta(max_length=16)]
     """`mark` of the node's current snapshot; empty if the node has none."""
+    life: Annotated[str, Meta(max_length=100)] = ""
+    """See `SubmitRequest`."""
 
 
 class BeatRequest(Struct, array_like=True, tag=3, frozen=True, gc=False):
@@ -285,9 +289,9 @@ EVENTS: Final = decoders(
 _STATUSES: Final = decoders(Seated, Placed, RoundEnded, RoundClosed, NodeRefused, type(None))
 
 
-def submit(job: str, settings: JobSettings, event: Event) -> bytes:
+def submit(job: str, settings: JobSettings, event: Event, life: str = "") -> bytes:
     """Return the question that submits an event."""
-    return encode(SubmitRequest(job, settings, type(event).__name__, Raw(encode(event))))
+    return encode(SubmitRequest(job, settings, type(event).__name__, Raw(encode(event)), life))
 
 
 def read_event(question: SubmitRequest) -> Event:
