@@ -4,7 +4,7 @@
     python -m simulator --driver nodes --seed 1160 --trace
     python -m simulator --driver server --crowd 1000 --seed 2
 
-The first command runs seeds from 0 on, with both drivers and on all processors. It stops after the
+The first command runs seeds from 0 on, with all drivers and on all processors. It stops after the
 given number of seeds and of events. It also runs some jobs of hundreds of nodes with each
 driver under the same faults; there, a fault strikes many hosts at once. And it runs one job of
 thousands of nodes that loses some of its nodes. If a promise was broken, it exits with 1 and prints
@@ -27,10 +27,10 @@ from contextlib import nullcontext
 from simulator.bugs import BUGS, planted
 from simulator.run import Outcome, simulate, simulate_many
 
-DRIVERS = ("server", "nodes")
+DRIVERS = ("server", "nodes", "hosts")
 BATCH = 5
 """Seeds that a process runs at a time."""
-CROWD = {"server": 300, "nodes": 100}
+CROWD = {"server": 300, "nodes": 100, "hosts": 100}
 """Default number of nodes of a large job.
 
 It is smaller for the driver in which nodes run the rules: there, every node reads each change that
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Run the rounds under simulated faults.")
     parser.add_argument("--seeds", type=int, default=1000, help="at least so many, of each driver")
     parser.add_argument("--events", type=int, default=1_000_000, help="at least so many, in all")
-    parser.add_argument("--driver", choices=DRIVERS, help="runs the rules (default: both)")
+    parser.add_argument("--driver", choices=DRIVERS, help="runs the rules (default: all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--nodes", type=int, default=2048, help="of the one large job; 0: none")
     parser.add_argument("--crowds", type=int, default=3, help="seeds of jobs of many nodes")

@@ -41,6 +41,9 @@ ORIGIN = "host0:1"
 OTHERS_WITHIN = 8.0
 """Seconds in which an agent must reach a server."""
 
+PROBED_WITHIN = 11.0
+"""Seconds after which the kernel of a server finds that the host of a client is gone."""
+
 
 class Change(NamedTuple):
     """A step that a server has made, which the others may not know yet."""
@@ -353,6 +356,9 @@ class Servers:
         for server in self.servers.values():
             if server.host is host and not server.dead:
                 server.vanish()
+            for link in server.links:
+                if link.agent.host is host:
+                    self.sim.after(PROBED_WITHIN, link.break_)
 
     def pause(self, seconds: float) -> None:
         """Stop the process of the server that runs the rounds."""

@@ -144,7 +144,7 @@ class Copies:
     def is_lost(self, now: float) -> bool:
         """Return whether no majority has been there for so long that none may ever come back."""
         voters = self.succession.voters
-        if not voters:
+        if not voters or (self.moved is not None and now < self._moved_at + 3 * MOVED):
             return False
         return now > max(quorum_value(voters, self._promised_at), self._began) + self._lost_after
 
