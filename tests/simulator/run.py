@@ -14,7 +14,7 @@ from regrow.rendezvous.protocol import rules
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import Event, Seated
 from regrow.rendezvous.protocol.state import Round, status_of
-from regrow.rendezvous.server import round_service
+from regrow.rendezvous.server import copies, round_service
 from simulator import nodes as sim_nodes
 from simulator.agent import Agent, SimPort
 from simulator.faults import FAULTS_UNTIL, Faults
@@ -37,6 +37,8 @@ SPENDING = 5
 
 In the even ones of these seeds the server's process is killed too.
 """
+FORGOTTEN_AFTER = 20.0
+"""Seconds after which a server forgets a job whose voters are lost, so that it can begin anew."""
 SETTLED_WITHIN = 50.0
 """Virtual seconds from `CALM_AT` until every node has a seat."""
 
@@ -270,6 +272,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         mock.patch.object(shared_document, "unseal", sim_nodes.read),
     ):
         if isinstance(place, Servers):
+            stack.enter_context(mock.patch.object(copies, "FORGET_JOB", FORGOTTEN_AFTER))
             for (owner, name), replacement in patches(place).items():
                 stack.enter_context(mock.patch.object(owner, name, replacement))
         try:

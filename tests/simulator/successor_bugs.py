@@ -88,7 +88,7 @@ def a_promise_is_not_kept() -> list[Any]:
 
 def leases_are_renewed_without_a_majority() -> list[Any]:
     """A coordinator that is cut off renews the leases of the nodes on its side."""
-    return [mock.patch.object(Copies, "may_renew", lambda self, now: True)]
+    return [mock.patch.object(Copies, "may_renew", return_value=True)]
 
 
 def a_seat_is_given_away_at_the_takeover() -> list[Any]:
@@ -99,9 +99,7 @@ def a_seat_is_given_away_at_the_takeover() -> list[Any]:
 def voters_change_at_once() -> list[Any]:
     """The new voters count at once, without a majority of the old ones."""
 
-    def change(
-        now: Succession, wanted: Voters, ready: Set[str], kept: bool
-    ) -> Succession:
+    def change(now: Succession, wanted: Voters, ready: Set[str], kept: bool) -> Succession:
         new = now.voters[-1] if now.voters else ()
         return now if {*wanted} == {*new} else replace(now, voters=(wanted,) if wanted else ())
 

@@ -66,6 +66,7 @@ class HostServer(SimServer):
     def __init__(self, place: Servers, host: Host, agent: Agent, *, creates: bool) -> None:
         self.place, self.host, self.agent, self._creates = place, host, agent, creates
         self.lingers = False
+        self.hold = 0.0
         super().__init__(place.job)
 
     def _serve(self) -> None:

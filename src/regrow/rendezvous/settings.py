@@ -83,6 +83,8 @@ RESTART_PAUSE = 1.0
 # Limits against faulty clients of the service, in seconds unless a constant names another unit.
 JOBS = 1024
 """Maximum number of jobs at the same time."""
+GRANTS = 64
+"""Maximum number of voters that grant one epoch."""
 LIVES = 64
 """Maximum number of nodes of one session."""
 TEXT = 2000
@@ -92,7 +94,7 @@ DEPARTED = 100
 GATHER = 0.1
 """Time to batch arrivals before the members are notified: a hundred arrivals cost one message."""
 FORGET_JOB = 60.0
-"""Time after which a job without nodes is deleted."""
+"""Time after which a job is deleted that has no nodes, or nothing is heard of its voters."""
 
 logger = get_logger(__name__)
 

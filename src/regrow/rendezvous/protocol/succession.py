@@ -96,7 +96,9 @@ class Grant(NamedTuple):
     succession: Succession
     """The succession in that copy."""
     ended: bool
-    """Whether the voter found that the old coordinator has ended, rather than that it is silent."""
+    """Whether the voter found that the coordinator of its copy has ended."""
+    waited: bool
+    """Whether the voter has waited for the end of its promise to that coordinator."""
 
 
 def is_voter(succession: Succession, id: str) -> bool:
@@ -144,7 +146,8 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     by_id = {voter.id: voter for voter in able}
     kept = [by_id[voter.id] for voter in now if voter.id in by_id]
     chosen: dict[str, Voter] = {}
-    for voter in (first, *kept, *able):
+    # A coordinator whose agent has ended serves its clients, and votes no more.
+    for voter in (*([first] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
     most = min(len(chosen), 1 + successors)
     odd = most if most % 2 else most - 1
@@ -206,6 +209,15 @@ def elected(grants: Mapping[str, Grant]) -> str | None:
 
 
 def has_ended(grants: Mapping[str, Grant], succession: Succession) -> bool:
-    """Return whether a majority found that the old coordinator has ended."""
-    ended = {id for id, grant in grants.items() if grant.ended}
-    return is_quorum(succession.voters, ended)
+    """Return whether a majority found that the coordinator of a succession has ended."""
+    found = {
+        id
+        for id, grant in grants.items()
+        if grant.ended and grant.position.epoch == succession.epoch
+    }
+    return is_quorum(succession.voters, found)
+
+
+def has_waited(grants: Mapping[str, Grant], succession: Succession) -> bool:
+    """Return whether a majority has waited for the end of its promise to the old coordinator."""
+    return is_quorum(succession.voters, {id for id, grant in grants.items() if grant.waited})

@@ -30,10 +30,9 @@ from regrow.rendezvous.protocol.succession import (
     wanted_voters,
 )
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.settings import FORGET_JOB
 from regrow.store import Answer
 
-LOST: Final = 4
-"""Leases without a majority after which a server refuses nodes, so that it ends when all left."""
 MOVED: Final = 10.0
 """Seconds after which a server forgets where the rounds are run; the other one reports each second.
 """
@@ -41,10 +40,15 @@ LOG: Final = 1024
 """Most records that are kept for voters that lack a few; other voters get the whole record."""
 
 
+class GivenUpError(ValueError):
+    """A voter that the others have given up has to begin anew, under another id."""
+
+
 class Copies:
     """The copies of one job's record.
 
     Args:
+        life: the life of the job.
         succession: who runs the rounds, and who may take over.
         seq: the number of changes in the record.
         lease: the length of a lease, in seconds.
@@ -55,6 +59,7 @@ class Copies:
 
     def __init__(
         self,
+        life: str,
         succession: Succession,
         seq: int,
         lease: float,
@@ -62,6 +67,7 @@ class Copies:
         now: float,
         whole: Callable[[], bytes],
     ) -> None:
+        self._life = life
         self.succession = succession
         self.seq = seq
         self.moved: messages.ElsewhereReply | None = None
@@ -70,7 +76,6 @@ class Copies:
         self.wanted: Voters = ()
         self._promise, self._margin = PROMISE * lease, MARGIN * lease
         self._successors = successors
-        self._lost_after = LOST * lease
         self._began = now
         self._whole = whole
         self._log: list[bytes] = []  # the latest records
@@ -142,11 +147,15 @@ class Copies:
         return now < quorum_value(voters, self._promised_at) + self._promise - self._margin
 
     def is_lost(self, now: float) -> bool:
-        """Return whether no majority has been there for so long that none may ever come back."""
+        """Return whether nothing was heard of a majority for so long that it may never come back.
+
+        If another server has taken over, whether nothing was heard of it for so long.
+        """
+        if self.moved is not None:
+            return now > self._moved_at + FORGET_JOB
         voters = self.succession.voters
-        if not voters or (self.moved is not None and now < self._moved_at + 3 * MOVED):
-            return False
-        return now > max(quorum_value(voters, self._promised_at), self._began) + self._lost_after
+        heard = quorum_value(voters, self._promised_at) if voters else now
+        return now > max(heard, self._began) + FORGET_JOB
 
     def hold(self, answers: list[Answer]) -> list[Answer]:
         """Hold back answers until a majority has all changes; return them if it has them now."""
@@ -189,7 +198,7 @@ class Copies:
             )
         out = [self._reply(voter, now)] if voter in self._parked else []
         if voter in self._gone:
-            raise ValueError(f"the voter {voter} has resigned")
+            raise GivenUpError(f"the voter {voter} has resigned")
         if request.epoch == self.epoch:
             self._has[voter] = request.seq
             number, sent = self._sent.get(voter, (0, 0.0))
@@ -220,6 +229,7 @@ class Copies:
         number = max(self._sent.get(voter, (0, 0.0))[0] + 1, int(now * 1e6))
         self._sent[voter] = number, now
         reply = messages.CopyReply(
+            self._life,
             self.epoch,
             self.seq,
             number,
@@ -246,15 +256,15 @@ class Copies:
         if epoch > self.epoch and (self.moved is None or epoch >= self.moved.epoch):
             self.moved = messages.ElsewhereReply(epoch, endpoint)
             self._moved_at = now
+            body = messages.encode(self.moved)
+            for _, answers in self._held:
+                for answer in answers:
+                    yield answer._replace(body=body)
             self._held.clear()
             for voter in [*self._parked]:
                 yield self._reply(voter, now)
 
     def forget_endpoint(self, now: float) -> None:
-        """Forget the other server if it has not reported for some time.
-
-        Without voters, this server has only given way to it, and runs the rounds again.
-        """
+        """Forget where the rounds are run if that server has not reported for some time."""
         if self.moved is not None and now > self._moved_at + MOVED:
-            elsewhere = messages.ElsewhereReply(self.moved.epoch, "")
-            self.moved = elsewhere if self.succession.voters else None
+            self.moved = messages.ElsewhereReply(self.moved.epoch, "")

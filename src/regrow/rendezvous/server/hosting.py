@@ -259,6 +259,12 @@ class HostedServer:
 
         self.on_restart: Callable[[ServerRestarted], None] = lambda restarted: None
         """Called from a thread after a server process has ended, with the result of the restart."""
+        self.hold = 0.0
+        """Seconds for which no node is refused after the last server has ended.
+
+        A refused connection tells voters that this agent has ended (`successor.py`), and its
+        workers may run until their lease ends.
+        """
         self._listener = listener
         self._start = start
         self._lock = threading.Lock()  # held while a server starts, and during close
@@ -320,6 +326,7 @@ class HostedServer:
             self.on_restart(restarted)
             if failed:
                 # After the report, because this refuses the nodes, which then lose the connection.
+                ready([self._wake], self.hold)
                 self._listener.close()
                 return
 

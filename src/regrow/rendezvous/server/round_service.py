@@ -92,11 +92,12 @@ from regrow.rendezvous.protocol.succession import (
     Succession,
     elected,
     has_ended,
+    has_waited,
     is_voter,
 )
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.copies import MOVED, Copies
-from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
+from regrow.rendezvous.server.copies import MOVED, Copies, GivenUpError
+from regrow.rendezvous.settings import FORGET_JOB, GATHER, GRANTS, JOBS, LIVES, TEXT
 from regrow.store import Answer, within
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ if TYPE_CHECKING:
 _EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)}
 
 
+_NOT_MOVED: Final = 0.0, messages.ElsewhereReply(0, "")
 _ANOTHER_LIFE: Final = Snapshot(
     0, NodeRefused("", "the server does not know this life of the job"), 0, None
 )
@@ -143,6 +145,7 @@ class ServedJob:
         if recovered is not None:
             self.state, succession, seq = recovered.state, recovered.succession, recovered.seq
         self.copies = Copies(
+            life,
             succession,
             seq,
             self.bounds.lease,
@@ -390,7 +393,9 @@ class RendezvousService:
                 within(body, messages.BODY_BYTES)
             return self._to_voters(self._answer(session, id, question, now), now)
         except (ValueError, msgspec.MsgspecError) as error:
-            problem = messages.RefusedReply(f"the rendezvous service refused: {error}")
+            problem = messages.RefusedReply(
+                f"the rendezvous service refused: {error}", isinstance(error, GivenUpError)
+            )
             return [Answer(session, id, messages.encode(problem))]
 
     def _answer(
@@ -403,6 +408,9 @@ class RendezvousService:
                 return self._granted(session, id, question, now)
             case messages.ResignRequest() | messages.MovedRequest():
                 return self._note(session, id, question, now)
+            case messages.TurnRequest():
+                self._turned(session)
+                return [Answer(session, id, messages.encode(messages.DoneReply(0)))]
         if elsewhere := self._elsewhere(question.job, now):
             return [Answer(session, id, messages.encode(elsewhere))]
         job = self.jobs.get(question.job)
@@ -414,7 +422,8 @@ class RendezvousService:
             case messages.BeatRequest():
                 return self._beat(session, id, question, now)
             case messages.ExplainRequest():
-                return [Answer(session, id, self._explain(question))]
+                text = [Answer(session, id, self._explain(question))]
+                return text if job is None else job.copies.hold(text)
             case messages.FollowRequest():
                 return self._follow(session, id, question, now)
         return self._submit(session, id, question, now)
@@ -488,9 +497,11 @@ class RendezvousService:
                 return messages.ElsewhereReply(copies.epoch, "", lost=True)
             self._delete(job)  # no node of it is left here, so the job may begin again
         at, elsewhere = self._moved.get(run_id, (now, None))
-        if now > at + MOVED:
-            del self._moved[run_id]
-            elsewhere = None
+        if elsewhere is not None and now > at + MOVED:
+            elsewhere = messages.ElsewhereReply(elsewhere.epoch, "")
+            if now > at + FORGET_JOB:
+                del self._moved[run_id]
+                elsewhere = None
         return elsewhere or (None if self._creates else messages.ElsewhereReply(0, ""))
 
     def _to_voters(self, out: list[Answer], now: float) -> list[Answer]:
@@ -509,12 +520,19 @@ class RendezvousService:
     ) -> list[Answer]:
         job = self.jobs.get(question.job)
         out: list[Answer] = []
-        if job is not None and question.promised > job.copies.epoch:
-            if not is_voter(job.copies.succession, question.voter.id):
-                raise ValueError(f"{question.voter.id} has granted epochs, and is no voter now")
-            out += self._move(job, question.promised, "", now)
+        if job is not None and question.life in ("", job.life):
+            copies, voter = job.copies, question.voter.id
+            newer = question.promised > copies.epoch
+            votes = is_voter(copies.succession, voter)
+            if newer and not votes and question.epoch <= copies.epoch:
+                raise GivenUpError(f"{voter} has granted epochs, and votes no more")
+            if newer:
+                out += self._move(job, question.promised, "", now)
+        else:
+            job = None
         if job is None or job.copies.moved is not None:
-            elsewhere = self._elsewhere(question.job, now) or messages.ElsewhereReply(0, "")
+            elsewhere = job.copies.moved if job is not None else None
+            elsewhere = elsewhere or messages.ElsewhereReply(0, "")
             return [*out, Answer(session, id, messages.encode(elsewhere))]
         if question.hosts and job.copies.succession.coordinator is None:
             job.copies.succession = Succession(coordinator=question.voter)
@@ -529,7 +547,8 @@ class RendezvousService:
         job, election = self.jobs.get(run_id), self._elections.get(run_id)
         votes = job is not None and is_voter(job.copies.succession, question.voter)
         serves = job is not None and job.copies.moved is None and job.copies.succession.voters
-        if job is not None and serves and (job.copies.epoch >= epoch or not votes):
+        old = job is not None and question.copy_epoch <= job.copies.epoch
+        if job is not None and serves and (job.copies.epoch >= epoch or (old and not votes)):
             # A voter that was given up meanwhile cannot know it; this server tells it.
             reply = messages.DoneReply(job.copies.epoch)
             return [Answer(session, id, messages.encode(reply))]
@@ -538,12 +557,18 @@ class RendezvousService:
             reply_ = messages.ElsewhereReply(newest, "")
             return [Answer(session, id, messages.encode(reply_))]
         out = self._move(job, epoch, "", now) if job is not None and votes else []
+        if question.job not in recover(bytes(record) for record in question.records):
+            raise ValueError(f"the copy is not one of the job {run_id!r}")
+        if election is None and len(self._elections) >= JOBS:
+            raise ValueError(f"this server has {JOBS} elections already, which is its limit")
         if election is None or election.epoch < epoch:
             if election is not None:
                 out += _tell(election, messages.ElsewhereReply(epoch, ""))
             election = self._elections[run_id] = _Election(epoch)
         position = Position(question.copy_epoch, question.seq)
-        grant = Grant(position, question.succession, question.ended)
+        grant = Grant(position, question.succession, question.ended, question.waited)
+        if len(election.grants) >= GRANTS and question.voter not in election.grants:
+            raise ValueError(f"an election has at most {GRANTS} grants")
         election.grants[question.voter] = grant
         election.records[question.voter] = question.records
         election.asked[question.voter] = session, id
@@ -552,13 +577,19 @@ class RendezvousService:
             out += self._take_over(run_id, election, newest_copy, question.candidate, now)
         return out
 
+    def _turned(self, session: Hashable) -> None:
+        """Keep the nodes of a client that asks another server from now on; their beats decide."""
+        client = self._clients.get(session)
+        for run_id, node in [*client.lives] if client else ():
+            self.jobs[run_id].lives.pop(node, None)
+        if client is not None:
+            client.lives.clear()
+
     def _take_over(
         self, run_id: str, election: _Election, voter: str, candidate: Voter, now: float
     ) -> list[Answer]:
         """Run the rounds of a job, from the newest copy of its record."""
-        record = recover(bytes(record) for record in election.records[voter]).get(run_id)
-        if record is None:
-            raise ValueError(f"the copy is not one of the job {run_id!r}")
+        record = recover(bytes(record) for record in election.records[voter])[run_id]
         before, out = self.jobs.get(run_id), _tell(election, messages.DoneReply(election.epoch))
         if before is not None:
             out += self._move(before, election.epoch, "", now)
@@ -571,11 +602,11 @@ class RendezvousService:
         del self._elections[run_id]
         self._begin(job)
         first = old.coordinator
-        if not has_ended(election.grants, old):
+        if has_waited(election.grants, old):
             # The old server has renewed no lease for so long.
             silent = dict.fromkeys(job.beats, (0, MARGIN * job.bounds.lease))
             job.detector = FailureDetector(checked=now, silent=silent)
-        elif first is not None:
+        if first is not None and has_ended(election.grants, old):
             why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
             for id in [*job.state.members, *job.state.awaited, *job.state.queue]:
                 node = job.state.members.get(id) or job.state.queue.get(id)
@@ -607,7 +638,9 @@ class RendezvousService:
             if job is not None:
                 out += self._move(job, question.epoch, question.endpoint, now)
                 known = job.copies.epoch
-            elif question.job in self._moved or len(self._moved) < JOBS:
+            elif question.epoch >= self._moved.get(question.job, _NOT_MOVED)[1].epoch and (
+                question.job in self._moved or len(self._moved) < JOBS
+            ):
                 elsewhere = messages.ElsewhereReply(question.epoch, question.endpoint)
                 self._moved[question.job] = now, elsewhere
         elif job is not None and is_voter(job.copies.succession, question.voter):

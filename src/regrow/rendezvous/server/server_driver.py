@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -129,6 +130,7 @@ class ServerDriver:
     ) -> None:
         bounds = settings.bounds
         self._where = where
+        self._endpoint = where.endpoint
         self._run_id = settings.run_id
         self._settings = messages.JobSettings(
             settings.min_nodes,
@@ -152,12 +154,14 @@ class ServerDriver:
         """The name of the job's life; empty before the first seat."""
         self._beats = 0
         self._latest: tuple[str, Snapshot] = ("", _NOTHING)
+        self._versions = 0  # added to those of the server, so that they grow
         self._seated = False  # whether this node has ever had a seat
         self.reached = False
         """Whether the server has been reached."""
         self._stopped = threads.Event()
         self._threading = threads
         self._promise = PROMISE * bounds.lease
+        self._hold = bounds.lease + bounds.kill
         self._epoch = 0
         self._servers: list[str] = []
         """The endpoints of all agents that may serve, first the present one; empty: only one."""
@@ -170,7 +174,8 @@ class ServerDriver:
         self._client = self._new_client(partial(self._begin, where))
         self._round: ServiceClient | None = None
         self._local_addr = where.addr or ""
-        self._rounds_at = where
+        self._rounds_at = self._probed = where
+        """The server that runs the rounds, and the one that was connected last."""
         if timeout is not None:
             self.reach(timeout)
 
@@ -211,11 +216,19 @@ class ServerDriver:
             reserved: holds the port; the driver releases it.
         """
         self._reserved = reserved
+        if self.server is not None:
+            self.server.hold = self._hold
 
         def serve_here() -> None:
             if self.server is None:
-                self.server = serve()
-                self.server.on_restart = self._report
+                server = serve()
+                with self._lock:
+                    if not self._stopped.is_set():
+                        self.server = server
+                if self.server is None:
+                    server.close(wait=0.0)
+                else:
+                    server.on_restart, server.hold = self._report, self._hold
 
         self._successor = Successor(
             self._run_id,
@@ -354,7 +367,7 @@ class ServerDriver:
                 raise
             # Another program listens on the server's port now.
             raise StoreConnectionError(str(error)) from error
-        self._rounds_at = _reached(where, client.server)
+        self._probed = _reached(where, client.server)
         return client
 
     def _open(
@@ -408,9 +421,9 @@ class ServerDriver:
                     self._check()
                 if client is not self._client:
                     continue  # another thread has found that this server is lost
-                if lost and self._servers and deadline - self._clock() > 0:
-                    silent_for = self._promise if isinstance(error, StoreTimeout) else 0.0
-                    self._search(client, rest=2 * silent_for)
+                if lost and self._others() and deadline - self._clock() > 0:
+                    silent = isinstance(error, StoreTimeout)
+                    self._search(client, rest=self._promise / 2 if silent else 0.0)
                     self._stopped.wait(pauses.next(max(deadline - self._clock(), 0.0)))
                     continue
                 if isinstance(error, StoreTimeout) and client.state is ConnectionState.CONNECTED:
@@ -436,12 +449,17 @@ class ServerDriver:
                 raise RendezvousError(answer.text)
             if not isinstance(answer, kind):
                 raise self._misunderstood(f"the server answered with {answer!r:.200}")
+            self._rounds_at = self._probed
             return answer
 
     def _is_of_another_life(self, answer: messages.Answer) -> bool:
         if not self.life or not isinstance(answer, messages.BeatReply | messages.SnapshotReply):
             return False
         return answer.life != self.life
+
+    def _others(self) -> bool:
+        """Return whether there is another server to ask."""
+        return bool(self._servers) or self._where.endpoint != self._endpoint
 
     def _search(
         self,
@@ -465,15 +483,22 @@ class ServerDriver:
                 self._epoch = max(self._epoch, elsewhere.epoch)
                 after = elsewhere.endpoint
                 if not self._seated:
-                    self.life = ""  # the node waits in a job that was begun anew by mistake
+                    # The node waits in a job that was begun anew by mistake, and whose versions
+                    # mean nothing in the real one.
+                    self.life, self._versions = "", self._latest[1].version
             else:
                 self._asked_at[endpoint] = now + rest
-                others = [server for server in self._servers if server != endpoint]
+                servers = self._servers or [self._endpoint]
+                others = [server for server in servers if server != endpoint]
                 after = min(others or [endpoint], key=lambda at: self._asked_at.get(at, 0.0))
             if after == endpoint:
                 return
             self._where = self._at(after)
             self._client = self._new_client(partial(self._begin, self._where))
+        if client.state is ConnectionState.CONNECTED:
+            # Before the end of the session, so that the server does not take it for that of a node.
+            with suppress(StoreError):
+                client.ask(messages.encode(messages.TurnRequest(self._run_id)), 0.0)
         client.close(0.0)
 
     def _at(self, endpoint: str) -> Where:
@@ -505,6 +530,7 @@ class ServerDriver:
             snapshot = messages.read_snapshot(reply)
         except (ValueError, msgspec.MsgspecError) as error:
             raise self._misunderstood(str(error)) from error
+        snapshot = snapshot._replace(version=snapshot.version + self._versions)
         if snapshot.status is not None and not self.life:
             self.life = reply.life
         self._seated = self._seated or isinstance(snapshot.status, Seated)

@@ -127,6 +127,8 @@ class CopyRequest(Struct, array_like=True, tag=5, frozen=True, gc=False):
     """
 
     job: Name
+    life: Annotated[str, Meta(max_length=100)]
+    """The life of the job of which the voter has a copy; empty if it has none."""
     voter: Voter
     hosts: bool
     """Whether the agent of this voter hosts the server."""
@@ -157,7 +159,8 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
     seq: Number
     succession: Succession
     ended: bool
-    """See `Grant`."""
+    waited: bool
+    """For both, see `Grant`."""
     records: tuple[Raw, ...]
     """The copy: the record of the whole job, and the records after it."""
 
@@ -179,6 +182,12 @@ class MovedRequest(Struct, array_like=True, tag=8, frozen=True, gc=False):
     endpoint: Name
 
 
+class TurnRequest(Struct, array_like=True, tag=9, frozen=True, gc=False):
+    """The client asks another server from now on; its process lives, so its nodes are not lost."""
+
+    job: Name
+
+
 Question = (
     SubmitRequest
     | FollowRequest
@@ -188,6 +197,7 @@ Question = (
     | GrantRequest
     | ResignRequest
     | MovedRequest
+    | TurnRequest
 )
 
 
@@ -231,11 +241,14 @@ class RefusedReply(Struct, array_like=True, tag=2, frozen=True, gc=False):
     """A refusal; the question changed nothing."""
 
     text: str
+    given_up: bool = False
+    """To a voter: whether the others have given it up, so that it has to begin anew."""
 
 
 class CopyReply(Struct, array_like=True, tag=4, frozen=True):
     """Changes of the record, or none."""
 
+    life: str
     epoch: int
     seq: int
     """The number of changes in the copy after these."""

@@ -30,7 +30,6 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 from msgspec import Raw
 
 from regrow.rendezvous.protocol.messages import Voter
@@ -64,6 +63,8 @@ RETRY_S: Final = 0.02, 0.1
 """First and longest pause between two attempts to reach a candidate, in seconds."""
 TELL_S: Final = 1.0
 """Pause between two reports of where the rounds are run, in seconds."""
+MOST_RECORDS: Final = 2000
+"""Records after which a copy is written anew as one record; the whole must fit into a message."""
 RESIGN_S: Final = 0.5
 """Time for the answer to a voter that resigns, in seconds."""
 
@@ -130,13 +131,15 @@ class Successor:
         self._forget()
 
     def _forget(self) -> None:
+        self._life = ""
         self._position = Position()
         self._records: list[bytes] = []
         self._succession = Succession()
         self._answer = 0  # the number of the latest answer in this epoch
         self._promised = 0  # the newest epoch that was granted, or that is followed
         self._granted_to = ""  # the voter to which it was granted; empty if it is followed
-        self._ended = False
+        self._ended = False  # whether the coordinator of the copy was found to have ended
+        self._copied_from = ""
         self._heard_at = self._clock()
         self._turns = Backoff(*TURN_S)
 
@@ -153,7 +156,8 @@ class Successor:
             epoch: its epoch.
         """
         with self._lock:
-            self._known = epoch, coordinator
+            if epoch >= self._known[0]:
+                self._known = epoch, coordinator
             if self._stop.is_set() or (self._thread is not None and self._thread.is_alive()):
                 return
             self._coordinator = coordinator
@@ -199,15 +203,21 @@ class Successor:
                     return
         except StoreClosedError:
             pass
-        except (StoreError, ValueError, msgspec.MsgspecError) as error:
-            logger.warning("this agent can no longer take over the rendezvous: %s", error)
+        except Exception:  # the job goes on, and has one voter less
+            logger.exception("this agent can no longer take over the rendezvous")
         finally:
             self._close_client()
 
     def _copy(self) -> bool:
         """Ask the coordinator for changes; return False if no copy is wanted any more."""
         request = messages.CopyRequest(
-            self._run_id, self.me, self._hosts, self._promised, *self._position, self._answer
+            self._run_id,
+            self._life,
+            self.me,
+            self._hosts,
+            self._promised,
+            *self._position,
+            self._answer,
         )
         silent_at = self._heard_at + self._promise
         left = silent_at - self._clock()
@@ -216,7 +226,7 @@ class Successor:
         except StoreClosedError:
             raise
         except StoreError as error:
-            refused = _is_refused(error)
+            refused = _is_refused(error) and self._coordinator == self._copied_from
             if self._may_vote and (refused or self._clock() >= silent_at):
                 logger.warning("the server of the rendezvous is lost: %s", error)
                 self._grant(self._promised + 1, ended=refused)
@@ -229,16 +239,20 @@ class Successor:
                 return self._take(reply)
             case messages.ElsewhereReply(epoch, endpoint):
                 self._go(epoch, endpoint)
-            case messages.RefusedReply(text):
+            case messages.RefusedReply(text, given_up=True):
                 logger.info("the voter %s begins anew: %s", self.me.id, text)
                 self.me = new_voter(self.me.host, self.me.port)
                 self._forget()
                 return False
+            case _:
+                logger.warning("the voter %s is refused: %s", self.me.id, reply)
+                self._stop.wait(self._promise)
         return True
 
     @property
     def _may_vote(self) -> bool:
-        return is_voter(self._succession, self.me.id) and not self._succession.retired
+        # An agent with a copy may be a new voter that does not know it yet (`elected` does).
+        return bool(self._succession.voters) and not self._succession.retired
 
     def _take(self, reply: messages.CopyReply) -> bool:
         if reply.epoch < self._promised:
@@ -246,7 +260,13 @@ class Successor:
             self._stop.wait(RETRY_S[1])
             return True
         records = [bytes(record) for record in reply.records]
-        self._records = records if reply.whole else self._records + records
+        if reply.whole:
+            self._records = records
+        else:
+            self._records += records
+        if len(self._records) > MOST_RECORDS:
+            self._records = [compacted(self._run_id, self._records)]
+        self._life, self._ended, self._copied_from = reply.life, False, self._coordinator
         self._position = Position(reply.epoch, reply.seq)
         self._succession = reply.succession
         self._answer = reply.answer
@@ -293,6 +313,7 @@ class Successor:
             *self._position,
             self._succession,
             self._ended,
+            self._clock() >= self._heard_at + self._promise,
             tuple(map(Raw, self._records)),
         )
         while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
@@ -326,6 +347,7 @@ class Successor:
         self._promised, self._granted_to, self._ended = max(epoch, self._promised), "", False
         self._coordinator = endpoint_of(to.host, to.port)
         self._heard_at = self._clock()
+        self._known = max(self._known, (epoch, self._coordinator))
         self._elected(self._coordinator, epoch)
         if to.id == self.me.id:
             logger.warning("this host runs the rendezvous %r from now on", self._run_id)
@@ -338,12 +360,15 @@ class Successor:
         """Tell the server at the job's endpoint where the rounds are run, while they are here."""
         here = endpoint_of(self.me.host, self.me.port)
         moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
-        client = self._new_client(lambda timeout, stop: self._open(self._endpoint, timeout, stop))
         while not self._stop.is_set() and self._promised == epoch:
+            # A session that stays open would keep that server alive.
+            client = self._new_client(
+                lambda timeout, stop: self._open(self._endpoint, timeout, stop)
+            )
             with suppress(StoreError):  # no server is there
                 client.ask(moved, TELL_S)
+            client.close(0.0)
             self._stop.wait(TELL_S)
-        client.close(0.0)
 
     # --- calls
 
@@ -381,6 +406,13 @@ class Successor:
             client, self._client = self._client, None
         if client is not None:
             client.close(0.0)
+
+
+def compacted(run_id: str, records: list[bytes]) -> bytes:
+    """Return the records of a job as one record."""
+    from regrow.rendezvous.server.round_service import recover
+
+    return messages.encode(recover(records)[run_id])
 
 
 def _is_refused(error: BaseException | None) -> bool:
