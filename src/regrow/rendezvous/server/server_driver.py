@@ -198,6 +198,7 @@ class ServerDriver:
             self._check()
             raise RendezvousConnectionError(self._unreachable(error)) from error
         self.reached = True
+        self._rounds_at = self._probed
         self._local_addr = self._where.addr or client.local_host
 
     def may_take_over(
