@@ -1,4 +1,4 @@
-"""The agents: torch's constructors and hooks; stops the workers after a signal or an error.
+"""The agents: torch's constructors and hooks, and the shutdown after a signal or an error.
 
 `SimpleElasticAgent` is the base class; `LocalElasticAgent` starts its workers on this host.
 

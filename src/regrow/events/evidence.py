@@ -25,9 +25,9 @@ def left_for_signal(why: str, signal: str | None) -> bool:
     """Return whether a node that left for this reason may have left because of the signal.
 
     Args:
-        why: the reason of the node that left; a node that waits for a seat only tells that it gave
-            up.
-        signal: the signal that this node got, such as "SIGTERM".
+        why: the reason that the node reported when it left. A node that is interrupted while it
+            waits for a seat reports "it gave up".
+        signal: the signal that the observing agent received, such as "SIGTERM".
     """
     return why in (f"its agent got {signal}", "it gave up")
 

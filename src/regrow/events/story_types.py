@@ -101,7 +101,8 @@ class OtherFailure:
     what: str
     """The failure in one line, for example "was killed by SIGABRT"."""
     after_s: float | None
-    """Seconds after the root cause; None if it was stamped before, or is on another host."""
+    """Seconds after the root cause; None if this failure has an earlier time than the root cause,
+    or is on another host."""
 
 
 @dataclass(frozen=True, slots=True)

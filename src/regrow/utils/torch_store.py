@@ -39,9 +39,9 @@ def create_c10d_store(
 
     Raises:
         ValueError: no port for a store of several members.
-        RuntimeError: the port is in use, or (from torch's constructor) some members did not join in
-            time.
-        TimeoutError: some members did not join in time.
+        RuntimeError: the port is in use, or torch's constructor failed: the server cannot be
+            reached, or the constructor's own wait for the members timed out.
+        TimeoutError: the constructor succeeded, but some members did not join in the wait after it.
     """
     from datetime import timedelta
 

@@ -98,7 +98,7 @@ class Call:
 
 
 @dataclass
-class Setup:
+class ForkedSetup:
     """Set-up of a worker that multiprocessing forked; the guardian does it for its workers."""
 
     env: Mapping[str, str]
@@ -124,7 +124,7 @@ class WorkerTask:
     call: Call
     result: Fd
     """Memory file for the return value."""
-    setup: Setup | None
+    setup: ForkedSetup | None
     cpus: Sequence[int] | None
     """The CPUs on which the worker may run; None for all."""
     gate: Gate
@@ -184,7 +184,7 @@ def load(fd: int) -> Any:
         return pickle.load(file)
 
 
-def _set_up(setup: Setup) -> None:
+def _set_up(setup: ForkedSetup) -> None:
     """Set up session, signals, environment and streams, like exec and the guardian."""
     from regrow.workers.guardian import procfs, spawn
 

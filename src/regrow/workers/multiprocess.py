@@ -172,7 +172,7 @@ class FunctionLauncher(Launcher):
             # PDEATHSIG fires when the forking thread ends. The main thread lasts as long as this
             # process. The fork server has only one thread, and ends with this process.
             lasting = not forked or threading.current_thread() is threading.main_thread()
-            task.setup = _function.Setup(
+            task.setup = _function.ForkedSetup(
                 env={**setup.env, procfs.MARK: mark},
                 streams={number: _function.Fd(fd) for number, fd in setup.fds.items()},
                 agent_fds=agent_fds if forked else (),

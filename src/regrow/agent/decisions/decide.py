@@ -31,9 +31,11 @@ that the round is over.
 
 **Short attempts are slowed down**, whether workers crash or a host joins and leaves. After the
 first attempt shorter than `QUICK_S`, the next attempt starts at once. The later pauses are 1 s,
-2 s, 4 s and so on. If nodes wait to join, the attempt runs at least for this pause before it ends.
-For every other reason, the agent stops the workers and pauses before it joins the next round. This
-pause is shorter than the last call of the round, in which the other nodes wait for it.
+2 s, 4 s and so on. If only waiting nodes end the attempt, its workers run until the attempt has
+lasted as long as the pause; then the nodes join. If the attempt ends for another reason, the agent
+stops the workers at once and pauses before it joins the next round. If all nodes count failures
+together, this pause is at most `SHARED_BACKOFF_CAP_S`, because the other nodes wait for it in their
+last call.
 
 **The grace of stopped workers** depends on the reason. A change without a failure (a node joins, or
 leaves with notice) gives the whole `--shutdown-timeout`, so that workers can save. So does the end

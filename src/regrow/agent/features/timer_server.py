@@ -1,4 +1,4 @@
-"""An agent's file timer server: reads the stacks of all workers before it kills a hung one.
+"""The agent's timer server: compares the stacks of this node's workers, then kills a hung one.
 
 The server is a thread of the agent's process. It does not run in the agent's loop, because a slow
 loop must not delay the end of a hung worker. It knows the workers of the current attempt

@@ -9,14 +9,14 @@ Silence is evidence only while the driver listens. A driver can be stopped for a
 with its host. It then finds a clock that has jumped, and no heartbeats from the time in between. So
 one check adds at most one keep-alive interval of silence, even if the last check was long ago. The
 driver may also have been stopped between receiving heartbeats and checking them. So a late check
-reports only nodes that were due already at the check before. For the others the next check decides,
-with the heartbeats that have arrived by then.
+reports only nodes whose silence had reached the limit at the previous check. The next check decides
+about the others, with the heartbeats that have arrived by then.
 
 A silent node may still run its workers until its lease expires and the guardian kills them. The
-lease starts, by the node's own clock, when the node sends a heartbeat that is answered. It lasts as
-long as silence is tolerated. So a node is lost only after its lease and `kill` seconds more. If a
-driver knows that a node has ended, because its connection was closed, it reports the loss at once,
-without a check.
+lease starts, by the node's own clock, when the node sends a heartbeat that is answered. It lasts
+`Bounds.lease` seconds. A node counts as lost after `Bounds.lease + Bounds.kill` seconds of silence,
+so its workers are dead by then. If a driver knows that a node has ended, because its connection was
+closed, it reports the loss at once, without a check.
 
 The last call ends a number of seconds after the driver first saw it. Its end removes no member at
 once: the leases of the missing members are not renewed any more, so these members have one more

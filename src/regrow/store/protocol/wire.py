@@ -1,6 +1,7 @@
 """The store's wire format: a handshake in which both sides prove the token, then messages.
 
-The readers of frames limit their length: `server.connection` and `client.transport`.
+Each message travels in one frame. The code that reads a frame limits its length:
+`server.connection` and `client.transport`.
 
 In the handshake, client and server prove to each other that they hold the token:
 

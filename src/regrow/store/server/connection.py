@@ -1,4 +1,4 @@
-"""The server's end of a client connection: checks the token, bounds and decodes messages.
+"""The server's end of a client connection: checks the token, limits message sizes, decodes.
 
 A connection passes through stages: it opens (preamble and nonce), proves the token (HMAC), greets
 (Hello), and then accepts requests. All connections read into one shared buffer, because the server

@@ -191,7 +191,8 @@ class Machine:
             raise StoreProtocolError(
                 f"the client has {len(answers)} unconfirmed answers ({session.kept} bytes); the "
                 f"limits are {self.limits.unconfirmed} answers (Limits.unconfirmed) and "
-                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes)"
+                f"{self.limits.outgoing_bytes} bytes (Limits.outgoing_bytes); run the same release "
+                f"of regrow in all processes, or raise these limits"
             )
         answer: Struct
         try:

@@ -15,9 +15,9 @@ A process cannot fail after it ended. So the end of the process is the upper lim
 sources.
 
 When a process dies, its connections are closed before the agent can see its end. So another worker
-may stamp its exception about the lost connection first. Therefore such an exception gives way to
-the end of a process without an error file that the agent sees at most `LOST_CONNECTION_S` later
-(`earliest`).
+may stamp its exception about the lost connection first. Therefore such an exception gives way to a
+process that ended without an error file at most `LOST_CONNECTION_S` later, by the guardian's clock
+reading (`earliest`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ MAX_RULE_WIDTH = 60
 MOST_BYTES = 4 << 20
 #: Most characters of a message in a summary of one line.
 LONGEST_LINE = 2000
-#: Parts of the first line of an exception about a lost connection: by Python, gloo, NCCL, torch's
-#: store, gRPC (which JAX uses) and regrow.
+#: Texts by which an exception about a lost connection is recognized: lower-case parts of
+#: `ProcessFailure.summary`, as written by Python, gloo, NCCL, torch's store, gRPC (which JAX uses)
+#: and regrow.
 LOST_CONNECTION = (
     "broken pipe",
     "brokenpipeerror",
@@ -58,8 +59,8 @@ LOST_CONNECTION = (
     "remote process exited",
     "socket closed",
 )
-#: Most seconds for which such an exception gives way: a choice. The one time that this order was
-#: seen, they were 0.9 ms; the rest is for a busy machine.
+#: Longest time, in seconds, from such an exception to the end of the process that caused it. One
+#: case was observed, with 0.9 ms; the value leaves room for a busy machine.
 LOST_CONNECTION_S = 0.05
 NO_TRACEBACK = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
 

@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 
 
 class WorkerSetup(NamedTuple):
-    """Surroundings of a worker, both for programs and for functions."""
+    """Environment, file descriptors, event listener and grace with which a worker starts."""
 
     env: Mapping[str, str]
     """The worker's complete environment; the guardian adds the worker's mark."""
@@ -122,7 +122,7 @@ class Guardian:
         Args:
             argv: the program and its arguments; looked up in PATH of `setup.env` unless it has a
                 slash.
-            setup: the worker's surroundings.
+            setup: environment, descriptors, listener and grace of the worker.
 
         Returns:
             The handle's number for the worker.
@@ -217,7 +217,7 @@ class Guardian:
         Args:
             pid: the worker's process: a child of this process that has not been waited for.
             mark: the mark that `mark` returned for the worker.
-            setup: the worker's surroundings; `env` and `fds` are not used.
+            setup: listener, drains and grace of the worker; `env` and `fds` are not used.
 
         Returns:
             The handle's number for the worker.

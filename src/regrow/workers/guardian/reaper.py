@@ -89,8 +89,9 @@ class Reaper:
         for record in to_kill:
             self.sweep_due = True
             if not record.exited:
-                # Kill its descendants with it: the guardian could not find them after its end.
                 if record.adopted:
+                    # With its descendants: they are not children of the guardian, so SIGKILL must
+                    # not orphan them.
                     self.kill_adopted(record)
                 else:
                     self.signal(record, signal.SIGKILL)
@@ -132,7 +133,11 @@ class Reaper:
     def send_exited(
         self, record: WorkerRecord, status: int | bytes, stopping: int, now: int
     ) -> None:
-        """Report the end of a worker's process, with the time of the last SIGCONT (0: none)."""
+        """Report the end of a worker's process.
+
+        If the guardian was resumed meanwhile, the report has the time of that SIGCONT (else 0),
+        because the end may be older than `now`.
+        """
         resumed = self._poller.resumptions[-1] if self._poller.resumptions else 0
         self._send(b"exited", record.number, status, stopping, resumed, now)
 

@@ -1,4 +1,4 @@
-"""The pump: a thread that moves worker output from pipes to log files, and sets line prefixes.
+"""The pump: a thread that moves worker output from pipes to log files. A full disk does not end it.
 
 Each redirected stream is a pipe. The worker writes to the pipe and never to the disk. So a full or
 failing disk affects the pump, not the training. The pump continues to read, passes output that no
