@@ -53,7 +53,7 @@ CONNECT = 10.0
 """Time limit to open the connection for the keys of a round."""
 SEARCH_TURN = 1.0
 """Time limit to connect to one of several agents that may serve the rounds."""
-SEARCH_PAUSES = 0.02, 0.25
+SEARCH_PAUSES = 0.02, 0.15
 """First and longest pause between two of them."""
 EXPLAIN = 5.0
 """Time limit for the answer that names the missing nodes."""
