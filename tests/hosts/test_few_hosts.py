@@ -46,7 +46,7 @@ def test_a_node_on_standby_takes_the_place_of_one_that_is_killed_and_costs_no_re
 def test_the_loss_of_the_store_s_host_ends_the_others_with_a_code_to_try_again(
     start_job: Callable[..., Job], three: list[Host]
 ) -> None:
-    job = start_job(three[0], nodes="1:3", mode="plain", conf="reconnect_timeout=1")
+    job = start_job(three[0], nodes="1:3", mode="plain", conf="reconnect_timeout=1,successors=0")
     agents = [job.agent(host) for host in three]
     job.world(3)
     three[0].lose_power()

@@ -166,11 +166,3 @@ def test_another_host_takes_over_with_certificates(
     after = job.world(2, after=world)
     fault.healed(after)
     job.finish(*agents[1:])
-
-
-def test_without_successors_the_loss_of_the_host_ends_the_job(form: Form) -> None:
-    job, agents, _ = form("server", conf="successors=0,reconnect_timeout=1")
-    agents[0].host.lose_power()
-    assert [agent.finish() for agent in agents[1:]] == [75] * 3, job
-    assert not any(agent.events("rendezvous.servers") for agent in agents), job
-    job.assert_one_world_at_a_time()

@@ -199,7 +199,7 @@ def stopped_in_time(
 def test_the_loss_of_the_store_s_host_stops_the_others_in_time_with_a_code_to_try_again(
     form: Form, record_property: Callable[[str, object], None]
 ) -> None:
-    job, agents, _ = form("server")
+    job, agents, _ = form("server", conf="successors=0")
     for agent in agents[1:]:
         job.running_at(time.monotonic(), agent)
     agents[0].host.lose_power()
@@ -284,7 +284,8 @@ def test_the_lowest_node_rank_that_lives_prints_the_story_for_all(
     lost: tuple[int, ...],
     evidence: str,
 ) -> None:
-    job = prepare(served_by, nodes="4:4", conf="last_call_timeout=1,join_timeout=8")
+    alone = ",successors=0" if served_by == "server" else ""
+    job = prepare(served_by, nodes="4:4", conf=f"last_call_timeout=1,join_timeout=8{alone}")
     for number, host in enumerate(hosts):  # as srun starts them
         task = {"SLURM_PROCID": f"{number}", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
         size = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "4"}

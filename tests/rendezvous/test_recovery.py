@@ -31,14 +31,14 @@ from regrow.rendezvous.protocol.messages import (
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.round_service import (
+from regrow.rendezvous.server.records import (
     ForgottenRecord,
     JobRecord,
     Record,
-    RendezvousService,
     event_record,
     recover,
 )
+from regrow.rendezvous.server.round_service import RendezvousService
 
 SETTINGS = messages.JobSettings(2, 3, 1.0, 3, 5.0)
 GIVEN_UP = 4.0  # seconds of silence until eviction

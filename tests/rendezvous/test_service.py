@@ -34,7 +34,8 @@ from regrow.rendezvous.protocol.messages import (
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.round_service import RendezvousService, concerned
+from regrow.rendezvous.server.round_service import RendezvousService
+from regrow.rendezvous.server.served_job import concerned
 from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES
 from regrow.store import Answer
 

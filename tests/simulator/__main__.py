@@ -114,7 +114,17 @@ def _search(options: argparse.Namespace) -> int:
     return int(bool(broken))
 
 
-COUNTED = ("rounds", "losses", "evictions", "mistaken", "charged", "forgiven", "spent", "closed")
+COUNTED = (
+    "rounds",
+    "losses",
+    "evictions",
+    "mistaken",
+    "charged",
+    "forgiven",
+    "takeovers",
+    "spent",
+    "closed",
+)
 
 
 def _counts(outcome: Outcome) -> Counter[str]:

@@ -30,11 +30,12 @@ from regrow.rendezvous.protocol.messages import (
     SpendRestart,
 )
 from regrow.rendezvous.protocol.state import Round, place, seated, watched
-from regrow.rendezvous.server import round_service
+from regrow.rendezvous.server import records, round_service
 from regrow.rendezvous.server.server_driver import ServerDriver
 from regrow.store import Answer
 from simulator import host as sim_host
 from simulator import nodes as sim_nodes
+from simulator import successor_bugs
 from simulator.agent import Agent
 from simulator.nodes import Plain, Written
 
@@ -264,7 +265,7 @@ def _a_change_is_written_down_after_its_answer() -> list[Any]:
 
 
 def _recovered_as(change: Callable[[Round], Round]) -> list[Any]:
-    real = round_service.recover
+    real = records.recover
 
     def recover(records: Any) -> Any:
         jobs = real(records)
@@ -333,6 +334,25 @@ BUGS: dict[str, Bug] = {
         "nodes", range(26, 205, 7), _a_repeated_replacement_is_charged_twice
     ),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
+    "half is enough": Bug("hosts", range(2, 102), successor_bugs.half_of_the_voters_is_enough),
+    "not held back": Bug("hosts", range(100), successor_bugs.an_answer_is_not_held_back),
+    "oldest copy": Bug("hosts", range(10, 110), successor_bugs.the_oldest_copy_wins),
+    "renewed alone": Bug(
+        "hosts", range(10, 110), successor_bugs.leases_are_renewed_without_a_majority
+    ),
+    "seat given at takeover": Bug(
+        "hosts", range(1, 101), successor_bugs.a_seat_is_given_away_at_the_takeover
+    ),
+    "voters at once": Bug("hosts", range(100), successor_bugs.voters_change_at_once),
+    "voters forgotten": Bug(
+        "hosts", range(100), successor_bugs.a_restarted_server_forgets_the_voters
+    ),
+    "failures forgotten at takeover": Bug(
+        "hosts", range(5, 105), successor_bugs.failures_are_forgotten_at_the_takeover
+    ),
+    "grants of all epochs": Bug(
+        "hosts", range(12, 112), successor_bugs.a_voter_of_another_epoch_counts_in_an_election
+    ),
 }
 
 

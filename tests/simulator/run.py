@@ -57,6 +57,8 @@ class Outcome(NamedTuple):
     """Agents that lived but counted as dead, because the network closed their connection."""
     charged: int
     forgiven: int
+    takeovers: int
+    """How often a server on another host took over."""
     spent: int
     """Restarts that nodes spent in running rounds."""
     closed: bool
@@ -297,6 +299,7 @@ def _run(world: World, seed: int, run: Callable[[], None]) -> Outcome:
         history.worlds.mistaken,
         history.charged,
         history.forgiven,
+        place.takeovers if isinstance(place, Servers) else 0,
         history.spends,
         bool(history.endings),
         violation,

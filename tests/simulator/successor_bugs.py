@@ -7,20 +7,18 @@ before a majority has the change, an old copy that wins, a lease that is renewed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from functools import partial
 from typing import Any
 from unittest import mock
 
 from msgspec.structs import replace
 
 from regrow.rendezvous.protocol import succession
-from regrow.rendezvous.protocol.state import Round
-from regrow.rendezvous.protocol.succession import Grant, Position, Succession, Voters, is_quorum
-from regrow.rendezvous.server import copies, round_service, successor
-from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.protocol.succession import Grant, Succession, Voters
+from regrow.rendezvous.server import copies, elections, records, round_service
 from regrow.rendezvous.server.copies import Copies
-from regrow.rendezvous.server.round_service import JobRecord
-from regrow.rendezvous.server.successor import Successor
+from regrow.rendezvous.server.elections import Election, Won
+from regrow.rendezvous.server.records import JobRecord
+from regrow.rendezvous.server.round_service import RendezvousService
 from regrow.store import Answer
 
 
@@ -42,17 +40,6 @@ def an_answer_is_not_held_back() -> list[Any]:
     return [mock.patch.object(Copies, "hold", hold)]
 
 
-def a_voter_forgets_its_grant() -> list[Any]:
-    """A voter that has granted an epoch follows an older coordinator again."""
-    real = Successor._take
-
-    def take(self: Successor, reply: messages.CopyReply) -> bool:
-        self._promised = min(self._promised, reply.epoch)
-        return real(self, reply)
-
-    return [mock.patch.object(Successor, "_take", take)]
-
-
 def the_oldest_copy_wins() -> list[Any]:
     """The candidate continues from the oldest record among the grants."""
     real = succession.elected
@@ -62,28 +49,7 @@ def the_oldest_copy_wins() -> list[Any]:
             return None
         return min(grants, key=lambda id: grants[id].position)
 
-    return [mock.patch.object(round_service, "elected", elected)]
-
-
-def a_copy_of_an_old_epoch_counts() -> list[Any]:
-    """A coordinator takes the copy of an older epoch for one of its own."""
-    real = Copies.asked
-
-    def asked(self: Copies, session: Any, id: int, request: Any, now: float) -> list[Answer]:
-        seq = min(request.seq, self.seq) if request.epoch >= 0 else 0
-        return real(self, session, id, replace(request, epoch=self.epoch, seq=seq), now)
-
-    return [mock.patch.object(Copies, "asked", asked)]
-
-
-def a_promise_is_not_kept() -> list[Any]:
-    """A voter grants the next epoch after a moment of silence."""
-    real = Successor.__init__
-
-    def init(self: Successor, run_id: str, me: Any, promise: float, *a: Any, **k: Any) -> None:
-        real(self, run_id, me, promise / 10, *a, **k)
-
-    return [mock.patch.object(Successor, "__init__", init)]
+    return [mock.patch.object(elections, "elected", elected)]
 
 
 def leases_are_renewed_without_a_majority() -> list[Any]:
@@ -107,52 +73,39 @@ def voters_change_at_once() -> list[Any]:
 
 
 def a_restarted_server_forgets_the_voters() -> list[Any]:
-    """The record that a server writes down does not contain the voters."""
-    real = round_service.ServedJob.record
+    """A server that continues from its journal answers without a majority."""
 
-    def record(self: round_service.ServedJob) -> JobRecord:
-        return replace(real(self), succession=Succession())
+    def recover(found: Iterable[bytes]) -> dict[str, JobRecord]:
+        jobs = records.recover(found)
+        return {id: replace(job, succession=Succession()) for id, job in jobs.items()}
 
-    return [mock.patch.object(round_service.ServedJob, "record", record)]
-
-
-def _taken_over_as(change: Any) -> list[Any]:
-    real = round_service.RendezvousService._take_over
-
-    def take_over(self: Any, run_id: str, *arguments: Any) -> list[Answer]:
-        out = real(self, run_id, *arguments)
-        job = self.jobs[run_id]
-        job.state = change(job.state)
-        return out
-
-    return [mock.patch.object(round_service.RendezvousService, "_take_over", take_over)]
+    return [mock.patch.object(round_service, "recover", recover)]
 
 
 def failures_are_forgotten_at_the_takeover() -> list[Any]:
     """The new coordinator does not know how many restarts are left."""
-    return _taken_over_as(lambda state: replace(state, failures=0, spent={}, charged=False))
+    real = RendezvousService._take_over
 
+    def take_over(self: Any, won: Won, now: float) -> list[Answer]:
+        out = real(self, won, now)
+        job = self.jobs[won.record.job]
+        job.state = replace(job.state, failures=0, spent={}, charged=False)
+        return out
 
-def the_end_is_forgotten_at_the_takeover() -> list[Any]:
-    """The new coordinator does not know that the job was closed."""
-    return _taken_over_as(lambda state: replace(state, closed=None, gone=frozenset()))
+    return [mock.patch.object(RendezvousService, "_take_over", take_over)]
 
 
 def a_voter_of_another_epoch_counts_in_an_election() -> list[Any]:
     """The grants of all epochs are counted together."""
-    real = round_service._Election
     shared: dict[int, Any] = {}
 
     def election(epoch: int) -> Any:
         last = shared.get(0)
-        made = real(epoch)
+        made = Election(epoch)
         if last is not None and last.epoch < epoch:
             made.grants.update(last.grants)
             made.records.update(last.records)
         shared[0] = made
         return made
 
-    return [mock.patch.object(round_service, "_Election", election)]
-
-
-__all__ = ["Position", "Round", "is_quorum", "partial", "successor"]
+    return [mock.patch.object(elections, "Election", election)]

@@ -27,6 +27,7 @@ from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import MARGIN, PROMISE, is_quorum
 from regrow.rendezvous.server import round_service, server_driver, successor
 from regrow.rendezvous.server.copies import Copies
+from regrow.rendezvous.server.served_job import ServedJob
 from regrow.rendezvous.server.server_driver import ServerDriver, Where
 from regrow.store import Answer
 from simulator.agent import Agent
@@ -85,7 +86,7 @@ class HostServer(SimServer):
         return self.host.off
 
     @property
-    def served(self) -> round_service.ServedJob | None:
+    def served(self) -> ServedJob | None:
         """The job, if this server runs its rounds."""
         job = self.service.jobs.get("job")
         off = self.dead or self.host.off
@@ -201,7 +202,7 @@ class Servers:
             self._steps[after.version].append(Change(before, event, after))
         return after, refusal
 
-    def written(self, job: round_service.ServedJob) -> None:
+    def written(self, job: ServedJob) -> None:
         """Note the state of a job after a change of its record."""
         self._marks[job.copies].append((job.copies.seq, job.state))
 
@@ -389,11 +390,11 @@ def patches(place: Servers) -> dict[tuple[Any, str], Any]:
     def new_voter(host: str, port: int) -> Voter:
         return Voter(f"{host}:{port}/{next(numbers)}", host, port)
 
-    def begin(self: Any, job: round_service.ServedJob) -> None:
+    def begin(self: Any, job: ServedJob) -> None:
         real_begin(self, job)
         place.written(job)
 
-    def write(self: Any, job: round_service.ServedJob, record: Any) -> None:
+    def write(self: Any, job: ServedJob, record: Any) -> None:
         real_write(self, job, record)
         place.written(job)
 

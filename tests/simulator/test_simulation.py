@@ -28,13 +28,15 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize(("driver", "seeds"), [("server", 8), ("nodes", 4)])
+@pytest.mark.parametrize(("driver", "seeds"), [("server", 8), ("nodes", 4), ("hosts", 12)])
 def test_no_promise_is_broken_under_any_faults(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
     assert [outcome.violation for outcome in outcomes] == [""] * seeds
     seen = ["rounds", "losses", "charged", "forgiven"]
-    if driver == "server":  # no backend takes the end of a connection for the end of a node
+    if driver != "nodes":  # no backend takes the end of a connection for the end of a node
         seen.append("mistaken")
+    if driver == "hosts":
+        seen.append("takeovers")
     for what in seen:
         assert sum(getattr(outcome, what) for outcome in outcomes) >= seeds / 4, f"too few {what}"
 
@@ -47,7 +49,7 @@ def test_hundreds_of_nodes_meet_at_one_server_and_meet_again_when_some_are_lost(
 
 
 @pytest.mark.training
-@pytest.mark.parametrize(("driver", "nodes"), [("server", 60), ("nodes", 30)])
+@pytest.mark.parametrize(("driver", "nodes"), [("server", 60), ("nodes", 30), ("hosts", 40)])
 def test_no_promise_is_broken_in_a_job_of_many_nodes(driver: str, nodes: int) -> None:
     outcome = simulate(0, driver, nodes=nodes)
     assert outcome.violation == ""
@@ -69,6 +71,7 @@ def test_a_seed_is_one_history_in_every_process() -> None:
     assert again[0] == again[1]
     assert "server: Outcome(seed=7" in again[0]
     assert "nodes: Outcome(seed=7" in again[0]
+    assert "hosts: Outcome(seed=7" in again[0]
 
 
 @pytest.mark.thorough

@@ -110,6 +110,7 @@ class _StoryBuilder:
             ),
             in_place=self._in_process_restarts(),
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
+            servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
             helpers=self._helpers(),
             reports_steps=self.reports_steps,
@@ -361,7 +362,7 @@ class _StoryBuilder:
         return tuple(found)
 
 
-_SERVER = "regrow.rendezvous.server_ended"
+_SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
 _STALLED = "regrow.heartbeat.stalled"
 _IN_PROCESS = "regrow.inprocess.restarted"
 _REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
@@ -419,6 +420,11 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
         for event in sorted(failures, key=evidence.failed_at)
         if event is not root and not _same_guardian(event, root)
     )
+
+
+def _servers(events: Iterable[Record]) -> tuple[str, ...]:
+    by_epoch = {integer(event, "epoch") or 0: text(event, "server") or "" for event in events}
+    return tuple(by_epoch[epoch] for epoch in sorted(by_epoch))
 
 
 def _server_end(event: Record) -> ServerEnd:

@@ -56,6 +56,7 @@ def render(story: Story, width: int) -> str:
         *_first_of([[_suspension(each)] for each in story.suspensions], "suspensions"),
         *_first_of([_expiry(each) for each in story.expiries], "expired timers"),
         *([_server_end(end)] for end in story.server_ends),
+        *([_moved(story.servers)] if len(story.servers) > 1 else []),
         *_ends_of(restarts, "in-process restarts"),
         *_first_of([_stall(each) for each in story.stalls], "stalls"),
         *([f"  {_clean(line)}"] for line in story.helpers),
@@ -127,6 +128,11 @@ def _outcome(story: Story) -> str:
     if story.state == "SUCCEEDED" or story.failures:
         reason = ""  # the lines below report it, or there is no reason
     return f"{_clean(story.state)}{code}{after}{restarts}{reason}"
+
+
+def _moved(servers: tuple[str, ...]) -> list[str]:
+    first, *later = map(_clean, servers)
+    return [f"  the rendezvous was served by {first}, then by {', '.join(later)}"]
 
 
 def _server_end(end: ServerEnd) -> str:

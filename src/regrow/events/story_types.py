@@ -346,6 +346,9 @@ class Story:
     """Expired timers that belong to no failure, in order."""
     stalls: tuple[StalledProgress, ...] = ()
     """The workers with stalled training, in order."""
+    servers: tuple[str, ...] = ()
+    """Addresses of the hosts that have served the rendezvous, in order; empty if no host can take
+    over from another one."""
     server_ends: tuple[ServerEnd, ...] = ()
     """The ends of store server processes, in order."""
     in_place: tuple[InProcessRestart, ...] = ()

@@ -328,6 +328,8 @@ class Console:
                 self._log_dir = data.get("log_dir") or ""
                 self._greeting = greeting(data) if self._greets else ""
             due = self._follow_speaker(event.name, data)
+            if event.name == "regrow.rendezvous.servers" and self._greets and self._speaker.speaks:
+                due = due or losable(data)
             self._eventful |= is_eventful(event.name, data)
             if self._waiting is not None:
                 self._waiting(event)
@@ -423,6 +425,19 @@ def greeting(data: Mapping[str, Any]) -> str:
     if data.get("log_dir"):
         parts.append(f"logs in {data['log_dir']}")
     return "; ".join(parts)
+
+
+def losable(data: Mapping[str, Any]) -> str:
+    """Format the line about hosts that may be lost, from the metadata of the event about servers.
+
+    Returns:
+        The line; empty if no host may take over from the one that serves the rendezvous.
+    """
+    hosts = data.get("may_lose") or 0
+    if not hosts:
+        return ""
+    which = "any one host" if hosts == 1 else f"any {hosts} hosts"
+    return f"regrow: {which} may be lost, also {data.get('server')}, which serves the rendezvous"
 
 
 def say(stream: TextIO | None, text: str) -> None:

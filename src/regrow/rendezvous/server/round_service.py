@@ -64,47 +64,48 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
 from regrow.rendezvous.node.node_rules import explain_timeout
-from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
+from regrow.rendezvous.protocol.failure_detector import FailureDetector
 from regrow.rendezvous.protocol.messages import (
     Event,
     JoinRound,
     LastCallOver,
-    Node,
     NodeLost,
     NodeRefused,
     subject,
 )
 from regrow.rendezvous.protocol.rules import Refusal, step
-from regrow.rendezvous.protocol.state import Round, holds, nodes, place
+from regrow.rendezvous.protocol.state import holds, nodes
 from regrow.rendezvous.protocol.succession import (
     MARGIN,
-    Grant,
-    Position,
     Succession,
-    elected,
     has_ended,
     has_waited,
     is_voter,
 )
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.copies import MOVED, Copies, GivenUpError
-from regrow.rendezvous.settings import FORGET_JOB, GATHER, GRANTS, JOBS, LIVES, TEXT
+from regrow.rendezvous.server.copies import MOVED, GivenUpError
+from regrow.rendezvous.server.elections import Elections
+from regrow.rendezvous.server.records import (
+    EventRecord,
+    ForgottenRecord,
+    SuccessionRecord,
+    event_record,
+    recover,
+)
+from regrow.rendezvous.server.served_job import ServedJob, concerned
+from regrow.rendezvous.settings import FORGET_JOB, GATHER, JOBS, LIVES, TEXT
 from regrow.store import Answer, within
 
 if TYPE_CHECKING:
-    from regrow.rendezvous.protocol.messages import Voter
+    from regrow.rendezvous.server.elections import Won
     from regrow.store import Journal
-
-_EVENTS: Final = {**messages.EVENTS, **messages.decoders(NodeLost, LastCallOver)}
 
 
 _NOT_MOVED: Final = 0.0, messages.ElsewhereReply(0, "")
@@ -127,191 +128,6 @@ def _new_life() -> str:
     return os.urandom(6).hex()
 
 
-class ServedJob:
-    """The state of one job: its rounds, and the nodes that take part."""
-
-    def __init__(
-        self,
-        run_id: str,
-        life: str,
-        settings: messages.JobSettings,
-        now: float,
-        recovered: JobRecord | None = None,
-    ) -> None:
-        self.run_id = run_id
-        self.life = life
-        self.set_up(settings)
-        succession, seq = Succession(), 0
-        if recovered is not None:
-            self.state, succession, seq = recovered.state, recovered.succession, recovered.seq
-        self.copies = Copies(
-            life,
-            succession,
-            seq,
-            self.bounds.lease,
-            settings.successors,
-            now,
-            lambda: messages.encode(self.record()),
-        )
-        self.detector = FailureDetector()
-        # The nodes of an earlier server have the usual time to send their next heartbeat.
-        ids = (*self.state.members, *self.state.queue, *self.state.awaited)
-        self.beats = dict.fromkeys(ids, 0)
-        """Answered heartbeats of each node, as the node's latest heartbeat reports them."""
-        self.heard_at = dict.fromkeys(ids, now)
-        """When that number last increased, or when the node joined."""
-        self.lives: dict[str, Hashable] = {}
-        """The session of each node."""
-        self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
-        """For each node: session and id of its parked question, and mark of its last snapshot."""
-        self.check_at: float | None = now
-        """Time of the next check by the failure detector; None if there is nothing to wait for."""
-        self.gather_at: float | None = None
-        """When to notify the members of the number of waiting nodes."""
-        self.empty_at = None if nodes(self.state) else now
-        """Time since which the job has no node."""
-
-    def record(self) -> JobRecord:
-        """Return the record of the whole state."""
-        return JobRecord(
-            self.run_id,
-            self.life,
-            self.settings,
-            self.state,
-            self.copies.succession,
-            self.copies.seq,
-        )
-
-    def set_up(self, settings: messages.JobSettings) -> None:
-        """Start with the settings of the first node."""
-        self.settings = settings
-        self.bounds = Bounds(
-            settings.last_call, settings.keep_alive, settings.misses, grace=settings.grace
-        )
-        self.state = Round(settings.min_nodes, settings.max_nodes, fixed=settings.fixed)
-
-    def check_rank(self, node: Node) -> None:
-        """Refuse a node if its fixed rank belongs to another node.
-
-        Raises:
-            ValueError: two nodes have the same rank; the text names both.
-        """
-        if not self.state.fixed or self.state.closed:
-            return
-        taken = {self.state.previous[id]: id for id in self.state.awaited}
-        taken |= {other.wanted or 0: id for id, other in self.state.members.items()}
-        first = taken.get(node.wanted or 0, node.id)
-        if first != node.id:
-            raise ValueError(
-                f"node rank {node.wanted} is used twice, by node {first} and by this node, "
-                f"{node.id}: start each node with a different --node-rank"
-            )
-
-    @property
-    def at(self) -> float | None:
-        """The latest time at which the job needs attention."""
-        forget_at = None if self.empty_at is None else self.empty_at + FORGET_JOB
-        times = self.check_at, self.gather_at, forget_at, self.copies.at
-        return min((at for at in times if at is not None), default=None)
-
-    def knows(self, id: str) -> bool:
-        """Return whether the state contains the node."""
-        return place(self.state, id) != 0
-
-
-def concerned(before: Round, event: Event, after: Round) -> set[str] | None:
-    """Return the ids of the nodes with a possibly changed snapshot; None: all nodes.
-
-    A changed number of waiting nodes does not count.
-    """
-    if _all_see(before) != _all_see(after):
-        return None
-    moved_up = before.queue.keys() - after.queue.keys()
-    return {subject(event), *moved_up} | (_next(before) ^ _next(after))
-
-
-def _all_see(state: Round) -> tuple[object, ...]:
-    phase = state.number, state.complete, state.ended, not state.unheard, state.closed
-    return *phase, state.failures
-
-
-def _next(state: Round) -> set[str]:
-    """Return the nodes in the queue that would have a seat in the next round."""
-    return set(islice(state.queue, state.waiting))
-
-
-# --- the journal
-
-
-class JobRecord(Struct, array_like=True, tag=1, frozen=True):
-    """The whole state of one job."""
-
-    job: str
-    life: str
-    settings: messages.JobSettings
-    state: Round
-    succession: Succession = Succession()
-    seq: int = 0
-    """The number of changes so far, for the voters."""
-
-
-class EventRecord(Struct, array_like=True, tag=2, frozen=True):
-    """An event that changed the state of a job."""
-
-    job: str
-    kind: str
-    event: Raw
-
-
-class ForgottenRecord(Struct, array_like=True, tag=3, frozen=True):
-    """A job that has no nodes left and is deleted."""
-
-    job: str
-
-
-class SuccessionRecord(Struct, array_like=True, tag=4, frozen=True):
-    """A change of the voters."""
-
-    job: str
-    succession: Succession
-
-
-Record = JobRecord | EventRecord | ForgottenRecord | SuccessionRecord
-_decode = msgspec.msgpack.Decoder(Record).decode
-
-
-def event_record(job: str, event: Event) -> EventRecord:
-    """Return the record of an event."""
-    return EventRecord(job, type(event).__name__, Raw(messages.encode(event)))
-
-
-def recover(records: Iterable[bytes]) -> dict[str, JobRecord]:
-    """Return the jobs in the records, by their ids, in their state after the last record.
-
-    Raises:
-        ValueError: the records are not those of an earlier server.
-    """
-    jobs: dict[str, JobRecord] = {}
-    try:
-        for record in map(_decode, records):
-            match record:
-                case JobRecord():
-                    jobs[record.job] = record
-                case EventRecord(job, kind, event):
-                    state, _ = step(jobs[job].state, _EVENTS[kind].decode(event))
-                    jobs[job] = replace(jobs[job], state=state, seq=jobs[job].seq + 1)
-                case SuccessionRecord(job, succession):
-                    jobs[job] = replace(jobs[job], succession=succession, seq=jobs[job].seq + 1)
-                case ForgottenRecord(job):
-                    del jobs[job]
-    except (KeyError, msgspec.MsgspecError) as error:
-        raise ValueError(
-            f"a record in the journal is damaged, or of another release ({type(error).__name__}: "
-            f"{error})"
-        ) from error
-    return jobs
-
-
 # --- the service
 
 
@@ -325,19 +141,6 @@ class _Client:
     """Nodes of its parked questions, as job id and node id."""
 
 
-@dataclass(slots=True)
-class _Election:
-    """The grants of one epoch of a job that have arrived."""
-
-    epoch: int
-    grants: dict[str, Grant] = field(default_factory=dict)
-    """By voter."""
-    records: dict[str, tuple[Raw, ...]] = field(default_factory=dict)
-    """By voter: its copy of the record."""
-    asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
-    """By voter: its parked question, as session and id."""
-
-
 class RendezvousService:
     """The rounds of all jobs that meet in one store server; a `regrow.store.Service`.
 
@@ -349,8 +152,7 @@ class RendezvousService:
     def __init__(self, new_life: Callable[[], str], *, creates: bool = True) -> None:
         self._new_life = new_life
         self._creates = creates
-        self._elections: dict[str, _Election] = {}
-        """By job id."""
+        self._elections = Elections()
         self._moved: dict[str, tuple[float, messages.ElsewhereReply]] = {}
         """Where the jobs are served that this server does not know, by job id, and since when."""
         self._changed: dict[str, ServedJob] = {}
@@ -544,38 +346,23 @@ class RendezvousService:
         self, session: Hashable, id: int, question: messages.GrantRequest, now: float
     ) -> list[Answer]:
         run_id, epoch = question.job, question.epoch
-        job, election = self.jobs.get(run_id), self._elections.get(run_id)
-        votes = job is not None and is_voter(job.copies.succession, question.voter)
-        serves = job is not None and job.copies.moved is None and job.copies.succession.voters
-        old = job is not None and question.copy_epoch <= job.copies.epoch
-        if job is not None and serves and (job.copies.epoch >= epoch or (old and not votes)):
-            # A voter that was given up meanwhile cannot know it; this server tells it.
-            reply = messages.DoneReply(job.copies.epoch)
-            return [Answer(session, id, messages.encode(reply))]
-        newest = max(election.epoch if election else 0, job.copies.epoch if job else 0)
-        if newest > epoch:
-            reply_ = messages.ElsewhereReply(newest, "")
-            return [Answer(session, id, messages.encode(reply_))]
-        out = self._move(job, epoch, "", now) if job is not None and votes else []
-        if question.job not in recover(bytes(record) for record in question.records):
-            raise ValueError(f"the copy is not one of the job {run_id!r}")
-        if election is None and len(self._elections) >= JOBS:
-            raise ValueError(f"this server has {JOBS} elections already, which is its limit")
-        if election is None or election.epoch < epoch:
-            if election is not None:
-                out += _tell(election, messages.ElsewhereReply(epoch, ""))
-            election = self._elections[run_id] = _Election(epoch)
-        position = Position(question.copy_epoch, question.seq)
-        grant = Grant(position, question.succession, question.ended, question.waited)
-        if len(election.grants) >= GRANTS and question.voter not in election.grants:
-            raise ValueError(f"an election has at most {GRANTS} grants")
-        election.grants[question.voter] = grant
-        election.records[question.voter] = question.records
-        election.asked[question.voter] = session, id
-        newest_copy = elected(election.grants)
-        if newest_copy is not None:
-            out += self._take_over(run_id, election, newest_copy, question.candidate, now)
-        return out
+        job = self.jobs.get(run_id)
+        out: list[Answer] = []
+        if job is not None:
+            copies = job.copies
+            votes = is_voter(copies.succession, question.voter)
+            serves = copies.moved is None and copies.succession.voters
+            old = question.copy_epoch <= copies.epoch
+            if serves and (copies.epoch >= epoch or (old and not votes)):
+                # A voter that was given up meanwhile cannot know it; this server tells it.
+                return [Answer(session, id, messages.encode(messages.DoneReply(copies.epoch)))]
+            if copies.epoch > epoch:
+                reply = messages.ElsewhereReply(copies.epoch, "")
+                return [Answer(session, id, messages.encode(reply))]
+            if votes:
+                out += self._move(job, epoch, "", now)
+        won, answers = self._elections.granted(session, id, question)
+        return out + answers + (self._take_over(won, now) if won is not None else [])
 
     def _turned(self, session: Hashable) -> None:
         """Keep the nodes of a client that asks another server from now on; their beats decide."""
@@ -585,33 +372,28 @@ class RendezvousService:
         if client is not None:
             client.lives.clear()
 
-    def _take_over(
-        self, run_id: str, election: _Election, voter: str, candidate: Voter, now: float
-    ) -> list[Answer]:
+    def _take_over(self, won: Won, now: float) -> list[Answer]:
         """Run the rounds of a job, from the newest copy of its record."""
-        record = recover(bytes(record) for record in election.records[voter])[run_id]
-        before, out = self.jobs.get(run_id), _tell(election, messages.DoneReply(election.epoch))
+        run_id, old = won.record.job, won.record.succession
+        out: list[Answer] = []
+        before = self.jobs.get(run_id)
         if before is not None:
-            out += self._move(before, election.epoch, "", now)
+            out += self._move(before, won.epoch, "", now)
             self._delete(before)
-        old = record.succession
-        after = replace(old, epoch=election.epoch, coordinator=candidate)
-        record = replace(record, succession=after)
+        after = replace(old, epoch=won.epoch, coordinator=won.candidate)
+        record = replace(won.record, succession=after)
         job = self.jobs[run_id] = ServedJob(run_id, record.life, record.settings, now, record)
         self._moved.pop(run_id, None)
-        del self._elections[run_id]
         self._begin(job)
         first = old.coordinator
-        if has_waited(election.grants, old):
+        if has_waited(won.grants, old):
             # The old server has renewed no lease for so long.
             silent = dict.fromkeys(job.beats, (0, MARGIN * job.bounds.lease))
             job.detector = FailureDetector(checked=now, silent=silent)
-        if first is not None and has_ended(election.grants, old):
+        if first is not None and has_ended(won.grants, old):
             why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
-            for id in [*job.state.members, *job.state.awaited, *job.state.queue]:
-                node = job.state.members.get(id) or job.state.queue.get(id)
-                if node is not None and node.voter is not None and node.voter.id == first.id:
-                    out += self._apply(job, NodeLost(id, why), now)[1]
+            for id in job.ids_of(first.id):
+                out += self._apply(job, NodeLost(id, why), now)[1]
         return out
 
     def _move(self, job: ServedJob, epoch: int, endpoint: str, now: float) -> list[Answer]:
@@ -730,7 +512,7 @@ class RendezvousService:
                 job.set_up(settings)
                 self._begin(job)
             client = self._clients[session]
-            _check(job, settings)
+            job.check(settings)
             job.check_rank(event.node)
             if id not in job.lives and len(client.lives) >= LIVES:
                 raise ValueError(f"one connection joins at most {LIVES} nodes")
@@ -873,36 +655,6 @@ class RendezvousService:
             client.following.discard((job.run_id, id))
 
 
-def _tell(election: _Election, reply: messages.Answer) -> list[Answer]:
-    """Answer the voters that wait for the end of an election."""
-    body = messages.encode(reply)
-    asked, election.asked = election.asked, {}
-    return [Answer(session, id, body) for session, id in asked.values()]
-
-
 def _shortened(text: str) -> str:
     """Return the text without its middle if it is very long, such as a list of all nodes."""
     return text if len(text) <= TEXT else f"{text[: TEXT // 2]} ... {text[-TEXT // 2 :]}"
-
-
-def _check(job: ServedJob, settings: messages.JobSettings) -> None:
-    """Refuse a node if its settings differ from those of the job."""
-    for what, theirs, ours in (
-        ("nodes", _span(settings), _span(job.settings)),
-        ("--rdzv-backend", _backend(settings), _backend(job.settings)),
-        ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
-        ("keep_alive_max_attempt", settings.misses, job.settings.misses),
-    ):
-        if theirs != ours:
-            raise ValueError(
-                f"the job {job.run_id!r} was set up by its first node with {what} {ours}, and "
-                f"this node has {theirs}; set the same on all nodes, or give another job another id"
-            )
-
-
-def _span(settings: messages.JobSettings) -> str:
-    return f"{settings.min_nodes}:{settings.max_nodes}"
-
-
-def _backend(settings: messages.JobSettings) -> str:
-    return "static" if settings.fixed else "c10d"

@@ -410,7 +410,7 @@ class Successor:
 
 def compacted(run_id: str, records: list[bytes]) -> bytes:
     """Return the records of a job as one record."""
-    from regrow.rendezvous.server.round_service import recover
+    from regrow.rendezvous.server.records import recover
 
     return messages.encode(recover(records)[run_id])
 

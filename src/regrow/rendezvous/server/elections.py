@@ -1,0 +1,101 @@
+"""The elections at a server that may take over: it collects the grants of the voters.
+
+A grant carries the voter's copy of the record. When the grants of one epoch are those of a
+majority, the server takes over with the newest copy (`protocol/succession.py`). Until then the
+voters wait for the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from regrow.rendezvous.protocol.messages import Voter
+from regrow.rendezvous.protocol.succession import Grant, Position, elected
+from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.records import JobRecord, recover
+from regrow.rendezvous.settings import GRANTS, JOBS
+from regrow.store import Answer
+
+
+class Won(NamedTuple):
+    """An election that this server has won."""
+
+    epoch: int
+    candidate: Voter
+    """The voter whose agent hosts this server."""
+    record: JobRecord
+    """The newest copy of the record."""
+    grants: Mapping[str, Grant]
+    """By voter."""
+
+
+@dataclass(slots=True)
+class Election:
+    """The grants of one epoch of a job that have arrived."""
+
+    epoch: int
+    grants: dict[str, Grant] = field(default_factory=dict)
+    """By voter."""
+    records: dict[str, JobRecord] = field(default_factory=dict)
+    """By voter: its copy of the record."""
+    asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
+    """By voter: its parked question, as session and id."""
+
+    def tell(self, reply: messages.Answer) -> list[Answer]:
+        """Answer the voters that wait."""
+        body = messages.encode(reply)
+        asked, self.asked = self.asked, {}
+        return [Answer(session, id, body) for session, id in asked.values()]
+
+
+class Elections:
+    """The elections of all jobs at one server."""
+
+    def __init__(self) -> None:
+        self._elections: dict[str, Election] = {}
+
+    def granted(
+        self, session: Hashable, id: int, question: messages.GrantRequest
+    ) -> tuple[Won | None, list[Answer]]:
+        """Add a grant.
+
+        Returns:
+            The election, if this server has won it; and the answers that are due.
+
+        Raises:
+            ValueError: the grant is refused, and changes nothing.
+        """
+        run_id, voter, out = question.job, question.voter, list[Answer]()
+        record = recover(bytes(record) for record in question.records).get(run_id)
+        if record is None or (record.seq, record.succession) != (
+            question.seq,
+            question.succession,
+        ):
+            raise ValueError(f"the copy of the voter {voter} is not what it says")
+        election = self._elections.get(run_id)
+        if election is not None and election.epoch > question.epoch:
+            elsewhere = messages.ElsewhereReply(election.epoch, "")
+            return None, [Answer(session, id, messages.encode(elsewhere))]
+        if election is None or election.epoch < question.epoch:
+            if election is not None:
+                out += election.tell(messages.ElsewhereReply(question.epoch, ""))
+            elif len(self._elections) >= JOBS:
+                raise ValueError(f"this server has {JOBS} elections already, which is its limit")
+            election = self._elections[run_id] = Election(question.epoch)
+        if len(election.grants) >= GRANTS and voter not in election.grants:
+            raise ValueError(f"an election has at most {GRANTS} grants")
+        position = Position(question.copy_epoch, question.seq)
+        election.grants[voter] = Grant(
+            position, question.succession, question.ended, question.waited
+        )
+        election.records[voter] = record
+        election.asked[voter] = session, id
+        newest = elected(election.grants)
+        if newest is None:
+            return None, out
+        del self._elections[run_id]
+        out += election.tell(messages.DoneReply(election.epoch))
+        won = Won(election.epoch, question.candidate, election.records[newest], election.grants)
+        return won, out
