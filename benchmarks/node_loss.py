@@ -3,8 +3,10 @@
     python benchmarks/node_loss.py [-n RUNS] [--torchrun-runs RUNS] [--json FILE] [--check]
 
 Three agents on this host, `--nnodes=1:3` with one worker each, meet at a port of the loopback and
-repeat all-reduces over gloo. Then the third agent, its worker and all processes it has started get
-SIGKILL at one moment. This agent is not rank 0, and it does not serve the store. Two measures:
+repeat all-reduces over gloo. Each agent has an address of its own (`--local-addr`), as on three
+hosts. Then one agent, its worker and all processes it has started get SIGKILL at one moment. First
+it is the third agent, which neither is rank 0 nor serves the store. Then it is the agent of the
+endpoint, with the store server. Two measures for each:
 
 1. time from that moment to the first line of both survivors' new workers
 2. time from that moment to their first all-reduce
@@ -41,11 +43,13 @@ import regrow
 WORKER = Path(__file__).with_name("_node_worker.py")
 LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
 NODES = 3
-STARTED = "SIGKILL to the survivors' new workers' first lines"
-REDUCED = "SIGKILL to their first all-reduce"
+VICTIMS = {"a node": NODES - 1, "the endpoint's node": 0}
+"""Which agent is killed, by its number."""
+STARTED = "SIGKILL of {} to the new workers' first lines"
+REDUCED = "SIGKILL of {} to their first all-reduce"
 
-# Seconds, for every run of regrow.
-BOUNDS = {STARTED: 1.0}
+# Seconds, for every run of regrow. The second one includes the start of another server.
+BOUNDS = {STARTED.format("a node"): 1.0, STARTED.format("the endpoint's node"): 1.5}
 
 FORMING_S = 120.0
 SETTLE_S = 2.0
@@ -77,7 +81,7 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", module, f"--nnodes=1:{NODES}", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=loss"]
-    command += ["--max-restarts=3", str(WORKER)]
+    command += ["--max-restarts=3"]
     env = {**os.environ, "BENCH_STAMPS": str(work / "stamps"), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -85,7 +89,11 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
             with open(work / f"output.{number}", "wb") as output:
                 started.append(
                     subprocess.Popen(
-                        command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                        [*command, f"--local-addr=127.0.0.{number + 1}", str(WORKER)],
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
                     )
                 )
             if number == 0:  # the first agent serves the store; the last one is killed
@@ -113,8 +121,13 @@ def kill_at_once(pids: set[int]) -> float:
     return at_s
 
 
-def lose_a_node(module: str) -> dict[str, float | None]:
-    """Run a job and kill one of its nodes; return the seconds to each goal, None if not reached."""
+def lose_a_node(module: str, who: str) -> dict[str, float | None]:
+    """Run a job and kill one of its nodes; return the seconds to each goal, None if not reached.
+
+    Args:
+        module: the launcher.
+        who: the node, one of `VICTIMS`.
+    """
     with tempfile.TemporaryDirectory(prefix="bench_node_loss_") as folder:
         work = Path(folder)
         stamps = work / "stamps"
@@ -123,15 +136,23 @@ def lose_a_node(module: str) -> dict[str, float | None]:
                 text = (work / "output.0").read_text(errors="replace")
                 sys.exit(f"{module}: no world of {NODES} nodes; the first agent wrote:\n{text}")
             time.sleep(SETTLE_S)
-            family = descendants(processes[-1].pid)
+            family = descendants(processes[VICTIMS[who]].pid)
             killed_s = kill_at_once(family)
             survivors = NODES - 1
-            _await(lambda: _count(stamps, "reduced", survivors) >= survivors, LIMIT_S)
+            others = [process for process in processes if process.pid not in family]
+            _await(
+                lambda: (
+                    _count(stamps, "reduced", survivors) >= survivors
+                    or all(process.poll() is not None for process in others)
+                ),
+                LIMIT_S,
+            )
             seen = [s for s in read_stamps(stamps) if s.world_size == survivors]
         times: dict[str, float | None] = {}
         for goal, what in ((STARTED, "started"), (REDUCED, "reduced")):
             reached = sorted(s.monotonic_s - killed_s for s in seen if s.what == what)
-            times[goal] = reached[survivors - 1] if len(reached) >= survivors else None
+            seconds = reached[survivors - 1] if len(reached) >= survivors else None
+            times[goal.format(who)] = seconds
         return times
 
 
@@ -159,17 +180,18 @@ def _await(done: Callable[[], bool], limit_s: float) -> bool:
 def measure(runs: dict[str, int]) -> dict[str, dict[str, list[float | None]]]:
     """Return the seconds of every run, for each goal and launcher."""
     times: dict[str, dict[str, list[float | None]]] = {
-        goal: {name: [] for name in LAUNCHERS} for goal in (STARTED, REDUCED)
+        goal.format(who): {name: [] for name in LAUNCHERS}
+        for who in VICTIMS
+        for goal in (STARTED, REDUCED)
     }
-    for name, count in runs.items():
-        for run in range(count):
-            result = lose_a_node(LAUNCHERS[name])
-            for goal, seconds in result.items():
-                times[goal][name].append(seconds)
-            print(
-                f"run {run + 1}/{count} {name:8}  " + "  ".join(map(_shown, result.values())),
-                file=sys.stderr,
-            )
+    for who in VICTIMS:
+        for name, count in runs.items():
+            for run in range(count):
+                result = lose_a_node(LAUNCHERS[name], who)
+                for goal, seconds in result.items():
+                    times[goal][name].append(seconds)
+                shown = "  ".join(map(_shown, result.values()))
+                print(f"{who}: run {run + 1}/{count} {name:8}  {shown}", file=sys.stderr)
     return times
 
 
@@ -193,10 +215,10 @@ def main() -> int:
     ]
 
     print(f"{NODES} agents, one killed with its worker; medians of seconds (least to most)")
-    print(f"{'':52}{'regrow':>24}{'torchrun':>24}{'ratio':>8}")
+    print(f"{'':62}{'regrow':>24}{'torchrun':>24}{'ratio':>8}")
     for goal, by_name in times.items():
         cells = "".join(f"{_median_and_range(by_name[name]):>24}" for name in LAUNCHERS)
-        print(f"{goal:52}{cells}{_ratio(by_name):>8}  {_verdict(goal, by_name['regrow'])}")
+        print(f"{goal:62}{cells}{_ratio(by_name):>8}  {_verdict(goal, by_name['regrow'])}")
     if args.json:
         args.json.write_text(json.dumps({"seconds": times, "missed": missed}, indent=2) + "\n")
     if missed and args.check:

@@ -226,5 +226,5 @@ def test_a_rank_with_another_shape_is_refused_with_the_key(launch: Launch, tmp_p
     script = script.replace("        raise\n", "        os._exit(3)\n")
     job = start(launch, tmp_path, script, [Kill(2, 1, "committed")], nproc=2)
     line = next(line for line in iter(lambda: job.reports()[0], None) if line[2] == "refused")
-    assert line[0] == "1"
+    assert line[0] == "1", line
     assert "replicated['weights']['w']_is_numpy_<f8_[8]_on_this_rank,_and_" in line[4]

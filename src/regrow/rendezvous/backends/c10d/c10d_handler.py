@@ -95,7 +95,8 @@ def _offer(
     from regrow.utils import PortReservation
 
     host = params.local_addr or driver.local_addr
-    if is_loopback(host) or (shared.tls is not None and shared.tls.certfile is None):
+    unreachable = params.local_addr is None and is_loopback(host)
+    if unreachable or (shared.tls is not None and shared.tls.certfile is None):
         return  # the other nodes cannot reach it, or it has no certificate for them
     reserved = None if driver.server is not None else PortReservation()
     at = port if reserved is None else reserved.port
