@@ -177,3 +177,15 @@ def test_lost_nodes_in_a_log_may_be_of_any_type() -> None:
         assert "also lost" not in rendered(
             failed(109.9), line("round.departed", 0, 110.0, nodes=nodes)
         )
+
+
+def servers(at: float, epoch: int, server: str) -> Line:
+    return line("rendezvous.servers", 0, at, epoch=epoch, server=server, may_lose=1)
+
+
+def test_the_hosts_that_served_the_rendezvous_are_named_if_another_one_took_over() -> None:
+    assert "served" not in rendered(servers(101.0, 0, "10.0.0.1"), servers(102.0, 0, "10.0.0.1"))
+    moved = rendered(
+        servers(101.0, 0, "10.0.0.1"), servers(111.0, 2, "10.0.0.3"), servers(111.1, 2, "10.0.0.3")
+    )
+    assert "  the rendezvous was served by 10.0.0.1, then by 10.0.0.3" in moved

@@ -84,6 +84,7 @@ from regrow.rendezvous.protocol.rules import Refusal, step
 from regrow.rendezvous.protocol.state import holds, nodes
 from regrow.rendezvous.protocol.succession import (
     MARGIN,
+    PROMISE,
     Succession,
     has_ended,
     has_waited,
@@ -386,11 +387,14 @@ class RendezvousService:
         self._moved.pop(run_id, None)
         self._begin(job)
         first = old.coordinator
-        if has_waited(won.grants, old):
-            # The old server has renewed no lease for so long.
-            silent = dict.fromkeys(job.beats, (0, MARGIN * job.bounds.lease))
-            job.detector = FailureDetector(checked=now, silent=silent)
-        if first is not None and has_ended(won.grants, old):
+        ended = has_ended(won.grants, old)
+        # How long ago the old server renewed its last lease, as a part of a lease: so long, or it
+        # has renewed none since it ended, or it may renew some until the promises end.
+        ago = MARGIN if has_waited(won.grants, old) else 0.0 if ended else MARGIN - PROMISE
+        silence = ago * job.bounds.lease
+        job.detector = FailureDetector(checked=now, silent=dict.fromkeys(job.beats, (0, silence)))
+        job.heard_at = dict.fromkeys(job.beats, now - silence)
+        if first is not None and ended:
             why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
             for id in job.ids_of(first.id):
                 out += self._apply(job, NodeLost(id, why), now)[1]

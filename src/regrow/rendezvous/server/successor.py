@@ -228,7 +228,7 @@ class Successor:
         except StoreError as error:
             refused = _is_refused(error) and self._coordinator == self._copied_from
             if self._may_vote and (refused or self._clock() >= silent_at):
-                logger.warning("the server of the rendezvous is lost: %s", error)
+                logger.warning("the host that serves the rendezvous is lost: %s", error)
                 self._grant(self._promised + 1, ended=refused)
             else:
                 self._coordinator = self._known[1]
