@@ -350,9 +350,6 @@ BUGS: dict[str, Bug] = {
     "failures forgotten at takeover": Bug(
         "hosts", range(5, 105), successor_bugs.failures_are_forgotten_at_the_takeover
     ),
-    "grants of all epochs": Bug(
-        "hosts", range(12, 112), successor_bugs.a_voter_of_another_epoch_counts_in_an_election
-    ),
 }
 
 

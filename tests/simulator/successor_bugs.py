@@ -16,7 +16,7 @@ from regrow.rendezvous.protocol import succession
 from regrow.rendezvous.protocol.succession import Grant, Succession, Voters
 from regrow.rendezvous.server import copies, elections, records, round_service
 from regrow.rendezvous.server.copies import Copies
-from regrow.rendezvous.server.elections import Election, Won
+from regrow.rendezvous.server.elections import Won
 from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.round_service import RendezvousService
 from regrow.store import Answer
@@ -93,19 +93,3 @@ def failures_are_forgotten_at_the_takeover() -> list[Any]:
         return out
 
     return [mock.patch.object(RendezvousService, "_take_over", take_over)]
-
-
-def a_voter_of_another_epoch_counts_in_an_election() -> list[Any]:
-    """The grants of all epochs are counted together."""
-    shared: dict[int, Any] = {}
-
-    def election(epoch: int) -> Any:
-        last = shared.get(0)
-        made = Election(epoch)
-        if last is not None and last.epoch < epoch:
-            made.grants.update(last.grants)
-            made.records.update(last.records)
-        shared[0] = made
-        return made
-
-    return [mock.patch.object(elections, "Election", election)]

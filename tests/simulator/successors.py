@@ -318,7 +318,16 @@ class Servers:
         ]
         copies = [(its.copy[0], its.copy[1].voters) for its in alive]
         _, voters = max(copies, key=lambda copy: copy[0], default=(None, ()))
-        return bool(voters) and is_quorum(voters, {its.me.id for its in alive})
+        ids = {its.me.id for its in alive}
+        if voters and is_quorum(voters, ids):
+            return True
+        for server in self.servers.values():
+            job = server.served
+            if job is not None and job.life == f"life{self._life}":
+                voters = job.copies.succession.voters
+                if is_quorum(voters, ids | job.copies.resigned):
+                    return True
+        return False
 
     def _serve(self, agent: Agent, port: int) -> Any:
         """Start a server that may take over; it takes a moment."""

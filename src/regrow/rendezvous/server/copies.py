@@ -72,6 +72,8 @@ class Copies:
         self.seq = seq
         self.moved: messages.ElsewhereReply | None = None
         """Set when another server has taken over."""
+        self.resigned: set[str] = set()
+        """Ids of the voters that have resigned."""
         self._moved_at = 0.0
         self.wanted: Voters = ()
         self._promise, self._margin = PROMISE * lease, MARGIN * lease
@@ -82,7 +84,6 @@ class Copies:
         self._has: dict[str, float] = {}  # by voter: the number of changes that it has confirmed
         self._promised_at: dict[str, float] = {}  # by voter: when its latest answer was sent
         self._sent: dict[str, tuple[int, float]] = {}  # by voter: number and time of that answer
-        self._gone: set[str] = set()  # voters that have resigned
         self._parked: dict[str, tuple[Hashable, int, messages.CopyRequest, float]] = {}
         self._held: list[tuple[int, list[Answer]]] = []
         self._chosen_for: object = None
@@ -197,7 +198,7 @@ class Copies:
                 f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
             )
         out = [self._reply(voter, now)] if voter in self._parked else []
-        if voter in self._gone:
+        if voter in self.resigned:
             raise GivenUpError(f"the voter {voter} has resigned")
         if request.epoch == self.epoch:
             self._has[voter] = request.seq
@@ -240,9 +241,9 @@ class Copies:
         )
         return Answer(session, id, messages.encode(reply))
 
-    def resigned(self, voter: str) -> None:
+    def resign(self, voter: str) -> None:
         """Count a voter that has resigned as if it confirmed everything."""
-        self._gone.add(voter)
+        self.resigned.add(voter)
         self._has[voter] = self._promised_at[voter] = inf
 
     def unpark(self, session: Hashable, id: int | None = None) -> None:

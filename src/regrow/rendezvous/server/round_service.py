@@ -433,7 +433,7 @@ class RendezvousService:
             if question.epoch > job.copies.epoch:
                 out += self._move(job, question.epoch, "", now)
             elif job.copies.moved is None:
-                job.copies.resigned(question.voter)
+                job.copies.resign(question.voter)
                 self._changed[job.run_id] = job
         return [*out, Answer(session, id, messages.encode(messages.DoneReply(known)))]
 
