@@ -189,7 +189,7 @@ def test_a_server_that_cannot_write_continues_and_leaves_nothing_half_written(
     servers.journal.fails = OSError(errno.ENOMEM, "Cannot allocate memory")
     servers.submit("a", WorkersFailed("a", 1, "boom"))
     assert servers.state.number == 2
-    assert "no server can take over" in servers.log[0]
+    assert "the next server on this host cannot continue" in servers.log[0]
     servers.journal.fails = None
     servers.start()
     assert servers.service.jobs == {}, "it would contradict what the members know"
@@ -242,5 +242,5 @@ def test_every_sequence_of_events_is_recovered(events: list[Event], snapshot_at:
     ],
 )
 def test_what_no_server_has_written_is_refused(records: list[bytes]) -> None:
-    with pytest.raises(ValueError, match="a record in the journal is damaged"):
+    with pytest.raises(ValueError, match="a record of a job is damaged"):
         recover(records)

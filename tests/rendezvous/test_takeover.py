@@ -42,6 +42,7 @@ class Copy:
         self.promised = epoch
         return messages.GrantRequest(
             "job",
+            at.life,
             candidate(at.succession, epoch),
             self.voter.id,
             epoch,

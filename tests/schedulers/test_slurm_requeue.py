@@ -143,8 +143,10 @@ def test_the_others_continue_without_a_host_that_loses_its_power(cluster: Cluste
     assert len(job.lines()) <= 9, job.output
 
 
-def test_a_job_is_requeued_when_its_batch_host_loses_its_power(cluster: Cluster) -> None:
-    job = cluster.submit(SCRIPT)
+def test_a_job_is_requeued_when_its_batch_host_loses_its_power_and_none_takes_over(
+    cluster: Cluster,
+) -> None:
+    job = cluster.submit(SCRIPT.replace("train.py", "--rdzv-conf successors=0 train.py"))
     job.training.runs(RANKS)
     first = cluster.nodes[0]
     cluster.lose(first)
@@ -156,17 +158,22 @@ def test_a_job_is_requeued_when_its_batch_host_loses_its_power(cluster: Cluster)
     assert len(job.lines()) <= 2 * START_LINES, job.output
 
 
+@pytest.mark.parametrize("backend", ["c10d", "file"])
 def test_an_allocation_without_a_batch_host_ends_with_the_job(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, tmp_path: Path, backend: str
 ) -> None:
     (tmp_path / "meeting").mkdir()
-    meeting = f"--rdzv-backend file --rdzv-endpoint {tmp_path}/meeting"
-    job = cluster.submit(SCRIPT.replace("train.py", f"{meeting} train.py"))
+    meeting = f"--rdzv-backend file --rdzv-endpoint {tmp_path}/meeting "
+    where = meeting if backend == "file" else ""
+    job = cluster.submit(SCRIPT.replace("train.py", f"{where}train.py"))
     job.training.runs(RANKS)
+    if backend == "c10d":
+        cluster.wait_until(lambda: "host may be lost" in job.output, "another host may take over")
     cluster.lose(cluster.nodes[0])
     job.training.runs(LEFT, attempt=1)
     job.training.finish()
     job.ends("CANCELLED")
     assert len(job.training.records("finished")) == LEFT
-    # One more line: the backend `file` needs no token. Slurm reads no output after the loss.
+    # One more line: the backend `file` needs no token, and `c10d` says which hosts may be lost.
+    # Slurm reads no output after the loss.
     assert len(job.lines()) <= START_LINES + 1, job.output

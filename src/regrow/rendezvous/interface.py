@@ -191,7 +191,8 @@ class PushingRendezvousHandler(RendezvousHandler):
                 - a `Judged`, only if it corrects the cause of a `RoundEnded`;
                 - a `RoundClosed`;
                 - a `ServerRestarted`: the store server on this node has ended; the text shows
-                  whether another one serves.
+                  whether another one serves;
+                - a `ServersChanged`: another host serves, or other hosts may take over.
 
         Returns:
             A function that ends the subscription.

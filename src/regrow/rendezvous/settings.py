@@ -94,7 +94,7 @@ DEPARTED = 100
 GATHER = 0.1
 """Time to batch arrivals before the members are notified: a hundred arrivals cost one message."""
 FORGET_JOB = 60.0
-"""Time after which a job is deleted that has no nodes, or nothing is heard of its voters."""
+"""Time after which a job is deleted if it has no nodes, or if most of its voters are silent."""
 
 logger = get_logger(__name__)
 

@@ -80,8 +80,13 @@ class FakeDriver:
         self._fault: Exception | None = None
         self._interrupted = False
 
+    serves = False
+
     def report_to(self, report: object) -> None:
         """See `Driver.report_to`; no agent serves these rounds, so there is nothing to report."""
+
+    def new_life(self) -> None:
+        """See `Driver.new_life`."""
 
     voter = None
     """No agent of these rounds may serve them."""

@@ -110,12 +110,20 @@ class Driver(Protocol):
         ...
 
     @property
+    def serves(self) -> bool:
+        """Whether this node hosts the server that runs the rounds."""
+        ...
+
+    @property
     def local_addr(self) -> str:
         """This host's address on the route to the rendezvous, found without a name service."""
         ...
 
     def report_to(self, report: Report) -> None:
         """Call `report` from now on when the server changes, or another host may serve."""
+
+    def new_life(self) -> None:
+        """Take note that the node, which the others have evicted, begins another life."""
 
     @property
     def voter(self) -> Voter | None:

@@ -400,6 +400,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def _begin_life(self) -> None:
         self._lives += 1
+        self.driver.new_life()
         self.id, self._token, self._others = self.new_id(self._lives), 0, None
         self.connection.begin_life(self.id)
 
@@ -553,7 +554,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
     @property
     def serves(self) -> bool:
         """See base class."""
-        return self.driver.server is not None
+        return self.driver.serves
 
     # --- the end
 

@@ -102,8 +102,14 @@ class NodesDriver:
         known = getattr(self.backend, "local_addr", None)
         return str(known) if known else os.uname().nodename
 
+    serves = False
+    """No node hosts the backend."""
+
     def report_to(self, report: object) -> None:
         """See `Driver.report_to`; no agent serves these rounds, so there is nothing to report."""
+
+    def new_life(self) -> None:
+        """See `Driver.new_life`."""
 
     @property
     def voter(self) -> None:

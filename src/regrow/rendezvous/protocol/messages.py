@@ -306,7 +306,7 @@ class ServersChanged(NamedTuple):
     """To every agent: another host runs the rounds, or other hosts may take over from it."""
 
     epoch: int
-    """How many hosts have run the rounds before."""
+    """The number of the election that the host has won; 0: no host has taken over yet."""
     server: str
     """The address of the host that runs the rounds."""
     successors: tuple[str, ...]

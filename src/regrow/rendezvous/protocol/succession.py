@@ -16,20 +16,24 @@ majority:
 - A voter takes over when a majority has granted it an *epoch*. A grant carries the record of its
   voter, and the newest record among a majority contains every change that was kept.
 
-**Epoch.** The number of coordinators so far. A voter grants each epoch once, to the one candidate
+**Epoch.** The number of a turn to run the rounds. It also grows when the candidate of a turn is not
+elected. A voter grants each epoch once, to the one candidate
 that the record determines (`candidate`). From then on it neither confirms changes of an older epoch
 nor stands by a promise to an older coordinator. A record of a newer epoch is newer than any record
 of an older one, because it contains what a majority knew when the epoch began.
 
-**Promise.** A voter that has received an answer of its coordinator grants no other epoch for
-`promise` seconds, by its own clock. The coordinator counts the same seconds from when it sent that
-answer, so its count ends first. It renews leases only while the promise of a majority lasts for
-another `margin` seconds by this count. So when another one takes over, each lease that the old one
-renewed was renewed at least `margin` seconds before. The new one waits for the end of these leases
-before it gives the seat of a silent node away. If no process listens at the coordinator's address
-any more, the coordinator has ended, and a voter need not wait for the end of its promise.
+**Promise.** A voter that has received an answer of its coordinator starts no election for `promise`
+seconds, by its own clock. The coordinator counts the same seconds from when it sent that answer, so
+its count ends first. It renews leases only while the promise of a majority lasts for another
+`margin` seconds by this count. A voter breaks its promise in two cases: no process listens at the
+coordinator's address any more, or a server names a newer epoch. Each grant says whether the voter
+has waited for the end of its promise, and whether it found that the coordinator has ended. If a
+majority has waited, the old coordinator renewed its last lease at least `margin` seconds ago. If a
+majority found that it has ended, it renews none from now on. Otherwise it may renew leases for
+another `promise - margin` seconds. The new coordinator counts the silence of the nodes from the
+latest of these times.
 
-A voter that resigns, because its agent leaves, votes for nobody from then on. So it counts for its
+A voter that resigns, because its agent leaves, grants no epoch from then on. So it counts for its
 coordinator as if it confirmed everything. A voter that is killed does not count: the closed
 connection of a process may be the work of a proxy, and the process may live.
 
@@ -59,7 +63,7 @@ if TYPE_CHECKING:
 PROMISE = 1 / 2
 """How long a voter stands by its promise, as a part of a lease."""
 MARGIN = 1 / 6
-"""How long before its end the coordinator stops to renew leases, as a part of a lease."""
+"""The coordinator stops renewing leases this long before its end, as a part of a lease."""
 MOST_SUCCESSORS = 4
 """Most voters besides the coordinator's; with so many, any two hosts may be lost at one time."""
 
@@ -70,7 +74,7 @@ class Succession(Struct, array_like=True, frozen=True):
     """Who runs the rounds of a job, and who may take over; a part of the job's record."""
 
     epoch: int = 0
-    """The number of coordinators before this one."""
+    """The number of the turn in which the coordinator was elected; 0: the job's first server."""
     coordinator: Voter | None = None
     """The voter whose agent hosts the coordinator; None if no agent has reported that it does."""
     voters: tuple[Voters, ...] = ()
@@ -138,15 +142,15 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     members in the order of their ranks. While no round is complete, and when the job is closed, the
     voters stay as they are.
     """
-    now = succession.voters[-1] if succession.voters else ()
+    current = succession.voters[-1] if succession.voters else ()
     first = succession.coordinator
     if first is None or not state.complete or state.closed:
-        return () if succession.retired else now
+        return () if succession.retired else current
     able = [node.voter for node in map(state.members.__getitem__, state.ranks) if node.voter]
     by_id = {voter.id: voter for voter in able}
-    kept = [by_id[voter.id] for voter in now if voter.id in by_id]
+    kept = [by_id[voter.id] for voter in current if voter.id in by_id]
     chosen: dict[str, Voter] = {}
-    # A coordinator whose agent has ended serves its clients, and votes no more.
+    # The server of an agent that has ended still serves its clients, but that agent has no vote.
     for voter in (*([first] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
     most = min(len(chosen), 1 + successors)

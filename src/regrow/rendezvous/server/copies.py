@@ -115,7 +115,7 @@ class Copies:
         """How many of the voters may be lost at one time: all but a majority."""
         return min(((len(one) - 1) // 2 for one in self.succession.voters), default=0)
 
-    def copies(self, voter: Voter | None) -> bool:
+    def should_copy(self, voter: Voter | None) -> bool:
         """Return whether an agent should keep a copy."""
         return voter is not None and (voter in self.wanted or is_voter(self.succession, voter.id))
 
@@ -197,9 +197,9 @@ class Copies:
             raise ValueError(
                 f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
             )
-        out = [self._reply(voter, now)] if voter in self._parked else []
         if voter in self.resigned:
             raise GivenUpError(f"the voter {voter} has resigned")
+        out = [self._reply(voter, now)] if voter in self._parked else []
         if request.epoch == self.epoch:
             self._has[voter] = request.seq
             number, sent = self._sent.get(voter, (0, 0.0))
@@ -237,7 +237,7 @@ class Copies:
             not part,
             tuple(map(Raw, records)),
             self.succession,
-            self.copies(request.voter) or request.hosts,
+            self.should_copy(request.voter) or request.hosts,
         )
         return Answer(session, id, messages.encode(reply))
 
@@ -253,7 +253,7 @@ class Copies:
                 del self._parked[voter]
 
     def move(self, epoch: int, endpoint: str, now: float) -> Iterator[Answer]:
-        """Stop to run the rounds, because another server has a newer epoch."""
+        """Stop running the rounds, because another server has a newer epoch."""
         if epoch > self.epoch and (self.moved is None or epoch >= self.moved.epoch):
             self.moved = messages.ElsewhereReply(epoch, endpoint)
             self._moved_at = now

@@ -73,7 +73,10 @@ class Elections:
             question.seq,
             question.succession,
         ):
-            raise ValueError(f"the copy of the voter {voter} is not what it says")
+            raise ValueError(
+                f"the copy of the voter {voter} does not have the {question.seq} changes that its "
+                f"grant names"
+            )
         election = self._elections.get(run_id)
         if election is not None and election.epoch > question.epoch:
             elsewhere = messages.ElsewhereReply(election.epoch, "")

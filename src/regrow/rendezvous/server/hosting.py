@@ -24,8 +24,12 @@ The agent that serves keeps what the next server process needs: the listening so
 (`round_service.py`). The open socket lets nodes that connect in the meantime wait; they are not
 refused. A thread of `HostedServer` sleeps until the server's process ends. It then starts the next
 process and reports the restart to the agent. After too many restarts in a short time, it starts no
-further process, and reports the reason. The nodes are then refused, and the job ends as if the
-server's host were lost.
+further process, and reports the reason. If other hosts may take over (`successor.py`), it keeps the
+socket open for `hold` seconds, and one of them takes over. Then the nodes are refused; without
+other hosts the job ends.
+
+A server that takes over listens on every address of its host, at a port that the system chose when
+the agent started.
 """
 
 from __future__ import annotations
@@ -325,8 +329,8 @@ class HostedServer:
             logger.warning("%s", restarted)
             self.on_restart(restarted)
             if failed:
-                # After the report, because this refuses the nodes, which then lose the connection.
                 ready([self._wake], self.hold)
+                # After the report, because this refuses the nodes, which then lose the connection.
                 self._listener.close()
                 return
 

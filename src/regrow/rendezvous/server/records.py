@@ -86,7 +86,6 @@ def recover(records: Iterable[bytes]) -> dict[str, JobRecord]:
                     del jobs[job]
     except (KeyError, msgspec.MsgspecError) as error:
         raise ValueError(
-            f"a record in the journal is damaged, or of another release ({type(error).__name__}: "
-            f"{error})"
+            f"a record of a job is damaged, or of another release ({type(error).__name__}: {error})"
         ) from error
     return jobs

@@ -50,8 +50,8 @@ The first session that sends a heartbeat or an event of a node becomes the sessi
 job, which has the same records as the journal. An answer to a node is held back until a majority of
 the voters has the changes from which it follows (`copies.py`). A server that was started to take
 over creates no job. It waits for grants, and runs the rounds of a job when a majority has granted
-it the epoch (`_granted`). A server that learns of a newer epoch than its own runs the rounds no
-more, and answers where they are run.
+it the epoch (`_granted`). A server that learns of a newer epoch than its own stops running
+the rounds, and answers where they are run.
 
 A job without nodes is deleted after a while. The keys of a round are stored under the job's life, a
 random name. So a later job with the same id does not find them.
@@ -71,7 +71,6 @@ from msgspec.structs import replace
 
 from regrow.rendezvous.node.driver import Snapshot, answer, snapshot
 from regrow.rendezvous.node.node_rules import explain_timeout
-from regrow.rendezvous.protocol.failure_detector import FailureDetector
 from regrow.rendezvous.protocol.messages import (
     Event,
     JoinRound,
@@ -177,7 +176,9 @@ class RendezvousService:
             log(f"rendezvous: the jobs of the previous server are lost: {error}")
             recovered = {}
         for run_id, job in recovered.items():
-            self.jobs[run_id] = ServedJob(run_id, job.life, job.settings, now, job)
+            served = self.jobs[run_id] = ServedJob(run_id, job.life, job.settings, now, job)
+            if job.succession.epoch:  # the server before that one may renew leases for a moment
+                served.inherit((MARGIN - PROMISE) * served.bounds.lease, now)
         self._journal, self._log = journal, log
         self._snapshot()
 
@@ -328,7 +329,7 @@ class RendezvousService:
             newer = question.promised > copies.epoch
             votes = is_voter(copies.succession, voter)
             if newer and not votes and question.epoch <= copies.epoch:
-                raise GivenUpError(f"{voter} has granted epochs, and votes no more")
+                raise GivenUpError(f"{voter} is no voter any more, and has granted a newer epoch")
             if newer:
                 out += self._move(job, question.promised, "", now)
         else:
@@ -352,7 +353,8 @@ class RendezvousService:
         if job is not None:
             copies = job.copies
             votes = is_voter(copies.succession, question.voter)
-            serves = copies.moved is None and copies.succession.voters
+            known = question.life == job.life
+            serves = copies.moved is None and (copies.succession.voters or known)
             old = question.copy_epoch <= copies.epoch
             if serves and (copies.epoch >= epoch or (old and not votes)):
                 # A voter that was given up meanwhile cannot know it; this server tells it.
@@ -391,9 +393,7 @@ class RendezvousService:
         # How long ago the old server renewed its last lease, as a part of a lease: so long, or it
         # has renewed none since it ended, or it may renew some until the promises end.
         ago = MARGIN if has_waited(won.grants, old) else 0.0 if ended else MARGIN - PROMISE
-        silence = ago * job.bounds.lease
-        job.detector = FailureDetector(checked=now, silent=dict.fromkeys(job.beats, (0, silence)))
-        job.heard_at = dict.fromkeys(job.beats, now - silence)
+        job.inherit(ago * job.bounds.lease, now)
         if first is not None and ended:
             why = f"its agent has ended: no process listens at port {first.port} of {first.host}"
             for id in job.ids_of(first.id):
@@ -401,7 +401,7 @@ class RendezvousService:
         return out
 
     def _move(self, job: ServedJob, epoch: int, endpoint: str, now: float) -> list[Answer]:
-        """Stop to run the rounds of a job, because another server has a newer epoch."""
+        """Stop running the rounds of a job, because another server has a newer epoch."""
         out = [*job.copies.move(epoch, endpoint, now)]
         if job.copies.moved is not None:
             body = messages.encode(job.copies.moved)
@@ -419,11 +419,9 @@ class RendezvousService:
         now: float,
     ) -> list[Answer]:
         job, out = self.jobs.get(question.job), []
-        known = 0
         if isinstance(question, messages.MovedRequest):
             if job is not None:
                 out += self._move(job, question.epoch, question.endpoint, now)
-                known = job.copies.epoch
             elif question.epoch >= self._moved.get(question.job, _NOT_MOVED)[1].epoch and (
                 question.job in self._moved or len(self._moved) < JOBS
             ):
@@ -435,7 +433,7 @@ class RendezvousService:
             elif job.copies.moved is None:
                 job.copies.resign(question.voter)
                 self._changed[job.run_id] = job
-        return [*out, Answer(session, id, messages.encode(messages.DoneReply(known)))]
+        return [*out, Answer(session, id, messages.encode(messages.DoneReply(0)))]
 
     # ------------------------------------------------------------------ questions
 
@@ -460,7 +458,7 @@ class RendezvousService:
             in_time = now <= job.heard_at[id] + job.bounds.kill
             held = in_time and holds(job.state, id, question.token)
         node = job.state.members.get(id)
-        keeps = node is not None and copies.copies(node.voter)
+        keeps = node is not None and copies.should_copy(node.voter)
         reply = messages.BeatReply(
             job.life, held, copies.epoch, copies.servers, copies.may_lose, keeps
         )
@@ -513,7 +511,9 @@ class RendezvousService:
             return job.copies.hold([Answer(session, asked, body)])
         if isinstance(event, JoinRound):
             if not job.state.version:  # no node has joined yet, only followers
-                job.set_up(settings)
+                followers = job.followers
+                job = self.jobs[question.job] = ServedJob(question.job, job.life, settings, now)
+                job.followers = followers
                 self._begin(job)
             client = self._clients[session]
             job.check(settings)
@@ -591,7 +591,8 @@ class RendezvousService:
     def _bind(self, job: ServedJob, id: str, session: Hashable, now: float) -> None:
         if job.knows(id) and id not in job.lives:
             job.lives[id] = session
-            job.beats[id], job.heard_at[id] = 0, now
+            job.beats.setdefault(id, 0)
+            job.heard_at.setdefault(id, now)
             self._clients[session].lives[job.run_id, id] = None
 
     def _forget(self, job: ServedJob, now: float) -> None:
@@ -647,7 +648,7 @@ class RendezvousService:
 
     def _stop_writing(self, error: OSError) -> None:
         assert self._journal is not None
-        self._log(f"rendezvous: no server can take over from this one if it is killed: {error}")
+        self._log(f"rendezvous: the next server on this host cannot continue the jobs: {error}")
         journal, self._journal = self._journal, None
         with suppress(OSError):
             journal.discard()

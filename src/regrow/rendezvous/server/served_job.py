@@ -59,6 +59,16 @@ class ServedJob:
         self.empty_at = None if nodes(self.state) else now
         """Time since which the job has no node."""
 
+    def inherit(self, silence: float, now: float) -> None:
+        """Count the silence of all nodes from when an old server renewed its last lease.
+
+        Args:
+            silence: how long ago that is, in seconds; negative if it may renew them for a while.
+            now: the time, in seconds.
+        """
+        self.detector = FailureDetector(checked=now, silent=dict.fromkeys(self.beats, (0, silence)))
+        self.heard_at = dict.fromkeys(self.beats, now - silence)
+
     def record(self) -> JobRecord:
         """Return the record of the whole state."""
         return JobRecord(
@@ -84,7 +94,18 @@ class ServedJob:
         Raises:
             ValueError: the text names what differs.
         """
-        _check(self, settings)
+        for what, theirs, ours in (
+            ("nodes", _span(settings), _span(self.settings)),
+            ("--rdzv-backend", _backend(settings), _backend(self.settings)),
+            ("keep_alive_interval", settings.keep_alive, self.settings.keep_alive),
+            ("keep_alive_max_attempt", settings.misses, self.settings.misses),
+        ):
+            if theirs != ours:
+                raise ValueError(
+                    f"the job {self.run_id!r} was set up by its first node with {what} {ours}, and "
+                    f"this node has {theirs}; set the same on all nodes, or give another job "
+                    f"another id"
+                )
 
     def check_rank(self, node: Node) -> None:
         """Refuse a node if its fixed rank belongs to another node.
@@ -139,21 +160,6 @@ def _all_see(state: Round) -> tuple[object, ...]:
 def _next(state: Round) -> set[str]:
     """Return the nodes in the queue that would have a seat in the next round."""
     return set(islice(state.queue, state.waiting))
-
-
-def _check(job: ServedJob, settings: messages.JobSettings) -> None:
-    """Refuse a node if its settings differ from those of the job."""
-    for what, theirs, ours in (
-        ("nodes", _span(settings), _span(job.settings)),
-        ("--rdzv-backend", _backend(settings), _backend(job.settings)),
-        ("keep_alive_interval", settings.keep_alive, job.settings.keep_alive),
-        ("keep_alive_max_attempt", settings.misses, job.settings.misses),
-    ):
-        if theirs != ours:
-            raise ValueError(
-                f"the job {job.run_id!r} was set up by its first node with {what} {ours}, and "
-                f"this node has {theirs}; set the same on all nodes, or give another job another id"
-            )
 
 
 def _span(settings: messages.JobSettings) -> str:

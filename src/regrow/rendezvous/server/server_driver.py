@@ -6,9 +6,9 @@ at once. So after a lost session the driver begins a new one. The server does no
 the new session, and the node rejoins under a new id.
 
 The session itself reconnects a broken connection, within its grace. If no process listens on the
-endpoint, the server and its whole state are gone, and the call fails at once. The call also fails
-at once if a server answers that does not know the life of this node's job. A silent server may
-answer later, so a call waits until its own timeout.
+endpoint, and no other agent may serve, the call fails at once. The same holds if a server answers
+that does not know the life of this node's job. A silent server may answer later, so a call waits
+until its own timeout.
 
 If other agents may take over as server (`successor.py`), the driver knows their addresses from the
 answers to heartbeats. When the server is lost, is silent, or does not run the rounds any more, the
@@ -142,6 +142,7 @@ class ServerDriver:
             fixed,
             settings.successors,
         )
+        self._hosts = server is not None
         self.server = server
         """The server's process, if this node hosts it and has not closed it."""
         self._clock = clock
@@ -252,6 +253,14 @@ class ServerDriver:
             self._successor.start(self._where.endpoint, self._epoch)
 
     @property
+    def serves(self) -> bool:
+        """See `Driver`."""
+        voter = self.voter
+        own = None if voter is None else endpoint_of(voter.host, voter.port)
+        at = self._where.endpoint
+        return self.server is not None and at in (self._endpoint if self._hosts else own, own)
+
+    @property
     def successor(self) -> Successor | None:
         """This agent's copy of the record, and its votes; None if it may not take over."""
         return self._successor
@@ -261,6 +270,11 @@ class ServerDriver:
         self._report = report
         if self.server is not None:
             self.server.on_restart = report
+
+    def new_life(self) -> None:
+        """See `Driver`."""
+        if self._successor is not None:
+            self._successor.begin_anew()
 
     @property
     def voter(self) -> Voter | None:
@@ -411,6 +425,7 @@ class ServerDriver:
         """
         deadline = self._clock() + timeout
         pauses = Backoff(*SEARCH_PAUSES)
+        waits_until = 0.0
         while True:
             client, left = self._client, max(deadline - self._clock(), 0.0)
             turn = min(left, silent) if silent and self._servers else left
@@ -423,8 +438,8 @@ class ServerDriver:
                 if client is not self._client:
                     continue  # another thread has found that this server is lost
                 if lost and self._others() and deadline - self._clock() > 0:
-                    silent = isinstance(error, StoreTimeout)
-                    self._search(client, rest=self._promise / 2 if silent else 0.0)
+                    rest = self._promise / 2 if isinstance(error, StoreTimeout) else 0.0
+                    self._search(client, rest=rest)
                     self._stopped.wait(pauses.next(max(deadline - self._clock(), 0.0)))
                     continue
                 if isinstance(error, StoreTimeout) and client.state is ConnectionState.CONNECTED:
@@ -442,8 +457,12 @@ class ServerDriver:
                     why = "most of the hosts that keep a copy of it are lost"
                     why = why if answer.lost else "that server does not run the rounds now"
                     raise RendezvousConnectionError(self._unreachable(why))
+                waits_until = waits_until or self._clock() + self._promise
                 if not answer.waits:
                     self._search(client, answer)
+                elif self._clock() >= waits_until:  # another server may have its majority
+                    self._search(client, rest=self._promise / 2)
+                    waits_until = 0.0
                 self._stopped.wait(pauses.next(left))
                 continue
             if isinstance(answer, messages.RefusedReply):
@@ -522,7 +541,7 @@ class ServerDriver:
             if changed != self._reported:
                 self._reported = changed
                 self._report(changed)
-        if reply.copies and self._successor is not None:
+        if reply.keeps_copy and self._successor is not None:
             self._successor.start(self._where.endpoint, self._epoch)
 
     def _snapshot(self, id: str, reply: messages.SnapshotReply) -> Snapshot:

@@ -149,6 +149,8 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
     """
 
     job: Name
+    life: Annotated[str, Meta(max_length=100)]
+    """The life of the job of which the voter has a copy."""
     candidate: Voter
     """The voter whose agent hosts the server that is asked."""
     voter: Name
@@ -166,7 +168,7 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
 
 
 class ResignRequest(Struct, array_like=True, tag=7, frozen=True, gc=False):
-    """Vote for nobody from now on, because the agent of the voter leaves."""
+    """Resign: the voter grants no epoch from now on, because its agent leaves."""
 
     job: Name
     voter: Name
@@ -226,7 +228,7 @@ class BeatReply(Struct, array_like=True, tag=1, frozen=True, gc=False):
     """The agents that may serve, first the present one; empty if no other one may."""
     may_lose: int = 0
     """How many of their hosts may be lost at one time."""
-    copies: bool = False
+    keeps_copy: bool = False
     """Whether the agent of the node should keep a copy of the record."""
 
 

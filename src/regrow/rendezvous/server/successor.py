@@ -19,9 +19,8 @@ next candidate. The time grows with each turn, so all voters meet at one candida
 An agent that the voters have given up has granted epochs that mean nothing any more. It continues
 as another voter, under a new id.
 
-The agent of the coordinator tells the server at the endpoint of the job where the rounds are run,
-again and again, because an agent that is started again on that host serves there. Newcomers find
-the job this way.
+While an agent hosts the coordinator, it reports this every second to the server at the endpoint of
+the job. An agent that is started again on that host serves there, and sends newcomers on.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ SILENT_S: Final = 0.75
 """How long it waits for a candidate that does not answer at all, in seconds."""
 RETRY_S: Final = 0.02, 0.1
 """First and longest pause between two attempts to reach a candidate, in seconds."""
-TELL_S: Final = 1.0
+REPORT_S: Final = 1.0
 """Pause between two reports of where the rounds are run, in seconds."""
 MOST_RECORDS: Final = 2000
 """Records after which a copy is written anew as one record; the whole must fit into a message."""
@@ -128,6 +127,7 @@ class Successor:
         self._coordinator = endpoint
         self._known = 0, endpoint  # epoch and endpoint of the coordinator that the node knows
         self._thread: threading.Thread | None = None
+        self._anew = False  # whether the thread has to forget what the voter has granted
         self._forget()
 
     def _forget(self) -> None:
@@ -167,6 +167,17 @@ class Successor:
             )
             self._thread.start()
 
+    def begin_anew(self) -> None:
+        """Vote under another id from now on, if the others have evicted the node meanwhile.
+
+        Only a server with a majority evicts a node. So an epoch that this voter has granted since
+        then means nothing any more.
+        """
+        with self._lock:
+            self._anew = bool(self._granted_to)
+            if self._anew:
+                self.me = new_voter(self.me.host, self.me.port)
+
     def stop(self) -> None:
         """Resign, and end the thread."""
         with self._lock:
@@ -197,6 +208,10 @@ class Successor:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
+                if self._anew:
+                    self._anew = False
+                    self._forget()
+                    self._coordinator = self._known[1]
                 if self._granted_to:
                     self._vote()
                 elif not self._copy():
@@ -307,6 +322,7 @@ class Successor:
                 return
         request = messages.GrantRequest(
             self._run_id,
+            self._life,
             to,
             self.me.id,
             self._promised,
@@ -317,6 +333,8 @@ class Successor:
             tuple(map(Raw, self._records)),
         )
         while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
+            if self._anew:
+                return
             try:
                 reply = self._ask(endpoint_of(to.host, to.port), request, left, SILENT_S)
             except StoreClosedError:
@@ -353,11 +371,11 @@ class Successor:
             logger.warning("this host runs the rendezvous %r from now on", self._run_id)
             if self._coordinator != self._endpoint:
                 self._threading.Thread(
-                    target=lambda: self._tell(epoch), name="rendezvous redirect", daemon=True
+                    target=lambda: self._report(epoch), name="rendezvous redirect", daemon=True
                 ).start()
 
-    def _tell(self, epoch: int) -> None:
-        """Tell the server at the job's endpoint where the rounds are run, while they are here."""
+    def _report(self, epoch: int) -> None:
+        """Report to the server at the job's endpoint that the rounds are run here."""
         here = endpoint_of(self.me.host, self.me.port)
         moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
         while not self._stop.is_set() and self._promised == epoch:
@@ -366,9 +384,9 @@ class Successor:
                 lambda timeout, stop: self._open(self._endpoint, timeout, stop)
             )
             with suppress(StoreError):  # no server is there
-                client.ask(moved, TELL_S)
+                client.ask(moved, REPORT_S)
             client.close(0.0)
-            self._stop.wait(TELL_S)
+            self._stop.wait(REPORT_S)
 
     # --- calls
 
