@@ -437,7 +437,8 @@ class ServerDriver:
                     self._check()
                 if client is not self._client:
                     continue  # another thread has found that this server is lost
-                if lost and self._others() and deadline - self._clock() > 0:
+                # At its own time-out a call has found nothing out about the server.
+                if lost and self._others() and deadline - self._clock() > SEARCH_PAUSES[0]:
                     rest = self._promise / 2 if isinstance(error, StoreTimeout) else 0.0
                     self._search(client, rest=rest)
                     self._stopped.wait(pauses.next(max(deadline - self._clock(), 0.0)))
