@@ -37,8 +37,11 @@ SPENDING = 5
 
 In the even ones of these seeds the server's process is killed too.
 """
-FORGOTTEN_AFTER = 20.0
-"""Seconds after which a server forgets a job whose voters are lost, so that it can begin anew."""
+FORGOTTEN_AFTER = 28.0
+"""Seconds after which a server forgets a job whose voters are lost, so that it can begin anew.
+
+No host is frozen or cut off for longer.
+"""
 SETTLED_WITHIN = 50.0
 """Virtual seconds from `CALM_AT` until every node has a seat."""
 

@@ -69,6 +69,7 @@ class HostServer(SimServer):
         self.lingers = False
         self.hold = 0.0
         super().__init__(place.job)
+        self._sessions = 1_000_000 * next(place.numbers)  # no session of another server has this id
 
     def _serve(self) -> None:
         self.service = round_service.RendezvousService(self._new_life, creates=self._creates)
@@ -174,6 +175,8 @@ class Servers:
         self.closed_at: dict[str, float] = {}
         """By node: when its connection was closed, by the clock of its machine."""
         self._ports = count(2)
+        self.numbers = count(1)
+        """Numbers of the servers."""
         self._life = 0
         self._steps: defaultdict[int, list[Change]] = defaultdict(list)
         """By the version of the state that they led to."""
