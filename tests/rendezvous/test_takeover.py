@@ -168,7 +168,7 @@ def test_a_voter_that_resigned_counts_for_its_server(host: Host, copies: dict[st
     assert isinstance(host.mail[asked], messages.SnapshotReply)
     again = host.copy(copies["b"])
     assert isinstance(host.mail[again], messages.RefusedReply)
-    assert host.mail[again].given_up  # type: ignore[union-attr]
+    assert host.mail[again].removed  # type: ignore[union-attr]
 
 
 def test_a_server_that_does_not_run_the_job_creates_none() -> None:
@@ -261,7 +261,7 @@ def test_a_node_of_another_life_deposes_no_server(host: Host) -> None:
     assert host.service.jobs["job"].copies.moved is None
 
 
-def test_a_voter_that_was_given_up_deposes_no_server_and_begins_anew(
+def test_a_voter_that_was_removed_deposes_no_server_and_begins_anew(
     host: Host, copies: dict[str, Copy]
 ) -> None:
     stranger = Copy("b")
@@ -269,7 +269,7 @@ def test_a_voter_that_was_given_up_deposes_no_server_and_begins_anew(
     stranger.promised = 5
     reply = host.mail[host.copy(stranger)]
     assert isinstance(reply, messages.RefusedReply)
-    assert reply.given_up
+    assert reply.removed
     assert host.service.jobs["job"].copies.moved is None
 
 

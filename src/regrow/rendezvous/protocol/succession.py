@@ -9,9 +9,9 @@ only: no clock, no connection, no thread.
 **Quorum.** Any two majorities of the voters have a voter in common. So all of the following needs a
 majority:
 
-- A change is *kept* when a majority has it. A node is told nothing that is not kept. So whatever a
-  node knows is known to each later coordinator: round number, members, ranks, charged failures and
-  the end of the job.
+- A change is *kept* when a majority has it. A node receives no answer that depends on a change that
+  is not kept. So whatever a node knows is known to each later coordinator: round number, members,
+  ranks, charged failures and the end of the job.
 - The coordinator may renew leases only while a majority stands by its *promise* (below).
 - A voter takes over when a majority has granted it an *epoch*. A grant carries the record of its
   voter, and the newest record among a majority contains every change that was kept.
@@ -80,7 +80,7 @@ class Succession(Struct, array_like=True, frozen=True):
     voters: tuple[Voters, ...] = ()
     """Empty: no voters. One set: the voters. Two sets: the old and the new voters."""
     retired: bool = False
-    """Whether the voters are about to be given up, so that they grant nothing any more."""
+    """Whether the voters are about to be removed, so that they grant nothing any more."""
 
 
 class Position(NamedTuple):

@@ -40,8 +40,8 @@ LOG: Final = 1024
 """Most records that are kept for voters that lack a few; other voters get the whole record."""
 
 
-class GivenUpError(ValueError):
-    """A voter that the others have given up has to begin anew, under another id."""
+class RemovedVoterError(ValueError):
+    """A voter that was removed from the voters has to continue under another id."""
 
 
 class Copies:
@@ -198,7 +198,7 @@ class Copies:
                 f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
             )
         if voter in self.resigned:
-            raise GivenUpError(f"the voter {voter} has resigned")
+            raise RemovedVoterError(f"the voter {voter} has resigned")
         out = [self._reply(voter, now)] if voter in self._parked else []
         if request.epoch == self.epoch:
             self._has[voter] = request.seq

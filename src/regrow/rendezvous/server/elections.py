@@ -43,7 +43,7 @@ class Election:
     asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
     """By voter: its parked question, as session and id."""
 
-    def tell(self, reply: messages.Answer) -> list[Answer]:
+    def answer_all(self, reply: messages.Answer) -> list[Answer]:
         """Answer the voters that wait."""
         body = messages.encode(reply)
         asked, self.asked = self.asked, {}
@@ -83,7 +83,7 @@ class Elections:
             return None, [Answer(session, id, messages.encode(elsewhere))]
         if election is None or election.epoch < question.epoch:
             if election is not None:
-                out += election.tell(messages.ElsewhereReply(question.epoch, ""))
+                out += election.answer_all(messages.ElsewhereReply(question.epoch, ""))
             elif len(self._elections) >= JOBS:
                 raise ValueError(f"this server has {JOBS} elections already, which is its limit")
             election = self._elections[run_id] = Election(question.epoch)
@@ -99,6 +99,6 @@ class Elections:
         if newest is None:
             return None, out
         del self._elections[run_id]
-        out += election.tell(messages.DoneReply(election.epoch))
+        out += election.answer_all(messages.DoneReply(election.epoch))
         won = Won(election.epoch, question.candidate, election.records[newest], election.grants)
         return won, out

@@ -25,7 +25,7 @@ The agent that serves keeps what the next server process needs: the listening so
 refused. A thread of `HostedServer` sleeps until the server's process ends. It then starts the next
 process and reports the restart to the agent. After too many restarts in a short time, it starts no
 further process, and reports the reason. If other hosts may take over (`successor.py`), it keeps the
-socket open for `hold` seconds, and one of them takes over. Then the nodes are refused; without
+socket open for `hold` seconds, and one of them takes over. Then the nodes are refused. Without
 other hosts the job ends.
 
 A server that takes over listens on every address of its host, at a port that the system chose when
@@ -266,7 +266,7 @@ class HostedServer:
         self.hold = 0.0
         """Seconds for which no node is refused after the last server has ended.
 
-        A refused connection tells voters that this agent has ended (`successor.py`), and its
+        Voters take a refused connection as the end of this agent (`successor.py`), but its
         workers may run until their lease ends.
         """
         self._listener = listener

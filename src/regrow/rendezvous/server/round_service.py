@@ -90,7 +90,7 @@ from regrow.rendezvous.protocol.succession import (
     is_voter,
 )
 from regrow.rendezvous.server import server_messages as messages
-from regrow.rendezvous.server.copies import MOVED, GivenUpError
+from regrow.rendezvous.server.copies import MOVED, RemovedVoterError
 from regrow.rendezvous.server.elections import Elections
 from regrow.rendezvous.server.records import (
     EventRecord,
@@ -198,7 +198,7 @@ class RendezvousService:
             return self._to_voters(self._answer(session, id, question, now), now)
         except (ValueError, msgspec.MsgspecError) as error:
             problem = messages.RefusedReply(
-                f"the rendezvous service refused: {error}", isinstance(error, GivenUpError)
+                f"the rendezvous service refused: {error}", isinstance(error, RemovedVoterError)
             )
             return [Answer(session, id, messages.encode(problem))]
 
@@ -329,7 +329,9 @@ class RendezvousService:
             newer = question.promised > copies.epoch
             votes = is_voter(copies.succession, voter)
             if newer and not votes and question.epoch <= copies.epoch:
-                raise GivenUpError(f"{voter} is no voter any more, and has granted a newer epoch")
+                raise RemovedVoterError(
+                    f"{voter} is no voter any more, and has granted a newer epoch"
+                )
             if newer:
                 out += self._move(job, question.promised, "", now)
         else:
@@ -357,7 +359,7 @@ class RendezvousService:
             serves = copies.moved is None and (copies.succession.voters or known)
             old = question.copy_epoch <= copies.epoch
             if serves and (copies.epoch >= epoch or (old and not votes)):
-                # A voter that was given up meanwhile cannot know it; this server tells it.
+                # A voter that was removed meanwhile learns it from its next request.
                 return [Answer(session, id, messages.encode(messages.DoneReply(copies.epoch)))]
             if copies.epoch > epoch:
                 reply = messages.ElsewhereReply(copies.epoch, "")

@@ -274,7 +274,7 @@ class ServerDriver:
     def new_life(self) -> None:
         """See `Driver`."""
         if self._successor is not None:
-            self._successor.begin_anew()
+            self._successor.renew_voter()
 
     @property
     def voter(self) -> Voter | None:
@@ -451,7 +451,9 @@ class ServerDriver:
             except msgspec.MsgspecError as error:
                 raise self._misunderstood(str(error)) from error
             if self._servers and self._is_of_another_life(answer):
-                answer = messages.ElsewhereReply(0, "")  # of a server that was started anew
+                answer = messages.ElsewhereReply(
+                    0, ""
+                )  # of a server that begins another life of the job
             if isinstance(answer, messages.ElsewhereReply):
                 left = deadline - self._clock()
                 if left <= 0 or (answer.lost and not self._servers):
@@ -504,7 +506,7 @@ class ServerDriver:
                 self._epoch = max(self._epoch, elsewhere.epoch)
                 after = elsewhere.endpoint
                 if not self._seated:
-                    # The node waits in a job that was begun anew by mistake, and whose versions
+                    # The node waits in another life of the job, begun by mistake, whose versions
                     # mean nothing in the real one.
                     self.life, self._versions = "", self._latest[1].version
             else:

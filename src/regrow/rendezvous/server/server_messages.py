@@ -243,8 +243,8 @@ class RefusedReply(Struct, array_like=True, tag=2, frozen=True, gc=False):
     """A refusal; the question changed nothing."""
 
     text: str
-    given_up: bool = False
-    """To a voter: whether the others have given it up, so that it has to begin anew."""
+    removed: bool = False
+    """To a voter: whether it was removed, so that it has to continue under another id."""
 
 
 class CopyReply(Struct, array_like=True, tag=4, frozen=True):
@@ -261,7 +261,7 @@ class CopyReply(Struct, array_like=True, tag=4, frozen=True):
     records: tuple[Raw, ...]
     succession: Succession
     wanted: bool
-    """Whether the agent should go on to keep a copy."""
+    """Whether the agent should continue to keep a copy."""
 
 
 class ElsewhereReply(Struct, array_like=True, tag=5, frozen=True, gc=False):

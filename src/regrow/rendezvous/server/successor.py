@@ -16,8 +16,8 @@ The coordinator is lost in one of three cases:
 A candidate that does not answer in time loses its turn: the voter grants the next epoch to the
 next candidate. The time grows with each turn, so all voters meet at one candidate in the end.
 
-An agent that the voters have given up has granted epochs that mean nothing any more. It continues
-as another voter, under a new id.
+An agent that was removed from the voters may have granted epochs that have no meaning any more. It
+continues as another voter, under a new id.
 
 While an agent hosts the coordinator, it reports this every second to the server at the endpoint of
 the job. An agent that is started again on that host serves there, and sends newcomers on.
@@ -63,7 +63,7 @@ RETRY_S: Final = 0.02, 0.1
 REPORT_S: Final = 1.0
 """Pause between two reports of where the rounds are run, in seconds."""
 MOST_RECORDS: Final = 2000
-"""Records after which a copy is written anew as one record; the whole must fit into a message."""
+"""Records after which a copy is combined into one record; the whole must fit into a message."""
 RESIGN_S: Final = 0.5
 """Time for the answer to a voter that resigns, in seconds."""
 
@@ -127,7 +127,7 @@ class Successor:
         self._coordinator = endpoint
         self._known = 0, endpoint  # epoch and endpoint of the coordinator that the node knows
         self._thread: threading.Thread | None = None
-        self._anew = False  # whether the thread has to forget what the voter has granted
+        self._renewed = False  # whether the thread has to forget what the voter has granted
         self._forget()
 
     def _forget(self) -> None:
@@ -167,15 +167,15 @@ class Successor:
             )
             self._thread.start()
 
-    def begin_anew(self) -> None:
+    def renew_voter(self) -> None:
         """Vote under another id from now on, if the others have evicted the node meanwhile.
 
         Only a server with a majority evicts a node. So an epoch that this voter has granted since
         then means nothing any more.
         """
         with self._lock:
-            self._anew = bool(self._granted_to)
-            if self._anew:
+            self._renewed = bool(self._granted_to)
+            if self._renewed:
                 self.me = new_voter(self.me.host, self.me.port)
 
     def stop(self) -> None:
@@ -208,8 +208,8 @@ class Successor:
     def _run(self) -> None:
         try:
             while not self._stop.is_set():
-                if self._anew:
-                    self._anew = False
+                if self._renewed:
+                    self._renewed = False
                     self._forget()
                     self._coordinator = self._known[1]
                 if self._granted_to:
@@ -218,7 +218,7 @@ class Successor:
                     return
         except StoreClosedError:
             pass
-        except Exception:  # the job goes on, and has one voter less
+        except Exception:  # the job continues with one voter less
             logger.exception("this agent can no longer take over the rendezvous")
         finally:
             self._close_client()
@@ -254,8 +254,8 @@ class Successor:
                 return self._take(reply)
             case messages.ElsewhereReply(epoch, endpoint):
                 self._go(epoch, endpoint)
-            case messages.RefusedReply(text, given_up=True):
-                logger.info("the voter %s begins anew: %s", self.me.id, text)
+            case messages.RefusedReply(text, removed=True):
+                logger.info("the voter %s continues under another id: %s", self.me.id, text)
                 self.me = new_voter(self.me.host, self.me.port)
                 self._forget()
                 return False
@@ -271,7 +271,7 @@ class Successor:
 
     def _take(self, reply: messages.CopyReply) -> bool:
         if reply.epoch < self._promised:
-            # A server of an older epoch that does not know it yet; the next request tells it.
+            # This server does not know the newer epoch yet; the next request contains it.
             self._stop.wait(RETRY_S[1])
             return True
         records = [bytes(record) for record in reply.records]
@@ -316,7 +316,7 @@ class Successor:
         if to.id == self.me.id:
             try:
                 self._serve()
-            except Exception as error:  # noqa: BLE001 - whatever it is, the next candidate serves
+            except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
                 logger.warning("this agent cannot take over the rendezvous: %s", error)
                 self._grant(self._promised + 1, ended=False)
                 return
@@ -333,7 +333,7 @@ class Successor:
             tuple(map(Raw, self._records)),
         )
         while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
-            if self._anew:
+            if self._renewed:
                 return
             try:
                 reply = self._ask(endpoint_of(to.host, to.port), request, left, SILENT_S)
@@ -361,7 +361,7 @@ class Successor:
 
     def _follow(self, to: Voter, epoch: int) -> None:
         """Follow the coordinator that was elected."""
-        # Of an older epoch if the voter was given up; it learns this with its next request.
+        # An older epoch if the voter was removed; it learns this with its next request.
         self._promised, self._granted_to, self._ended = max(epoch, self._promised), "", False
         self._coordinator = endpoint_of(to.host, to.port)
         self._heard_at = self._clock()
