@@ -39,20 +39,13 @@ def settled(job: Job, agents: list[Agent], *, may_lose: int) -> set[object]:
     return {of["server"], *of["successors"]}  # type: ignore[misc]
 
 
-def every_process(host: Host, signum: int) -> None:
-    """Send a signal to all processes of a host, and none to the host itself."""
-    for pid in host.processes():
-        if pid != host.pid:
-            os.kill(pid, signum)
-
-
 def lose_power(network: Network, agent: Agent) -> None:
     agent.host.lose_power()
 
 
 def kill_all(network: Network, agent: Agent) -> None:
     """Kill agent, workers and server; the kernel closes or refuses all connections."""
-    every_process(agent.host, signal.SIGKILL)
+    agent.host.signal(signal.SIGKILL)
 
 
 def cut_off(network: Network, agent: Agent) -> None:
@@ -68,7 +61,7 @@ def cut_in(network: Network, agent: Agent) -> None:
 
 
 def freeze(network: Network, agent: Agent) -> None:
-    every_process(agent.host, signal.SIGSTOP)
+    agent.host.signal(signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("lose", [lose_power, kill_all])
@@ -99,7 +92,7 @@ def test_a_host_of_the_server_that_comes_back_joins_the_others(
     fault.healed(after)
     assert sorted(after.hosts) == ["node2", "node3", "node4"], job
     network.mend(agents[0].host)
-    every_process(agents[0].host, signal.SIGCONT)
+    agents[0].host.signal(signal.SIGCONT)
     agents[0].process.signal(signal.SIGCONT)
     again = job.world(4, after=after)
     assert sorted(again.hosts) == sorted(world.hosts), job
@@ -162,7 +155,7 @@ def test_another_host_takes_over_with_certificates(
     world = job.world(3)
     settled(job, agents, may_lose=1)
     fault.now()
-    every_process(agents[0].host, signal.SIGKILL)
+    agents[0].host.signal(signal.SIGKILL)
     after = job.world(2, after=world)
     fault.healed(after)
     job.finish(*agents[1:])

@@ -43,6 +43,12 @@ change, there are two sets, the old and the new voters, and everything needs a m
 fewer than three hosts, a majority would outlive no loss, so there are no voters, and the loss of
 the coordinator's host ends the job. The last voters first learn that they are *retired*: they grant
 no epoch any more.
+
+**Begin.** If the user lists several endpoints, the agents on these hosts are the first voters, each
+with the record of a job without nodes. Their first grants elect the first coordinator. So one job
+begins, although some of the listed hosts may be lost, and an agent that is started again on one of
+them does not begin a second one. With a single endpoint, its server begins the job by itself, and
+there are no voters until the first round is complete.
 """
 
 from __future__ import annotations
@@ -130,6 +136,11 @@ def quorum_value(voters: Iterable[Voters], values: Mapping[str, float]) -> float
     return min(reached)
 
 
+def odd_number(voters: Voters) -> Voters:
+    """Return the voters without the last one if their number is even: it outlives no loss more."""
+    return voters[: len(voters) - 1 + len(voters) % 2]
+
+
 def wanted_voters(state: Round, succession: Succession, successors: int) -> Voters:
     """Return the voters that a job should have: an odd number on different hosts, or none.
 
@@ -153,9 +164,8 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     # The server of an agent that has ended still serves its clients, but that agent has no vote.
     for voter in (*([first] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
-    most = min(len(chosen), 1 + successors)
-    odd = most if most % 2 else most - 1
-    return tuple(chosen.values())[:odd] if odd > 1 else ()
+    voters = odd_number(tuple(chosen.values())[: 1 + successors])
+    return voters if len(voters) > 1 else ()
 
 
 def change_voters(

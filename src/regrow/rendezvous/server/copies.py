@@ -112,8 +112,13 @@ class Copies:
 
     @property
     def may_lose(self) -> int:
-        """How many of the voters may be lost at one time: all but a majority."""
-        return min(((len(one) - 1) // 2 for one in self.succession.voters), default=0)
+        """How many of the voters may be lost at one time: all that are there, but a majority."""
+        here = self._has.keys() | {voter.id for voter in self.wanted}
+        spare = (
+            sum(voter.id in here for voter in one) - len(one) // 2 - 1
+            for one in self.succession.voters
+        )
+        return max(min(spare, default=0), 0)
 
     def should_copy(self, voter: Voter | None) -> bool:
         """Return whether an agent should keep a copy."""

@@ -19,20 +19,31 @@ next candidate. The time grows with each turn, so all voters meet at one candida
 An agent that was removed from the voters may have granted epochs that have no meaning any more. It
 continues as another voter, under a new id.
 
-While an agent hosts the coordinator, it reports this every second to the server at the endpoint of
-the job. An agent that is started again on that host serves there, and sends newcomers on.
+While an agent hosts the coordinator, it reports this every second to the servers at the endpoints
+of the job. An agent that is started again on such a host serves there, and sends newcomers on.
+
+If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
+begins with the copy of a job without nodes, and with the grant of epoch 1.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Raw
 
 from regrow.rendezvous.protocol.messages import Voter
-from regrow.rendezvous.protocol.succession import Position, Succession, candidate, is_voter
+from regrow.rendezvous.protocol.succession import (
+    Position,
+    Succession,
+    candidate,
+    is_quorum,
+    is_voter,
+)
 from regrow.rendezvous.server import server_messages as messages
 from regrow.store import (
     ServiceClient,
@@ -45,9 +56,10 @@ from regrow.utils import Backoff, get_logger
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from regrow.rendezvous.node.driver import Threads
+    from regrow.rendezvous.server.records import JobRecord
     from regrow.store import StoreClient
 
     Open = Callable[[str, float, int], StoreClient]
@@ -82,8 +94,8 @@ class Successor:
         run_id: the id of the job.
         me: the voter that this agent is.
         promise: how long a voter stands by its promise, in seconds.
-        endpoint: the endpoint of the job.
-        hosts: whether this agent hosts the server at the endpoint.
+        listed: the endpoints of the job.
+        hosts: whether this agent hosts a server at one of them.
         open: opens a session with the server at an endpoint.
         serve: starts a server at this agent's port, unless it runs; it returns once the server
             listens.
@@ -91,6 +103,7 @@ class Successor:
         new_client: creates a client of the service from a function that opens a session.
         clock: returns the time of this agent's monotonic clock, in seconds.
         threads: starts threads, and provides the locks.
+        begins: if this agent is one of the first voters: the record of a job without nodes.
     """
 
     def __init__(
@@ -98,7 +111,7 @@ class Successor:
         run_id: str,
         me: Voter,
         promise: float,
-        endpoint: str,
+        listed: Sequence[str],
         *,
         hosts: bool,
         open: Open,
@@ -107,12 +120,13 @@ class Successor:
         new_client: Callable[[Callable[[float, int], StoreClient]], ServiceClient],
         clock: Callable[[], float],
         threads: Threads,
+        begins: JobRecord | None = None,
     ) -> None:
         self.me = me
         """The voter that this agent is; another one after the others have given it up."""
         self._run_id = run_id
         self._promise = promise
-        self._endpoint = endpoint
+        self._listed = listed
         self._hosts = hosts
         self._open = open
         self._serve = serve
@@ -124,11 +138,15 @@ class Successor:
         self._lock = threads.Lock()
         self._client: ServiceClient | None = None
         self._asks = ""  # the endpoint of the client
-        self._coordinator = endpoint
-        self._known = 0, endpoint  # epoch and endpoint of the coordinator that the node knows
+        self._coordinator = listed[0]
+        self._known = 0, listed[0]  # epoch and endpoint of the coordinator that the node knows
         self._thread: threading.Thread | None = None
         self._renewed = False  # whether the thread has to forget what the voter has granted
         self._forget()
+        if begins is not None:
+            self._records.append(messages.encode(begins))
+            self._position, self._succession = Position(0, begins.seq), begins.succession
+            self._grant(1, ended=False)
 
     def _forget(self) -> None:
         self._life = ""
@@ -174,7 +192,8 @@ class Successor:
         then means nothing any more.
         """
         with self._lock:
-            self._renewed = bool(self._granted_to)
+            # A first voter may grant before its node joins.
+            self._renewed = bool(self._granted_to and self._life)
             if self._renewed:
                 self.me = new_voter(self.me.host, self.me.port)
 
@@ -225,19 +244,10 @@ class Successor:
 
     def _copy(self) -> bool:
         """Ask the coordinator for changes; return False if no copy is wanted any more."""
-        request = messages.CopyRequest(
-            self._run_id,
-            self._life,
-            self.me,
-            self._hosts,
-            self._promised,
-            *self._position,
-            self._answer,
-        )
         silent_at = self._heard_at + self._promise
         left = silent_at - self._clock()
         try:
-            reply = self._ask(self._coordinator, request, max(left, self._promise / 6))
+            reply = self._ask(self._coordinator, self._copy_request(), max(left, self._promise / 6))
         except StoreClosedError:
             raise
         except StoreError as error:
@@ -263,6 +273,17 @@ class Successor:
                 logger.warning("the voter %s is refused: %s", self.me.id, reply)
                 self._stop.wait(self._promise)
         return True
+
+    def _copy_request(self) -> messages.CopyRequest:
+        return messages.CopyRequest(
+            self._run_id,
+            self._life,
+            self.me,
+            self._hosts,
+            self._promised,
+            *self._position,
+            self._answer,
+        )
 
     @property
     def _may_vote(self) -> bool:
@@ -356,8 +377,37 @@ class Successor:
         epoch, coordinator = self._known
         if epoch >= self._promised:  # the others have elected a coordinator
             self._go(epoch, coordinator)
-        else:
+        elif self._life or self._most_answer():
             self._grant(self._promised + 1, ended=False)
+
+    def _most_answer(self) -> bool:
+        """Return whether most of the first voters answer; follow the coordinator if one knows it.
+
+        Until then no candidate can be elected, and each keeps its turn. So the first one is elected
+        if all hosts start.
+        """
+        self._turns = Backoff(*TURN_S)
+        voters = self._succession.voters
+        answered = {self.me.id}
+        for voter in voters[-1]:
+            if voter.id == self.me.id:
+                continue
+            endpoint = endpoint_of(voter.host, voter.port)
+            try:
+                reply = self._ask(endpoint, self._copy_request(), SILENT_S)
+            except StoreClosedError:
+                raise
+            except StoreError:
+                continue
+            answered.add(voter.id)
+            match reply:
+                case messages.CopyReply(epoch=epoch):
+                    self._go(epoch, endpoint)
+                    return False
+                case messages.ElsewhereReply(epoch, endpoint) if endpoint:
+                    self._go(epoch, endpoint)
+                    return False
+        return is_quorum(voters, answered)
 
     def _follow(self, to: Voter, epoch: int) -> None:
         """Follow the coordinator that was elected."""
@@ -368,24 +418,27 @@ class Successor:
         self._known = max(self._known, (epoch, self._coordinator))
         self._elected(self._coordinator, epoch)
         if to.id == self.me.id:
-            logger.warning("this host runs the rendezvous %r from now on", self._run_id)
-            if self._coordinator != self._endpoint:
+            level = logging.WARNING if self._life else logging.DEBUG
+            logger.log(level, "this host runs the rendezvous %r from now on", self._run_id)
+            others = [at for at in self._listed if at not in (self._coordinator, self.me.id)]
+            if others:
                 self._threading.Thread(
-                    target=lambda: self._report(epoch), name="rendezvous redirect", daemon=True
+                    target=lambda: self._report(epoch, others),
+                    name="rendezvous redirect",
+                    daemon=True,
                 ).start()
 
-    def _report(self, epoch: int) -> None:
-        """Report to the server at the job's endpoint that the rounds are run here."""
+    def _report(self, epoch: int, others: Sequence[str]) -> None:
+        """Report to the other servers at the job's endpoints that the rounds are run here."""
         here = endpoint_of(self.me.host, self.me.port)
         moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
         while not self._stop.is_set() and self._promised == epoch:
-            # A session that stays open would keep that server alive.
-            client = self._new_client(
-                lambda timeout, stop: self._open(self._endpoint, timeout, stop)
-            )
-            with suppress(StoreError):  # no server is there
-                client.ask(moved, REPORT_S)
-            client.close(0.0)
+            for at in others:
+                # A session that stays open would keep that server alive.
+                client = self._new_client(partial(self._open, at))
+                with suppress(StoreError):  # no server is there
+                    client.ask(moved, REPORT_S)
+                client.close(0.0)
             self._stop.wait(REPORT_S)
 
     # --- calls
