@@ -65,6 +65,12 @@ def test_the_value_of_a_quorum_is_the_greatest_that_a_quorum_has_reached(
     assert not is_quorum([voters], {id for id in values if values[id] > value})
 
 
+def test_a_first_voter_is_one_voter_although_its_node_has_another_address() -> None:
+    first = A._replace(host="the name in the list of endpoints")
+    succession = Succession(1, first, ((first, B, C),))
+    assert wanted_voters(round_of(A, B, C, D), succession, 4) == (A, B, C)
+
+
 def test_while_the_voters_change_both_sets_must_agree() -> None:
     old, new = (A, B, C), (A, D, E)
     assert not is_quorum([old, new], {"a", "b"})

@@ -162,7 +162,7 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     kept = [by_id[voter.id] for voter in current if voter.id in by_id]
     chosen: dict[str, Voter] = {}
     # The server of an agent that has ended still serves its clients, but that agent has no vote.
-    for voter in (*([first] if first.id in by_id else []), *kept, *able):
+    for voter in (*([by_id[first.id]] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
     voters = odd_number(tuple(chosen.values())[: 1 + successors])
     return voters if len(voters) > 1 else ()

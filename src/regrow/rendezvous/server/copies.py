@@ -108,7 +108,7 @@ class Copies:
         first = self.succession.coordinator
         if not voters or first is None:
             return ()
-        return (first, *(voter for voter in voters if voter != first))
+        return (first, *(voter for voter in voters if voter.id != first.id))
 
     @property
     def may_lose(self) -> int:

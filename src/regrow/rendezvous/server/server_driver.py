@@ -146,7 +146,7 @@ class ServerDriver:
             fixed,
             settings.successors,
         )
-        self._own = {where.endpoint} if server is not None else set[str]()
+        self._own = {where.endpoint} if server is not None and not listed else set[str]()
         """The endpoints of the server that this node hosts."""
         self.server = server
         """The server's process, if this node hosts it and has not closed it."""
