@@ -44,11 +44,12 @@ fewer than three hosts, a majority would outlive no loss, so there are no voters
 the coordinator's host ends the job. The last voters first learn that they are *retired*: they grant
 no epoch any more.
 
-**Begin.** If the user lists several endpoints, the agents on these hosts are the first voters, each
-with the record of a job without nodes. Their first grants elect the first coordinator. So one job
-begins, although some of the listed hosts may be lost, and an agent that is started again on one of
-them does not begin a second one. With a single endpoint, its server begins the job by itself, and
-there are no voters until the first round is complete.
+**Begin.** If the user lists several endpoints, these are the first voters, each with the record of
+a job without nodes. The agents that serve them grant the first epochs in their place, and so elect
+the first coordinator. In its record, the agents take the place of the endpoints (`with_agents`). So
+one job begins, although some of the listed hosts may be lost, and an agent that is started again on
+one of them does not begin a second one. With a single endpoint, its server begins the job by
+itself, and there are no voters until the first round is complete.
 """
 
 from __future__ import annotations
@@ -166,6 +167,27 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
         chosen.setdefault(voter.host, voter)
     voters = odd_number(tuple(chosen.values())[: 1 + successors])
     return voters if len(voters) > 1 else ()
+
+
+def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Succession:
+    """Return the succession with agents in place of the listed endpoints that they serve.
+
+    Args:
+        succession: the current succession.
+        agents: by endpoint, the voter that the agent there is.
+
+    An endpoint in the voters has confirmed nothing, and has granted only the first epochs. So it
+    makes no difference for any majority before which agent takes its place. An agent that is
+    started again is another voter, because it has forgotten what it has granted.
+    """
+    first = succession.coordinator
+    return replace(
+        succession,
+        coordinator=first and agents.get(first.id, first),
+        voters=tuple(
+            tuple(agents.get(voter.id, voter) for voter in one) for one in succession.voters
+        ),
+    )
 
 
 def change_voters(

@@ -29,6 +29,8 @@ class Won(NamedTuple):
     """The newest copy of the record."""
     grants: Mapping[str, Grant]
     """By voter."""
+    elects: Mapping[str, Voter]
+    """In the first election: by endpoint, the voter that has granted."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class Election:
     """By voter: its copy of the record."""
     asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
     """By voter: its parked question, as session and id."""
+    elects: dict[str, Voter] = field(default_factory=dict)
+    """In the first election: by endpoint, the voter that has granted."""
 
     def answer_all(self, reply: messages.Answer) -> list[Answer]:
         """Answer the voters that wait."""
@@ -54,7 +58,21 @@ class Elections:
     """The elections of all jobs at one server."""
 
     def __init__(self) -> None:
-        self._elections: dict[str, Election] = {}
+        self._elections: dict[tuple[str, str], Election] = {}
+        """By job and life: agents without a copy elect no server together with those that have one.
+        """
+
+    def withdraw(self, session: Hashable, id: int | None = None) -> None:
+        """Remove first grants whose agents wait no longer: they may have found the job meanwhile.
+
+        Args:
+            session: the session of the agent.
+            id: the question that ended; None: all of the session.
+        """
+        for (_, life), election in self._elections.items():
+            for voter, (its, asked) in [*election.asked.items()]:
+                if not life and its == session and id in (None, asked):
+                    del election.asked[voter], election.grants[voter], election.records[voter]
 
     def granted(
         self, session: Hashable, id: int, question: messages.GrantRequest
@@ -77,7 +95,7 @@ class Elections:
                 f"the copy of the voter {voter} does not have the {question.seq} changes that its "
                 f"grant names"
             )
-        election = self._elections.get(run_id)
+        election = self._elections.get((run_id, question.life))
         if election is not None and election.epoch > question.epoch:
             elsewhere = messages.ElsewhereReply(election.epoch, "")
             return None, [Answer(session, id, messages.encode(elsewhere))]
@@ -86,7 +104,7 @@ class Elections:
                 out += election.answer_all(messages.ElsewhereReply(question.epoch, ""))
             elif len(self._elections) >= JOBS:
                 raise ValueError(f"this server has {JOBS} elections already, which is its limit")
-            election = self._elections[run_id] = Election(question.epoch)
+            election = self._elections[run_id, question.life] = Election(question.epoch)
         if len(election.grants) >= GRANTS and voter not in election.grants:
             raise ValueError(f"an election has at most {GRANTS} grants")
         position = Position(question.copy_epoch, question.seq)
@@ -95,10 +113,13 @@ class Elections:
         )
         election.records[voter] = record
         election.asked[voter] = session, id
+        if question.elects is not None:
+            election.elects[voter] = question.elects
         newest = elected(election.grants)
         if newest is None:
             return None, out
-        del self._elections[run_id]
+        del self._elections[run_id, question.life]
         out += election.answer_all(messages.DoneReply(election.epoch))
-        won = Won(election.epoch, question.candidate, election.records[newest], election.grants)
+        record = election.records[newest]
+        won = Won(election.epoch, question.candidate, record, election.grants, election.elects)
         return won, out

@@ -88,6 +88,7 @@ from regrow.rendezvous.protocol.succession import (
     has_ended,
     has_waited,
     is_voter,
+    with_agents,
 )
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.copies import MOVED, RemovedVoterError
@@ -239,6 +240,7 @@ class RendezvousService:
             job = self.jobs[run_id]
             if job.followers[node][:2] == (session, id):
                 self._unfollow(job, node)
+        self._elections.withdraw(session, id)
         for job in self.jobs.values():
             job.copies.unpark(session, id)
 
@@ -247,6 +249,7 @@ class RendezvousService:
         client = self._clients.get(session)
         for run_id, node in list(client.following) if client else ():
             self._unfollow(self.jobs[run_id], node)
+        self._elections.withdraw(session)
         for job in self.jobs.values():
             job.copies.unpark(session)
         return []
@@ -344,9 +347,12 @@ class RendezvousService:
         if job is None or job.copies.moved is not None:
             elsewhere = job.copies.moved if job else self._reported(question.job, now)
             return [*out, Answer(session, id, messages.encode(elsewhere or _UNKNOWN))]
-        if question.hosts and job.copies.succession.coordinator is None:
-            job.copies.succession = Succession(coordinator=question.voter)
-            self._write(job, SuccessionRecord(job.run_id, job.copies.succession))
+        succession = with_agents(job.copies.succession, {question.listed: question.voter})
+        if question.hosts and succession.coordinator is None:
+            succession = Succession(coordinator=question.voter)
+        if succession != job.copies.succession:
+            job.copies.succession = succession
+            self._write(job, SuccessionRecord(job.run_id, succession))
         self._changed[job.run_id] = job
         return out + job.copies.asked(session, id, question, now)
 
@@ -402,6 +408,7 @@ class RendezvousService:
             out += self._move(before, won.epoch, "", now)
             self._delete(before)
         after = replace(old, epoch=won.epoch, coordinator=won.candidate)
+        after = with_agents(after, won.elects)
         record = replace(won.record, succession=after)
         life = record.life or self._new_life()
         job = self.jobs[run_id] = ServedJob(run_id, life, record.settings, now, record)

@@ -237,9 +237,8 @@ class ServerDriver:
                 for at in self._listed[: 1 + MOST_SUCCESSORS]
             )
         )
-        me, begins = new_voter(host, port), None
+        begins = None
         if any(voter.id == listed_as for voter in first):
-            me = me._replace(id=listed_as)
             begins = JobRecord(
                 self._run_id,
                 "",
@@ -265,7 +264,7 @@ class ServerDriver:
 
         self._successor = Successor(
             self._run_id,
-            me,
+            new_voter(host, port),
             self._promise,
             self._listed,
             hosts=self.server is not None,
@@ -279,6 +278,7 @@ class ServerDriver:
             new_client=self._new_client,
             clock=self._clock,
             threads=self._threading,
+            listed_as=listed_as,
             begins=begins,
         )
         if self.server is not None:

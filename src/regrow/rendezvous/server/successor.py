@@ -23,7 +23,8 @@ While an agent hosts the coordinator, it reports this every second to the server
 of the job. An agent that is started again on such a host serves there, and sends newcomers on.
 
 If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
-begins with the copy of a job without nodes, and with the grant of epoch 1.
+asks the others whether the job runs already. If none says so, it grants epoch 1, with the copy of a
+job without nodes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ class Successor:
         new_client: creates a client of the service from a function that opens a session.
         clock: returns the time of this agent's monotonic clock, in seconds.
         threads: starts threads, and provides the locks.
-        begins: if this agent is one of the first voters: the record of a job without nodes.
+        listed_as: the endpoint that this agent serves, if the user has listed several.
+        begins: if this endpoint is one of the first voters: the record of a job without nodes.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Successor:
         new_client: Callable[[Callable[[float, int], StoreClient]], ServiceClient],
         clock: Callable[[], float],
         threads: Threads,
+        listed_as: str = "",
         begins: JobRecord | None = None,
     ) -> None:
         self.me = me
@@ -127,6 +130,7 @@ class Successor:
         self._run_id = run_id
         self._promise = promise
         self._listed = listed
+        self._listed_as = listed_as
         self._hosts = hosts
         self._open = open
         self._serve = serve
@@ -226,6 +230,8 @@ class Successor:
 
     def _run(self) -> None:
         try:
+            if self._granted_to:
+                self._most_answer()  # the job may run already
             while not self._stop.is_set():
                 if self._renewed:
                     self._renewed = False
@@ -283,7 +289,12 @@ class Successor:
             self._promised,
             *self._position,
             self._answer,
+            self._listed_as,
         )
+
+    @property
+    def _votes_as(self) -> str:
+        return self.me.id if self._life else self._listed_as
 
     @property
     def _may_vote(self) -> bool:
@@ -334,7 +345,7 @@ class Successor:
         to = candidate(self._succession, self._promised)
         deadline = self._clock() + self._turns.next(TURN_S[1])
         pauses = Backoff(*RETRY_S)
-        if to.id == self.me.id:
+        if to.id == self._votes_as:
             try:
                 self._serve()
             except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
@@ -345,13 +356,14 @@ class Successor:
             self._run_id,
             self._life,
             to,
-            self.me.id,
+            self._votes_as,
             self._promised,
             *self._position,
             self._succession,
             self._ended,
             self._clock() >= self._heard_at + self._promise,
             tuple(map(Raw, self._records)),
+            None if self._life else self.me,
         )
         while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
             if self._renewed:
@@ -388,9 +400,9 @@ class Successor:
         """
         self._turns = Backoff(*TURN_S)
         voters = self._succession.voters
-        answered = {self.me.id}
+        answered = {self._listed_as}
         for voter in voters[-1]:
-            if voter.id == self.me.id:
+            if voter.id == self._listed_as:
                 continue
             endpoint = endpoint_of(voter.host, voter.port)
             try:
@@ -417,10 +429,10 @@ class Successor:
         self._heard_at = self._clock()
         self._known = max(self._known, (epoch, self._coordinator))
         self._elected(self._coordinator, epoch)
-        if to.id == self.me.id:
+        if to.id == self._votes_as:
             level = logging.WARNING if self._life else logging.DEBUG
             logger.log(level, "this host runs the rendezvous %r from now on", self._run_id)
-            others = [at for at in self._listed if at not in (self._coordinator, self.me.id)]
+            others = [at for at in self._listed if at not in (self._coordinator, self._listed_as)]
             if others:
                 self._threading.Thread(
                     target=lambda: self._report(epoch, others),
