@@ -20,7 +20,8 @@ An agent that was removed from the voters may have granted epochs that have no m
 continues as another voter, under a new id.
 
 While an agent hosts the coordinator, it reports this every second to the servers at the endpoints
-of the job. An agent that is started again on such a host serves there, and sends newcomers on.
+of the job. An agent that is started again on such a host serves there, and sends newcomers on. An
+agent that hosts a server at an endpoint reports to its own server where the coordinator is.
 
 If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
 asks the others whether the job runs already. If none says so, it grants epoch 1, with the copy of a
@@ -145,6 +146,7 @@ class Successor:
         self._coordinator = listed[0]
         self._known = 0, listed[0]  # epoch and endpoint of the coordinator that the node knows
         self._thread: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
         self._renewed = False  # whether the thread has to forget what the voter has granted
         self._forget()
         if begins is not None:
@@ -320,6 +322,7 @@ class Successor:
         self._promised = reply.epoch
         self._heard_at = self._clock()
         self._turns = Backoff(*TURN_S)
+        self._redirect()
         return reply.wanted
 
     def _go(self, epoch: int, endpoint: str) -> None:
@@ -432,24 +435,34 @@ class Successor:
         if to.id == self._votes_as:
             level = logging.WARNING if self._life else logging.DEBUG
             logger.log(level, "this host runs the rendezvous %r from now on", self._run_id)
-            others = [at for at in self._listed if at not in (self._coordinator, self._listed_as)]
-            if others:
-                self._threading.Thread(
-                    target=lambda: self._report(epoch, others),
-                    name="rendezvous redirect",
-                    daemon=True,
-                ).start()
+        self._redirect()
 
-    def _report(self, epoch: int, others: Sequence[str]) -> None:
-        """Report to the other servers at the job's endpoints that the rounds are run here."""
+    def _redirect(self) -> None:
+        """Report to servers that nodes may ask by mistake, if there are any."""
+        running = self._reporter is not None and self._reporter.is_alive()
+        if not running and self._asked_by_mistake():
+            self._reporter = self._threading.Thread(
+                target=self._report, name="rendezvous redirect", daemon=True
+            )
+            self._reporter.start()
+
+    def _asked_by_mistake(self) -> list[str]:
+        """Return the endpoints to which this agent reports where the rounds are run."""
         here = endpoint_of(self.me.host, self.me.port)
-        moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
-        while not self._stop.is_set() and self._promised == epoch:
-            for at in others:
+        own = self._listed_as or (self._listed[0] if self._hosts else here)
+        if self._coordinator in (own, here):
+            return [at for at in self._listed if at != own]
+        return [own] if self._hosts else []
+
+    def _report(self) -> None:
+        """Report where the rounds are run as long as there are servers that do not know it."""
+        while not self._stop.is_set() and (servers := self._asked_by_mistake()):
+            moved = messages.MovedRequest(self._run_id, self._promised, self._coordinator)
+            for at in () if self._granted_to else servers:
                 # A session that stays open would keep that server alive.
                 client = self._new_client(partial(self._open, at))
                 with suppress(StoreError):  # no server is there
-                    client.ask(moved, REPORT_S)
+                    client.ask(messages.encode(moved), REPORT_S)
                 client.close(0.0)
             self._stop.wait(REPORT_S)
 
