@@ -315,7 +315,7 @@ BUGS: dict[str, Bug] = {
     "hasty loss": Bug("server", range(4, 104), _a_silent_node_is_lost_while_its_lease_lasts),
     "sleeper blames": Bug("nodes", range(42, 142), _a_paused_process_blames_the_others),
     "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
-    "unsure write": Bug("nodes", range(171, 271), _a_write_is_taken_for_made),
+    "unsure write": Bug("nodes", range(233, 333), _a_write_is_taken_for_made),
     "torn read": Bug("nodes", range(3, 103), _a_token_is_taken_for_that_of_an_older_state),
     "another life": Bug("server", range(4, 104), _another_life_of_the_job_is_taken_for_ours),
     "seat kept": Bug("server", range(14, 114), _a_seat_that_was_given_away_is_kept),
