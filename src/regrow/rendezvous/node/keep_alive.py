@@ -375,11 +375,10 @@ class NodeConnection:
         left = self._bounds.lease
         while not self._ended.wait(left):
             with self.changed:
-                id = self._id
-                left = self._answered + self._bounds.lease - self._clock()
+                self.changed.wait_for(lambda: self.done or not self.lost)
+                id, left = self._id, self._answered + self._bounds.lease - self._clock()
             if left <= 0:
                 self._lose(id)
-                left = self._bounds.lease  # an answer from now on lasts as long, or longer
 
     def _over(self, id: str) -> bool:
         return self.done or self._id != id
