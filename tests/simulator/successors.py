@@ -190,6 +190,7 @@ class Servers:
         self._latest = Round(1, 1)
         self._epoch = 0
         self._lists = job.sim.seed % 2 == 1
+        self._latest_start: Agent | None = None
 
     # --- the hooks: what the servers do
 
@@ -311,6 +312,7 @@ class Servers:
         own = f"{agent.host.name}:1"
         while (agent.host.name, 1) in LISTED and self._may_begin_a_second_job():
             agent.wait(agent.sleep(0.5))
+        self._latest_start = agent
         before, server = self.servers.get(own), None
         if (agent.host.name, 1) in LISTED and (before is None or before.dead):
             server = self.servers[own] = HostServer(self, agent.host, agent, creates=False)
@@ -355,9 +357,12 @@ class Servers:
         """
         if not self._latest.version or not (self._leader() or self._may_come_back()):
             return False
-        voters = [driver.successor for driver in self._drivers()]
-        listed = [its for its in voters if its is not None and (its.me.host, its.me.port) in LISTED]
-        return any(its.copy[0].epoch < 1 for its in listed)
+        if self._latest_start is not None and self._latest_start.alive:
+            started = getattr(self._latest_start, "driver", None)
+            if started is None or _elects_first(started):
+                return True
+        listed = [driver for driver in self._drivers() if driver.server is not None]
+        return any(map(_elects_first, listed))
 
     def _may_come_back(self) -> bool:
         """Return whether a server may take over, because a majority of the voters is alive."""
@@ -438,6 +443,10 @@ class Servers:
         leader = self._leader()
         if leader is not None and leader.agent.alive:
             leader.crash()
+
+
+def _elects_first(driver: ServerDriver) -> bool:
+    return driver.successor is not None and driver.successor.copy[0].epoch == 0
 
 
 def patches(place: Servers) -> dict[tuple[Any, str], Any]:
