@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -159,3 +160,25 @@ def test_another_host_takes_over_with_certificates(
     after = job.world(2, after=world)
     fault.healed(after)
     job.finish(*agents[1:])
+
+
+@pytest.mark.parametrize("lose", [lose_power, kill_all])
+def test_training_ends_with_the_weights_of_an_undisturbed_run(
+    start_job: Callable[..., Job],
+    hosts: list[Host],
+    network: Network,
+    lose: Callable[[Network, Agent], None],
+) -> None:
+    job = start_job(hosts[0], nodes="3:3", mode="training")
+    agents = [job.agent(host) for host in hosts[:3]]
+    world = job.world(3)
+    spare = job.agent(hosts[3])
+    settled(job, agents, may_lose=1)
+    lose(network, agents[0])
+    after = job.world(3, after=world)
+    assert sorted(after.hosts) == ["node2", "node3", "node4"], job
+    job.finish(*agents[1:], spare)
+    weight = 0
+    for step in range(1, 401):
+        weight = (31 * weight + step * (1 + 2 + 3)) % (2**31 - 1)
+    assert json.loads((job.folder / "checkpoint").read_text()) == [400, weight]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from helpers.certificates import self_signed
 from helpers.hosts.jobs import PORT, Job
 from helpers.hosts.netns import Host, Network
 
@@ -59,6 +61,27 @@ def test_the_first_listed_host_may_be_lost_while_the_first_round_forms(
     world = job.world(3)
     assert sorted(world.hosts) == ["node2", "node3", "node4"], job
     job.finish(*agents)
+
+
+def test_listed_hosts_with_certificates_take_over(
+    start_job: Start, hosts: list[Host], tmp_path: Path
+) -> None:
+    tls = self_signed(tmp_path, f"IP:{hosts[0].addr}")
+    flags = [
+        f"--rdzv-tls-cert={tls.certfile}",
+        f"--rdzv-tls-key={tls.keyfile}",
+        f"--rdzv-tls-ca={tls.cafile}",
+    ]
+    settings = {"nodes": "2:3", "mode": "plain", "conf": "last_call_timeout=1"}
+    job = start_job(None, endpoint=listed(hosts), **settings)
+    agents = [job.agent(host, *flags) for host in hosts[:3]]
+    world = job.world(3)
+    may_lose(job, *hosts[:3])
+    hosts[0].signal(signal.SIGKILL)
+    after = job.world(2, after=world)
+    newcomer = job.agent(hosts[3], *flags)
+    job.world(3, after=after)
+    job.finish(newcomer, *agents[1:])
 
 
 def test_an_agent_that_starts_again_where_the_job_began_joins_the_job(
