@@ -169,6 +169,20 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     return voters if len(voters) > 1 else ()
 
 
+def reporter(state: Round, succession: Succession) -> Voter | None:
+    """Return the agent that reports where the rounds are run, if that of the coordinator has ended.
+
+    The server of an agent that has ended still serves its clients. But new agents find it only if
+    an agent reports to the endpoints of the job.
+    """
+    first = succession.coordinator
+    if first is None or not state.complete:
+        return None
+    members = [state.members[id].voter for id in state.ranks]
+    able = [voter for voter in members if voter is not None]
+    return None if first.id in {voter.id for voter in able} else next(iter(able), None)
+
+
 def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Succession:
     """Return the succession with agents in place of the listed endpoints that they serve.
 
@@ -176,9 +190,8 @@ def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Successi
         succession: the current succession.
         agents: by endpoint, the voter that the agent there is.
 
-    An endpoint in the voters has confirmed nothing, and has granted only the first epochs. So it
-    makes no difference for any majority before which agent takes its place. An agent that is
-    started again is another voter, because it has forgotten what it has granted.
+    This is the first step of a coordinator that these agents have elected. An agent that is started
+    again is another voter, because it has forgotten what it has granted.
     """
     first = succession.coordinator
     return replace(
@@ -188,6 +201,24 @@ def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Successi
             tuple(agents.get(voter.id, voter) for voter in one) for one in succession.voters
         ),
     )
+
+
+def with_agent(succession: Succession, endpoint: str, agent: Voter) -> Succession:
+    """Return the succession after an agent begins to take the place of the endpoint that it serves.
+
+    Args:
+        succession: the current succession; a majority has it.
+        endpoint: an endpoint.
+        agent: the voter that the agent there is.
+
+    An endpoint among the voters confirms nothing. So while there is one of three, each change that
+    was kept is known to both others, and each of them may take over together with any agent that
+    serves the endpoint. This ends when both others have the change to the two sets.
+    """
+    after = with_agents(succession, {endpoint: agent})
+    if after == succession or len(succession.voters) != 1:
+        return succession
+    return replace(after, voters=(*succession.voters, *after.voters))
 
 
 def change_voters(

@@ -27,6 +27,7 @@ from regrow.rendezvous.protocol.succession import (
     change_voters,
     is_voter,
     quorum_value,
+    reporter,
     wanted_voters,
 )
 from regrow.rendezvous.server import server_messages as messages
@@ -76,6 +77,7 @@ class Copies:
         """Ids of the voters that have resigned."""
         self._moved_at = 0.0
         self.wanted: Voters = ()
+        self._reporter: Voter | None = None
         self._promise, self._margin = PROMISE * lease, MARGIN * lease
         self._successors = successors
         self._began = now
@@ -122,7 +124,9 @@ class Copies:
 
     def should_copy(self, voter: Voter | None) -> bool:
         """Return whether an agent should keep a copy."""
-        return voter is not None and (voter in self.wanted or is_voter(self.succession, voter.id))
+        return voter is not None and (
+            voter in (*self.wanted, self._reporter) or is_voter(self.succession, voter.id)
+        )
 
     def begin(self) -> None:
         """Count a change that replaces the whole record."""
@@ -183,6 +187,8 @@ class Copies:
         if chosen_for != self._chosen_for:
             self._chosen_for = chosen_for
             self.wanted = wanted_voters(state, self.succession, self._successors)
+            if state.complete:
+                self._reporter = reporter(state, self.succession)
         ready = {id for id, has in self._has.items() if has >= self.seq}
         after = change_voters(self.succession, self.wanted, ready, self.kept())
         return None if after == self.succession else after

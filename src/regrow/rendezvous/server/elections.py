@@ -58,9 +58,7 @@ class Elections:
     """The elections of all jobs at one server."""
 
     def __init__(self) -> None:
-        self._elections: dict[tuple[str, str], Election] = {}
-        """By job and life: agents without a copy elect no server together with those that have one.
-        """
+        self._elections: dict[str, Election] = {}
 
     def withdraw(self, session: Hashable, id: int | None = None) -> None:
         """Remove first grants whose agents wait no longer: they may have found the job meanwhile.
@@ -69,10 +67,11 @@ class Elections:
             session: the session of the agent.
             id: the question that ended; None: all of the session.
         """
-        for (_, life), election in self._elections.items():
+        for election in self._elections.values():
             for voter, (its, asked) in [*election.asked.items()]:
-                if not life and its == session and id in (None, asked):
-                    del election.asked[voter], election.grants[voter], election.records[voter]
+                if voter in election.elects and its == session and id in (None, asked):
+                    for of in (election.asked, election.grants, election.records, election.elects):
+                        del of[voter]
 
     def granted(
         self, session: Hashable, id: int, question: messages.GrantRequest
@@ -95,7 +94,7 @@ class Elections:
                 f"the copy of the voter {voter} does not have the {question.seq} changes that its "
                 f"grant names"
             )
-        election = self._elections.get((run_id, question.life))
+        election = self._elections.get(run_id)
         if election is not None and election.epoch > question.epoch:
             elsewhere = messages.ElsewhereReply(election.epoch, "")
             return None, [Answer(session, id, messages.encode(elsewhere))]
@@ -104,7 +103,7 @@ class Elections:
                 out += election.answer_all(messages.ElsewhereReply(question.epoch, ""))
             elif len(self._elections) >= JOBS:
                 raise ValueError(f"this server has {JOBS} elections already, which is its limit")
-            election = self._elections[run_id, question.life] = Election(question.epoch)
+            election = self._elections[run_id] = Election(question.epoch)
         if len(election.grants) >= GRANTS and voter not in election.grants:
             raise ValueError(f"an election has at most {GRANTS} grants")
         position = Position(question.copy_epoch, question.seq)
@@ -118,7 +117,7 @@ class Elections:
         newest = elected(election.grants)
         if newest is None:
             return None, out
-        del self._elections[run_id, question.life]
+        del self._elections[run_id]
         out += election.answer_all(messages.DoneReply(election.epoch))
         record = election.records[newest]
         won = Won(election.epoch, question.candidate, record, election.grants, election.elects)

@@ -88,6 +88,7 @@ from regrow.rendezvous.protocol.succession import (
     has_ended,
     has_waited,
     is_voter,
+    with_agent,
     with_agents,
 )
 from regrow.rendezvous.server import server_messages as messages
@@ -347,9 +348,11 @@ class RendezvousService:
         if job is None or job.copies.moved is not None:
             elsewhere = job.copies.moved if job else self._reported(question.job, now)
             return [*out, Answer(session, id, messages.encode(elsewhere or _UNKNOWN))]
-        succession = with_agents(job.copies.succession, {question.listed: question.voter})
+        succession = job.copies.succession
         if question.hosts and succession.coordinator is None:
             succession = Succession(coordinator=question.voter)
+        elif job.copies.kept():
+            succession = with_agent(succession, question.listed, question.voter)
         if succession != job.copies.succession:
             job.copies.succession = succession
             self._write(job, SuccessionRecord(job.run_id, succession))

@@ -20,8 +20,9 @@ An agent that was removed from the voters may have granted epochs that have no m
 continues as another voter, under a new id.
 
 While an agent hosts the coordinator, it reports this every second to the servers at the endpoints
-of the job. An agent that is started again on such a host serves there, and sends newcomers on. An
-agent that hosts a server at an endpoint reports to its own server where the coordinator is.
+of the job. An agent that is started again on such a host serves there, and sends newcomers on. The
+other agents with a copy report this too, because the agent beside the coordinator may have ended.
+An agent that hosts a server at an endpoint reports to its own server only.
 
 If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
 asks the others whether the job runs already. If none says so, it grants epoch 1, with the copy of a
@@ -450,13 +451,19 @@ class Successor:
         """Return the endpoints to which this agent reports where the rounds are run."""
         here = endpoint_of(self.me.host, self.me.port)
         own = self._listed_as or (self._listed[0] if self._hosts else here)
+        if not (self._hosts or self._coordinator in (own, here, *self._listed)):
+            return [*self._listed]  # the agent there may have ended
         if self._coordinator in (own, here):
             return [at for at in self._listed if at != own]
         return [own] if self._hosts else []
 
     def _report(self) -> None:
         """Report where the rounds are run as long as there are servers that do not know it."""
-        while not self._stop.is_set() and (servers := self._asked_by_mistake()):
+        copies = self._thread
+        while not self._stop.is_set() and copies is not None and copies.is_alive():
+            servers = self._asked_by_mistake()
+            if not servers:
+                return
             moved = messages.MovedRequest(self._run_id, self._promised, self._coordinator)
             for at in () if self._granted_to else servers:
                 # A session that stays open would keep that server alive.
