@@ -350,6 +350,12 @@ BUGS: dict[str, Bug] = {
     "failures forgotten at takeover": Bug(
         "hosts", range(5, 105), successor_bugs.failures_are_forgotten_at_the_takeover
     ),
+    "same voter": Bug(
+        "hosts", range(1, 101), successor_bugs.an_agent_is_the_same_voter_after_its_start
+    ),
+    "never withdrawn": Bug(
+        "hosts", range(109, 209), successor_bugs.first_grants_are_never_withdrawn
+    ),
 }
 
 

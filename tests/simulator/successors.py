@@ -31,7 +31,7 @@ from regrow.rendezvous.server.copies import Copies
 from regrow.rendezvous.server.served_job import ServedJob
 from regrow.rendezvous.server.server_driver import ServerDriver, Where
 from regrow.store import Answer
-from simulator.agent import Agent
+from simulator.agent import Agent, Stranger
 from simulator.client import Client, Link
 from simulator.host import Host, Job
 from simulator.kernel import Machine
@@ -310,11 +310,13 @@ class Servers:
 
     def _connect_listed(self, agent: Agent) -> Driver:
         own = f"{agent.host.name}:1"
-        while (agent.host.name, 1) in LISTED and self._may_begin_a_second_job():
+        serves = (agent.host.name, 1) in LISTED and not isinstance(agent, Stranger)
+        while serves and self._may_begin_a_second_job():
             agent.wait(agent.sleep(0.5))
-        self._latest_start = agent
+        if serves:
+            self._latest_start = agent
         before, server = self.servers.get(own), None
-        if (agent.host.name, 1) in LISTED and (before is None or before.dead):
+        if serves and (before is None or before.dead):
             server = self.servers[own] = HostServer(self, agent.host, agent, creates=False)
         driver = self._driver(agent, ORIGIN, server, LISTED)
         if server is not None:

@@ -170,17 +170,16 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
 
 
 def reporter(state: Round, succession: Succession) -> Voter | None:
-    """Return the agent that reports where the rounds are run, if that of the coordinator has ended.
+    """Return the agent that reports to the endpoints where the rounds are run: the coordinator's.
 
-    The server of an agent that has ended still serves its clients. But new agents find it only if
-    an agent reports to the endpoints of the job.
+    If that agent has ended, its server still serves the nodes. Then the first member reports.
     """
     first = succession.coordinator
     if first is None or not state.complete:
         return None
     members = [state.members[id].voter for id in state.ranks]
-    able = [voter for voter in members if voter is not None]
-    return None if first.id in {voter.id for voter in able} else next(iter(able), None)
+    able = {voter.id: voter for voter in members if voter is not None}
+    return able.get(first.id) or next(iter(able.values()), None)
 
 
 def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Succession:
