@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from regrow.agent.api import FAILED_STATES, RunResult, WorkerGroup, WorkerState
-from regrow.agent.attempt.environment import warn_if_unknown
+from regrow.agent.api import FAILED_STATES, RunResult, Worker, WorkerGroup, WorkerState
+from regrow.agent.attempt.environment import warn_if_unknown, worker_environment
 from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
 from regrow.agent.peers import Peers
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from regrow.agent.agent import SimpleElasticAgent
-    from regrow.agent.api import Worker, WorkerSpec
+    from regrow.agent.api import WorkerSpec
     from regrow.agent.attempt.local import LocalWorkers
     from regrow.agent.job import Job
     from regrow.rendezvous import Judged, RendezvousInfo
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
+WAIT_S = 2.0
+"""Seconds without a place in a round after which a node prepares the start of its workers."""
 START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 
@@ -330,7 +333,8 @@ class Attempt:
         start = monotonic()
         with self._job.torch_events.duration("RENDEZVOUS"):
             try:
-                info = job.handler.next_rendezvous()
+                with self._prepared():
+                    info = job.handler.next_rendezvous()
             except RendezvousTimeoutError as error:
                 job.recorder.departed(job.round, error.departed)
                 raise
@@ -372,6 +376,32 @@ class Attempt:
             duration_s=monotonic() - start,
         )
         return True
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Let the features prepare (`on_wait`) if the body takes longer than `WAIT_S`.
+
+        A standby host waits here, for hours perhaps, and has no worker that this could disturb.
+        """
+        timer = threading.Timer(WAIT_S, self._prepare)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _prepare(self) -> None:
+        job = self._job
+        size = job.group.spec.local_world_size
+        try:
+            environment = worker_environment(job, Worker(0, 0, 0, size, size), os.environ)
+            environment |= self._workers_store.without_token(os.environ)
+            for feature in job.features:
+                feature.on_wait(environment)
+        except Exception:  # the start of the workers shows whether it matters
+            logger.exception("this node waits for a place, and could not prepare its workers")
 
     def _agree(
         self, info: RendezvousInfo, spec: WorkerSpec
