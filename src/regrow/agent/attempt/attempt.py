@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
+_HOOKS = ("_restart_workers", "_initialize_workers", "_start_workers", "_stop_workers", "_shutdown")
+"""Hooks of the agent that know only workers that are stopped, and then started."""
 WAIT_S = 2.0
 """Seconds without a place in a round after which a node prepares the start of its workers."""
 START_S = 1.0
@@ -118,16 +120,40 @@ class Attempt:
         """Form a round and start workers in it."""
         self._hooks._initialize_workers(self._job.group)
 
-    def restart(self, reason: str, announce: bool, full_grace: bool) -> None:
+    def restart(self, reason: str, announce: bool, full_grace: bool, keep: bool = False) -> None:
         """Stop the workers, form the next round and start workers in it.
 
         Args:
             reason: reason of the restart, for the other nodes.
             announce: whether to notify the other nodes before the workers are stopped.
             full_grace: whether the workers get the same grace as at the end of a job.
+            keep: whether workers that can go on in the next round live on.
         """
         self._prepare_restart(reason, announce, full_grace)
-        self._hooks._restart_workers(self._job.group)
+        if keep and self._park():
+            self._hooks._initialize_workers(self._job.group)
+        else:
+            self._hooks._restart_workers(self._job.group)
+
+    def _park(self) -> bool:
+        """Let the workers leave their round, without their end; return whether all have left it."""
+        job, workers = self._job, self.workers
+        if workers is None:
+            return False
+        self._before_stop()
+        if not workers.park(job.restart_timeout, own_hooks=self._has_own_hooks()):
+            return False
+        job.group.state = WorkerState.STOPPED
+        self.end(RunResult(WorkerState.STOPPED))
+        return True
+
+    def _has_own_hooks(self) -> bool:
+        from regrow.agent.agent import LocalElasticAgent
+
+        ours, own = LocalElasticAgent, type(self._hooks)
+        return self._job.own_loop or any(
+            getattr(own, name) is not getattr(ours, name) for name in _HOOKS
+        )
 
     def pause(self, reason: str, announce: bool, full_grace: bool) -> None:
         """Stop the workers; arguments as in `restart`, which follows later."""
