@@ -68,7 +68,7 @@ class Script:
     def form(self) -> None:
         self.calls.append("form")
 
-    def restart(self, reason: str, announce: bool, full_grace: bool) -> None:
+    def restart(self, reason: str, announce: bool, full_grace: bool, keep: bool) -> None:
         self.calls.append(f"restart: {reason}")
 
     def check(self) -> tuple[RunResult, int]:

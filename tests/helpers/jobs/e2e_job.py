@@ -175,6 +175,10 @@ class Job:
                 continue
         return found
 
+    def owns(self, pid: int) -> bool:
+        """Return whether a process belongs to this job."""
+        return pid in self._marked()
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from helpers.jobs.e2e_job import Job
 from helpers.processes import wait_until
+
+T = TypeVar("T")
 
 SCRIPT = """
 import json
@@ -36,7 +40,7 @@ def train(call: CallWrapper):
     store = call.state.store
     while step < STEPS:
         step += 1
-        value = np.sin(np.arange(5) * (step * 7 + PARTS(rank, size)))
+        value = np.sin(np.arange(5) * (step * 7 + rank))
         store.set(f"{step}/{rank}", value.tobytes())
         keys = [f"{step}/{each}" for each in range(size)]
         store.wait(keys)
@@ -48,9 +52,6 @@ def train(call: CallWrapper):
         while step == int(os.environ["HOLD"]) and not os.path.exists(f"{FOLDER}/go"):
             time.sleep(0.005)
             call.ping()
-
-def PARTS(rank, size):
-    return rank
 
 train()
 say("result", weights["w"].tobytes().hex())
@@ -76,14 +77,11 @@ class Elastic:
         steps: int = 12,
         hold: int = 5,
         script: str = SCRIPT,
-        endpoint: str = "",
     ) -> None:
         self.folder = folder / f"elastic-{len(list(folder.iterdir()))}"
         (self.folder / "meet").mkdir(parents=True)
         self._launch, self._script = launch, script
         where = ["--rdzv-backend=file", f"--rdzv-endpoint={self.folder / 'meet'}"]
-        if endpoint:
-            where = ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         self._flags = [f"--nnodes={nodes}", *where, "--rdzv-id=elastic", *flags]
         self._env = {"FOLDER": str(self.folder), "STEPS": str(steps), "HOLD": str(hold)}
         self.jobs: list[Job] = []
@@ -104,8 +102,6 @@ class Elastic:
 
     def lines(self, what: str) -> list[list[object]]:
         """Return what the workers wrote so far: pid, round, values of the lines of one kind."""
-        import json
-
         path = self.folder / "lines"
         found = (
             [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -137,7 +133,7 @@ class Elastic:
             f"{count} ranks at step {step}",
         )
 
-    def _await(self, found: Callable[[], object], what: str) -> object:
+    def _await(self, found: Callable[[], T | None], what: str) -> T:
         def text() -> str:
             return f"{what}; {self.lines('called')} {[job.output for job in self.jobs]}"
 
@@ -145,9 +141,12 @@ class Elastic:
 
     def of(self, pids: dict[int, int], job: Job) -> int:
         """Return the rank of the worker that an agent has started."""
-        own = job._marked()
-        (rank,) = [rank for rank, pid in pids.items() if pid in own]
+        (rank,) = self.of_all(pids, job)
         return rank
+
+    def of_all(self, pids: dict[int, int], job: Job) -> list[int]:
+        """Return the ranks of the workers that an agent has started."""
+        return [rank for rank, pid in sorted(pids.items()) if job.owns(pid)]
 
     def go(self) -> None:
         """Let the workers go on."""

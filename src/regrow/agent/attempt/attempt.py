@@ -265,7 +265,9 @@ class Attempt:
                 worker.id = worker_id
                 job.torch_events.worker_event("START", worker)
             group.state = WorkerState.HEALTHY
-            job.recorder.attempt_started(self.workers.forked() if self.workers else ())
+            kept = self.workers.kept if self.workers else []
+            forked = self.workers.forked() if self.workers and not kept else []
+            job.recorder.attempt_started(forked, kept)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:

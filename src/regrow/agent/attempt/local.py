@@ -93,6 +93,8 @@ class LocalWorkers(Feature):
         """The workers' processes; a subclass of the agent that starts its own workers sets it."""
         self.lost: set[int] = set()
         """Global ranks of the workers that were lost in the latest attempt."""
+        self.kept: list[int] = []
+        """Global ranks of the workers of the latest attempt, if they went on in their processes."""
         self._started: StartedWorkers | None = None  # with the context that posts its changes
         self.guardian = Guardian(on_lapse=self._on_lapse)
         self._port: PortReservation | None = None
@@ -129,7 +131,7 @@ class LocalWorkers(Feature):
             line_prefix: template for the prefix of each console line; None for the default.
         """
         job, group, spec = self._job, self._job.group, self._job.group.spec
-        moves = self._may_move()
+        moves, self.kept = self._may_move(), []
         self._release_port()
         if not group.master_port:
             from regrow.utils import PortReservation
@@ -213,7 +215,12 @@ class LocalWorkers(Feature):
         sent = [reports.order(each, kind="leave", attempt=attempt) for each in local_ranks]
         if not all(sent):
             return False
-        return reports.all_parked(timeout, lambda: self._job.leaving or not context.all_run)
+
+        def pointless() -> bool:
+            stay = all(reports.may_stay(each) for each in local_ranks)
+            return self._job.leaving or not context.all_run or not stay
+
+        return reports.all_parked(timeout, pointless)
 
     def _may_move(self) -> bool:
         """Return whether parked workers go on in the round that was formed; end them if not."""
@@ -246,7 +253,7 @@ class LocalWorkers(Feature):
             if not reports.order(local_rank, kind="join", env=changed):
                 logger.error("local rank %s does not receive the order to go on", local_rank)
                 self.guardian.stop(None, signal.SIGKILL, 0)
-        job.recorder.emit("regrow.workers.kept", ranks=ranks)
+        self.kept = ranks
         logger.warning(
             "the workers of this node go on in round %s, in their processes, as ranks %s",
             job.round,

@@ -167,8 +167,8 @@ class CallWrapper:
                 board.set_restart_state(
                     board.NOT_IN_WRAPPER if left is None else left & ~board.OWES_RESULT
                 )
-            if self._moves is not None and error is not None and not is_a(error, RoundLeft):
-                board.wake_agent()  # it may wait for this rank to leave its round
+            if self._leaves and not is_a(error, RoundLeft):
+                board.wake_agent()  # it waits for this rank to leave its round
             self._stack.close()
             # The function may keep this object. Closed parts are removed, which also frees their
             # cycles.
@@ -240,7 +240,7 @@ class CallWrapper:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call the function until all ranks are done; for `Wrapper`."""
         args, kwargs = substitute_param_value(fn, args, kwargs, {CallWrapper: self})
-        board.set_restart_state(board.OWES_RESULT)
+        board.set_restart_state(self._owes_result)
         try:
             if not self._join():
                 return None
@@ -289,9 +289,13 @@ class CallWrapper:
         return True
 
     @property
+    def _owes_result(self) -> int:
+        return board.OWES_RESULT | (board.MAY_STAY if self._moves is not None else 0)
+
+    @property
     def _in_wrapper(self) -> int:
-        may_stay = board.MAY_STAY if self._moves is not None else 0
-        return board.IN_WRAPPER | (board.MAY_BE_REPLACED if self._replaces else 0) | may_stay
+        replaced = board.MAY_BE_REPLACED if self._replaces else 0
+        return board.IN_WRAPPER | replaced | self._owes_result
 
     @property
     def _leaves(self) -> bool:
@@ -402,9 +406,8 @@ class CallWrapper:
                 return None, ended
         ended = self._ask(link.done)
         if ended is None:
-            board.set_restart_state(
-                board.OWES_RESULT
-            )  # after all confirm, no rank continues in its place
+            # After all confirm, no rank continues in its place.
+            board.set_restart_state(self._owes_result)
             ended = self._ask(link.confirm)
         return value, ended
 
