@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from regrow.agent.attempt.local import changed_variables
 from regrow.agent.decisions.keep import (
     ParkedWorkers,
     RunningWorkers,
@@ -47,3 +48,14 @@ def test_parked_workers_join_a_round_that_needs_all_of_them(
 ) -> None:
     assert reason in reason_not_to_move(parked)
     assert bool(reason) == bool(reason_not_to_move(parked))
+
+
+def test_a_worker_changes_what_differs_in_its_environment_and_its_ranks() -> None:
+    before = {"RANK": "1", "WORLD_SIZE": "4", "REGROW_STORE": "a:1", "REGROW_INCARNATION": "2"}
+    after = {"RANK": "1", "WORLD_SIZE": "4", "REGROW_STORE": "b:2", "OMP_NUM_THREADS": "1"}
+    assert changed_variables(before | {"OMP_NUM_THREADS": "1"}, after) == {
+        "RANK": "1",  # the wrapper may have changed these two
+        "WORLD_SIZE": "4",
+        "REGROW_STORE": "b:2",
+        "REGROW_INCARNATION": None,
+    }

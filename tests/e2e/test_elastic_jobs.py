@@ -37,7 +37,9 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_the_others_keep_their_pr
     for agent in left:
         starts = agent.events("attempt.started")
         assert [(each["restart_count"], len(each["kept"])) for each in starts] == [(0, 0), (0, 1)]
-        assert "run again; those of this node in the same processes" in " ".join(agent.stderr.split())
+        assert "run again; those of this node in the same processes" in " ".join(
+            agent.stderr.split()
+        )
 
 
 def test_the_other_hosts_go_on_with_fewer_ranks_without_a_spare_host(
@@ -108,7 +110,7 @@ def test_a_worker_that_does_not_leave_its_function_is_ended_and_the_others_live_
     assert (after[0], after[1] != before[1]) == (before[0], True)
     agents.remove(victim)
     assert len(job.finish(agents)) == 1
-    (reason,) = [each["reason"] for each in other.events("workers.not_kept")]
+    (reason,) = [each["reason"] for each in other.events("attempt.not_kept")]
     assert reason == "a worker did not leave its round within 1 s"
 
 
@@ -127,7 +129,7 @@ def test_workers_that_wait_longer_than_their_lease_are_ended_and_start_again(
     _, after = job.world(2, after=first)
     assert job.of(after, other) == 1
     assert len(job.finish([other, spare])) == 1
-    (reason,) = [each["reason"] for each in other.events("workers.not_kept")]
+    (reason,) = [each["reason"] for each in other.events("attempt.not_kept")]
     assert reason == "a worker ended while the round formed, or its lease expired"
 
 
@@ -145,4 +147,4 @@ def test_a_script_whose_second_call_runs_starts_again(launch: Launch, tmp_path: 
     assert after[0] != before[1]
     agents.remove(victim)
     job.finish(agents)
-    assert agents[0].events("workers.not_kept") == [], "no worker could go on"
+    assert agents[0].events("attempt.not_kept") == [], "no worker could go on"

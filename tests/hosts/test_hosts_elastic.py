@@ -38,7 +38,7 @@ def test_a_spare_host_takes_the_rank_of_a_lost_one(
     agents = [job.agent(host) for host in hosts[:3]]
     world = job.world(3)
     spare = job.agent(hosts[3])
-    job.connected(hosts[3])
+    job.waits(spare)
     before = pids(job, world)
     (victim,) = [agent for agent in agents if agent.host.name == world.hosts[lost]]
     fault.now()

@@ -262,7 +262,7 @@ class LocalWorkers(Feature):
         return dict(context.pids())
 
     def _record_not_kept(self, why: str) -> None:
-        self._job.recorder.emit("regrow.workers.not_kept", reason=why)
+        self._job.recorder.emit("regrow.attempt.not_kept", reason=why)
         logger.warning("the workers of this node do not go on in the next round: %s", why)
 
     def _others_continue(self, local_rank: int) -> bool:
