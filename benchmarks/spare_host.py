@@ -178,10 +178,8 @@ def main() -> int:
         times = [LIMIT_S if loss.seconds is None else loss.seconds for loss in losses]
         medians[way] = statistics.median(times) if times else LIMIT_S
         kept, redone = ([getattr(loss, name) for loss in losses] for name in ("kept", "redone"))
-        print(
-            f"{way:20} {medians[way]:7.2f} "
-            f"({min(times, default=0):.2f}-{max(times, default=0):.2f})  processes kept {kept}  steps redone {redone}"
-        )
+        spread = f"({min(times, default=0):.2f}-{max(times, default=0):.2f})"
+        print(f"{way:20} {medians[way]:7.2f} {spread:15} kept {kept}  steps redone {redone}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     missed = [
