@@ -42,6 +42,9 @@ from regrow.utils.logging import library_logger
 
 logger = library_logger(__name__)
 
+ORDER_S: Final = 15.0
+"""Longest wait in seconds of a rank without its store for the order to leave: by default, the nodes
+have noticed a silent host after 5 s."""
 LEAVE: Final = "leave"
 JOIN: Final = "join"
 ATTEMPT: Final = "REGROW_ATTEMPT"
@@ -106,12 +109,13 @@ class Moves:
 
         Args:
             error: why it cannot continue. Without its store it waits for the order to leave.
-            timeout: seconds for which it waits.
+            timeout: seconds for which it waits, at most `ORDER_S`.
         """
         if self.leaving:
             return is_a(error, LinkClosedError | LinkLostError | StoreError)
         if not is_a(error, LinkLostError | StoreError):
             return False
+        timeout = min(timeout, ORDER_S)
         logger.warning("this rank waits %g s for the next round, because: %s", timeout, error)
         return self._leaving.wait(timeout)
 
@@ -131,6 +135,7 @@ class Moves:
             for order in self._read():
                 if order.get("kind") == JOIN:
                     _take(order.get("env", {}))
+                    board.reopen()  # the next step is the first one of the next attempt
                     self._leaving.clear()
                     os.eventfd_read(self.leaves)
                     logger.warning(
