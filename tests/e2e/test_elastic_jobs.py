@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -150,3 +152,29 @@ def test_a_script_whose_second_call_runs_starts_again(launch: Launch, tmp_path: 
     agents.remove(victim)
     job.finish(agents)
     assert agents[0].events("attempt.not_kept") == [], "no worker could go on"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(8))
+def test_a_host_that_is_lost_at_any_moment_leaves_the_result_of_a_run_without_faults(
+    launch: Launch, tmp_path: Path, seed: int
+) -> None:
+    chosen = random.Random(seed)
+    undisturbed = Elastic(launch, tmp_path, "3:3", steps=300)
+    expected = undisturbed.finish([undisturbed.agent() for _ in range(3)])
+    job = Elastic(launch, tmp_path, "3:3", steps=300)
+    agents = [job.agent() for _ in range(3)]
+    first, before = job.world(3)
+    spare = job.agent("--preload=regrow.inprocess")
+    spare.await_event("template.ready")
+    victim = chosen.choice(agents)
+    job.go()
+    job.at_step(chosen.randrange(20, 250), chosen.choice((1, 3)))
+    victim.kill_family()
+    agents.remove(victim)
+    assert job.finish([*agents, spare]) == expected
+    started = [agent.events("attempt.started") for agent in agents]
+    moved = [each for starts in started for each in starts if each["kept"]]
+    assert len(moved) == 2, f"from round {first}, with the processes {before}"
+    repeated = Counter((str(each[2]), each[3]) for each in job.lines("step"))
+    assert max(repeated.values()) <= 2
