@@ -14,6 +14,8 @@ from helpers.jobs.elastic_job import SCRIPT, Elastic
 
 Launch = Callable[..., Job]
 
+pytestmark = pytest.mark.timeout(120)
+
 
 @pytest.mark.parametrize("lost", [2, 0])
 def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_the_others_keep_their_processes(
@@ -77,6 +79,7 @@ def test_a_host_that_joins_is_taken_in_without_the_end_of_a_process(
     assert [agent.events("attempt.started")[-1]["kept"] for agent in agents] == [[0], [1], []]
 
 
+@pytest.mark.thorough
 def test_two_hosts_that_are_lost_at_once_cost_no_process_of_the_third(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_worker_that_does_not_leave_its_function_is_ended_and_the_others_live_
     assert reason == "a worker did not leave its round within 1 s"
 
 
+@pytest.mark.thorough
 def test_workers_that_wait_longer_than_their_lease_are_ended_and_start_again(
     launch: Launch, tmp_path: Path
 ) -> None:
@@ -137,6 +141,7 @@ def test_workers_that_wait_longer_than_their_lease_are_ended_and_start_again(
     assert reason == "a worker ended while the round formed, or its lease expired"
 
 
+@pytest.mark.thorough
 def test_a_script_whose_second_call_runs_starts_again(launch: Launch, tmp_path: Path) -> None:
     twice = SCRIPT.replace(
         "\ntrain()\n", "\nearly = Wrapper(replace=True)(lambda: 0)\nearly()\ntrain()\n"

@@ -422,6 +422,8 @@ class Attempt:
 
     def _prepare(self) -> None:
         job = self._job
+        if job.leaving:
+            return
         size = job.group.spec.local_world_size
         try:
             environment = worker_environment(job, Worker(0, 0, 0, size, size), os.environ)
