@@ -34,10 +34,14 @@ class Client:
     SERVICE: ClassVar[str]
 
     def __init__(self, endpoint: str, token: bytes, name: str) -> None:
-        dialer = Dialer(endpoint, token, None, name, 0.0)
-        self.transport, _ = dialer.dial(b"", 0.5, time.monotonic() + CONNECT_S)
+        self.connect(endpoint, token, name)
         self.messages = self.bytes = 0  # sent and received, with their frames
         self._asked = 0
+
+    def connect(self, endpoint: str, token: bytes, name: str) -> None:
+        """Begin a session with a server; see the constructor."""
+        dialer = Dialer(endpoint, token, None, name, 0.0)
+        self.transport, _ = dialer.dial(b"", 0.5, time.monotonic() + CONNECT_S)
 
     def ask(self, body: bytes) -> int:
         """Send a request; return its id."""

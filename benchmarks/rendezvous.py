@@ -2,6 +2,8 @@
 
     python benchmarks/rendezvous.py [--check] [--etcd] [--runs 3] [--both 4,16,64]
                                     [--crowd-runs 5] [--crowds 64,...,4096]
+                                    [--packed 8,1] [--packed-nodes 1024] [--switch 0.1]
+                                    [--copied 1024] [--copied-runs 7] [--moved 1000]
 
 **Handlers.** There are N nodes. Each is a `DynamicRendezvousHandler` in a thread, with its own
 connection to one server on this machine. All are connected before the clock starts. Then all call
@@ -18,6 +20,19 @@ process. A run that has not ended after 120 s is aborted and counts as infinite.
   between, each node receives the end of the first round, acknowledges it, and joins again
 - the traffic per second between the server and a node that stays in the round
 
+**Packed handlers.** 1,024 handlers share 8 processes, and one process (see `_handlers.py`). The
+time runs until all have a seat in the same round.
+
+**Copies.** The record of the job is copied to five agents (`_voter.py`), or to none. The two
+alternate. All nodes leave the first round and join the second, while the agents vote. Then each
+node sends heartbeats as fast as they are answered. All processes share the cores of this machine,
+so the figures include the work of the agents, which a job does on other hosts. The server's
+processor time is printed beside them.
+
+**Failover.** The server is killed, with the agent that hosts it. The time runs until each simulated
+node has the answer to a heartbeat, from the server that has taken over, that it still holds its
+seat.
+
 With `--etcd`, regrow's handlers also meet over an etcd server, which must be installed.
 
 `--check` compares with the bounds and exits with 1 if one is missed.
@@ -29,6 +44,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,6 +69,12 @@ GROWTH_BOUND = 2.3  # from N to 2N nodes
 JUDGED_FROM = 256  # nodes; smaller jobs form too fast for the growth to be meaningful
 MORE_RUNS = 30  # of N and 2N nodes in turn, if the first runs miss that bound
 TRAFFIC_GROWTH_BOUND = 1.1  # traffic of one node, from the fewest to the most nodes
+PACKED_BOUND_S = {8: 10.0, 1: LIMIT_S}  # at 1,024 nodes, by processes
+COPIES_BOUND = 1.1  # time of the second round with copies, as a part of the time without
+VOTERS = 5
+BEATS = 3  # of each node
+PROMISE_S = 15.0  # half of a lease of `_crowd.py`
+SERVICES = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
 
 
 # --- handlers in threads
@@ -140,8 +162,7 @@ def in_a_process(*role: str, environ: dict[str, str] | None = None) -> float:
 def our_run(count: int) -> float:
     """Measure regrow's handlers once, in a new process with a new server; return the seconds."""
     token = make_token()
-    services = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
-    with start_server(token=token, services=services) as server:
+    with start_server(token=token, services=SERVICES) as server:
         role = ("ours", str(count), "c10d", server.endpoint)
         return in_a_process(*role, environ={"REGROW_TOKEN": token.decode()})
 
@@ -184,70 +205,176 @@ def _start_etcd(folder: str, stack: ExitStack) -> str:
 # --- crowds of light clients
 
 
-class Crowds:
-    """The processes that together hold the nodes of one job."""
+class Helpers:
+    """Processes that receive orders as lines, and answer each with a line of JSON."""
 
-    def __init__(self, nodes: int, endpoint: str, token: bytes) -> None:
-        share = nodes // PROCESSES
-        file = Path(__file__).with_name("_crowd.py")
+    def __init__(self, file: str, arguments: list[list[str]]) -> None:
+        path = str(Path(__file__).with_name(file))
         self._processes = [
             subprocess.Popen(
-                [
-                    *(sys.executable, str(file), endpoint, token.decode(), "bench", str(nodes)),
-                    *(str(turn * share), str(share)),
-                ],
+                [sys.executable, path, *mine],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for turn in range(PROCESSES)
+            for mine in arguments
         ]
-        self.connected = max(self._answers())
+        self.first = self._answers(self._processes)
+        """The first line of each process."""
 
-    def until(self, word: str) -> float:
-        """Send an order; return the seconds until the last node has its rank."""
-        began = time.monotonic()
-        seconds: float = max(self._order(word)) - began
-        return seconds
-
-    def traffic(self) -> tuple[float, float]:
-        """Return the messages and bytes per node and second."""
-        answers = self._order(f"hold {HOLD_S}")
-        return tuple(statistics.fmean(part) for part in zip(*answers, strict=True))  # type: ignore[return-value]
-
-    def _order(self, words: str) -> list[Any]:
-        for process in self._processes:
+    def order(self, words: str, only: slice = slice(None)) -> list[Any]:
+        """Send an order to all processes, or to some; return their answers."""
+        for process in self._processes[only]:
             assert process.stdin is not None
             process.stdin.write(words + "\n")
             process.stdin.flush()
-        return self._answers()
+        return self._answers(self._processes[only])
 
-    def _answers(self) -> list[Any]:
-        answers = []
-        for process in self._processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise SystemExit(f"benchmark: a crowd ended with {process.wait()}")
-            answers.append(json.loads(line))
-        return answers
+    def kill(self, number: int) -> None:
+        """Kill one of the processes."""
+        process = self._processes.pop(number)
+        process.kill()
+        process.communicate()
 
     def close(self) -> None:
         """End the processes."""
         for process in self._processes:
             process.communicate()
 
+    def _answers(self, processes: list[subprocess.Popen[str]]) -> list[Any]:
+        answers = []
+        for process in processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise SystemExit(f"benchmark: a process ended with {process.wait()}")
+            answers.append(json.loads(line))
+        return answers
+
+
+class Crowds(Helpers):
+    """The processes that together hold the nodes of one job.
+
+    Args:
+        nodes: how many.
+        endpoint: address of the server.
+        token: token of the server.
+        processes: how many of them.
+        file: the program of the processes.
+        more: its last arguments.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        endpoint: str,
+        token: bytes,
+        *more: str,
+        processes: int = PROCESSES,
+        file: str = "_crowd.py",
+    ) -> None:
+        share = nodes // processes
+        fixed = [endpoint, token.decode(), "bench", str(nodes)]
+        super().__init__(
+            file, [[*fixed, str(turn * share), str(share), *more] for turn in range(processes)]
+        )
+
+    def until(self, words: str) -> float:
+        """Send an order; return the seconds until the last node is ready."""
+        began = time.monotonic()
+        seconds: float = max(self.order(words)) - began
+        return seconds
+
+    def traffic(self) -> tuple[float, float]:
+        """Return the messages and bytes per node and second."""
+        answers = self.order(f"hold {HOLD_S}")
+        return tuple(statistics.fmean(part) for part in zip(*answers, strict=True))  # type: ignore[return-value]
+
 
 def crowd_run(nodes: int, traffic: bool) -> tuple[float, float, tuple[float, float] | None]:
     """Return the seconds of the first and the second round, and the traffic of a node."""
     token = make_token()
-    services = {"rendezvous": "regrow.rendezvous.server.round_service:create"}
-    with start_server(token=token, services=services) as server:
-        crowds = Crowds(nodes, server.endpoint, token)
+    with start_server(token=token, services=SERVICES) as server:
+        crowds = Crowds(nodes, server.endpoint, token, "0", "[]")
         first, second = crowds.until("join"), crowds.until("again")
         exchanged = crowds.traffic() if traffic else None
         crowds.close()
     return first, second, exchanged
+
+
+def packed_run(nodes: int, processes: int, switch: float) -> float:
+    """Let real handlers meet once; return the seconds until all have a seat in one round."""
+    token = make_token()
+    with start_server(token=token, services=SERVICES) as server:
+        crowds = Crowds(
+            nodes, server.endpoint, token, str(switch), processes=processes, file="_handlers.py"
+        )
+        began, round = time.monotonic(), 1
+        while True:
+            answers = crowds.order(f"meet {round} {began + LIMIT_S - time.monotonic()}")
+            rounds, times = zip(*answers, strict=True)
+            if min(rounds) == max(rounds) or min(rounds) < 0:
+                break
+            round = max(rounds)
+        crowds.close()
+    return math.inf if min(rounds) < 0 else max(times) - began
+
+
+class Copied:
+    """A server, simulated nodes, and the agents that keep copies of the record; all have met.
+
+    Args:
+        nodes: how many.
+        stack: closes everything.
+        voters: how many agents vote; 0: none.
+        host_votes: whether the first of them hosts the server; otherwise one more does.
+    """
+
+    def __init__(self, nodes: int, stack: ExitStack, voters: int, *, host_votes: bool) -> None:
+        token = make_token()
+        self.server = stack.enter_context(start_server(token=token, services=SERVICES))
+        fixed = [self.server.endpoint, token.decode(), "bench"]
+        last = [self.server.endpoint.rpartition(":")[2], str(PROMISE_S)]
+        agents = range(0 if voters else 1, voters + (not host_votes))
+        self.agents = Helpers("_voter.py", [[*fixed, str(number), *last] for number in agents])
+        stack.callback(self.agents.close)
+        able = self.agents.first if host_votes else self.agents.first[1:]
+        more = str(max(voters - 1, 0)), json.dumps(able)
+        self.crowds = Crowds(nodes, self.server.endpoint, token, *more)
+        stack.callback(self.crowds.close)
+        self.crowds.until("join")
+        self.agents.order("start")
+        self.agents.order(f"votes {voters}", slice(0 if host_votes else 1, None))
+
+    def cost(self, words: str) -> tuple[float, float]:
+        """Send an order to the nodes; return its seconds, and the server's processor time."""
+        before = self._used()
+        return self.crowds.until(words), self._used() - before
+
+    def _used(self) -> float:
+        text = Path(f"/proc/{self.server.pid}/schedstat").read_text()
+        return int(text.split()[0]) / 1e9
+
+
+def copied_run(nodes: int, voters: int) -> tuple[float, ...]:
+    """Return seconds and server's processor time: of a second round, and of all heartbeats."""
+    with ExitStack() as stack:
+        job = Copied(nodes, stack, voters, host_votes=True)
+        seqs = job.agents.order(f"votes {voters}")
+        costs = *job.cost("again"), *job.cost(f"beat {BEATS}")
+        copied = zip(job.agents.order(f"votes {voters}"), seqs, strict=True)
+        assert all(after - before >= nodes for after, before in copied), "it was not copied"
+        return costs
+
+
+def moved_run(nodes: int) -> float:
+    """Return the seconds from the loss of the server to the last seat at the next one."""
+    with ExitStack() as stack:
+        job = Copied(nodes, stack, VOTERS, host_votes=False)
+        job.crowds.order("beat 1")
+        os.kill(job.server.pid, signal.SIGKILL)
+        job.agents.kill(0)
+        return job.crowds.until("move")
 
 
 # --- main
@@ -272,10 +399,31 @@ def main() -> int:
         help="simulated nodes",
     )
     parser.add_argument("--etcd", action="store_true", help="also over etcd")
+    parser.add_argument("--packed", type=_numbers, default=[8, 1], help="processes of handlers")
+    parser.add_argument("--packed-nodes", type=int, default=1024, help="handlers in them")
+    parser.add_argument(
+        "--switch", type=float, default=0.1, help="CPython's switch interval there, in seconds"
+    )
+    parser.add_argument(
+        "--copied", type=int, default=1024, help="nodes of a copied record; 0: none"
+    )
+    parser.add_argument("--copied-runs", type=int, default=7, help="runs of them, in turn")
+    parser.add_argument("--moved", type=int, default=1000, help="nodes of a failover; 0: none")
     options = parser.parse_args()
 
-    failures = _beside_torch(options.both, options.runs, options.etcd)
-    failures += _crowds(options.crowds, options.crowd_runs)
+    failures: list[str] = []
+    if options.both:
+        failures += _beside_torch(options.both, options.runs, options.etcd)
+    if options.crowds:
+        failures += _crowds(options.crowds, options.crowd_runs)
+    failures += _packed(options.packed, options.packed_nodes, options.switch, options.runs)
+    if options.copied:
+        failures += _copied(options.copied, options.copied_runs)
+    if options.moved:
+        times = [moved_run(options.moved) for _ in range(options.runs)]
+        print(
+            f"\n{options.moved} nodes have their seats at the next server after: {_seconds(times)}"
+        )
     for failure in failures:
         print(f"FAILED: {failure}")
     return 1 if options.check and failures else 0
@@ -369,6 +517,52 @@ def _crowds(counts: list[int], runs: int) -> list[str]:
         if more > TRAFFIC_GROWTH_BOUND:
             failures.append(f"a node exchanges {more:.2f} times as much among the most nodes")
     return failures
+
+
+def _packed(counts: list[int], nodes: int, switch: float, runs: int) -> list[str]:
+    failures = []
+    if counts:
+        print(f"\n{nodes} handlers in few processes, a switch interval of {switch:g} s")
+    for processes in counts:
+        times = [packed_run(nodes, processes, switch) for _ in range(runs)]
+        print(f"{processes} processes: {_seconds(times)}", flush=True)
+        bound = PACKED_BOUND_S.get(processes, math.inf)
+        if nodes == 1024 and not max(times) < bound:
+            failures.append(f"1,024 handlers in {processes} processes do not meet in {bound:g} s")
+    return failures
+
+
+def _seconds(times: list[float]) -> str:
+    each = ", ".join(f"{seconds:.2f}" for seconds in sorted(times))
+    return f"{statistics.median(times):.2f} s (each run: {each})"
+
+
+def _copied(nodes: int, runs: int) -> list[str]:
+    figures: dict[int, list[tuple[float, ...]]] = {0: [], VOTERS: []}
+    for _ in range(runs):
+        for voters, results in figures.items():
+            results.append(copied_run(nodes, voters))
+    print(f"\n{nodes} nodes, the record copied to some agents, medians of {runs} runs in turn\n")
+    print(
+        f"{'agents':>6}{'again s':>10}{'of a join: µs':>15}{'server µs':>11}"
+        f"{'of a heartbeat: µs':>20}{'server µs':>11}"
+    )
+    for voters, results in figures.items():
+        again, used, beat, beat_used = (
+            statistics.median(part) for part in zip(*results, strict=True)
+        )
+        joins, beats = 1e6 / nodes, 1e6 / nodes / BEATS
+        print(
+            f"{voters:6}{again:10.4f}{again * joins:15.1f}{used * joins:11.1f}"
+            f"{beat * beats:20.1f}{beat_used * beats:11.1f}",
+            flush=True,
+        )
+    ratios = [b[0] / a[0] for a, b in zip(figures[0], figures[VOTERS], strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"time of the round with copies, as a part of that without: {ratio:.3f} (median)")
+    if nodes == 1024 and not ratio < COPIES_BOUND:
+        return [f"copies make the round of 1,024 nodes take {ratio:.2f} times as long"]
+    return []
 
 
 def _medians(pairs: list[tuple[float, float]]) -> list[float]:

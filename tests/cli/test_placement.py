@@ -10,6 +10,7 @@ from regrow import run
 from regrow.cli import main
 from regrow.launch import LaunchConfig
 
+THREE = "n1:20488,n2:20488,n3:20488"
 ENVIRONMENTS = Path(__file__).parents[1] / "launch" / "environments"
 
 
@@ -64,9 +65,9 @@ def started(
 
 def test_a_task_of_slurm_needs_no_flag_and_prints_its_placement(started: Started) -> None:
     output = started("slurm22-step-of-4", "", REGROW_VERBOSE="1")
-    assert output == "regrow: 4 nodes, node rank 2, endpoint n1:20488 from Slurm step 1.0\n"
+    assert output == f"regrow: 4 nodes, node rank 2, endpoints {THREE} from Slurm step 1.0\n"
     assert (started.config.min_nodes, started.config.max_nodes) == (4, 4)
-    assert started.meeting == ("c10d", "n1:20488", 2)
+    assert started.meeting == ("c10d", THREE, 2)
     assert started.config.run_id == "slurm-1.0"
 
 
@@ -83,14 +84,14 @@ def test_of_agents_with_a_common_output_only_the_first_prints_its_placement(
 ) -> None:
     first = {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}
     output = started("slurm22-step-of-4", "", **first)
-    assert output == "regrow: 4 nodes, node rank 0, endpoint n1:20488 from Slurm step 1.0\n"
+    assert output == f"regrow: 4 nodes, node rank 0, endpoints {THREE} from Slurm step 1.0\n"
     assert started("slurm22-step-of-4", "") == ""
 
 
 def test_a_pod_takes_from_variables_what_its_scheduler_does_not_provide(started: Started) -> None:
     output = started("kubernetes-jobset", "")
     assert output.startswith(
-        "regrow: node rank 1, endpoint pytorch-workers-0-0.pytorch:29400 from "
+        "regrow: node rank 1, endpoints pytorch-workers-0-0.pytorch:29400,pytorch-workers-0-1."
     )
     assert started.config.min_nodes == 4
     output = started("kubernetes-indexed-job", "", PET_NNODES="3", PET_RDZV_ENDPOINT="job-0.svc")
@@ -101,10 +102,11 @@ def test_a_pod_takes_from_variables_what_its_scheduler_does_not_provide(started:
 @pytest.mark.parametrize(
     ("flags", "meeting", "nodes"),
     [
-        ("--nnodes 2:4", ("c10d", "n1:20488", 2), (2, 4)),
-        ("--nnodes 3", ("c10d", "n1:20488", 2), (3, 3)),
-        ("--node-rank 0", ("c10d", "n1:20488", 0), (4, 4)),
-        ("--master-port 999", ("c10d", "n1:999", 2), (4, 4)),
+        ("--nnodes 2:4", ("c10d", THREE, 2), (2, 4)),
+        ("--nnodes 3", ("c10d", THREE, 2), (3, 3)),
+        ("--nnodes 1:4", ("c10d", "n1:20488", 2), (1, 4)),
+        ("--node-rank 0", ("c10d", THREE, 0), (4, 4)),
+        ("--master-port 999", ("c10d", "n1:999,n2:999,n3:999", 2), (4, 4)),
         ("--rdzv-backend static", ("static", "n1:20488", 2), (4, 4)),
         ("--rdzv-endpoint x:1", ("c10d", "x:1", 2), (4, 4)),
         ("--rdzv-backend static --rdzv-endpoint x:1", ("static", "x:1", 2), (4, 4)),

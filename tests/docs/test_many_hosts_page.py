@@ -68,8 +68,8 @@ def test_the_script_for_slurm_leaves_the_requeue_to_the_agents(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "pods", "endpoint", "run_id"),
     [
-        ("Job", ["train-{}"], "train-0.train", "uid-of-the-job"),
-        ("JobSet", ["pytorch-workers-0-{}"], "pytorch-workers-0-0.pytorch:29400", "pytorch-1"),
+        ("Job", ["train-{}"], "train-{}.train", "uid-of-the-job"),
+        ("JobSet", ["pytorch-workers-0-{}"], "pytorch-workers-0-{}.pytorch:29400", "pytorch-1"),
     ],
 )
 def test_a_manifest_makes_its_pods_one_job(
@@ -81,6 +81,7 @@ def test_a_manifest_makes_its_pods_one_job(
         "batch.kubernetes.io/controller-uid": "uid-of-the-job",
         "jobset.sigs.k8s.io/jobset-name": "pytorch",
         "jobset.sigs.k8s.io/replicatedjob-name": "workers",
+        "jobset.sigs.k8s.io/replicatedjob-replicas": "1",
         "jobset.sigs.k8s.io/restart-attempt": "1",
     }
     for variable in container["env"]:
@@ -99,7 +100,8 @@ def test_a_manifest_makes_its_pods_one_job(
         args = flags(shlex.join(container["command"]))
         fill_in(args, os.environ)
         assert (args.nnodes, args.node_rank, args.rdzv_backend) == ("4", index, "c10d")
-        assert (args.rdzv_endpoint, args.rdzv_id) == (endpoint, run_id)
+        assert args.rdzv_endpoint == ",".join(map(endpoint.format, range(3)))
+        assert args.rdzv_id == run_id
 
 
 def test_the_pods_of_the_indexed_job_find_each_other_and_fail_for_good_reasons() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -39,20 +40,13 @@ def settled(job: Job, agents: list[Agent], *, may_lose: int) -> set[object]:
     return {of["server"], *of["successors"]}  # type: ignore[misc]
 
 
-def every_process(host: Host, signum: int) -> None:
-    """Send a signal to all processes of a host, and none to the host itself."""
-    for pid in host.processes():
-        if pid != host.pid:
-            os.kill(pid, signum)
-
-
 def lose_power(network: Network, agent: Agent) -> None:
     agent.host.lose_power()
 
 
 def kill_all(network: Network, agent: Agent) -> None:
     """Kill agent, workers and server; the kernel closes or refuses all connections."""
-    every_process(agent.host, signal.SIGKILL)
+    agent.host.signal(signal.SIGKILL)
 
 
 def cut_off(network: Network, agent: Agent) -> None:
@@ -68,7 +62,7 @@ def cut_in(network: Network, agent: Agent) -> None:
 
 
 def freeze(network: Network, agent: Agent) -> None:
-    every_process(agent.host, signal.SIGSTOP)
+    agent.host.signal(signal.SIGSTOP)
 
 
 @pytest.mark.parametrize("lose", [lose_power, kill_all])
@@ -99,7 +93,7 @@ def test_a_host_of_the_server_that_comes_back_joins_the_others(
     fault.healed(after)
     assert sorted(after.hosts) == ["node2", "node3", "node4"], job
     network.mend(agents[0].host)
-    every_process(agents[0].host, signal.SIGCONT)
+    agents[0].host.signal(signal.SIGCONT)
     agents[0].process.signal(signal.SIGCONT)
     again = job.world(4, after=after)
     assert sorted(again.hosts) == sorted(world.hosts), job
@@ -162,7 +156,29 @@ def test_another_host_takes_over_with_certificates(
     world = job.world(3)
     settled(job, agents, may_lose=1)
     fault.now()
-    every_process(agents[0].host, signal.SIGKILL)
+    agents[0].host.signal(signal.SIGKILL)
     after = job.world(2, after=world)
     fault.healed(after)
     job.finish(*agents[1:])
+
+
+@pytest.mark.parametrize("lose", [lose_power, kill_all])
+def test_training_ends_with_the_weights_of_an_undisturbed_run(
+    start_job: Callable[..., Job],
+    hosts: list[Host],
+    network: Network,
+    lose: Callable[[Network, Agent], None],
+) -> None:
+    job = start_job(hosts[0], nodes="3:3", mode="training")
+    agents = [job.agent(host) for host in hosts[:3]]
+    world = job.world(3)
+    spare = job.agent(hosts[3])
+    settled(job, agents, may_lose=1)
+    lose(network, agents[0])
+    after = job.world(3, after=world)
+    assert sorted(after.hosts) == ["node2", "node3", "node4"], job
+    job.finish(*agents[1:], spare)
+    weight = 0
+    for step in range(1, 401):
+        weight = (31 * weight + step * (1 + 2 + 3)) % (2**31 - 1)
+    assert json.loads((job.folder / "checkpoint").read_text()) == [400, weight]

@@ -12,10 +12,12 @@ from regrow.launch.placement import (
     PORTS,
     NotProvided,
     Placement,
-    first_host,
+    first_hosts,
     output_rank,
     where,
 )
+
+THREE = ("n1", "n2", "n3")
 
 
 def place(name: str, **changes: str | None) -> Placement:
@@ -27,29 +29,35 @@ def place(name: str, **changes: str | None) -> Placement:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("slurm22-step-of-4", ("Slurm step 1.0", 4, 2, "n1", FIRST_PORT + 8, "slurm-1.0")),
-        ("slurm22-step-in-batch", ("Slurm step 2.0", 4, 1, "n1", FIRST_PORT + 16, "slurm-2.0")),
-        ("slurm22-step-of-1-in-4", ("Slurm step 2.1", 1, 0, "n1", FIRST_PORT + 17, "slurm-2.1")),
-        ("slurm22-array", ("Slurm step 3.0", 2, 1, "n3", FIRST_PORT + 24, "slurm-3.0")),
-        ("slurm22-het", ("Slurm step 9.0", 3, 2, "n1", FIRST_PORT + 72, "slurm-9.0")),
+        (
+            "slurm22-step-of-4",
+            ("Slurm step 1.0", 4, 2, THREE, FIRST_PORT + 8, "slurm-1.0"),
+        ),
+        (
+            "slurm22-step-in-batch",
+            ("Slurm step 2.0", 4, 1, THREE, FIRST_PORT + 16, "slurm-2.0"),
+        ),
+        ("slurm22-step-of-1-in-4", ("Slurm step 2.1", 1, 0, ("n1",), FIRST_PORT + 17, "slurm-2.1")),
+        ("slurm22-array", ("Slurm step 3.0", 2, 1, ("n3", "n4"), FIRST_PORT + 24, "slurm-3.0")),
+        ("slurm22-het", ("Slurm step 9.0", 3, 2, THREE, FIRST_PORT + 72, "slurm-9.0")),
         (
             "slurm24-shell-in-a-step",
-            ("Slurm step 22902023.0", 1, 0, "c05", 22584, "slurm-22902023.0"),
+            ("Slurm step 22902023.0", 1, 0, ("c05",), 22584, "slurm-22902023.0"),
         ),
         (
             "openmpi4-rank-0-of-2",
-            ("Open MPI job 1235943425", 2, 0, "192.0.2.2", 25917, "mpi-1235943425"),
+            ("Open MPI job 1235943425", 2, 0, ("192.0.2.2",), 25917, "mpi-1235943425"),
         ),
         (
             "openmpi4-rank-1-of-2",
-            ("Open MPI job 115933185", 2, 1, "192.0.2.2", 23850, "mpi-115933185"),
+            ("Open MPI job 115933185", 2, 1, ("192.0.2.2",), 23850, "mpi-115933185"),
         ),
         *(
             (
                 f"openmpi5-rank-{rank}-of-2",
                 (
                     "Open MPI job prterun-f5n18-3903919@1",
-                    *(2, rank, "f5n18", 27322),
+                    *(2, rank, ("f5n18",), 27322),
                     "mpi-prterun-f5n18-3903919@1",
                 ),
             )
@@ -128,10 +136,10 @@ def test_a_meeting_at_mpiruns_host_needs_an_agent_there() -> None:
         ("openmpi4-rank-0-elsewhere", {}),
         ("openmpi5-rank-0-of-2", {"PMIX_HOSTNAME": "f5n17"}),
     ):
-        host = place(name, **changes).host
+        host = place(name, **changes).hosts
         assert isinstance(host, NotProvided)
         assert "rank 0 runs on another host: give --rdzv-endpoint HOST:PORT" in host
-    silent = place("openmpi4-rank-1-of-2", OMPI_MCA_orte_hnp_uri=None).host
+    silent = place("openmpi4-rank-1-of-2", OMPI_MCA_orte_hnp_uri=None).hosts
     assert isinstance(silent, NotProvided)
     assert "does not provide the host of mpirun: give --rdzv-endpoint HOST:PORT" in silent
 
@@ -145,21 +153,26 @@ def test_an_indexed_job_provides_the_rank_and_errors_name_the_missing_settings()
     )
     assert isinstance(job.nodes, NotProvided)
     assert "set --nnodes or PET_NNODES" in job.nodes
-    assert isinstance(job.host, NotProvided)
-    assert "PET_RDZV_ENDPOINT, example-job-0.SERVICE" in job.host
+    assert isinstance(job.hosts, NotProvided)
+    assert "PET_RDZV_ENDPOINT, example-job-0.SERVICE" in job.hosts
 
 
 def test_a_pod_with_its_hosts_name_does_not_know_its_job() -> None:
     job = place("kubernetes-host-network")
     assert (job.source, job.node_rank, job.run_id) == ("Kubernetes Job", 2, None)
-    assert isinstance(job.host, NotProvided)
-    assert "JOB-0.SERVICE" in job.host
+    assert isinstance(job.hosts, NotProvided)
+    assert "JOB-0.SERVICE" in job.hosts
 
 
-def test_a_job_set_provides_the_host_of_its_first_pod() -> None:
-    job = place("kubernetes-jobset")
+@pytest.mark.parametrize(
+    ("replicas", "pods"),
+    [("1", "0-0 0-1 0-2"), ("3", "0-0 1-0 2-0"), ("4", "0-0 1-0 2-0"), ("2", "0-0"), (None, "0-0")],
+)
+def test_a_job_set_provides_the_hosts_of_its_first_pods(replicas: str | None, pods: str) -> None:
+    job = place("kubernetes-jobset", REPLICATED_JOB_REPLICAS=replicas)
     assert (job.source, job.node_rank) == ("JobSet pytorch", 1)
-    assert (job.host, job.port) == ("pytorch-workers-0-0.pytorch", 29400)
+    assert job.hosts == tuple(f"pytorch-workers-{pod}.pytorch" for pod in pods.split())
+    assert job.port == 29400
     assert job.run_id == "pytorch-2"
 
 
@@ -182,19 +195,19 @@ def test_a_variable_that_makes_no_sense_is_named(
     ("hosts", "first"),
     [
         ("n1", "n1"),
-        ("n[1-4]", "n1"),
-        ("gpu[009-012],cpu3", "cpu3"),
-        ("n[10,9]", "n9"),
-        ("r[1-2]n[01-04]", "r1n01"),
-        ("host-a.example.com,host-b.example.com", "host-a.example.com"),
+        ("n[1-4]", "n1 n2 n3"),
+        ("gpu[009-012],cpu3", "cpu3 gpu009 gpu010"),
+        ("n[10,9]", "n9 n10"),
+        ("r[1-2]n[01-04]", "r1n01 r1n02 r1n03"),
+        ("host-a.example.com,host-b.example.com", "host-a.example.com host-b.example.com"),
     ],
 )
-def test_lists_of_hosts_have_a_first_one_that_all_agree_on(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+def test_lists_of_hosts_have_first_ones_that_all_agree_on(hosts: str, first: str) -> None:
+    assert first_hosts(hosts) == tuple(first.split())
 
 
 def test_a_list_of_hosts_that_makes_no_sense_is_shown() -> None:
-    error = first_host("n[1-4")
+    error = first_hosts("n[1-4")
     assert isinstance(error, NotProvided)
     assert "cannot parse Slurm's list of hosts, 'n[1-4'" in error
 
@@ -203,10 +216,10 @@ def test_without_the_library_the_extra_is_named_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ClusterShell.NodeSet", None)
-    host = place("slurm22-step-of-4").host
-    assert isinstance(host, NotProvided)
-    assert "pip install 'regrow[slurm]'" in host
-    assert place("slurm22-step-of-1-in-4").host == "n1"
+    hosts = place("slurm22-step-of-4").hosts
+    assert isinstance(hosts, NotProvided)
+    assert "pip install 'regrow[slurm]'" in hosts
+    assert place("slurm22-step-of-1-in-4").hosts == ("n1",)
 
 
 @pytest.mark.parametrize(

@@ -779,6 +779,21 @@ def test_a_lease_that_ran_out_while_the_process_was_stopped_is_not_renewed_in_si
     assert "lost its connection" in ended.why
 
 
+def test_a_node_without_a_seat_keeps_its_connection_after_a_late_heartbeat(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [100.0]
+    driver = FakeDriver(FakeRounds(1, 1))
+    bounds = Bounds(keep_alive=0.1, misses=100)  # the next heartbeat precedes the time check
+    connection = NodeConnection(driver, bounds, 5.0, clock=lambda: now[0])
+    connection.begin_life("a")
+    driver.wait_for_beats(2)
+    now[0] += 60.0
+    driver.wait_for_beats(3)
+    connection.end(linger=False)
+    assert "lost its connection" not in caplog.text
+
+
 def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(
     make_job: MakeJob,
 ) -> None:

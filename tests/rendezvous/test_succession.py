@@ -25,7 +25,10 @@ from regrow.rendezvous.protocol.succession import (
     has_waited,
     is_quorum,
     quorum_value,
+    reporter,
     wanted_voters,
+    with_agent,
+    with_agents,
 )
 
 A, B, C, D, E, F = VOTERS = tuple(Voter(name, f"host{name}", 1) for name in "abcdef")
@@ -63,6 +66,36 @@ def test_the_value_of_a_quorum_is_the_greatest_that_a_quorum_has_reached(
     if value >= 0:  # else no quorum has reached any number
         assert is_quorum([voters], {id for id in values if values[id] >= value})
     assert not is_quorum([voters], {id for id in values if values[id] > value})
+
+
+def test_a_first_voter_is_one_voter_although_its_node_has_another_address() -> None:
+    first = A._replace(host="the name in the list of endpoints")
+    succession = Succession(1, first, ((first, B, C),))
+    assert wanted_voters(round_of(A, B, C, D), succession, 4) == (A, B, C)
+
+
+def test_an_agent_takes_the_place_of_its_endpoint_with_a_majority_of_the_others() -> None:
+    endpoint = Voter("host:29400", "host", 29400)
+    before = Succession(1, A, ((A, B, endpoint),))
+    after = with_agent(before, endpoint.id, C)
+    assert after.voters == ((A, B, endpoint), (A, B, C))
+    assert not is_quorum(after.voters, {"a", "c"})  # B must know the change
+    assert change_voters(after, (A, B, C), set(), kept=True).voters == ((A, B, C),)
+    assert with_agent(before, "another:29400", C) == before
+    assert with_agent(after, endpoint.id, D) == after  # one change at a time
+
+
+def test_the_agents_that_elect_the_first_coordinator_are_its_voters() -> None:
+    endpoints = tuple(Voter(f"{name}:29400", name, 29400) for name in "abc")
+    first = Succession(1, endpoints[0], (endpoints,))
+    after = with_agents(first, {"a:29400": A, "c:29400": C})
+    assert after == Succession(1, A, ((A, endpoints[1], C),))
+
+
+def test_an_agent_reports_for_a_server_whose_own_agent_has_ended() -> None:
+    assert reporter(round_of(B, C), Succession(1, A)) == B
+    assert reporter(round_of(B, A), Succession(1, A)) is None
+    assert reporter(Round(1, 3), Succession(1, A)) is None
 
 
 def test_while_the_voters_change_both_sets_must_agree() -> None:

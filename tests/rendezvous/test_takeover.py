@@ -9,9 +9,11 @@ import pytest
 
 from helpers.rendezvous.kept_records import Records
 from regrow.rendezvous.protocol.messages import JoinRound, Node, Seated, Voter, WorkersFailed
+from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import MARGIN, PROMISE, Succession, candidate
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.copies import MOVED
+from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.round_service import RendezvousService
 from regrow.rendezvous.server.successor import compacted
 from regrow.rendezvous.settings import FORGET_JOB
@@ -29,12 +31,21 @@ class Copy:
         self.records: list[bytes] = []
         self.at = messages.CopyReply("", -1, 0, 0, False, (), Succession(), False)
         self.promised = 0
+        self.listed = ""
 
     def request(self) -> messages.CopyRequest:
         at = self.at
         hosts = self.name == "a"
         return messages.CopyRequest(
-            "job", at.life, self.voter, hosts, self.promised, at.epoch, at.seq, at.answer
+            "job",
+            at.life,
+            self.voter,
+            hosts,
+            self.promised,
+            at.epoch,
+            at.seq,
+            at.answer,
+            self.listed,
         )
 
     def grant(self, epoch: int, *, ended: bool = False) -> messages.GrantRequest:
@@ -338,3 +349,112 @@ def test_a_node_that_was_told_its_seat_keeps_it_at_the_next_server(
     status = messages.read_snapshot(reply).status
     assert isinstance(status, Seated)
     assert (status.round, status.rank) == (1, 1)
+
+
+# --- several endpoints: the first election
+
+ENDPOINTS = tuple(Voter(f"{name}:29400", name, 29400) for name in "abc")
+
+
+def first_grant(
+    name: str, *, epoch: int = 1, elects: Voter | None = None, life: str = ""
+) -> messages.GrantRequest:
+    """A grant of an agent that serves an endpoint, and has a copy of a job without nodes."""
+    succession = Succession(voters=(ENDPOINTS,))
+    record = JobRecord("job", "", SETTINGS, Round(2, 3), succession)
+    return messages.GrantRequest(
+        "job",
+        life,
+        candidate(succession, epoch),
+        f"{name}:29400",
+        epoch,
+        *(0, 0),
+        succession,
+        *(False, False),
+        (msgspec.Raw(messages.encode(record)),),
+        elects or VOTERS[name],
+    )
+
+
+@pytest.fixture
+def listed() -> Host:
+    """A server at a listed endpoint, before any grant."""
+    return Host(creates=False)
+
+
+def began(listed: Host) -> dict[str, Copy]:
+    """Let two of three agents elect the server; return the copies of all three."""
+    for name in "ab":
+        listed.ask(name, first_grant(name))
+    copies = {name: Copy(name) for name in "abc"}
+    for copy in copies.values():
+        copy.promised = 1
+    return copies
+
+
+def test_a_server_at_a_listed_endpoint_begins_a_job_when_most_agents_there_elect_it(
+    listed: Host,
+) -> None:
+    assert listed.mail[listed.join("a")] == messages.ElsewhereReply(0, "")
+    one = listed.ask("a", first_grant("a"))
+    assert one not in listed.mail
+    other = listed.ask("b", first_grant("b"))
+    assert listed.mail[one] == listed.mail[other] == messages.DoneReply(1)
+    copies = began(Host(creates=False))
+    joined = listed.join("a")
+    assert joined not in listed.mail, "no voter has the job yet"
+    listed.copy_all(copies["a"], copies["b"])
+    assert isinstance(listed.mail[joined], messages.SnapshotReply)
+
+
+def test_an_agent_that_comes_later_joins_the_job_and_becomes_a_voter(listed: Host) -> None:
+    copies = began(listed)
+    listed.join("a")
+    listed.copy_all(copies["a"], copies["b"])
+    late = listed.ask("c", first_grant("c"))
+    assert listed.mail[late] == messages.DoneReply(1)
+    assert copies["a"].at.succession.voters == ((VOTERS["a"], VOTERS["b"], ENDPOINTS[2]),)
+    copies["c"].listed = "c:29400"
+    listed.copy_all(*copies.values())
+    assert copies["a"].at.succession.voters == (tuple(VOTERS.values()),)
+    assert {reply.life for reply in (copy.at for copy in copies.values())} == {"life"}
+
+
+def test_agents_that_have_forgotten_a_job_do_not_begin_another_one_where_it_is_known(
+    listed: Host,
+) -> None:
+    copies = began(listed)
+    listed.join("a")
+    listed.copy_all(copies["a"], copies["b"])
+    for name in "ab":
+        again = listed.ask(f"{name} again", first_grant(name, epoch=4, elects=Voter("x", "x", 1)))
+        assert listed.mail[again] == messages.DoneReply(1)
+    other = Host(creates=False)
+    other.ask("a", messages.MovedRequest("job", 1, "a.host:1000"))
+    for name in "ab":
+        again = other.ask(f"{name} again", first_grant(name, epoch=4))
+        assert other.mail[again] == messages.ElsewhereReply(1, "a.host:1000")
+
+
+def test_a_first_grant_ends_when_its_agent_waits_no_longer(listed: Host) -> None:
+    listed.ask("a", first_grant("a"))
+    listed.service.ended("a", "its client has ended the session", True, listed.now)
+    waits = listed.ask("b", first_grant("b"))
+    assert waits not in listed.mail
+    listed.ask("c", first_grant("c"))
+    assert listed.mail[waits] == messages.DoneReply(1)
+
+
+def test_the_first_coordinator_may_be_lost_before_all_agents_have_come(listed: Host) -> None:
+    copies = began(listed)
+    joined = listed.join("a")
+    listed.copy_all(copies["a"], copies["b"])
+    assert joined in listed.mail
+    other = Host(creates=False)
+    other.ask("c", first_grant("c", epoch=2))
+    waits = other.ask("b", copies["b"].grant(2))
+    assert other.mail[waits] == messages.DoneReply(2)
+    known = other.ask("b", messages.BeatRequest("job", "a", 1, 1))
+    assert isinstance(other.mail[known], messages.ElsewhereReply), "it waits for its voters"
+    assert other.service.jobs["job"].life == "life"
+    assert "a" in other.service.jobs["job"].state.members

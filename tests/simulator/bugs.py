@@ -315,7 +315,7 @@ BUGS: dict[str, Bug] = {
     "hasty loss": Bug("server", range(4, 104), _a_silent_node_is_lost_while_its_lease_lasts),
     "sleeper blames": Bug("nodes", range(42, 142), _a_paused_process_blames_the_others),
     "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
-    "unsure write": Bug("nodes", range(171, 271), _a_write_is_taken_for_made),
+    "unsure write": Bug("nodes", range(233, 333), _a_write_is_taken_for_made),
     "torn read": Bug("nodes", range(3, 103), _a_token_is_taken_for_that_of_an_older_state),
     "another life": Bug("server", range(4, 104), _another_life_of_the_job_is_taken_for_ours),
     "seat kept": Bug("server", range(14, 114), _a_seat_that_was_given_away_is_kept),
@@ -338,7 +338,7 @@ BUGS: dict[str, Bug] = {
     "not held back": Bug("hosts", range(100), successor_bugs.an_answer_is_not_held_back),
     "oldest copy": Bug("hosts", range(10, 110), successor_bugs.the_oldest_copy_wins),
     "renewed alone": Bug(
-        "hosts", range(191, 291), successor_bugs.leases_are_renewed_without_a_majority
+        "hosts", range(42, 142), successor_bugs.leases_are_renewed_without_a_majority
     ),
     "seat given at takeover": Bug(
         "hosts", range(1, 101), successor_bugs.a_seat_is_given_away_at_the_takeover

@@ -28,6 +28,7 @@ class Simulation:
     """A heap of calls, ordered by virtual time, and a seeded source of chance."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.done = 0

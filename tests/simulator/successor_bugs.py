@@ -13,12 +13,14 @@ from unittest import mock
 from msgspec.structs import replace
 
 from regrow.rendezvous.protocol import succession
+from regrow.rendezvous.protocol.messages import Voter
 from regrow.rendezvous.protocol.succession import Grant, Succession, Voters
 from regrow.rendezvous.server import copies, elections, records, round_service
 from regrow.rendezvous.server.copies import Copies
-from regrow.rendezvous.server.elections import Won
+from regrow.rendezvous.server.elections import Elections, Won
 from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.round_service import RendezvousService
+from regrow.rendezvous.server.successor import Successor
 from regrow.store import Answer
 
 
@@ -93,3 +95,30 @@ def failures_are_forgotten_at_the_takeover() -> list[Any]:
         return out
 
     return [mock.patch.object(RendezvousService, "_take_over", take_over)]
+
+
+def first_grants_are_never_withdrawn() -> list[Any]:
+    """An agent that has found the job still elects a server that begins another one."""
+    return [mock.patch.object(Elections, "withdraw")]
+
+
+def an_agent_is_the_same_voter_after_its_start() -> list[Any]:
+    """An agent that has forgotten what it has confirmed counts as if it still had it."""
+
+    def with_agents(now: Succession, agents: Mapping[str, Voter]) -> Succession:
+        return now
+
+    def votes_as(self: Successor) -> str:
+        return self._listed_as or self.me.id
+
+    real = Successor.__init__
+
+    def init(self: Successor, run_id: str, me: Voter, *args: Any, **named: Any) -> None:
+        listed_as = named.get("listed_as")
+        real(self, run_id, me._replace(id=listed_as) if listed_as else me, *args, **named)
+
+    return [
+        mock.patch.object(round_service, "with_agents", with_agents),
+        mock.patch.object(Successor, "_votes_as", property(votes_as)),
+        mock.patch.object(Successor, "__init__", init),
+    ]

@@ -4,8 +4,9 @@ The agents' copies, votes and drivers are the real ones (`successor.py`), and so
 each server. A server ends with the power of its host. If its agent ends, it stays for its clients,
 or it ends as well. A server that is killed alone is started again by its agent.
 
-An agent that starts finds the server that runs the rounds, as with a list of endpoints. If there is
-none, the agent on the first host begins another life of the job.
+In half of the jobs, an agent that starts finds the server that runs the rounds, as if it knew all
+servers. If there is none, the agent on the first host begins another life of the job. In the other
+half the first three hosts are listed as endpoints, and the agents there elect the first server.
 
 The servers apply events that no later server knows, if they are cut off. So the checks of the
 history see an event when a majority has it. What two servers have told their nodes must be one
@@ -36,8 +37,10 @@ from simulator.host import Host, Job
 from simulator.kernel import Machine
 from simulator.server import SimServer
 
+LISTED = [(f"host{n}", 1) for n in range(3)]
+"""The endpoints of the job, if it has several."""
 ORIGIN = "host0:1"
-"""The endpoint of the job."""
+"""The endpoint of the job, if it has one."""
 
 OTHERS_WITHIN = 8.0
 """Seconds in which an agent must reach a server."""
@@ -186,11 +189,15 @@ class Servers:
         """By version: states that some node may know."""
         self._latest = Round(1, 1)
         self._epoch = 0
+        self._lists = job.sim.seed % 2 == 1
+        self._latest_start: Agent | None = None
 
     # --- the hooks: what the servers do
 
     def new_life(self) -> str:
         """Begin another life of the job, because no server knows it."""
+        if self._lists and self._latest.version and self._may_come_back():
+            raise self.job.history.broken("a second job begins while the first one goes on")
         self._life += 1
         self.job.history.forgotten()
         self._steps.clear()
@@ -286,6 +293,8 @@ class Servers:
 
     def connect(self, agent: Agent) -> Driver:
         """See `Place`."""
+        if self._lists:
+            return self._connect_listed(agent)
         while agent.host.name == "host0" and self._leader() is None and self._may_come_back():
             agent.wait(agent.sleep(0.5))  # it asks the others first, as with a list of endpoints
         leader, origin = self._leader(), self.servers.get(ORIGIN)
@@ -295,29 +304,72 @@ class Servers:
         elif agent.host.name == "host0" and (origin is None or origin.dead):
             server = self.servers[ORIGIN] = HostServer(self, agent.host, agent, creates=True)
         port = 1 if server is not None else next(self._ports)
-        driver = ServerDriver(
+        driver = self._driver(agent, endpoint, server)
+        driver.may_take_over(agent.host.name, port, partial(self._serve, agent, port))
+        return driver
+
+    def _connect_listed(self, agent: Agent) -> Driver:
+        own = f"{agent.host.name}:1"
+        while (agent.host.name, 1) in LISTED and self._may_begin_a_second_job():
+            agent.wait(agent.sleep(0.5))
+        self._latest_start = agent
+        before, server = self.servers.get(own), None
+        if (agent.host.name, 1) in LISTED and (before is None or before.dead):
+            server = self.servers[own] = HostServer(self, agent.host, agent, creates=False)
+        driver = self._driver(agent, ORIGIN, server, LISTED)
+        if server is not None:
+            driver.may_take_over(agent.host.name, 1, partial(self._serve, agent, 1), None, own)
+        else:
+            port = next(self._ports)
+            driver.may_take_over(agent.host.name, port, partial(self._serve, agent, port))
+        return driver
+
+    def _driver(
+        self,
+        agent: Agent,
+        endpoint: str,
+        server: HostServer | None,
+        listed: list[tuple[str, int]] | None = None,
+    ) -> ServerDriver:
+        return ServerDriver(
             Where(endpoint, b""),
             self.job.profile.settings,
             OTHERS_WITHIN,
             cast("Any", server),
+            listed=listed or (),
             clock=lambda: agent.host.clock,
             threads=agent.threading,
             connect=lambda at, **how: cast(
                 "Any", Client(partial(self._listening, at), agent, at, **how)
             ),
         )
-        driver.may_take_over(agent.host.name, port, partial(self._serve, agent, port))
-        return driver
+
+    def _drivers(self) -> list[ServerDriver]:
+        agents = [host.agent for host in self.job.hosts if host.agent and host.agent.alive]
+        drivers = [getattr(agent, "driver", None) for agent in agents]
+        return [driver for driver in drivers if isinstance(driver, ServerDriver)]
+
+    def _may_begin_a_second_job(self) -> bool:
+        """Return whether a listed host that starts now might begin the job a second time.
+
+        This is so if another one was started again as well and has not found the job yet: both
+        have forgotten it. The documentation says so.
+        """
+        if not self._latest.version or not (self._leader() or self._may_come_back()):
+            return False
+        if self._latest_start is not None and self._latest_start.alive:
+            started = getattr(self._latest_start, "driver", None)
+            if started is None or _elects_first(started):
+                return True
+        listed = [driver for driver in self._drivers() if driver.server is not None]
+        return any(map(_elects_first, listed))
 
     def _may_come_back(self) -> bool:
         """Return whether a server may take over, because a majority of the voters is alive."""
-        agents = [host.agent for host in self.job.hosts if host.agent and host.agent.alive]
         alive = [
             driver.successor
-            for agent in agents
-            if isinstance(driver := getattr(agent, "driver", None), ServerDriver)
-            and driver.successor is not None
-            and driver.life == f"life{self._life}"
+            for driver in self._drivers()
+            if driver.successor is not None and driver.life == f"life{self._life}"
         ]
         copies = [(its.copy[0], its.copy[1].voters) for its in alive]
         _, voters = max(copies, key=lambda copy: copy[0], default=(None, ()))
@@ -391,6 +443,10 @@ class Servers:
         leader = self._leader()
         if leader is not None and leader.agent.alive:
             leader.crash()
+
+
+def _elects_first(driver: ServerDriver) -> bool:
+    return driver.successor is not None and driver.successor.copy[0].epoch == 0
 
 
 def patches(place: Servers) -> dict[tuple[Any, str], Any]:

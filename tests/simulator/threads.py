@@ -101,9 +101,11 @@ class Lock:
         if self.program.alive:
             assert self._depth, "a lock is released that no thread holds"
             self._depth -= 1
-            if not self._depth and self._waiters:
-                self._depth = 1
-                self._waiters.wake(1)
+            if not self._depth:
+                self._owner = None  # else this thread could enter beside the next one
+                if self._waiters:
+                    self._depth = 1
+                    self._waiters.wake(1)
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -170,6 +172,11 @@ class Event:
     def is_set(self) -> bool:
         """Return whether the event is set."""
         return self._set
+
+    def clear(self) -> None:
+        """Clear the event: later threads wait again."""
+        with self._changed:
+            self._set = False
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the event is set, or until the time-out; return whether it is set."""

@@ -370,7 +370,7 @@ def test_a_question_with_nudge_is_followed_by_small_messages_until_its_answer(
     proxy = CuttingProxy(server.port)
     with connect(proxy.endpoint, token=server.token, timeout=PATIENCE) as hurried:
         waiting = Background(hurried.ask, "book", b"park:a", PATIENCE, nudge=0.001)
-        proxy.cut_after(500, "down")  # far more than the answer has
+        proxy.cut_after(60, "down")  # more than the answer has
         wait_until(lambda: proxy.cuts >= 1, "the proxy cuts the connection")
         proxy.cut_nothing()
         assert waiting.running()

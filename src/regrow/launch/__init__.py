@@ -16,13 +16,20 @@ from regrow.launch.scheduler import SERVED_BY_A_NODE, is_placed, is_scheduled
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.launch.placement import NotProvided, Placement, SeveralAgents, output_rank, where
+    from regrow.launch.placement import (
+        MEETING_HOSTS,
+        NotProvided,
+        Placement,
+        SeveralAgents,
+        output_rank,
+        where,
+    )
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
 __getattr__, __dir__ = lazily(
     globals(),
     {
-        "placement": "NotProvided Placement SeveralAgents output_rank where",
+        "placement": "MEETING_HOSTS NotProvided Placement SeveralAgents output_rank where",
     },
 )

@@ -42,7 +42,8 @@ class LaunchConfig:
         logs_specs: destination of the workers' output; None creates a `DefaultLogsSpecs()`.
         run_id: the job's id; an empty one is replaced by a random id, with a warning.
         role: the workers' role; also the prefix of their log lines.
-        rdzv_endpoint: `host[:port]` of the rendezvous. `etcd` takes several, separated by commas.
+        rdzv_endpoint: `host[:port]` of the rendezvous. `c10d` and `etcd` take several, separated by
+            commas.
             `file` takes a directory.
         rdzv_backend: a registered rendezvous name (`static`, `c10d`, `etcd`, `file`, or a
             plug-in's).

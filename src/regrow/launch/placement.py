@@ -17,16 +17,17 @@ single processes all the same. The rules:
 - Open MPI: `mpirun` has set OMPI_COMM_WORLD_*. This check precedes Slurm's, because `mpirun` uses
   Slurm's steps to start its own daemons.
 - Kubernetes: the pod has a completion index, from an indexed Job or a JobSet. If the manifest
-  exposes the labels of a JobSet as variables, they are read too: JOBSET_NAME, REPLICATED_JOB_NAME
-  and JOBSET_RESTART_ATTEMPT.
+  exposes the labels of a JobSet as variables, they are read too: JOBSET_NAME, REPLICATED_JOB_NAME,
+  REPLICATED_JOB_REPLICAS and JOBSET_RESTART_ATTEMPT.
 - If TORCHELASTIC_RUN_ID is set, this process is a worker of another job, and no rule applies.
 
 A scheduler may not provide every value. A missing value is a `NotProvided`: a text with the flag
 that the user must give instead. The text matters only if the user has not given that flag.
 
-The nodes meet at a host on which all of them agree. Under Slurm and Open MPI, the job's id
-determines the port, from 20480 to 28671. These ports are below those that the kernel assigns by
-itself. Jobs that a scheduler starts one after the other get different ports.
+The nodes meet at hosts on which all of them agree: at the first three of the step, so that any one
+may be lost from the start. Open MPI provides only one to all processes. Under Slurm and Open MPI,
+the job's id determines the port, from 20480 to 28671. These ports are below those that the kernel
+assigns by itself. Jobs that a scheduler starts one after the other get different ports.
 
 This file does not read the address of this host. Other hosts may be unable to look up the names
 that schedulers use. The connection to the endpoint shows the right address.
@@ -42,6 +43,7 @@ from zlib import crc32
 
 from regrow.launch.scheduler import is_placed
 
+MEETING_HOSTS = 3  # as many as one loss needs, so that a majority is left
 FIRST_PORT = 20480
 PORTS = 8192
 _KUBERNETES_PORT = 29400  # torchrun's default for c10d; pods do not share their ports
@@ -96,10 +98,10 @@ class Placement:
     """Number of agents, one on each node."""
     node_rank: int
     """Rank of this agent, from 0."""
-    host: str | NotProvided
-    """Name or address of the host where the nodes meet."""
+    hosts: tuple[str, ...] | NotProvided
+    """Names or addresses of the hosts where the nodes meet, at most `MEETING_HOSTS`."""
     port: int
-    """Port on that host."""
+    """Port on these hosts."""
     run_id: str | None
     """Id of the job, the same for all its agents, and a new one for each start of the job."""
 
@@ -162,16 +164,16 @@ def _of_slurm(environ: Mapping[str, str]) -> Placement | None:
         source,
         nodes if tasks == nodes else SeveralAgents(what, "srun --ntasks-per-node=1", tasks),
         _number(environ, "SLURM_PROCID"),
-        first_host(_text(environ, "SLURM_STEP_NODELIST")),
+        first_hosts(_text(environ, "SLURM_STEP_NODELIST")),
         _port(job * _STEPS + step),
         f"slurm-{job}.{step}" + (f"-{again}" if again else ""),
     )
 
 
-def first_host(hosts: str) -> str | NotProvided:
-    """Return the first host of a list in Slurm's syntax (`gpu[001-004,7],login1`)."""
+def first_hosts(hosts: str) -> tuple[str, ...] | NotProvided:
+    """Return the first hosts of a list in Slurm's syntax (`gpu[001-004,7],login1`)."""
     if not any(sign in hosts for sign in "[,"):
-        return hosts
+        return (hosts,)
     advice = "give --rdzv-endpoint HOST:PORT, where HOST is one of the job's"
     try:
         from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
@@ -181,8 +183,8 @@ def first_host(hosts: str) -> str | NotProvided:
             f"pip install 'regrow[slurm]' (or {advice})"
         )
     try:
-        return str(NodeSet(hosts, resolver=RESOLVER_NOGROUP)[0])
-    except (NodeSetException, IndexError) as error:
+        return tuple(NodeSet(hosts, resolver=RESOLVER_NOGROUP)[:MEETING_HOSTS])
+    except NodeSetException as error:
         return NotProvided(f"cannot parse Slurm's list of hosts, {hosts!r} ({error}): {advice}")
 
 
@@ -203,7 +205,7 @@ def _of_open_mpi(environ: Mapping[str, str]) -> Placement:
     )
 
 
-def _host_of_mpirun(environ: Mapping[str, str], source: str, rank: int) -> str | NotProvided:
+def _host_of_mpirun(environ: Mapping[str, str], source: str, rank: int) -> tuple[str] | NotProvided:
     """Return the host of `mpirun`, which all processes know, or advice for the user.
 
     Rank 0 serves the rendezvous. If rank 0 runs on another host, no process would listen at the
@@ -225,7 +227,7 @@ def _host_of_mpirun(environ: Mapping[str, str], source: str, rank: int) -> str |
             f"the rendezvous of {source} would be on the host of mpirun ({found[1]}), but its rank "
             f"0 runs on another host: {advice}"
         )
-    return found[1]
+    return (found[1],)
 
 
 def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
@@ -237,11 +239,14 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
     job_set, member = environ.get("JOBSET_NAME"), environ.get("REPLICATED_JOB_NAME")
     if job_set and member:
         source = f"JobSet {job_set}"
-        host: str | NotProvided = f"{job_set}-{member}-0-0.{job_set}"
+        hosts: tuple[str, ...] | NotProvided = tuple(
+            f"{job_set}-{member}-{pod}.{job_set}"
+            for pod in _first_pods(environ.get("REPLICATED_JOB_REPLICAS", ""))
+        )
         run_id = "-".join(filter(None, (job_set, environ.get("JOBSET_RESTART_ATTEMPT"))))
     else:
         source = f"Kubernetes Job {job}".rstrip()
-        host = NotProvided(
+        hosts = NotProvided(
             f"{source} does not provide the address of its pods: give --rdzv-endpoint or "
             f"PET_RDZV_ENDPOINT, {job or 'JOB'}-0.SERVICE with the name of its headless service"
         )
@@ -253,10 +258,23 @@ def _of_kubernetes(environ: Mapping[str, str]) -> Placement:
             "completions (or give --standalone if every pod is a job of its own)"
         ),
         index,
-        host,
+        hosts,
         _KUBERNETES_PORT,
         run_id or None,
     )
+
+
+def _first_pods(replicas: str) -> tuple[str, ...]:
+    """Return the ends of the names of a JobSet's first pods, which all exist.
+
+    Args:
+        replicas: the number of jobs of the pods' replicated job, as a label says it. One job has a
+            pod for each node; with several jobs, only their first pods are certain.
+    """
+    if replicas == "1":
+        return tuple(f"0-{pod}" for pod in range(MEETING_HOSTS))
+    several = replicas.isdecimal() and int(replicas) >= MEETING_HOSTS
+    return tuple(f"{job}-0" for job in range(MEETING_HOSTS if several else 1))
 
 
 def _port(number: int) -> int:

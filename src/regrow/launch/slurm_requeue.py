@@ -22,7 +22,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from regrow.launch import slurm_rules as rules
 from regrow.launch.scheduler import SERVED_BY_A_NODE
 from regrow.launch.slurm_rules import Facts, Task, Wish
 from regrow.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
-from regrow.rendezvous.utils import parse_rendezvous_endpoint
+from regrow.rendezvous.utils import parse_rendezvous_endpoints
 from regrow.utils import get_logger, run_within
 from regrow.workers import SignalException
 
@@ -130,11 +130,11 @@ class SlurmRequest:
             return
         # An agent that knows `others` has not been cut off from the other agents.
         doubts = others is None and isinstance(error, RendezvousConnectionError)
-        host = _host_of(self._config) if doubts else ""
+        hosts = _hosts_of(self._config) if doubts else ()
         grace = self._config.shutdown_timeout or 0
         saving_s = self._stopped_at + grace - monotonic() if others is None else 0.0
         wait = rules.turn(task.rank, most_nodes, saving_s)
-        atexit.register(_send_request, task, again, host, lambda: self._signaled.wait(wait))
+        atexit.register(_send_request, task, again, hosts, lambda: self._signaled.wait(wait))
 
     def _lacks_hosts(self) -> bool:
         """Return whether the last round had fewer nodes than the step: hosts may be lost."""
@@ -142,9 +142,11 @@ class SlurmRequest:
         return group is not None and (group.group_world_size or 0) < self._task.nodes
 
 
-def _send_request(ours: Task, again: bool, host: str, wait: Callable[[], object]) -> None:
+def _send_request(
+    ours: Task, again: bool, hosts: Sequence[str], wait: Callable[[], object]
+) -> None:
     try:
-        if host and _only_slurm_reaches(host):
+        for host in filter(_only_slurm_reaches, hosts):
             logger.warning(
                 "Slurm job %s is not requeued by this host: it cannot reach %s, but Slurm can, so"
                 " the other hosts may continue",
@@ -169,11 +171,11 @@ def _send_request(ours: Task, again: bool, host: str, wait: Callable[[], object]
         _on_sigterm(signal.SIG_IGN)  # the interpreter removes Python handlers before it ends
 
 
-def _host_of(config: LaunchConfig) -> str:
-    """Return the host of the rendezvous endpoint if a node of the job serves it, else ""."""
+def _hosts_of(config: LaunchConfig) -> list[str]:
+    """Return the hosts of the rendezvous endpoints if nodes of the job serve them."""
     if config.rdzv_backend not in SERVED_BY_A_NODE:
-        return ""
-    return parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=0)[0]
+        return []
+    return [host for host, _ in parse_rendezvous_endpoints(config.rdzv_endpoint, default_port=0)]
 
 
 def _only_slurm_reaches(host: str) -> bool:

@@ -6,7 +6,7 @@ import re
 
 from regrow.rendezvous.parameters import unknown_config_keys
 
-__all__ = ["parse_rendezvous_endpoint", "unknown_config_keys"]
+__all__ = ["parse_rendezvous_endpoint", "parse_rendezvous_endpoints", "unknown_config_keys"]
 
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile("[0-9]{1,5}")
@@ -68,6 +68,28 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
             "labels, an IPv4 address, or an IPv6 address."
         )
     return host, port
+
+
+def parse_rendezvous_endpoints(
+    endpoints: str | None, default_port: int
+) -> tuple[tuple[str, int], ...]:
+    """Split `host[:port],host[:port],...` into hosts and ports.
+
+    Args:
+        endpoints: the user's text; None or an empty text means localhost.
+        default_port: the port of each endpoint that has none.
+
+    Raises:
+        ValueError: an endpoint is not valid, or is given twice.
+    """
+    texts = (endpoints or "").split(",")
+    if len(texts) > 1 and not all(text.strip() for text in texts):
+        raise ValueError(f"an endpoint of {endpoints!r} is empty")
+    parsed = tuple(parse_rendezvous_endpoint(text, default_port) for text in texts)
+    for at in parsed:
+        if parsed.count(at) > 1:
+            raise ValueError(f"{at[0]}:{at[1]} is twice in {endpoints!r}: name each host once")
+    return parsed
 
 
 def check_host(host: str) -> None:

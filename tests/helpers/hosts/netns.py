@@ -123,6 +123,12 @@ class Host:
         space = _space_of(self.pid)
         return [pid for pid in _every_process() if _space_of(pid) == space]
 
+    def signal(self, signum: int) -> None:
+        """Send a signal to all processes on the host, and none to the host itself."""
+        for pid in self.processes():
+            if pid != self.pid:
+                os.kill(pid, signum)
+
     def pid_here(self, pid: int) -> int:
         """Return the id, as the test sees it, of the process with the id `pid` on the host."""
         for here in self.processes():

@@ -1,9 +1,10 @@
 """A worker that records its actions, for jobs on several hosts: `worker.py MODE`.
 
 Modes: `gloo` repeats all-reduces. `plain` imports nothing and sleeps. `beating` sleeps too, after
-one heartbeat with all other workers. `wrapped` sleeps in a function with in-process restart;
-`replaced` does so, and another process takes the place of one that is lost. `elastic` trains over
-gloo in such a function, and its process goes on when a host is lost or joins.
+one heartbeat with all other workers. `training` trains from checkpoint to checkpoint. `wrapped`
+sleeps in a function with in-process restart; `replaced` does so, and another process takes the
+place of one that is lost. `elastic` trains over gloo in such a function, and its process goes on
+when a host is lost or joins.
 
 Each action is one line in JOB_FOLDER/records, stamped by the monotonic clock, which the hosts of a
 test share. In JOB_FOLDER/alive each worker updates the time at which it last ran.
@@ -30,6 +31,7 @@ HOST = socket.gethostname()
 ROUND = int(os.environ["REGROW_FENCING_TOKEN"])
 ALIVE_PERIOD_S = 0.01
 STEP_S = 0.02
+TRAINING_STEPS = 400
 
 
 def note(what: str) -> None:
@@ -175,6 +177,31 @@ def plain() -> None:
         time.sleep(STEP_S)
 
 
+def training() -> None:
+    """Train `TRAINING_STEPS` steps; each one continues from the checkpoint of the one before."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    saved = FOLDER / "checkpoint"
+    step, weight = json.loads(saved.read_text()) if saved.exists() else (0, 0)
+    while step < TRAINING_STEPS:
+        gradient = torch.tensor([(step + 1) * (dist.get_rank() + 1)])
+        dist.all_reduce(gradient)
+        step, weight = step + 1, trained(weight, int(gradient))
+        if dist.get_rank() == 0:
+            Path(FOLDER / "checkpoint.new").write_text(json.dumps((step, weight)))
+            Path(FOLDER / "checkpoint.new").rename(saved)
+        time.sleep(STEP_S)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def trained(weight: int, gradient: int) -> int:
+    """Return the weight after a step; each step counts, and so does their order."""
+    return (31 * weight + gradient) % (2**31 - 1)
+
+
 def gloo() -> None:
     """Repeat all-reduces until one rank receives a command to end."""
     from datetime import timedelta
@@ -216,6 +243,7 @@ if sys.argv[1] != "elastic":
 MODES: dict[str, Callable[[], None]] = {
     "gloo": gloo,
     "plain": plain,
+    "training": training,
     "beating": beating,
     "wrapped": wrapped,
     "replaced": partial(wrapped, replace=True),

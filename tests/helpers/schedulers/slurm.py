@@ -283,8 +283,11 @@ class SlurmJob:
         )
 
     def lines(self, *, of_slurm: bool = False) -> list[str]:
-        """Return the output lines of regrow, or those of Slurm."""
-        lines = self.output.splitlines()
+        """Return the output lines of regrow, or those of Slurm.
+
+        The line that says which hosts may be lost does not count: a short job may end before it.
+        """
+        lines = [line for line in self.output.splitlines() if " may be lost, also " not in line]
         return [line for line in lines if line.startswith(("srun: ", "slurmstepd")) == of_slurm]
 
     def start_soon(self) -> None:

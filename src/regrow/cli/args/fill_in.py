@@ -14,7 +14,14 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from regrow.cli.args.parser import give, is_given
-from regrow.launch import SERVED_BY_A_NODE, NotProvided, Placement, SeveralAgents, where
+from regrow.launch import (
+    MEETING_HOSTS,
+    SERVED_BY_A_NODE,
+    NotProvided,
+    Placement,
+    SeveralAgents,
+    where,
+)
 
 _T = TypeVar("_T")
 
@@ -59,8 +66,11 @@ def fill_in(args: Namespace, environ: Mapping[str, str]) -> str:
     if not meeting and args.rdzv_backend in SERVED_BY_A_NODE:
         _check_size(args.nnodes, place)
         port = args.master_port if given["master_port"] else place.port
-        give(args, "rdzv_endpoint", f"{_required(place.host)}:{port}")
-        taken.append(f"endpoint {args.rdzv_endpoint}")
+        hosts = _required(place.hosts)
+        if args.rdzv_backend != "c10d" or not _needs_several(args.nnodes, len(hosts)):
+            hosts = hosts[:1]
+        give(args, "rdzv_endpoint", ",".join(f"{host}:{port}" for host in hosts))
+        taken.append(f"endpoint{'s' if len(hosts) > 1 else ''} {args.rdzv_endpoint}")
     if place.run_id and not given["rdzv_id"]:
         give(args, "rdzv_id", place.run_id)
     return f"{', '.join(taken)} from {place.source}"
@@ -87,6 +97,18 @@ def _check_size(nnodes: str, place: Placement) -> None:
             f"--nnodes {nnodes} needs more nodes than {place.source} provides ({place.nodes}): "
             f"lower --nnodes, or give --rdzv-endpoint HOST:PORT if other nodes join from elsewhere"
         )
+
+
+def _needs_several(nnodes: str, hosts: int) -> bool:
+    """Return whether the job should have several endpoints.
+
+    A job begins only when agents run on most of the endpoints' hosts. So a job that may begin with
+    fewer nodes has a single endpoint. With two hosts, one endpoint more is of no use.
+    """
+    fewest, _, most = nnodes.partition(":")
+    if hosts < MEETING_HOSTS or not fewest.isdecimal() or not (most or "0").isdecimal():
+        return False  # `--nnodes` is checked later
+    return int(fewest) > hosts // 2 and int(most or fewest) >= hosts
 
 
 def _required(value: _T | NotProvided) -> _T:

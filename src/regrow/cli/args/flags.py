@@ -279,9 +279,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "rdzv-endpoint",
-            "address of the rendezvous; a path for file, one or several hosts for etcd",
+            "address of the rendezvous; one or several hosts, for c10d of the job, for etcd of "
+            "etcd; for file a path",
             "",
-            metavar="HOST[:PORT]",
+            metavar="HOST[:PORT],...",
         ),
         Flag("rdzv-id", "id of the job, the same on every node", "none"),
         Flag("rdzv-conf", "settings of the rendezvous backend", "", metavar="KEY=VALUE,..."),

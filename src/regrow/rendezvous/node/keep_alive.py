@@ -157,7 +157,10 @@ class NodeConnection:
         self._id = ""
         self._token = 0
         self._notified = Notified()
-        self._beat_at_once = False
+        # The heartbeats and the watch of time have events of their own. A notification of `changed`
+        # would wake their threads too, and with hundreds of nodes in a process they starve others.
+        self._beat_at_once = threads.Event()
+        self._ended = threads.Event()
         self._answered = 0.0
         self._beaten = 0.0
         self._last_error = "no answer came"
@@ -212,8 +215,8 @@ class NodeConnection:
         self._lease.begin(seated.round)
         with self.changed:
             self._token, self._notified = seated.round, Notified(seated.round)
-            self._beat_at_once = True
-            self._beaten = self._clock()
+            self._beat_at_once.set()
+            self._answered = self._beaten = self._clock()
             self.changed.notify_all()
             snapshot, failing = self.snapshot, bool(self.lost or self.broken)
             if failing:  # no seat until now, so no subscriber was notified
@@ -251,6 +254,8 @@ class NodeConnection:
             if self.done:
                 return
             self.done, lost = True, bool(self.lost)
+            self._ended.set()
+            self._beat_at_once.set()
             self.changed.notify_all()
             threads = self._threads - {self._threading.current_thread()}
         self.release_port()
@@ -345,11 +350,13 @@ class NodeConnection:
             return None if self._over(id) else self.snapshot
 
     def _beat(self) -> None:
+        self._beat_at_once.wait(self._bounds.keep_alive)  # the others do not know the node yet
         while True:
             with self.changed:
                 if self.done:
                     return
-                id, token, self._beat_at_once = self._id, self._token, False
+                self._beat_at_once.clear()
+                id, token = self._id, self._token
             sent = self._clock()
             pause = self._bounds.keep_alive
             try:
@@ -362,23 +369,16 @@ class NodeConnection:
                 self._renew(id, token, sent, holds)
                 if not holds and token:
                     self._receive(id, self._driver.peek(id))
-            with self.changed:
-                self.changed.wait_for(
-                    lambda: self.done or self._beat_at_once,
-                    max(sent + pause - self._clock(), 0.0),
-                )
+            self._beat_at_once.wait(max(sent + pause - self._clock(), 0.0))
 
     def _watch_time(self) -> None:
-        while True:
+        left = self._bounds.lease
+        while not self._ended.wait(left):
             with self.changed:
-                if self.done:
-                    return
-                left = self._answered + self._bounds.lease - self._clock()
-                if left > 0 or self.lost:
-                    self.changed.wait(max(left, 0.0) or None)
-                    continue
-                id = self._id
-            self._lose(id)
+                self.changed.wait_for(lambda: self.done or not self.lost)
+                id, left = self._id, self._answered + self._bounds.lease - self._clock()
+            if left <= 0:
+                self._lose(id)
 
     def _over(self, id: str) -> bool:
         return self.done or self._id != id
@@ -409,7 +409,7 @@ class NodeConnection:
         self._notify()
 
     def _renew(self, id: str, token: int, sent: float, holds: bool) -> None:
-        if sent > self._beaten + self._bounds.lease:
+        if token and sent > self._beaten + self._bounds.lease:
             # The lease expired while this process was stopped, so another node may have the seat.
             self._lose(id)
         self._beaten = sent

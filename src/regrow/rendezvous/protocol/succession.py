@@ -43,6 +43,13 @@ change, there are two sets, the old and the new voters, and everything needs a m
 fewer than three hosts, a majority would outlive no loss, so there are no voters, and the loss of
 the coordinator's host ends the job. The last voters first learn that they are *retired*: they grant
 no epoch any more.
+
+**Begin.** If the user lists several endpoints, these are the first voters, each with the record of
+a job without nodes. The agents that serve them grant the first epochs in their place, and so elect
+the first coordinator. In its record, the agents take the place of the endpoints (`with_agents`). So
+one job begins, although some of the listed hosts may be lost, and an agent that is started again on
+one of them does not begin a second one. With a single endpoint, its server begins the job by
+itself, and there are no voters until the first round is complete.
 """
 
 from __future__ import annotations
@@ -130,6 +137,11 @@ def quorum_value(voters: Iterable[Voters], values: Mapping[str, float]) -> float
     return min(reached)
 
 
+def odd_number(voters: Voters) -> Voters:
+    """Return the voters without the last one if their number is even: it outlives no loss more."""
+    return voters[: len(voters) - 1 + len(voters) % 2]
+
+
 def wanted_voters(state: Round, succession: Succession, successors: int) -> Voters:
     """Return the voters that a job should have: an odd number on different hosts, or none.
 
@@ -151,11 +163,62 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     kept = [by_id[voter.id] for voter in current if voter.id in by_id]
     chosen: dict[str, Voter] = {}
     # The server of an agent that has ended still serves its clients, but that agent has no vote.
-    for voter in (*([first] if first.id in by_id else []), *kept, *able):
+    for voter in (*([by_id[first.id]] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
-    most = min(len(chosen), 1 + successors)
-    odd = most if most % 2 else most - 1
-    return tuple(chosen.values())[:odd] if odd > 1 else ()
+    voters = odd_number(tuple(chosen.values())[: 1 + successors])
+    return voters if len(voters) > 1 else ()
+
+
+def reporter(state: Round, succession: Succession) -> Voter | None:
+    """Return the agent that reports where the rounds are run, if that of the coordinator has ended.
+
+    The server of an agent that has ended still serves its clients. But new agents find it only if
+    an agent reports to the endpoints of the job.
+    """
+    first = succession.coordinator
+    if first is None or not state.complete:
+        return None
+    members = [state.members[id].voter for id in state.ranks]
+    able = [voter for voter in members if voter is not None]
+    return None if first.id in {voter.id for voter in able} else next(iter(able), None)
+
+
+def with_agents(succession: Succession, agents: Mapping[str, Voter]) -> Succession:
+    """Return the succession with agents in place of the listed endpoints that they serve.
+
+    Args:
+        succession: the current succession.
+        agents: by endpoint, the voter that the agent there is.
+
+    This is the first step of a coordinator that these agents have elected. An agent that is started
+    again is another voter, because it has forgotten what it has granted.
+    """
+    first = succession.coordinator
+    return replace(
+        succession,
+        coordinator=first and agents.get(first.id, first),
+        voters=tuple(
+            tuple(agents.get(voter.id, voter) for voter in one) for one in succession.voters
+        ),
+    )
+
+
+def with_agent(succession: Succession, endpoint: str, agent: Voter) -> Succession:
+    """Return the succession after an agent begins to take the place of the endpoint that it serves.
+
+    Args:
+        succession: the current succession; a majority has it.
+        endpoint: an endpoint.
+        agent: the voter that the agent there is.
+
+    An endpoint among the voters confirms nothing. So while there is one of three, each change that
+    was kept is known to both others, and each of them may take over together with any agent that
+    serves the endpoint. This ends when both others have the change to the two sets.
+    """
+    after = with_agents(succession, {endpoint: agent})
+    if after == succession or len(succession.voters) != 1:
+        return succession
+    return replace(after, voters=(*succession.voters, *after.voters))
 
 
 def change_voters(

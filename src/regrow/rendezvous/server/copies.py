@@ -27,6 +27,7 @@ from regrow.rendezvous.protocol.succession import (
     change_voters,
     is_voter,
     quorum_value,
+    reporter,
     wanted_voters,
 )
 from regrow.rendezvous.server import server_messages as messages
@@ -76,6 +77,7 @@ class Copies:
         """Ids of the voters that have resigned."""
         self._moved_at = 0.0
         self.wanted: Voters = ()
+        self._reporter: Voter | None = None
         self._promise, self._margin = PROMISE * lease, MARGIN * lease
         self._successors = successors
         self._began = now
@@ -108,16 +110,23 @@ class Copies:
         first = self.succession.coordinator
         if not voters or first is None:
             return ()
-        return (first, *(voter for voter in voters if voter != first))
+        return (first, *(voter for voter in voters if voter.id != first.id))
 
     @property
     def may_lose(self) -> int:
-        """How many of the voters may be lost at one time: all but a majority."""
-        return min(((len(one) - 1) // 2 for one in self.succession.voters), default=0)
+        """How many of the voters may be lost at one time: all that are there, but a majority."""
+        here = self._has.keys() | {voter.id for voter in self.wanted}
+        spare = (
+            sum(voter.id in here for voter in one) - len(one) // 2 - 1
+            for one in self.succession.voters
+        )
+        return max(min(spare, default=0), 0)
 
     def should_copy(self, voter: Voter | None) -> bool:
         """Return whether an agent should keep a copy."""
-        return voter is not None and (voter in self.wanted or is_voter(self.succession, voter.id))
+        return voter is not None and (
+            voter in (*self.wanted, self._reporter) or is_voter(self.succession, voter.id)
+        )
 
     def begin(self) -> None:
         """Count a change that replaces the whole record."""
@@ -178,6 +187,8 @@ class Copies:
         if chosen_for != self._chosen_for:
             self._chosen_for = chosen_for
             self.wanted = wanted_voters(state, self.succession, self._successors)
+            if state.complete:
+                self._reporter = reporter(state, self.succession)
         ready = {id for id, has in self._has.items() if has >= self.seq}
         after = change_voters(self.succession, self.wanted, ready, self.kept())
         return None if after == self.succession else after

@@ -29,6 +29,8 @@ class Won(NamedTuple):
     """The newest copy of the record."""
     grants: Mapping[str, Grant]
     """By voter."""
+    elects: Mapping[str, Voter]
+    """In the first election: by endpoint, the voter that has granted."""
 
 
 @dataclass(slots=True)
@@ -42,6 +44,8 @@ class Election:
     """By voter: its copy of the record."""
     asked: dict[str, tuple[Hashable, int]] = field(default_factory=dict)
     """By voter: its parked question, as session and id."""
+    elects: dict[str, Voter] = field(default_factory=dict)
+    """In the first election: by endpoint, the voter that has granted."""
 
     def answer_all(self, reply: messages.Answer) -> list[Answer]:
         """Answer the voters that wait."""
@@ -55,6 +59,19 @@ class Elections:
 
     def __init__(self) -> None:
         self._elections: dict[str, Election] = {}
+
+    def withdraw(self, session: Hashable, id: int | None = None) -> None:
+        """Remove first grants whose agents wait no longer: they may have found the job meanwhile.
+
+        Args:
+            session: the session of the agent.
+            id: the question that ended; None: all of the session.
+        """
+        for election in self._elections.values():
+            for voter, (its, asked) in [*election.asked.items()]:
+                if voter in election.elects and its == session and id in (None, asked):
+                    for of in (election.asked, election.grants, election.records, election.elects):
+                        del of[voter]
 
     def granted(
         self, session: Hashable, id: int, question: messages.GrantRequest
@@ -95,10 +112,13 @@ class Elections:
         )
         election.records[voter] = record
         election.asked[voter] = session, id
+        if question.elects is not None:
+            election.elects[voter] = question.elects
         newest = elected(election.grants)
         if newest is None:
             return None, out
         del self._elections[run_id]
         out += election.answer_all(messages.DoneReply(election.epoch))
-        won = Won(election.epoch, question.candidate, election.records[newest], election.grants)
+        record = election.records[newest]
+        won = Won(election.epoch, question.candidate, record, election.grants, election.elects)
         return won, out

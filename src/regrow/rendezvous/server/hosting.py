@@ -50,7 +50,7 @@ from regrow.store import StoreError, family_of, is_loopback
 from regrow.utils import Backoff, call_after_fork, get_logger, ready, start_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from regrow.store import ServerProcess, Tls
 
@@ -149,7 +149,12 @@ def find_own(host: str, port: int) -> OwnAddress | None:
 
 
 def settle(
-    host: str, port: int, token: bytes, tls: Tls | None, is_host: bool | None
+    host: str,
+    port: int,
+    token: bytes,
+    tls: Tls | None,
+    is_host: bool | None,
+    services: Mapping[str, str] = SERVICES,
 ) -> MeetingPlace:
     """Decide whether this node serves the endpoint, and if so, start the server.
 
@@ -159,29 +164,71 @@ def settle(
         token: the job's secret.
         tls: certificates.
         is_host: whether the user declared this node the host; None: determine it.
+        services: what the server offers.
 
     Raises:
         RendezvousConnectionError: this node has to serve, but cannot.
     """
     own = None if is_host is False else find_own(host, port)
     if own is not None:
-        server = _serve(own.listen, port, token, tls)
+        server = _serve(own.listen, port, token, tls, services)
         beyond = is_loopback(own.address) and not is_loopback(host)
         if server is None and own.listen != own.address and not beyond:
             # The process that uses the port may listen on another address of this host.
-            server = _serve(own.address, port, token, tls)
+            server = _serve(own.address, port, token, tls, services)
         return MeetingPlace(server, host, host if beyond else None, True)
     if not is_host:
         return MeetingPlace(None, host, None, False)
     family = family_of(host) or socket.AF_INET
-    server = _serve(_every(family), port, token, tls)
+    server = _serve(_every(family), port, token, tls, services)
     return MeetingPlace(server, "::1" if family == socket.AF_INET6 else "127.0.0.1", host, True)
 
 
-def _serve(listen: str, port: int, token: bytes, tls: Tls | None) -> HostedServer | None:
+def settle_one_of(
+    endpoints: Iterable[tuple[str, int]], token: bytes, tls: Tls | None
+) -> tuple[MeetingPlace, int] | None:
+    """Serve the first of several endpoints that belongs to this host, and is not served yet.
+
+    Args:
+        endpoints: name or address, and port, of each endpoint.
+        token: the job's secret.
+        tls: certificates.
+
+    Returns:
+        This node's view of that endpoint, and its place in the list; None if there is none.
+
+    Raises:
+        RendezvousConnectionError: this node has to serve, but cannot.
+    """
+    for at, (host, port) in enumerate(endpoints):
+        is_host = True if _is_own_name(host) else None
+        place = settle(host, port, token, tls, is_host, SUCCESSOR_SERVICES)
+        if place.server is not None:
+            return place, at
+    return None
+
+
+def _is_own_name(host: str) -> bool:
+    """Return whether a name is that of this host, and is not known to the name service yet.
+
+    The name of a pod may be registered only some time after its start, and the others may need its
+    vote until then.
+    """
+    if family_of(host) is not None or host.split(".")[0] != socket.gethostname().split(".")[0]:
+        return False
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return True
+    return False
+
+
+def _serve(
+    listen: str, port: int, token: bytes, tls: Tls | None, services: Mapping[str, str]
+) -> HostedServer | None:
     """Start the server; return None if a process listens on the port already."""
     try:
-        return _host(listen, port, token, tls, SERVICES)
+        return _host(listen, port, token, tls, services)
     except (OSError, ValueError, StoreError) as error:
         if _is_in_use(error):
             return None

@@ -88,6 +88,8 @@ from regrow.rendezvous.protocol.succession import (
     has_ended,
     has_waited,
     is_voter,
+    with_agent,
+    with_agents,
 )
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.copies import MOVED, RemovedVoterError
@@ -108,7 +110,7 @@ if TYPE_CHECKING:
     from regrow.store import Journal
 
 
-_NOT_MOVED: Final = 0.0, messages.ElsewhereReply(0, "")
+_UNKNOWN: Final = messages.ElsewhereReply(0, "")
 _ANOTHER_LIFE: Final = Snapshot(
     0, NodeRefused("", "the server does not know this life of the job"), 0, None
 )
@@ -239,6 +241,7 @@ class RendezvousService:
             job = self.jobs[run_id]
             if job.followers[node][:2] == (session, id):
                 self._unfollow(job, node)
+        self._elections.withdraw(session, id)
         for job in self.jobs.values():
             job.copies.unpark(session, id)
 
@@ -247,6 +250,7 @@ class RendezvousService:
         client = self._clients.get(session)
         for run_id, node in list(client.following) if client else ():
             self._unfollow(self.jobs[run_id], node)
+        self._elections.withdraw(session)
         for job in self.jobs.values():
             job.copies.unpark(session)
         return []
@@ -300,13 +304,18 @@ class RendezvousService:
             if job.lives:
                 return messages.ElsewhereReply(copies.epoch, "", lost=True)
             self._delete(job)  # no node of it is left here, so the job may begin again
+        elsewhere = self._reported(run_id, now)
+        return None if elsewhere is None and self._creates else elsewhere or _UNKNOWN
+
+    def _reported(self, run_id: str, now: float) -> messages.ElsewhereReply | None:
+        """Return where an agent has reported that a job is served which this server lacks."""
         at, elsewhere = self._moved.get(run_id, (now, None))
         if elsewhere is not None and now > at + MOVED:
             elsewhere = messages.ElsewhereReply(elsewhere.epoch, "")
             if now > at + FORGET_JOB:
                 del self._moved[run_id]
                 elsewhere = None
-        return elsewhere or (None if self._creates else messages.ElsewhereReply(0, ""))
+        return elsewhere
 
     def _to_voters(self, out: list[Answer], now: float) -> list[Answer]:
         """Add the answers to voters, and those to nodes that need not be held back any more."""
@@ -337,12 +346,16 @@ class RendezvousService:
         else:
             job = None
         if job is None or job.copies.moved is not None:
-            elsewhere = job.copies.moved if job is not None else None
-            elsewhere = elsewhere or messages.ElsewhereReply(0, "")
-            return [*out, Answer(session, id, messages.encode(elsewhere))]
-        if question.hosts and job.copies.succession.coordinator is None:
-            job.copies.succession = Succession(coordinator=question.voter)
-            self._write(job, SuccessionRecord(job.run_id, job.copies.succession))
+            elsewhere = job.copies.moved if job else self._reported(question.job, now)
+            return [*out, Answer(session, id, messages.encode(elsewhere or _UNKNOWN))]
+        succession = job.copies.succession
+        if question.hosts and succession.coordinator is None:
+            succession = Succession(coordinator=question.voter)
+        elif job.copies.kept():
+            succession = with_agent(succession, question.listed, question.voter)
+        if succession != job.copies.succession:
+            job.copies.succession = succession
+            self._write(job, SuccessionRecord(job.run_id, succession))
         self._changed[job.run_id] = job
         return out + job.copies.asked(session, id, question, now)
 
@@ -352,6 +365,8 @@ class RendezvousService:
         run_id, epoch = question.job, question.epoch
         job = self.jobs.get(run_id)
         out: list[Answer] = []
+        if not question.life and (reply := self._serving(run_id, now)) is not None:
+            return [Answer(session, id, messages.encode(reply))]
         if job is not None:
             copies = job.copies
             votes = is_voter(copies.succession, question.voter)
@@ -368,6 +383,16 @@ class RendezvousService:
                 out += self._move(job, epoch, "", now)
         won, answers = self._elections.granted(session, id, question)
         return out + answers + (self._take_over(won, now) if won is not None else [])
+
+    def _serving(
+        self, run_id: str, now: float
+    ) -> messages.DoneReply | messages.ElsewhereReply | None:
+        """Return the answer to an agent that wants the job to begin, if it has begun already."""
+        job = self.jobs.get(run_id)
+        if job is None:
+            elsewhere = self._reported(run_id, now)
+            return elsewhere if elsewhere is not None and elsewhere.endpoint else None
+        return job.copies.moved or messages.DoneReply(job.copies.epoch)
 
     def _turned(self, session: Hashable) -> None:
         """Keep the nodes of a client that asks another server from now on; their beats decide."""
@@ -386,8 +411,10 @@ class RendezvousService:
             out += self._move(before, won.epoch, "", now)
             self._delete(before)
         after = replace(old, epoch=won.epoch, coordinator=won.candidate)
+        after = with_agents(after, won.elects)
         record = replace(won.record, succession=after)
-        job = self.jobs[run_id] = ServedJob(run_id, record.life, record.settings, now, record)
+        life = record.life or self._new_life()
+        job = self.jobs[run_id] = ServedJob(run_id, life, record.settings, now, record)
         self._moved.pop(run_id, None)
         self._begin(job)
         first = old.coordinator
@@ -424,7 +451,7 @@ class RendezvousService:
         if isinstance(question, messages.MovedRequest):
             if job is not None:
                 out += self._move(job, question.epoch, question.endpoint, now)
-            elif question.epoch >= self._moved.get(question.job, _NOT_MOVED)[1].epoch and (
+            elif question.epoch >= self._moved.get(question.job, (0.0, _UNKNOWN))[1].epoch and (
                 question.job in self._moved or len(self._moved) < JOBS
             ):
                 elsewhere = messages.ElsewhereReply(question.epoch, question.endpoint)
@@ -512,7 +539,7 @@ class RendezvousService:
             body = messages.encode_snapshot(job.life, refused)
             return job.copies.hold([Answer(session, asked, body)])
         if isinstance(event, JoinRound):
-            if not job.state.version:  # no node has joined yet, only followers
+            if not (job.state.version or job.copies.epoch):  # only followers have come so far
                 followers = job.followers
                 job = self.jobs[question.job] = ServedJob(question.job, job.life, settings, now)
                 job.followers = followers

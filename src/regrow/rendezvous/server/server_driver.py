@@ -39,9 +39,11 @@ from regrow.rendezvous.errors import (
     RendezvousStateError,
 )
 from regrow.rendezvous.node.driver import Snapshot
-from regrow.rendezvous.protocol.messages import Seated, ServersChanged, subject
-from regrow.rendezvous.protocol.succession import PROMISE
+from regrow.rendezvous.protocol.messages import Seated, ServersChanged, Voter, subject
+from regrow.rendezvous.protocol.state import Round
+from regrow.rendezvous.protocol.succession import MOST_SUCCESSORS, PROMISE, Succession, odd_number
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.successor import GRACE_S, Successor, new_voter
 from regrow.rendezvous.settings import (
     CONNECT,
@@ -70,10 +72,10 @@ from regrow.store import (
 from regrow.utils import Backoff
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from regrow.rendezvous.node.driver import Report, Threads
-    from regrow.rendezvous.protocol.messages import Departed, Event, Voter
+    from regrow.rendezvous.protocol.messages import Departed, Event
     from regrow.rendezvous.server.hosting import HostedServer
     from regrow.rendezvous.settings import RendezvousSettings
     from regrow.store import Store, StoreClient, Tls
@@ -107,6 +109,7 @@ class ServerDriver:
         timeout: connect at once, within this time in seconds (see `reach`); None: the caller calls
             `reach` before any other method.
         server: the server's process, if this node started it; the driver closes it.
+        listed: the endpoints of the job, if there are several.
         fixed: whether no node of the job may be replaced (`Round.fixed`).
         clock: returns the seconds of this node's monotonic clock.
         threads: the module that provides the locks.
@@ -123,6 +126,7 @@ class ServerDriver:
         timeout: float | None,
         server: HostedServer | None = None,
         *,
+        listed: Sequence[tuple[str, int]] = (),
         fixed: bool = False,
         clock: Callable[[], float] = time.monotonic,
         threads: Threads = threading,
@@ -130,7 +134,7 @@ class ServerDriver:
     ) -> None:
         bounds = settings.bounds
         self._where = where
-        self._endpoint = where.endpoint
+        self._listed = [endpoint_of(*at) for at in listed] or [where.endpoint]
         self._run_id = settings.run_id
         self._settings = messages.JobSettings(
             settings.min_nodes,
@@ -142,7 +146,8 @@ class ServerDriver:
             fixed,
             settings.successors,
         )
-        self._hosts = server is not None
+        self._own = {where.endpoint} if server is not None and not listed else set[str]()
+        """The endpoints of the server that this node hosts."""
         self.server = server
         """The server's process, if this node hosts it and has not closed it."""
         self._clock = clock
@@ -164,7 +169,7 @@ class ServerDriver:
         self._promise = PROMISE * bounds.lease
         self._hold = bounds.lease + bounds.kill
         self._epoch = 0
-        self._servers: list[str] = []
+        self._servers = self._listed if listed else []
         """The endpoints of all agents that may serve, first the present one; empty: only one."""
         self._asked_at: dict[str, float] = {}
         """When each of them was asked without success, by this node's clock."""
@@ -191,13 +196,20 @@ class ServerDriver:
             RendezvousGracefulExitError: `interrupt` was called.
             RendezvousError: the server refused this node.
         """
-        try:
-            client = self._client.connect(timeout)
-        except StoreAuthError as error:  # a retry would fail in the same way
-            raise RendezvousError(self._unreachable(error)) from error
-        except StoreError as error:
-            self._check()
-            raise RendezvousConnectionError(self._unreachable(error)) from error
+        deadline, left = self._clock() + timeout, timeout
+        while True:
+            try:
+                client = self._client.connect(left)
+                break
+            except StoreAuthError as error:  # a retry would fail in the same way
+                raise RendezvousError(self._unreachable(error)) from error
+            except StoreError as error:
+                self._check()
+                left = deadline - self._clock() - SEARCH_PAUSES[1]
+                if not self._servers or left <= 0:
+                    raise RendezvousConnectionError(self._unreachable(error)) from error
+                self._search(self._client)
+                self._stopped.wait(SEARCH_PAUSES[1])
         self.reached = True
         self._rounds_at = self._probed
         self._local_addr = self._where.addr or client.local_host
@@ -208,6 +220,7 @@ class ServerDriver:
         port: int,
         serve: Callable[[], HostedServer],
         reserved: PortReservation | None = None,
+        listed_as: str = "",
     ) -> None:
         """Let this node's agent keep a copy of the record, and take over as server.
 
@@ -216,7 +229,24 @@ class ServerDriver:
             port: the TCP port at which it serves.
             serve: starts a server at that port.
             reserved: holds the port; the driver releases it.
+            listed_as: the endpoint that this node serves, if the user has listed several.
         """
+        first = odd_number(
+            tuple(
+                Voter(at, host_of(at), int(at.rpartition(":")[2]))
+                for at in self._listed[: 1 + MOST_SUCCESSORS]
+            )
+        )
+        begins = None
+        if any(voter.id == listed_as for voter in first):
+            begins = JobRecord(
+                self._run_id,
+                "",
+                self._settings,
+                Round(self._settings.min_nodes, self._settings.max_nodes),
+                Succession(voters=(first,)),
+            )
+        self._own |= {endpoint_of(host, port), listed_as}
         self._reserved = reserved
         if self.server is not None:
             self.server.hold = self._hold
@@ -236,7 +266,7 @@ class ServerDriver:
             self._run_id,
             new_voter(host, port),
             self._promise,
-            self._where.endpoint,
+            self._listed,
             hosts=self.server is not None,
             open=lambda endpoint, timeout, stop: self._open(
                 self._at(endpoint), timeout, stop, grace=GRACE_S
@@ -248,6 +278,8 @@ class ServerDriver:
             new_client=self._new_client,
             clock=self._clock,
             threads=self._threading,
+            listed_as=listed_as,
+            begins=begins,
         )
         if self.server is not None:
             self._successor.start(self._where.endpoint, self._epoch)
@@ -255,10 +287,7 @@ class ServerDriver:
     @property
     def serves(self) -> bool:
         """See `Driver`."""
-        voter = self.voter
-        own = None if voter is None else endpoint_of(voter.host, voter.port)
-        at = self._where.endpoint
-        return self.server is not None and at in (self._endpoint if self._hosts else own, own)
+        return self.server is not None and self._where.endpoint in self._own
 
     @property
     def successor(self) -> Successor | None:
@@ -372,11 +401,12 @@ class ServerDriver:
     # ------------------------------------------------------------------ helpers
 
     def _begin(self, where: Where, timeout: float, stop: int) -> StoreClient:
-        """Begin a session; the server may be missing only the first time."""
+        """Begin a session; the server may be missing only the first time, if it is the only one."""
+        wait = not (self.reached or self._servers)
         if self._servers:
             timeout = min(timeout, SEARCH_TURN)  # another server may have taken over
         try:
-            client = self._open(where, timeout, stop, wait_for_server=not self.reached)
+            client = self._open(where, timeout, stop, wait_for_server=wait)
         except StoreProtocolError as error:
             if not self.reached:
                 raise
@@ -482,7 +512,7 @@ class ServerDriver:
 
     def _others(self) -> bool:
         """Return whether there is another server to ask."""
-        return bool(self._servers) or self._where.endpoint != self._endpoint
+        return bool(self._servers) or self._where.endpoint != self._listed[0]
 
     def _search(
         self,
@@ -511,7 +541,7 @@ class ServerDriver:
                     self.life, self._versions = "", self._latest[1].version
             else:
                 self._asked_at[endpoint] = now + rest
-                servers = self._servers or [self._endpoint]
+                servers = self._servers or self._listed
                 others = [server for server in servers if server != endpoint]
                 after = min(others or [endpoint], key=lambda at: self._asked_at.get(at, 0.0))
             if after == endpoint:
@@ -538,6 +568,8 @@ class ServerDriver:
             return
         self._epoch = reply.epoch
         self._servers = [endpoint_of(voter.host, voter.port) for voter in reply.servers]
+        if not self._servers and len(self._listed) > 1:
+            self._servers = self._listed
         if reply.servers or self._reported.successors:
             hosts = [voter.host for voter in reply.servers] or [self._reported.server]
             changed = ServersChanged(reply.epoch, hosts[0], tuple(hosts[1:]), reply.may_lose)

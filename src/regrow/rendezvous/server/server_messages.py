@@ -140,6 +140,8 @@ class CopyRequest(Struct, array_like=True, tag=5, frozen=True, gc=False):
     """The number of changes in the copy."""
     answer: Number
     """The number of the latest answer that the voter has received in this epoch; 0: none."""
+    listed: Annotated[str, Meta(max_length=1000)] = ""
+    """The endpoint that its agent serves, if the user has listed several."""
 
 
 class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
@@ -150,7 +152,7 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
 
     job: Name
     life: Annotated[str, Meta(max_length=100)]
-    """The life of the job of which the voter has a copy."""
+    """The life of the job of which the voter has a copy; empty in the first election."""
     candidate: Voter
     """The voter whose agent hosts the server that is asked."""
     voter: Name
@@ -165,6 +167,8 @@ class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
     """For both, see `Grant`."""
     records: tuple[Raw, ...]
     """The copy: the record of the whole job, and the records after it."""
+    elects: Voter | None = None
+    """For the first election, in which `voter` is an endpoint: the voter that its agent is."""
 
 
 class ResignRequest(Struct, array_like=True, tag=7, frozen=True, gc=False):

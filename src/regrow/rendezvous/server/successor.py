@@ -19,20 +19,34 @@ next candidate. The time grows with each turn, so all voters meet at one candida
 An agent that was removed from the voters may have granted epochs that have no meaning any more. It
 continues as another voter, under a new id.
 
-While an agent hosts the coordinator, it reports this every second to the server at the endpoint of
-the job. An agent that is started again on that host serves there, and sends newcomers on.
+While an agent hosts the coordinator, it reports this every second to the servers at the endpoints
+of the job. An agent that is started again on such a host serves there, and sends newcomers on. The
+other agents with a copy report this too, because the agent beside the coordinator may have ended.
+An agent that hosts a server at an endpoint reports to its own server only.
+
+If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
+asks the others whether the job runs already. If none says so, it grants epoch 1, with the copy of a
+job without nodes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import Raw
 
 from regrow.rendezvous.protocol.messages import Voter
-from regrow.rendezvous.protocol.succession import Position, Succession, candidate, is_voter
+from regrow.rendezvous.protocol.succession import (
+    Position,
+    Succession,
+    candidate,
+    is_quorum,
+    is_voter,
+)
 from regrow.rendezvous.server import server_messages as messages
 from regrow.store import (
     ServiceClient,
@@ -45,9 +59,10 @@ from regrow.utils import Backoff, get_logger
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from regrow.rendezvous.node.driver import Threads
+    from regrow.rendezvous.server.records import JobRecord
     from regrow.store import StoreClient
 
     Open = Callable[[str, float, int], StoreClient]
@@ -82,8 +97,8 @@ class Successor:
         run_id: the id of the job.
         me: the voter that this agent is.
         promise: how long a voter stands by its promise, in seconds.
-        endpoint: the endpoint of the job.
-        hosts: whether this agent hosts the server at the endpoint.
+        listed: the endpoints of the job.
+        hosts: whether this agent hosts a server at one of them.
         open: opens a session with the server at an endpoint.
         serve: starts a server at this agent's port, unless it runs; it returns once the server
             listens.
@@ -91,6 +106,8 @@ class Successor:
         new_client: creates a client of the service from a function that opens a session.
         clock: returns the time of this agent's monotonic clock, in seconds.
         threads: starts threads, and provides the locks.
+        listed_as: the endpoint that this agent serves, if the user has listed several.
+        begins: if this endpoint is one of the first voters: the record of a job without nodes.
     """
 
     def __init__(
@@ -98,7 +115,7 @@ class Successor:
         run_id: str,
         me: Voter,
         promise: float,
-        endpoint: str,
+        listed: Sequence[str],
         *,
         hosts: bool,
         open: Open,
@@ -107,12 +124,15 @@ class Successor:
         new_client: Callable[[Callable[[float, int], StoreClient]], ServiceClient],
         clock: Callable[[], float],
         threads: Threads,
+        listed_as: str = "",
+        begins: JobRecord | None = None,
     ) -> None:
         self.me = me
         """The voter that this agent is; another one after the others have given it up."""
         self._run_id = run_id
         self._promise = promise
-        self._endpoint = endpoint
+        self._listed = listed
+        self._listed_as = listed_as
         self._hosts = hosts
         self._open = open
         self._serve = serve
@@ -124,11 +144,16 @@ class Successor:
         self._lock = threads.Lock()
         self._client: ServiceClient | None = None
         self._asks = ""  # the endpoint of the client
-        self._coordinator = endpoint
-        self._known = 0, endpoint  # epoch and endpoint of the coordinator that the node knows
+        self._coordinator = listed[0]
+        self._known = 0, listed[0]  # epoch and endpoint of the coordinator that the node knows
         self._thread: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
         self._renewed = False  # whether the thread has to forget what the voter has granted
         self._forget()
+        if begins is not None:
+            self._records.append(messages.encode(begins))
+            self._position, self._succession = Position(0, begins.seq), begins.succession
+            self._grant(1, ended=False)
 
     def _forget(self) -> None:
         self._life = ""
@@ -174,7 +199,8 @@ class Successor:
         then means nothing any more.
         """
         with self._lock:
-            self._renewed = bool(self._granted_to)
+            # A first voter may grant before its node joins.
+            self._renewed = bool(self._granted_to and self._life)
             if self._renewed:
                 self.me = new_voter(self.me.host, self.me.port)
 
@@ -207,6 +233,8 @@ class Successor:
 
     def _run(self) -> None:
         try:
+            if self._granted_to:
+                self._most_answer()  # the job may run already
             while not self._stop.is_set():
                 if self._renewed:
                     self._renewed = False
@@ -225,19 +253,10 @@ class Successor:
 
     def _copy(self) -> bool:
         """Ask the coordinator for changes; return False if no copy is wanted any more."""
-        request = messages.CopyRequest(
-            self._run_id,
-            self._life,
-            self.me,
-            self._hosts,
-            self._promised,
-            *self._position,
-            self._answer,
-        )
         silent_at = self._heard_at + self._promise
         left = silent_at - self._clock()
         try:
-            reply = self._ask(self._coordinator, request, max(left, self._promise / 6))
+            reply = self._ask(self._coordinator, self._copy_request(), max(left, self._promise / 6))
         except StoreClosedError:
             raise
         except StoreError as error:
@@ -264,6 +283,22 @@ class Successor:
                 self._stop.wait(self._promise)
         return True
 
+    def _copy_request(self) -> messages.CopyRequest:
+        return messages.CopyRequest(
+            self._run_id,
+            self._life,
+            self.me,
+            self._hosts,
+            self._promised,
+            *self._position,
+            self._answer,
+            self._listed_as,
+        )
+
+    @property
+    def _votes_as(self) -> str:
+        return self.me.id if self._life else self._listed_as
+
     @property
     def _may_vote(self) -> bool:
         # An agent with a copy may be a new voter that does not know it yet (`elected` does).
@@ -288,6 +323,7 @@ class Successor:
         self._promised = reply.epoch
         self._heard_at = self._clock()
         self._turns = Backoff(*TURN_S)
+        self._redirect()
         return reply.wanted
 
     def _go(self, epoch: int, endpoint: str) -> None:
@@ -313,7 +349,7 @@ class Successor:
         to = candidate(self._succession, self._promised)
         deadline = self._clock() + self._turns.next(TURN_S[1])
         pauses = Backoff(*RETRY_S)
-        if to.id == self.me.id:
+        if to.id == self._votes_as:
             try:
                 self._serve()
             except Exception as error:  # noqa: BLE001 - after any error the next candidate serves
@@ -324,13 +360,14 @@ class Successor:
             self._run_id,
             self._life,
             to,
-            self.me.id,
+            self._votes_as,
             self._promised,
             *self._position,
             self._succession,
             self._ended,
             self._clock() >= self._heard_at + self._promise,
             tuple(map(Raw, self._records)),
+            None if self._life else self.me,
         )
         while (left := deadline - self._clock()) > 0 and not self._stop.is_set():
             if self._renewed:
@@ -356,8 +393,37 @@ class Successor:
         epoch, coordinator = self._known
         if epoch >= self._promised:  # the others have elected a coordinator
             self._go(epoch, coordinator)
-        else:
+        elif self._life or self._most_answer():
             self._grant(self._promised + 1, ended=False)
+
+    def _most_answer(self) -> bool:
+        """Return whether most of the first voters answer; follow the coordinator if one knows it.
+
+        Until then no candidate can be elected, and each keeps its turn. So the first one is elected
+        if all hosts start.
+        """
+        self._turns = Backoff(*TURN_S)
+        voters = self._succession.voters
+        answered = {self._listed_as}
+        for voter in voters[-1]:
+            if voter.id == self._listed_as:
+                continue
+            endpoint = endpoint_of(voter.host, voter.port)
+            try:
+                reply = self._ask(endpoint, self._copy_request(), SILENT_S)
+            except StoreClosedError:
+                raise
+            except StoreError:
+                continue
+            answered.add(voter.id)
+            match reply:
+                case messages.CopyReply(epoch=epoch):
+                    self._go(epoch, endpoint)
+                    return False
+                case messages.ElsewhereReply(epoch, endpoint) if endpoint:
+                    self._go(epoch, endpoint)
+                    return False
+        return is_quorum(voters, answered)
 
     def _follow(self, to: Voter, epoch: int) -> None:
         """Follow the coordinator that was elected."""
@@ -367,25 +433,44 @@ class Successor:
         self._heard_at = self._clock()
         self._known = max(self._known, (epoch, self._coordinator))
         self._elected(self._coordinator, epoch)
-        if to.id == self.me.id:
-            logger.warning("this host runs the rendezvous %r from now on", self._run_id)
-            if self._coordinator != self._endpoint:
-                self._threading.Thread(
-                    target=lambda: self._report(epoch), name="rendezvous redirect", daemon=True
-                ).start()
+        if to.id == self._votes_as:
+            level = logging.WARNING if self._life else logging.DEBUG
+            logger.log(level, "this host runs the rendezvous %r from now on", self._run_id)
+        self._redirect()
 
-    def _report(self, epoch: int) -> None:
-        """Report to the server at the job's endpoint that the rounds are run here."""
-        here = endpoint_of(self.me.host, self.me.port)
-        moved = messages.encode(messages.MovedRequest(self._run_id, epoch, here))
-        while not self._stop.is_set() and self._promised == epoch:
-            # A session that stays open would keep that server alive.
-            client = self._new_client(
-                lambda timeout, stop: self._open(self._endpoint, timeout, stop)
+    def _redirect(self) -> None:
+        """Report to servers that nodes may ask by mistake, if there are any."""
+        running = self._reporter is not None and self._reporter.is_alive()
+        if not running and self._asked_by_mistake():
+            self._reporter = self._threading.Thread(
+                target=self._report, name="rendezvous redirect", daemon=True
             )
-            with suppress(StoreError):  # no server is there
-                client.ask(moved, REPORT_S)
-            client.close(0.0)
+            self._reporter.start()
+
+    def _asked_by_mistake(self) -> list[str]:
+        """Return the endpoints to which this agent reports where the rounds are run."""
+        here = endpoint_of(self.me.host, self.me.port)
+        own = self._listed_as or (self._listed[0] if self._hosts else here)
+        if not (self._hosts or self._coordinator in (own, here, *self._listed)):
+            return [*self._listed]  # the agent there may have ended
+        if self._coordinator in (own, here):
+            return [at for at in self._listed if at != own]
+        return [own] if self._hosts else []
+
+    def _report(self) -> None:
+        """Report where the rounds are run as long as there are servers that do not know it."""
+        copies = self._thread
+        while not self._stop.is_set() and copies is not None and copies.is_alive():
+            servers = self._asked_by_mistake()
+            if not servers:
+                return
+            moved = messages.MovedRequest(self._run_id, self._promised, self._coordinator)
+            for at in () if self._granted_to else servers:
+                # A session that stays open would keep that server alive.
+                client = self._new_client(partial(self._open, at))
+                with suppress(StoreError):  # no server is there
+                    client.ask(messages.encode(moved), REPORT_S)
+                client.close(0.0)
             self._stop.wait(REPORT_S)
 
     # --- calls

@@ -254,8 +254,8 @@ class Session:
             args: the fields of the message after id and ack.
             seconds: time-out of the call.
             lasting: the call should block, so it leaves the reading to other threads.
-            nudge: seconds without an answer after which the client sends a small message,
-                repeatedly.
+            nudge: seconds without an answer after which the client sends a small message, and again
+                after twice the time, and so on.
         """
         now = time.monotonic()
         deadline = now + seconds
@@ -361,6 +361,7 @@ class Session:
                 return
             with self._lock:
                 self._send(self._calls.nudge())
+            nudge *= 2  # the server may just be overloaded, and each message adds to its load
 
     def _give_up(self, call: PendingCall) -> None:
         with self._lock:

@@ -3,6 +3,10 @@
 torchrun's command lines use this name. They work here if the token is added. The nodes meet at the
 endpoint. The first agent on the endpoint's host serves it (`hosting`). The server runs the rounds
 (`round_service`), and each node has a connection to it (`server_driver`).
+
+The user may list several endpoints. Then an agent on each of these hosts serves, and they elect the
+one that runs the rounds (`protocol/succession.py`). The others answer where the rounds are run.
+With `successors=0` no other host takes over, so the first endpoint is the only one.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from regrow.rendezvous.errors import RendezvousConnectionError
 from regrow.rendezvous.parameters import timeout_option, wanted_rank
 from regrow.rendezvous.server.credentials import credentials
 from regrow.rendezvous.settings import read_settings
-from regrow.rendezvous.utils import parse_rendezvous_endpoint
+from regrow.rendezvous.utils import parse_rendezvous_endpoints
 
 if TYPE_CHECKING:
     from regrow.rendezvous.node.handler import DynamicRendezvousHandler
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from regrow.rendezvous.server.credentials import Credentials
     from regrow.rendezvous.server.hosting import MeetingPlace
     from regrow.rendezvous.server.server_driver import ServerDriver, Where
+    from regrow.rendezvous.settings import RendezvousSettings
+
+    Endpoints = tuple[tuple[str, int], ...]
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60.0  # seconds
@@ -40,21 +47,25 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
         RendezvousError: there is no token.
         RendezvousConnectionError: the server cannot be started, or cannot be reached.
     """
-    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
     from regrow.rendezvous.server.hosting import Tries, settle
     from regrow.rendezvous.server.server_driver import ServerDriver
     from regrow.store import StoreConnectionError, StoreTimeout
 
     settings = read_settings(params)
-    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
-    if port == 0:
-        raise ValueError(
-            f"the endpoint {params.endpoint!r} has port 0, so the other nodes cannot know the "
-            f"port; choose one, e.g. {host}:{DEFAULT_PORT}"
-        )
+    endpoints = parse_rendezvous_endpoints(params.endpoint, DEFAULT_PORT)
+    for host, port in endpoints:
+        if port == 0:
+            raise ValueError(
+                f"the endpoint {params.endpoint!r} has port 0, so the other nodes cannot know the "
+                f"port; choose one, e.g. {host}:{DEFAULT_PORT}"
+            )
+    host, port = endpoints[0]
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     shared = credentials(params, host)
     is_host = params.get_as_bool("is_host")
+    if len(endpoints) > 1 and is_host is None and params.get_as_int("successors") != 0:
+        driver = _reach_one_of(endpoints, params, settings, shared, read_timeout)
+        return _new_handler(driver, params, settings, shared)
     tries = Tries(host, is_host, read_timeout)
     while True:
         place = settle(host, port, *shared, is_host)
@@ -76,6 +87,17 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
                 ) from error
     if settings.successors:
         _offer(driver, params, port, shared)
+    return _new_handler(driver, params, settings, shared)
+
+
+def _new_handler(
+    driver: ServerDriver,
+    params: RendezvousParameters,
+    settings: RendezvousSettings,
+    shared: Credentials,
+) -> DynamicRendezvousHandler:
+    from regrow.rendezvous.node.handler import DynamicRendezvousHandler
+
     return DynamicRendezvousHandler(
         driver,
         settings,
@@ -86,21 +108,79 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     )
 
 
+def _reach_one_of(
+    endpoints: Endpoints,
+    params: RendezvousParameters,
+    settings: RendezvousSettings,
+    shared: Credentials,
+    read_timeout: float,
+) -> ServerDriver:
+    """Serve one of several endpoints if it belongs to this host, and reach the first that answers.
+
+    Raises:
+        RendezvousConnectionError: none answers, or this node has to serve and cannot.
+    """
+    from regrow.rendezvous.server.hosting import Tries, settle_one_of
+    from regrow.rendezvous.server.server_driver import ServerDriver, Where
+    from regrow.store import endpoint_of
+
+    token, tls = shared
+    tries = Tries(endpoints[0][0], None, read_timeout)
+    able = tls is None or tls.certfile is not None
+    while True:
+        found = settle_one_of(endpoints, token, tls) if able else None
+        server, addr = (None, None) if found is None else (found[0].server, found[0].addr)
+        where = Where(endpoint_of(*endpoints[0]), token, tls, addr)
+        limit = tries.next(here=found is not None)
+        try:
+            driver = ServerDriver(where, settings, limit, server, listed=endpoints)
+            break
+        except BaseException as error:
+            if server is not None:
+                server.close()
+            if not isinstance(error, RendezvousConnectionError):
+                raise
+            if tries.last:
+                raise RendezvousConnectionError(
+                    f"{error}{tries.before}. No agent answers at {params.endpoint}, and none of "
+                    f"these is an address of this host: check that agents run on most of these "
+                    f"hosts, and that their ports can be reached from here"
+                ) from error
+    if found is not None:
+        at = endpoints[found[1]]
+        _offer(driver, params, at[1], shared, endpoint_of(*at))
+    elif settings.successors:
+        _offer(driver, params, 0, shared)
+    return driver
+
+
 def _offer(
-    driver: ServerDriver, params: RendezvousParameters, port: int, shared: Credentials
+    driver: ServerDriver,
+    params: RendezvousParameters,
+    port: int,
+    shared: Credentials,
+    listed_as: str = "",
 ) -> None:
-    """Let this node's agent take over as server, if it can serve."""
+    """Let this node's agent take over as server, if it can serve.
+
+    Args:
+        driver: the driver of the node.
+        params: the user's parameters.
+        port: the port of the server, if the driver has one already.
+        shared: token and certificates.
+        listed_as: the endpoint that this node serves, if the user has listed several.
+    """
     from regrow.rendezvous.server.hosting import serve_successor
     from regrow.store import is_loopback
     from regrow.utils import PortReservation
 
     host = params.local_addr or driver.local_addr
-    unreachable = params.local_addr is None and is_loopback(host)
+    unreachable = params.local_addr is None and is_loopback(host) and not listed_as
     if unreachable or (shared.tls is not None and shared.tls.certfile is None):
         return  # the other nodes cannot reach it, or it has no certificate for them
     reserved = None if driver.server is not None else PortReservation()
     at = port if reserved is None else reserved.port
-    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved)
+    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved, listed_as)
 
 
 def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Where:
