@@ -11,10 +11,12 @@ The agent writes one flag for the workers, the last byte of the page: it has beg
 workers of this attempt. A worker that misses a heartbeat reads the flag before it ends itself. If
 the flag is set, the stop has caused the miss, and the worker uses its grace.
 
-A slot also holds three bits about the worker's in-process wrapper (`regrow.inprocess`). The agent
-reads them when the worker has ended. They mean: the other workers continue without this one; the
-wrapped function has no result yet; another process may take the worker's place. Events of the job
-(`send_event`) go through the pipe, one JSON object on each line.
+A slot also holds five bits about the worker's in-process wrapper (`regrow.inprocess`). The agent
+reads three of them when the worker has ended. They mean: the other workers continue without this
+one; the wrapped function has no result yet; another process may take the worker's place. The agent
+reads the other two when its round ends: the worker can go on in the next round in this process; the
+worker has left the round and waits for the next one. Events of the job (`send_event`) go through
+the pipe, one JSON object on each line.
 
 A worker opens the memory and the pipe as `/proc/<agent>/fd/<n>`. The environment variable
 REGROW_PROGRESS contains `<memory path>|<pipe path>|<slot>`. So no descriptor has to survive an
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
 PROGRESS_ENV = "REGROW_PROGRESS"
 PRIVATE_ENV = "REGROW_PRIVATE_STATE"  # `<memory path>|<local rank>`; see regrow.state.private
 INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this worker's ranks before
+ORDERS_ENV = "REGROW_ORDERS"  # path of the pipe with the agent's orders; see inprocess.call.moving
 REPLACES_ENV = "REGROW_REPLACES"  # how the latest of these processes ended, for people
-# Layout of a slot: first step, its time, latest step, its time, state of the wrapper (three bits).
+# Layout of a slot: first step, its time, latest step, its time, state of the wrapper (five bits).
 # A time of zero means "never reported". The agent reads a slot with this struct, in the machine's
 # own format, which copies each field as a whole. Workers do not write with it: `pack_into` sets
 # all bytes to zero first, and a worker killed at that moment loses its report.
@@ -50,6 +53,8 @@ LONGEST = 4096  # bytes of a message; a pipe takes a write of this size as a who
 OTHERS_GO_ON = 1  # the other workers continue without it
 OWES_RESULT = 2  # its wrapped function has no result yet: exit code 0 is no success
 MAY_BE_REPLACED = 4  # the other workers wait for another process in its place
+MAY_STAY = 8  # it can go on in the next round, without another process
+PARKED = 16  # it has left its round by order of the agent, and waits for the next one
 
 NOT_IN_WRAPPER = 0  # in no wrapper: its end is a failure of all workers, unless it exits with 0
 IN_WRAPPER = (
@@ -171,6 +176,13 @@ def stopping() -> bool | None:
     return None if reporter is None else reporter.stopping()
 
 
+def wake_agent() -> None:
+    """Let the agent read this worker's slot; no effect outside of regrow."""
+    reporter = _own()
+    if reporter is not None:
+        reporter.send(b"\0")
+
+
 _restart_state = NOT_IN_WRAPPER
 
 
@@ -178,7 +190,8 @@ def set_restart_state(state: int) -> None:
     """Publish the state of this worker's in-process wrapper, for the agent to read.
 
     Args:
-        state: a combination of `OTHERS_GO_ON`, `OWES_RESULT` and `MAY_BE_REPLACED`.
+        state: a combination of `OTHERS_GO_ON`, `OWES_RESULT`, `MAY_BE_REPLACED`, `MAY_STAY` and
+            `PARKED`.
     """
     global _restart_state
     _restart_state = state

@@ -322,12 +322,16 @@ def test_waiting_nodes_join_one_second_after_the_last_or_five_after_the_first() 
     state, actions = decide(state, words.GatherOver(204.0, 5))
     assert actions == ()
     state, actions = decide(state, words.GatherOver(204.7, 5))
-    assert actions == (words.Restart("5 nodes wait to join", announce=True, full_grace=True),)
+    assert actions == (
+        words.Restart("5 nodes wait to join", announce=True, full_grace=True, keep=True),
+    )
 
 
 def test_the_last_free_seat_is_not_waited_for() -> None:
     _, actions = decide(MEMBER, words.JoinRequested(2, 2, full=True, now=200.0))
-    assert actions == (words.Restart("2 nodes wait to join", announce=True, full_grace=True),)
+    assert actions == (
+        words.Restart("2 nodes wait to join", announce=True, full_grace=True, keep=True),
+    )
 
 
 def test_a_waiting_node_that_left_causes_no_restart() -> None:
@@ -341,7 +345,7 @@ def test_only_the_first_node_counts_the_time_for_which_others_wait() -> None:
     member, actions = decide(member, words.JoinRequested(2, 1, full=True, now=101.0))
     assert actions == ()
     _, actions = decide(member, words.RoundOver(2, "1 node waits to join", 102.0))
-    assert actions == (words.Restart("1 node waits to join"),)
+    assert actions == (words.Restart("1 node waits to join", keep=True),)
 
 
 def test_nodes_that_wait_while_a_round_forms_join_after_it() -> None:
@@ -399,6 +403,34 @@ def test_a_change_without_a_failure_leaves_workers_the_whole_grace() -> None:
     quick = MEMBER._replace(started_at=199.0, quick_ends=3)
     for state in (MEMBER, quick, MEMBER._replace(gathered=1)):
         assert graces(decide(state, joined)[1]) == [True]
+
+
+@pytest.mark.parametrize(
+    ("event", "gathered", "keep"),
+    [
+        (words.RoundOver(2, "node b was lost", 200.0, lost=True), 0, True),
+        (words.RoundOver(2, "node b was lost", 200.0, lost=True), 1, True),
+        (words.RoundOver(2, "1 node waits to join", 200.0, full_grace=True), 1, True),
+        (words.RoundOver(2, "its agent got SIGTERM", 200.0, full_grace=True), 0, False),
+        (words.RoundOver(2, "its workers failed", 200.0, failed=True), 0, False),
+        (words.RoundOver(2, "its workers failed", 200.0, failed=True, lost=True), 1, False),
+    ],
+)
+def test_workers_live_on_after_the_loss_of_a_host_and_when_one_joins(
+    event: words.RoundOver, gathered: int, keep: bool
+) -> None:
+    _, (action,) = decide(MEMBER._replace(gathered=gathered), event)
+    assert isinstance(action, words.Restart)
+    assert action.keep is keep
+
+
+def test_workers_are_stopped_for_a_pause_and_when_their_own_lease_expired() -> None:
+    quick = MEMBER._replace(started_at=199.0, quick_ends=3)
+    _, (action,) = decide(quick, words.RoundOver(2, "node b was lost", 200.0, lost=True))
+    assert isinstance(action, words.Delay)
+    _, (action,) = decide(MEMBER, words.LeaseOver(2, "its lease expired", 200.0))
+    assert isinstance(action, words.Restart)
+    assert not action.keep
 
 
 def test_a_failure_that_may_end_the_job_leaves_the_whole_grace_until_the_job_continues() -> None:

@@ -68,7 +68,7 @@ class Script:
     def form(self) -> None:
         self.calls.append("form")
 
-    def restart(self, reason: str, announce: bool, full_grace: bool) -> None:
+    def restart(self, reason: str, announce: bool, full_grace: bool, keep: bool) -> None:
         self.calls.append(f"restart: {reason}")
 
     def check(self) -> tuple[RunResult, int]:
@@ -224,15 +224,21 @@ class Calls:
 class Stops:
     """Replaces the workers of a host; records how they are stopped."""
 
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-        self.guardian = Calls(calls)
+    kept = ()
+
+    def __init__(self, calls: list[str], parks: bool = False) -> None:
+        self._calls, self._parks = calls, parks
+        self.guardian, self.reports = Calls(calls), None
 
     def send_signal(self, signum: signal.Signals, grace: float) -> None:
         self._calls.append(f"{signum.name} {grace}")
 
     def forked(self) -> tuple[()]:
         return ()
+
+    def park(self, timeout: float, *, own_hooks: bool) -> bool:
+        self._calls.append(f"park {timeout} {own_hooks}")
+        return self._parks
 
 
 @pytest.fixture
@@ -306,6 +312,34 @@ def test_other_nodes_are_notified_before_workers_are_stopped_for_a_restart(hooks
     assert (hooks.calls, made.restart_grace) == (["leaving", "stop True"], 30.0)
     made.pause("worker failure", announce=False, full_grace=False)
     assert (hooks.calls[2:], made.restart_grace) == (["stop True"], 5.0)
+
+
+class RestartingHooks(Hooks):
+    """The same, with the hooks of a restart."""
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self.calls.append("restart")
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        self.calls.append("initialize")
+
+
+@pytest.mark.parametrize(
+    ("keep", "parks", "calls"),
+    [
+        (True, True, ["park 5.0 True", "initialize"]),
+        (True, False, ["park 5.0 True", "restart"]),
+        (False, True, ["restart"]),
+    ],
+)
+def test_workers_that_have_left_their_round_are_not_stopped_for_the_next_one(
+    keep: bool, parks: bool, calls: list[str]
+) -> None:
+    hooks = RestartingHooks()
+    made = attempt(hooks)
+    made.workers = cast(Any, Stops(hooks.calls, parks))
+    made.restart("node b was lost", announce=False, full_grace=False, keep=keep)
+    assert hooks.calls == calls
 
 
 def test_an_agent_that_leaves_stops_its_workers_with_the_signal_and_the_whole_grace(

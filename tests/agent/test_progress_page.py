@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from helpers.descriptors import few_descriptors, open_files
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE, wait_until
+from regrow._progress import MAY_STAY, OTHERS_GO_ON, PARKED
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.job import Job
@@ -80,3 +82,60 @@ def test_a_step_and_its_time_are_never_read_half_written() -> None:
     assert {steps.last_step for steps in found} <= {1, -2}  # they differ in every bit
     times = [steps.last_monotonic for steps in found]
     assert times == sorted(times)
+
+
+@pytest.fixture
+def page() -> Iterator[WorkerReports]:
+    page = page_of_one()
+    yield page
+    page.close()
+
+
+def become(page: WorkerReports, state: int) -> None:
+    """Write the state of the wrapper as the worker does, in a process of its own."""
+    code = f"from regrow import _progress as p; p.set_restart_state({state}); p.wake_agent()"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | page.environment(0), check=True)
+
+
+def test_an_order_arrives_in_the_pipe_of_the_worker_alone(page: WorkerReports) -> None:
+    assert page.order(0, kind="leave", attempt=3)
+    with open(page.environment(0)["REGROW_ORDERS"], "rb", buffering=0) as orders:
+        assert orders.read(100) == b'{"kind": "leave", "attempt": 3}\n'
+
+
+def test_orders_that_no_worker_reads_are_refused_and_never_block(page: WorkerReports) -> None:
+    sent = itertools.takewhile(bool, (page.order(0, text="x" * 4000) for _ in range(1000)))
+    assert 0 < len(list(sent)) < 1000
+
+
+def test_the_agent_is_woken_when_a_worker_has_left_its_round(page: WorkerReports) -> None:
+    assert not page.all_parked(0, lambda: False)
+    become(page, MAY_STAY)
+    assert page.may_stay(0)
+    assert not page.all_parked(0, lambda: False)
+    thread = threading.Thread(target=become, args=(page, MAY_STAY | PARKED))
+    thread.start()
+    assert page.all_parked(PATIENCE, lambda: False)
+    thread.join()
+
+
+def test_the_next_attempt_does_not_see_the_steps_and_marks_of_the_last_one(
+    page: WorkerReports,
+) -> None:
+    become(page, OTHERS_GO_ON | MAY_STAY | PARKED)
+    subprocess.run(
+        [sys.executable, "-c", "import regrow; regrow.step(4)"],
+        env=os.environ | page.environment(0),
+        check=True,
+    )
+    assert page.read()[0].last_step == 4
+    page.move(7, [5])
+    assert page.read() == {}
+    assert not page.all_parked(0, lambda: False)
+    assert (page.may_stay(0), page.owes_result(0), page.others_continue(0)) == (True, True, False)
+
+
+def test_a_closed_page_sends_no_order() -> None:
+    page = page_of_one()
+    page.close()
+    assert not page.order(0, kind="leave", attempt=3)

@@ -103,6 +103,18 @@ def test_the_first_attempt_starts_a_template_and_the_next_one_keeps_it() -> None
     )
 
 
+def test_a_node_that_waits_for_a_place_starts_a_template_at_once_and_its_workers_keep_it() -> None:
+    job = Attempts(cores=1)
+    for _ in range(2):
+        job.feature.on_wait({"RANK": "0", "OMP_NUM_THREADS": "1", "LOCAL_CACHE": "/c"})
+    ((modules, command, environment),) = job.guardian.preloaded
+    assert (modules, command) == (("torch",), ["python", "-u", "x.py"])
+    assert environment["LOCAL_CACHE"] == "/c"
+    assert not {"RANK", "REGROW_ATTEMPT"} & environment.keys()
+    job.change("ready")
+    assert job.start() == 1
+
+
 def test_a_template_that_was_ready_is_replaced_and_another_one_is_not() -> None:
     job = Attempts()
     job.start()

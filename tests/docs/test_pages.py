@@ -182,6 +182,7 @@ TRAINING: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/heartbeats.md", 1): (GLOO, "--nproc-per-node 2", ""),
     ("docs/guides/in-process-restart.md", 0): ("", "--nproc-per-node 2", ""),
     ("docs/guides/replace.md", 0): ("", "--nproc-per-node 2", ""),
+    ("docs/guides/elastic-in-place.md", 0): ("", "--nproc-per-node 2", ""),
     ("docs/guides/state.md", 0): ("", "--nproc-per-node 2", ""),
     ("docs/architecture.md", 0): (STORE, "--nproc-per-node 2", ""),
 }

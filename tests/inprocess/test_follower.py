@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from helpers.processes import PATIENCE
 from regrow.inprocess.call.follower import Atomic, Ending, IterationFollower
+from regrow.inprocess.exception import LinkClosedError
 from regrow.inprocess.group.group_messages import Fault, Faults
 from regrow.inprocess.state import State
 
@@ -85,3 +87,15 @@ def test_a_link_that_fails_in_any_way_ends_the_function(
     call = FakeCall()
     assert followed(follower, call).error is error
     assert call.interrupts == 1
+
+
+def test_a_link_that_was_closed_ends_the_function_only_if_the_rank_leaves_its_round(
+    link: Any,
+) -> None:
+    link.follow_error = LinkClosedError("the link was closed")
+    for leaves in (False, True):
+        follower = IterationFollower(link, Atomic(), None, leaving=partial(bool, leaves))
+        call = FakeCall()
+        ending = followed(follower, call)
+        assert (ending.error is link.follow_error, call.interrupts) == (leaves, int(leaves))
+        follower.stop()

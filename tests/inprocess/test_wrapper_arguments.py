@@ -148,6 +148,7 @@ TYPES: dict[str, Any] = {
     "monitor_process_pidfile": str | None,
     "replace": bool,
     "replace_timeout": timedelta,
+    "elastic": bool,
     "enabled": bool,
 }
 
@@ -171,6 +172,12 @@ def test_a_new_process_cannot_take_part_in_a_tree() -> None:
     for assignment in (tree, Compose(tree)):
         with pytest.raises(ValueError, match=r"replace=True cannot be used with .*Tree"):
             Wrapper(rank_assignment=assignment, replace=True)
+
+
+def test_processes_that_live_on_need_a_group_that_waits_for_lost_ranks() -> None:
+    Wrapper(replace=True, elastic=True)
+    with pytest.raises(ValueError, match="elastic=True needs replace=True"):
+        Wrapper(elastic=True)
 
 
 def test_chains_are_of_the_family_of_their_parts() -> None:

@@ -204,3 +204,22 @@ def test_replacements_leave_no_descriptor_and_no_thread_behind(start: Start) -> 
     replace(9)
     # The pump of a process that has ended closes its files a little later.
     wait_until(lambda: in_use() <= before, lambda: f"{in_use() - before} are left")
+
+
+def test_running_workers_are_taken_into_another_attempt(guardian: Guardian, tmp_path: Path) -> None:
+    group = Group(guardian, tmp_path, "sleep 3600", "sleep 3600", others_continue=lambda _: True)
+    context = group.context
+    assert context.all_run
+    moved: queue.SimpleQueue[WorkerChange] = queue.SimpleQueue()
+    context.move({0: {"A": "1"}, 1: {"A": "1"}}, moved.put)
+    assert context.envs[0] == {"A": "1"}
+    os.kill(context.pids()[1], signal.SIGKILL)
+    assert moved.get(timeout=PATIENCE).local_rank == 1
+    wait_until(lambda: not context.all_run, "one has ended")
+    context.close(signal.SIGKILL, 0)
+
+
+def test_workers_that_are_being_stopped_do_not_all_run(guardian: Guardian, tmp_path: Path) -> None:
+    group = Group(guardian, tmp_path, "sleep 3600", others_continue=lambda _: True)
+    group.context.close(signal.SIGTERM, 5)
+    assert not group.context.all_run

@@ -108,10 +108,10 @@ class Loop:
         match action:
             case events.Form():
                 return attempt.form, self._formed
-            case events.Restart(reason, announce, full_grace):
+            case events.Restart(reason, announce, full_grace, keep):
                 if not delayed:
                     recorder.restarting(reason, 0.0)
-                return lambda: attempt.restart(reason, announce, full_grace), self._formed
+                return lambda: attempt.restart(reason, announce, full_grace, keep), self._formed
             case events.CheckWorkers():
                 return attempt.check, self._checked
             case events.ReportFailure():

@@ -146,7 +146,8 @@ class Peers:
                 )
                 if failed and report.report != self._reported:
                     self._record_failure(report.report)
-                return events.RoundOver(report.round, str(report), now, report.full_grace, failed)
+                full, lost = report.full_grace, report.lost
+                return events.RoundOver(report.round, str(report), now, full, failed, lost)
             case Judged():
                 self._record_verdict(report)
                 ends = self._is_final(report)

@@ -261,6 +261,7 @@ class _StoryBuilder:
             "restarted_attempt": restarted,
             "restarted_workers": integer(starts[0], "world_size") if starts else None,
             "forked_workers": sum(_length(start.get("forked")) for start in starts),
+            "kept_workers": sum(_length(start.get("kept")) for start in starts),
             "backoff_s": _backoff(attempt) if restarted is not None else None,
             "first_step_after_s": since(first_at, begun),
             "first_step": first,

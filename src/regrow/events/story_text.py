@@ -233,7 +233,10 @@ def _restarted_row(cost: RestartCost, since: str = "") -> Row:
         how = "" if not forked else ", from the template"
         if 0 < forked < workers:
             how = f", {forked} of them from the template"
-        notes.append(f"{started} started again{how}")
+        again = f"{started} started again{how}"
+        if cost.kept_workers:
+            again = f"{started} run again; those of this node in the same processes"
+        notes.append(again)
     if cost.backoff_s is not None:
         notes.append(f"including a pause of {duration(cost.backoff_s)}")
     note = "; ".join(filter(None, notes))

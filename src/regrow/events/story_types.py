@@ -72,6 +72,8 @@ class RestartCost:
     """Number of workers of the next attempt, over all nodes."""
     forked_workers: int = 0
     """How many of these were forked from a template (`--preload`)."""
+    kept_workers: int = 0
+    """How many of these went on in their processes (`Wrapper(elastic=True)`), in these logs."""
     backoff_s: float | None = None
     """Seconds of deliberate delay within the restart time, which slow down a crash loop."""
     first_step_after_s: float | None = None

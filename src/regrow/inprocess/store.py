@@ -341,14 +341,15 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         client.set_timeout(timeout)
         super().__init__("inprocess", client)
 
-    def session(self, timeout: float | None = None) -> StoreClient:
+    def session(self, timeout: float | None = None, stop: int | None = None) -> StoreClient:
         """Open another session with the same server; the caller closes it.
 
         Args:
             timeout: seconds within which the server must be reached; default: the store's.
+            stop: a descriptor; if it becomes readable meanwhile, StoreClosedError is raised.
         """
         within = {} if timeout is None else {"timeout": timeout}
-        return stores.worker_store(**self._options | within)
+        return stores.worker_store(**self._options | within, stop=stop)
 
     def whereabouts(self) -> tuple[str, bytes]:
         """Return the server's endpoint and the token for connecting to it."""

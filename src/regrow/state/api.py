@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,7 +82,7 @@ class State:
             )
         self._memory: PrivateMemory | None = None  # opened in the first recovery
         self._call: CallWrapper | None = None
-        self._recoveries: tuple[int, int] = (-1, 0)  # iteration, number of recoveries in it
+        self._recoveries: tuple[str, int, int] = ("", -1, 0)  # attempt, iteration, number in it
         self._step: int | None = None
         self._clean = True
         self._prepared: int | None = None
@@ -201,9 +202,10 @@ class State:
     def _begin(self, call: CallWrapper) -> tuple[int, Store]:
         """Return the initial rank, and a store for this recovery."""
         place = call.state
-        iteration, number = self._recoveries
-        number = number + 1 if place.iteration == iteration else 0
-        self._recoveries = (place.iteration, number)
+        attempt, iteration, number = self._recoveries
+        now = os.environ.get("REGROW_ATTEMPT", "")  # changes with Wrapper(elastic=True)
+        number = number + 1 if (now, place.iteration) == (attempt, iteration) else 0
+        self._recoveries = (now, place.iteration, number)
         rank = place.initial_rank
         assert rank is not None  # only a terminated rank has none
         self._call = None
@@ -295,7 +297,7 @@ class State:
         if sends:
             send_event(
                 "regrow.state.sent",
-                iteration=self._recoveries[0],
+                iteration=self._recoveries[1],
                 step=plan.step,
                 rank=rank,
                 targets=others[:_SHOWN],

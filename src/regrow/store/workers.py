@@ -68,6 +68,7 @@ def worker_store(
     port: int | None = None,
     token: bytes | None = None,
     timeout: float = 30.0,
+    stop: int | None = None,
 ) -> StoreClient:
     """Connect to the store that all workers of this job share, under any launcher.
 
@@ -86,6 +87,8 @@ def worker_store(
             REGROW_TOKEN_FILE. If all workers are on this host, the last default is the user's own
             secret, from a file.
         timeout: seconds within which the connection must succeed.
+        stop: a descriptor; if it becomes readable during the connection to the agent's store,
+            StoreClosedError is raised.
 
     Returns:
         A session with the store, which ends at most half a second after this process ends.
@@ -99,7 +102,7 @@ def worker_store(
     """
     endpoint, secret, address = locate(rank, world_size, host, port, token)
     if address is None:
-        return _connect(endpoint, secret, timeout)
+        return _connect(endpoint, secret, timeout, stop=stop)
     try:
         if address.serves:
             return _serve_or_connect(address, secret, time.monotonic() + timeout)
@@ -289,7 +292,12 @@ def _cannot_listen(address: StoreAddress, why: str) -> StoreConnectionError:
 
 
 def _connect(
-    endpoint: str, token: bytes, timeout: float, *, refusal_is_final: bool = False
+    endpoint: str,
+    token: bytes,
+    timeout: float,
+    *,
+    refusal_is_final: bool = False,
+    stop: int | None = None,
 ) -> StoreClient:
     from regrow.store.client.client import connect
 
@@ -303,6 +311,7 @@ def _connect(
         spare_round_trips=SPARE_ROUND_TRIPS,
         server_may_start=True,
         refusal_is_final=refusal_is_final,
+        stop=stop,
     )
 
 

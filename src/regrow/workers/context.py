@@ -244,6 +244,27 @@ class PContext:
                 self._check_over()
         return True
 
+    @property
+    def all_run(self) -> bool:
+        """Whether every worker runs, and none is being stopped."""
+        with self._changed:
+            group = self._workers.group
+            begun = self._launched and len(self._workers.pids) == self.nprocs
+            return begun and not group.ends and group.stopped_at is None
+
+    def move(
+        self, envs: Mapping[int, Mapping[str, str]], on_change: Callable[[WorkerChange], None]
+    ) -> None:
+        """Take the running workers into another attempt.
+
+        Args:
+            envs: the new environment by local rank, for processes that replace a worker later.
+            on_change: called from now on for each change, as the argument of the constructor.
+        """
+        with self._changed:
+            self.envs = {rank: dict(env) for rank, env in envs.items()}
+            self._on_change = on_change
+
     def give_up(self, local_rank: int) -> bool:
         """Note that no process takes the place of a worker; return whether the place was vacant."""
         with self._changed:

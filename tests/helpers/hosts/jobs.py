@@ -202,9 +202,15 @@ class Job:
         found = [Record(**json.loads(line)) for line in lines]
         return [record for record in found if record.what == what]
 
+    def kinds(self) -> set[str]:
+        """Return the kinds of records that workers have written so far."""
+        lines = (self.folder / "records").read_text().splitlines()
+        return {json.loads(line)["what"] for line in lines}
+
     def world(self, size: int, after: World | None = None) -> World:
         """Wait until a world of `size` nodes works, in a later round than `after`."""
-        what = {"gloo": "reduced", "beating": "beating"}.get(self.mode, "started")
+        whats = {"gloo": "reduced", "elastic": "reduced", "beating": "beating"}
+        what = whats.get(self.mode, "started")
 
         def complete() -> World | None:
             rounds = _by_round(self.records(what))

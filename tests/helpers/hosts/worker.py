@@ -3,7 +3,8 @@
 Modes: `gloo` repeats all-reduces. `plain` imports nothing and sleeps. `beating` sleeps too, after
 one heartbeat with all other workers. `training` trains from checkpoint to checkpoint. `wrapped`
 sleeps in a function with in-process restart; `replaced` does so, and another process takes the
-place of one that is lost.
+place of one that is lost. `elastic` trains over gloo in such a function, and its process goes on
+when a host is lost or joins.
 
 Each action is one line in JOB_FOLDER/records, stamped by the monotonic clock, which the hosts of a
 test share. In JOB_FOLDER/alive each worker updates the time at which it last ran.
@@ -39,7 +40,7 @@ def note(what: str) -> None:
         "what": what,
         "host": HOST,
         "pid": os.getpid(),
-        "round": ROUND,
+        "round": int(os.environ["REGROW_FENCING_TOKEN"]),
         "attempt": int(os.environ["REGROW_ATTEMPT"]),
         "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
         "rank": int(os.environ["RANK"]),
@@ -97,6 +98,61 @@ def wrapped(replace: bool = False) -> None:
             if asked_to_fail():
                 raise RuntimeError("asked to fail")
             time.sleep(STEP_S)
+
+    train()  # type: ignore[call-arg]
+
+
+def elastic() -> None:
+    """Add numbers of all ranks in each step, in a function whose process outlives its round.
+
+    What counts as a start is the call of the function, and what counts as alive is its loop.
+    """
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    import regrow
+    from regrow.inprocess import CallWrapper, Wrapper
+
+    weights = torch.zeros(3, dtype=torch.float64)
+    state = regrow.State({"weights": weights})
+
+    def default() -> int:
+        note("default")
+        return 0
+
+    @Wrapper(replace=True, elastic=True)
+    def train(call: CallWrapper) -> None:
+        number = os.environ["REGROW_FENCING_TOKEN"]
+        alive = os.open(
+            FOLDER / "alive" / f"{number}.{HOST}.{os.getpid()}", os.O_WRONLY | os.O_CREAT
+        )
+        dist.init_process_group("gloo", timeout=timedelta(minutes=30))
+        note("started")
+        step, first = state.recover(call, default), True
+        rank = int(os.environ["RANK"])
+        while True:
+            os.pwrite(alive, f"{time.monotonic():.6f}".encode(), 0)
+            # Whole numbers, so that the sum does not depend on the order of the ranks.
+            total = torch.tensor(
+                [(step + 1.0) * (rank + 1), float((FOLDER / "finish").exists())],
+                dtype=torch.float64,
+            )
+            dist.all_reduce(total)
+            with state.commit(step + 1):
+                weights.add_(total[0])
+            step += 1
+            regrow.step(step)
+            if first:
+                note("reduced")
+                first = False
+            if total[1]:
+                break
+            time.sleep(STEP_S)
+        note(f"result {step} {weights.tolist()}")
+        time.sleep(0.1)  # gloo's thread may abort us before it releases its work
+        dist.destroy_process_group()
 
     train()  # type: ignore[call-arg]
 
@@ -181,8 +237,9 @@ if "CHECKPOINT" in os.environ:  # a Python handler, which waits for the collecti
     signal.signal(signal.SIGTERM, checkpoint)
 if "STAYS" in os.environ:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-note("started")
-threading.Thread(target=keep_alive, daemon=True).start()
+if sys.argv[1] != "elastic":
+    note("started")
+    threading.Thread(target=keep_alive, daemon=True).start()
 MODES: dict[str, Callable[[], None]] = {
     "gloo": gloo,
     "plain": plain,
@@ -190,6 +247,7 @@ MODES: dict[str, Callable[[], None]] = {
     "beating": beating,
     "wrapped": wrapped,
     "replaced": partial(wrapped, replace=True),
+    "elastic": elastic,
 }
 MODES[sys.argv[1]]()
 note("finished")

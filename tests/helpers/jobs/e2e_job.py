@@ -96,6 +96,18 @@ class Job:
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
 
+    def kill_family(self) -> None:
+        """Kill the launcher and all processes of the job, as the loss of their host does.
+
+        All are stopped first, so that none acts on the end of another.
+        """
+        family = [self.process.pid, *self._marked()]
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in family:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+        self.process.wait()
+
     def finish(self) -> int:
         """Return the launcher's exit status; assert that no process of the job is left."""
         try:
@@ -162,6 +174,10 @@ class Job:
             except OSError:  # it has ended, or is a kernel thread
                 continue
         return found
+
+    def owns(self, pid: int) -> bool:
+        """Return whether a process belongs to this job."""
+        return pid in self._marked()
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from regrow.agent.api import FAILED_STATES, RunResult, WorkerGroup, WorkerState
-from regrow.agent.attempt.environment import warn_if_unknown
+from regrow.agent.api import FAILED_STATES, RunResult, Worker, WorkerGroup, WorkerState
+from regrow.agent.attempt.environment import warn_if_unknown, worker_environment
 from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
 from regrow.agent.peers import Peers
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from regrow.agent.agent import SimpleElasticAgent
-    from regrow.agent.api import Worker, WorkerSpec
+    from regrow.agent.api import WorkerSpec
     from regrow.agent.attempt.local import LocalWorkers
     from regrow.agent.job import Job
     from regrow.rendezvous import Judged, RendezvousInfo
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 WORKERS_IDENTICAL_ENV = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
+_HOOKS = ("_restart_workers", "_initialize_workers", "_start_workers", "_stop_workers", "_shutdown")
+"""Hooks of the agent that know only workers that are stopped, and then started."""
+WAIT_S = 2.0
+"""Seconds without a place in a round after which a node prepares the start of its workers."""
 START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 
@@ -115,16 +120,40 @@ class Attempt:
         """Form a round and start workers in it."""
         self._hooks._initialize_workers(self._job.group)
 
-    def restart(self, reason: str, announce: bool, full_grace: bool) -> None:
+    def restart(self, reason: str, announce: bool, full_grace: bool, keep: bool = False) -> None:
         """Stop the workers, form the next round and start workers in it.
 
         Args:
             reason: reason of the restart, for the other nodes.
             announce: whether to notify the other nodes before the workers are stopped.
             full_grace: whether the workers get the same grace as at the end of a job.
+            keep: whether workers that can go on in the next round live on.
         """
         self._prepare_restart(reason, announce, full_grace)
-        self._hooks._restart_workers(self._job.group)
+        if keep and self._park():
+            self._hooks._initialize_workers(self._job.group)
+        else:
+            self._hooks._restart_workers(self._job.group)
+
+    def _park(self) -> bool:
+        """Let the workers leave their round, without their end; return whether all have left it."""
+        job, workers = self._job, self.workers
+        if workers is None:
+            return False
+        self._before_stop()
+        if not workers.park(job.restart_timeout, own_hooks=self._has_own_hooks()):
+            return False
+        job.group.state = WorkerState.STOPPED
+        self.end(RunResult(WorkerState.STOPPED))
+        return True
+
+    def _has_own_hooks(self) -> bool:
+        from regrow.agent.agent import LocalElasticAgent
+
+        ours, own = LocalElasticAgent, type(self._hooks)
+        return self._job.own_loop or any(
+            getattr(own, name) is not getattr(ours, name) for name in _HOOKS
+        )
 
     def pause(self, reason: str, announce: bool, full_grace: bool) -> None:
         """Stop the workers; arguments as in `restart`, which follows later."""
@@ -236,7 +265,9 @@ class Attempt:
                 worker.id = worker_id
                 job.torch_events.worker_event("START", worker)
             group.state = WorkerState.HEALTHY
-            job.recorder.attempt_started(self.workers.forked() if self.workers else ())
+            kept = self.workers.kept if self.workers else []
+            forked = self.workers.forked() if self.workers and not kept else []
+            job.recorder.attempt_started(forked, kept)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:
@@ -330,7 +361,8 @@ class Attempt:
         start = monotonic()
         with self._job.torch_events.duration("RENDEZVOUS"):
             try:
-                info = job.handler.next_rendezvous()
+                with self._prepared():
+                    info = job.handler.next_rendezvous()
             except RendezvousTimeoutError as error:
                 job.recorder.departed(job.round, error.departed)
                 raise
@@ -372,6 +404,34 @@ class Attempt:
             duration_s=monotonic() - start,
         )
         return True
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Let the features prepare (`on_wait`) if the body takes longer than `WAIT_S`.
+
+        A standby host waits here, for hours perhaps, and has no worker that this could disturb.
+        """
+        timer = threading.Timer(WAIT_S, self._prepare)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _prepare(self) -> None:
+        job = self._job
+        if job.leaving:
+            return
+        size = job.group.spec.local_world_size
+        try:
+            environment = worker_environment(job, Worker(0, 0, 0, size, size), os.environ)
+            environment |= self._workers_store.without_token(os.environ)
+            for feature in job.features:
+                feature.on_wait(environment)
+        except Exception:  # the start of the workers shows whether it matters
+            logger.exception("this node waits for a place, and could not prepare its workers")
 
     def _agree(
         self, info: RendezvousInfo, spec: WorkerSpec

@@ -19,6 +19,11 @@ loss is a failure. The end of a worker outside a wrapper is always a failure.
 **Leases.** The guardian kills the workers of a round when their lease expires, whether the agent
 runs or not, and reports it.
 
+**Workers that live on.** If a host is lost or joins, workers whose wrapper can go on in the next
+round (`Wrapper(elastic=True)`) are ordered to leave the round (`park`), and to join the next one in
+place of a start. They hold no lease of a round meanwhile: the guardian kills them when the lease of
+the round that they have left expires, unless that of the next round has begun.
+
 **Suspended workers** (SIGSTOP, a debugger) are alive and are not replaced, and the user may not
 know why the job makes no progress. So the agent logs them.
 """
@@ -33,8 +38,14 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow.agent.api import RunResult, Worker, WorkerState
-from regrow.agent.attempt.environment import worker_environment
+from regrow.agent.attempt.environment import HEARTBEAT_ENV, worker_environment
 from regrow.agent.decisions import events
+from regrow.agent.decisions.keep import (
+    ParkedWorkers,
+    RunningWorkers,
+    reason_not_to_move,
+    reason_to_end,
+)
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.features.replacements import Replacements
@@ -82,9 +93,12 @@ class LocalWorkers(Feature):
         """The workers' processes; a subclass of the agent that starts its own workers sets it."""
         self.lost: set[int] = set()
         """Global ranks of the workers that were lost in the latest attempt."""
+        self.kept: list[int] = []
+        """Global ranks of the workers of the latest attempt, if they went on in their processes."""
         self._started: StartedWorkers | None = None  # with the context that posts its changes
         self.guardian = Guardian(on_lapse=self._on_lapse)
         self._port: PortReservation | None = None
+        self._parked = False  # whether the workers have left their round, and wait for the next
 
     def open(self) -> None:
         """See base class: start the guardian; its interpreter starts while the round forms."""
@@ -117,6 +131,7 @@ class LocalWorkers(Feature):
             line_prefix: template for the prefix of each console line; None for the default.
         """
         job, group, spec = self._job, self._job.group, self._job.group.spec
+        moves, self.kept = self._may_move(), []
         self._release_port()
         if not group.master_port:
             from regrow.utils import PortReservation
@@ -128,13 +143,17 @@ class LocalWorkers(Feature):
             worker.local_rank: worker_environment(job, worker, os.environ)
             for worker in group.workers
         }
-        if self.reports is not None:
-            self.reports.close()
-        self.reports = reports = WorkerReports(job)
+        reports = self.reports
+        if reports is None or not moves:
+            if reports is not None:
+                reports.close()
+            self.reports = reports = WorkerReports(job)
         for local_rank, environment in envs.items():
             environment |= reports.environment(local_rank)
         for feature in job.features:
             feature.before_start(envs)
+        if moves:
+            return self._move(reports, envs)
         assert spec.entrypoint is not None
         self.context = start_processes(
             name=spec.role,
@@ -161,6 +180,90 @@ class LocalWorkers(Feature):
             vacates=self.replacements.vacates,
         )
         return dict(self.context.pids())
+
+    # --- workers that go on in the next round
+
+    def park(self, timeout: float, *, own_hooks: bool) -> bool:
+        """Order the workers to leave their round; return whether all have left it.
+
+        Args:
+            timeout: seconds to wait for them.
+            own_hooks: whether a subclass of the agent restarts workers in a way of its own.
+        """
+        context, reports, job = self.context, self.reports, self._job
+        local_ranks = range(len(job.group.workers))
+        if not isinstance(context, PContext) or reports is None:
+            return False
+        stays = [reports.may_stay(each) for each in local_ranks]
+        found = RunningWorkers(
+            numbered=job.numbered,
+            own_hooks=own_hooks,
+            heartbeats=any(env.get(HEARTBEAT_ENV) for env in context.envs.values()),
+            all_run=context.all_run,
+            may_stay=all(stays),
+        )
+        why = reason_to_end(found)
+        if not why and not self._leave_round(context, reports, timeout):
+            why = f"a worker did not leave its round within {timeout:g} s"
+        if why and any(stays):
+            self._record_not_kept(why)
+        self._parked = not why
+        return self._parked
+
+    def _leave_round(self, context: PContext, reports: WorkerReports, timeout: float) -> bool:
+        attempt, local_ranks = self._job.attempt, range(len(self._job.group.workers))
+        sent = [reports.order(each, kind="leave", attempt=attempt) for each in local_ranks]
+        if not all(sent):
+            return False
+
+        def pointless() -> bool:
+            stay = all(reports.may_stay(each) for each in local_ranks)
+            return self._job.leaving or not context.all_run or not stay
+
+        return reports.all_parked(timeout, pointless)
+
+    def _may_move(self) -> bool:
+        """Return whether parked workers go on in the round that was formed; end them if not."""
+        if not self._parked:
+            return False
+        self._parked = False
+        assert self.context is not None
+        context, group = self.context, self._job.group
+        before, after = (
+            frozenset(context.envs),
+            frozenset(each.local_rank for each in group.workers),
+        )
+        why = reason_not_to_move(ParkedWorkers(context.all_run, before, after))
+        if why:
+            self._record_not_kept(why)
+            self.stop(signal.SIGKILL, 0)
+        return not why
+
+    def _move(self, reports: WorkerReports, envs: Mapping[int, dict[str, str]]) -> dict[int, int]:
+        """Let the workers join the round that was formed; return their process ids."""
+        context, job = self.context, self._job
+        assert context is not None
+        ranks = [worker.global_rank for worker in job.group.workers]
+        before = context.envs
+        context.move(envs, partial(self._on_change, job.attempt))
+        self._before_first(context)
+        reports.move(job.attempt, ranks)
+        for local_rank, env in envs.items():
+            changed = changed_variables(before[local_rank], env)
+            if not reports.order(local_rank, kind="join", env=changed):
+                logger.error("local rank %s does not receive the order to go on", local_rank)
+                self.guardian.stop(None, signal.SIGKILL, 0)
+        self.kept = ranks
+        logger.warning(
+            "the workers of this node go on in round %s, in their processes, as ranks %s",
+            job.round,
+            ", ".join(map(str, ranks)),
+        )
+        return dict(context.pids())
+
+    def _record_not_kept(self, why: str) -> None:
+        self._job.recorder.emit("regrow.attempt.not_kept", reason=why)
+        logger.warning("the workers of this node do not go on in the next round: %s", why)
 
     def _others_continue(self, local_rank: int) -> bool:
         assert self.reports is not None
@@ -218,6 +321,8 @@ class LocalWorkers(Feature):
         """Handle a change of a worker; called by the process context on its own thread."""
         if change.status != 0 and change.kind in ("exited", "guardian_lost") and self.reports:
             self.reports.stop()  # the context stops the other workers
+        if self.reports is not None:
+            self.reports.wake()
         self.replacements.on_change(change)
         self._job.post(partial(self.on_change, attempt, change))
 
@@ -361,6 +466,18 @@ class LocalWorkers(Feature):
 
     def _ranks(self) -> dict[int, int]:
         return {worker.local_rank: worker.global_rank for worker in self._job.group.workers}
+
+
+def changed_variables(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """Return the variables that a worker has to change for another attempt; None: to remove.
+
+    A wrapper has changed RANK and WORLD_SIZE in the worker, so they are always among them.
+    """
+    changed: dict[str, str | None] = dict.fromkeys(before.keys() - after.keys())
+    for name, value in after.items():
+        if before.get(name) != value or name in ("RANK", "WORLD_SIZE"):
+            changed[name] = value
+    return changed
 
 
 def _prefixes(template: str | None, role: str, workers: Sequence[Worker]) -> dict[int, str] | None:

@@ -172,9 +172,9 @@ class WorkersStore:
         found: dict[str, str] = {}
         with _logged():
             found = self._alone if nodes == 1 else self._reach(addr)
-        return blank | found | self._without_token(outer)
+        return blank | found | self.without_token(outer)
 
-    def _without_token(self, outer: Mapping[str, str]) -> dict[str, str]:
+    def without_token(self, outer: Mapping[str, str]) -> dict[str, str]:
         """Hide the job's credentials from workers, so that no program of theirs can join the job.
 
         Workers get another token, derived from the job's token and equal on all nodes. So jobs that

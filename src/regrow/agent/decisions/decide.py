@@ -45,6 +45,10 @@ the longer grace. `ShortenGrace` shortens it when the job continues. The agent m
 late that no restart is left, because another node spent the last one. `LengthenGrace` then gives
 the workers the grace of the end of the job.
 
+**Workers that live on.** If a round ends because a host was lost or waits to join, workers that can
+go on in the next round (`Wrapper(elastic=True)`) are not stopped (`Restart.keep`). `keep` has the
+rules for the workers of one node.
+
 A signal ends the run in any phase; the loop then stops the workers with that signal.
 
 The caller provides the clock: times in events are monotonic seconds.
@@ -218,8 +222,11 @@ def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
     state = state._replace(succeeded=state.phase is AgentPhase.BARRIER)
     if state.gathered:  # waiting nodes join now, and group rank 0 has made the pause already
         state = state._replace(quick_ends=_quick(state, event.now))
-        return _restart(state, events.Restart(event.reason, full_grace=full))
-    return _again(state, event.reason, event.now, full_grace=full)
+        return _restart(state, events.Restart(event.reason, full_grace=full, keep=not event.failed))
+    # A node that leaves with notice may be the first of a job that a scheduler ends: the workers of
+    # the others then need their grace in order to save.
+    keep = event.lost and not event.failed
+    return _again(state, event.reason, event.now, full_grace=full, keep=keep)
 
 
 def _shorten_grace(state: AgentState, round: int) -> tuple[events.Action, ...]:
@@ -303,7 +310,7 @@ def _let_in(state: AgentState, now: float) -> Decision:
     number = state.gathered
     reason = f"{number} node{'s wait' if number != 1 else ' waits'} to join"
     state = state._replace(quick_ends=_quick(state, now), gather_until=None)
-    return _restart(state, events.Restart(reason, announce=True, full_grace=True))
+    return _restart(state, events.Restart(reason, announce=True, full_grace=True, keep=True))
 
 
 # --- the workers
@@ -374,15 +381,23 @@ def _restart(state: AgentState, action: events.Restart) -> Decision:
 
 
 def _again(
-    state: AgentState, reason: str, now: float, announce: bool = False, full_grace: bool = False
+    state: AgentState,
+    reason: str,
+    now: float,
+    announce: bool = False,
+    full_grace: bool = False,
+    keep: bool = False,
 ) -> Decision:
-    """Restart the workers, after a pause if the latest attempts were short."""
+    """Restart the workers, after a pause if the latest attempts were short.
+
+    Workers live on (`keep`) only without a pause: the other nodes wait for this one.
+    """
     pause = _pause(state, now)
     state = state._replace(quick_ends=_quick(state, now), next_reason=reason)
     if pause > 0:
         delay = events.Delay(pause, reason, announce, full_grace)
         return state._replace(phase=AgentPhase.BACKOFF), (delay,)
-    return _restart(state, events.Restart(reason, announce, full_grace))
+    return _restart(state, events.Restart(reason, announce, full_grace, keep))
 
 
 def _quick(state: AgentState, now: float) -> int:

@@ -67,6 +67,8 @@ class RoundOver(NamedTuple):
     """Whether the workers get the longer grace: nothing has failed, or the job ends."""
     failed: bool = False
     """Whether the workers of that node have failed."""
+    lost: bool = False
+    """Whether that node is lost, or has left."""
 
 
 class JobContinues(NamedTuple):
@@ -183,6 +185,8 @@ class Restart(NamedTuple):
     """Whether to notify the other nodes before the stop, because this node causes the restart."""
     full_grace: bool = False
     """Whether the workers get `--shutdown-timeout` to stop, and not only `--restart-timeout`."""
+    keep: bool = False
+    """Whether workers that can go on in the next round live on; see `keep`."""
 
 
 class CheckWorkers(NamedTuple):

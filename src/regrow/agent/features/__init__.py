@@ -50,6 +50,15 @@ class Feature:
     def close(self) -> None:
         """End the feature, after the last attempt's workers; may be called more than once."""
 
+    def on_wait(self, environment: Mapping[str, str]) -> None:
+        """Prepare while this node waits for a place in a round; may be called more than once.
+
+        No other method of the feature runs meanwhile, except in the agent's loop.
+
+        Args:
+            environment: the variables of a worker, without those that depend on the round.
+        """
+
     # --- one attempt, on the thread that runs operations
 
     def before_ranks(self, store: Store) -> None:

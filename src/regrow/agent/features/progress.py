@@ -6,6 +6,10 @@ page and a new pipe. So a worker of an old attempt that ends late cannot overwri
 new attempt. The agent also holds the memory in which `regrow.State` keeps private parts of each
 worker, for a process that replaces the worker. It does not read that memory.
 
+A worker that goes on in the next round (`regrow.inprocess.call.moving`) keeps its page. The agent
+sends it orders through a pipe of its own. A worker cannot read the orders to another one by
+mistake: each gets the path of its own pipe only.
+
 A worker may write any bytes into the pipe, and also half a message. So the agent does not trust
 them. It reports and drops a message that is not an event. An event has the fields below and no
 others. The agent adds the job, the attempt and the host.
@@ -17,7 +21,7 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,9 +29,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from regrow._progress import (
     LONGEST,
     MAY_BE_REPLACED,
+    MAY_STAY,
     NOT_IN_WRAPPER,
+    ORDERS_ENV,
     OTHERS_GO_ON,
     OWES_RESULT,
+    PARKED,
     PRIVATE_ENV,
     PROGRESS_ENV,
     SLOT,
@@ -86,6 +93,10 @@ class WorkerReports:
             self._private_fd = owned(os.memfd_create("regrow-private", os.MFD_CLOEXEC))
             self._read_fd, self._write_fd = map(owned, os.pipe2(os.O_CLOEXEC))
             self._end_fd = owned(os.eventfd(0, os.EFD_CLOEXEC))
+            self._orders = [
+                tuple(map(owned, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))) for _ in self._ranks
+            ]
+            self._woken = threading.Condition()  # notified when a worker may be parked
             self._thread = start_thread(self._listen, "regrow-first-steps")
             self._resources = resources.pop_all()
 
@@ -94,7 +105,8 @@ class WorkerReports:
         root = f"/proc/{os.getpid()}/fd"
         address = f"{root}/{self._memory_fd}|{root}/{self._write_fd}|{local_rank}"
         private = f"{root}/{self._private_fd}|{local_rank}"
-        return {PROGRESS_ENV: address, PRIVATE_ENV: private}
+        orders = f"{root}/{self._orders[local_rank][0]}"
+        return {PROGRESS_ENV: address, PRIVATE_ENV: private, ORDERS_ENV: orders}
 
     def read(self) -> dict[int, WorkerSteps]:
         """Return the steps of each local rank that has reported steps; none after `close`."""
@@ -121,6 +133,62 @@ class WorkerReports:
     def may_be_replaced(self, local_rank: int) -> bool:
         """Return whether the other workers wait for another process of this local rank."""
         return bool(self._wrapper_state(local_rank) & MAY_BE_REPLACED)
+
+    # --- workers that go on in the next round
+
+    def may_stay(self, local_rank: int) -> bool:
+        """Return whether this local rank can go on in the next round, in the same process."""
+        return bool(self._wrapper_state(local_rank) & MAY_STAY)
+
+    def order(self, local_rank: int, **fields: Any) -> bool:
+        """Send an order to a worker; return whether it was sent.
+
+        Args:
+            local_rank: the worker.
+            fields: values that JSON can express; see `regrow.inprocess.call.moving`.
+        """
+        line = json.dumps(fields).encode() + b"\n"
+        with self._lock:
+            if self._memory.closed:
+                return False
+            try:
+                return os.write(self._orders[local_rank][1], line) == len(line)
+            except OSError:  # the worker reads no orders, and the pipe is full
+                return False
+
+    def all_parked(self, timeout: float, pointless: Callable[[], bool]) -> bool:
+        """Wait until all workers have left their round; return whether they have.
+
+        Args:
+            timeout: seconds.
+            pointless: returns whether a worker will not do it; called after each `wake`.
+        """
+
+        def parked() -> bool:
+            return all(self._wrapper_state(slot) & PARKED for slot in range(len(self._ranks)))
+
+        with self._woken:
+            self._woken.wait_for(lambda: parked() or pointless(), timeout)
+        return parked()
+
+    def wake(self) -> None:
+        """Let `all_parked` check its conditions again."""
+        with self._woken:
+            self._woken.notify_all()
+
+    def move(self, attempt: int, ranks: Sequence[int]) -> None:
+        """Begin the next attempt with the same, parked workers.
+
+        The marks are removed before the workers go on, because a mark that a later restart finds
+        would be taken for an answer to its own order.
+        """
+        with self._lock:
+            for slot in range(len(self._ranks)):
+                blank = 0, 0.0, 0, 0.0, OWES_RESULT | MAY_STAY
+                SLOT.pack_into(self._memory, slot * SLOT.size, *blank)
+            self._memory[-1] = 0
+        self._attempt, self._ranks = attempt, list(ranks)
+        self._first_steps.clear()
 
     def clear(self, local_rank: int) -> None:
         """Clear the slot of an ended worker, for its replacement, which has no result yet."""
@@ -158,6 +226,7 @@ class WorkerReports:
             over = self._end_fd in found  # handled after the data that was written before
             if self._read_fd in found:
                 complete, unread = messages(unread + os.read(self._read_fd, _CHUNK))
+                self.wake()
                 for message in complete:
                     self._job.post(partial(self.on_message, message))
 

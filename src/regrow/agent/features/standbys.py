@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regrow._progress import INCARNATION_ENV, PRIVATE_ENV, PROGRESS_ENV
+from regrow._progress import INCARNATION_ENV, ORDERS_ENV, PRIVATE_ENV, PROGRESS_ENV
 from regrow._standby import OF_A_RANK, STANDBY_ENV
 from regrow.agent.attempt.environment import HEARTBEAT_ENV
 from regrow.agent.features import Feature, StartedWorkers
@@ -147,6 +147,7 @@ _NOT_OF_A_STANDBY = frozenset(
         *OF_A_RANK,
         PROGRESS_ENV,
         PRIVATE_ENV,
+        ORDERS_ENV,
         INCARNATION_ENV,
         HEARTBEAT_ENV,
         _ERROR_FILE_ENV,

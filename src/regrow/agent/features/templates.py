@@ -2,10 +2,11 @@
 
 The first attempt starts the process, the *template*, beside its workers, which start as usual. On a
 host with few cores it starts a little later, because it would delay the imports of the workers. The
-workers of later attempts are forked from it. A worker that the template cannot fork starts by exec.
-If the template is lost, all workers start by exec, and the next attempt starts another template. A
-template that could never fork a worker is not started again. `regrow.workers.guardian.template` has
-the reasons.
+workers of later attempts are forked from it. A node that waits for a place in a round starts the
+template at once: it has no worker, and its first workers are then forked as well. A worker that the
+template cannot fork starts by exec. If the template is lost, all workers start by exec, and the
+next attempt starts another template. A template that could never fork a worker is not started
+again. `regrow.workers.guardian.template` has the reasons.
 """
 
 from __future__ import annotations
@@ -98,23 +99,37 @@ class Templates(Feature):
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """See base class."""
-        own = environments[min(environments)]
+        self._take(environments[min(environments)])
+
+    def _take(self, own: Mapping[str, str]) -> None:
         both = {**os.environ, **own}
         self._environment = {k: v for k, v in both.items() if not _is_own(k)}
+
+    def on_wait(self, environment: Mapping[str, str]) -> None:
+        """See base class: start the template, unless there is one."""
+        command = self._missing_command()
+        if command is not None:
+            self._take(environment)
+            self._begin(command)
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class: start the template, unless there is one."""
         self._refused.clear()
         if self._guardian.has_template and self._begun:
             self._refuse("the template still imports the modules", 0)
+        command = self._missing_command()
+        if command is not None:
+            self._start.begin(partial(self._begin, command))
+
+    def _missing_command(self) -> list[str] | None:
+        """Return the command for which a template has to start; None if none has to."""
         if self._is_useless or self._guardian.has_template:
-            return
+            return None
         command = command_of(self._job.group.spec.entrypoint, self._job.group.spec.args)
         if command is None:
             self._is_useless = True
             self._refuse("the workers are not started as `python SCRIPT` or `python -m MODULE`", 0)
-            return
-        self._start.begin(partial(self._begin, command))
+        return command
 
     def _begin(self, command: Sequence[str]) -> None:
         self._begun = monotonic()

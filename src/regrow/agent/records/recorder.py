@@ -150,11 +150,12 @@ class Recorder:
                 nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
             )
 
-    def attempt_started(self, forked: Sequence[int] = ()) -> None:
+    def attempt_started(self, forked: Sequence[int] = (), kept: Sequence[int] = ()) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
         Args:
             forked: ranks of the workers that were forked from a template (`--preload`).
+            kept: ranks of the workers that went on in the processes of the attempt before.
         """
         self._attempt_open = True
         self._starts += 1
@@ -166,6 +167,7 @@ class Recorder:
             ranks=[worker.global_rank for worker in workers],
             pids={str(worker.global_rank): worker.id for worker in workers},
             forked=list(forked),
+            kept=list(kept),
         )
 
     def attempt_ended(self, result: RunResult, last_steps: Mapping[str, Any]) -> None:

@@ -14,12 +14,14 @@ exit to the other ranks, which continue without it, and raises the exception.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from weakref import WeakSet
@@ -27,6 +29,7 @@ from weakref import WeakSet
 from regrow import _progress as board
 from regrow.inprocess.attribution import Interruption
 from regrow.inprocess.call.follower import Atomic, Ending, IterationFollower
+from regrow.inprocess.call.moving import Moves, RoundLeft
 from regrow.inprocess.call.restart import (
     FIRST,
     LONGEST,
@@ -49,6 +52,7 @@ from regrow.inprocess.exception import (
     EvictedError,
     HealthCheckError,
     InternalError,
+    LinkClosedError,
     LinkError,
     LinkLostError,
     RankShouldRestart,
@@ -85,9 +89,13 @@ class CallWrapper:
     `CallWrapper | None`.
     """
 
-    def __init__(self, config: Wrapper, heap: Heap) -> None:
+    def __init__(
+        self, config: Wrapper, heap: Heap, number: int | None = None, moves: Moves | None = None
+    ) -> None:
         self._config = config
         self._heap = heap
+        self._number = number  # of the call in this process
+        self._moves = moves  # None: this rank does not go on in another round
         self._pid = os.getpid()  # a forked child takes no part in the call
         self._state = State.from_env()
         self._atomic = Atomic()
@@ -109,7 +117,7 @@ class CallWrapper:
             self._store = config.store_factory(**(config.store_kwargs or {}))
             if isinstance(self._store, TCPStore):
                 stack.callback(self._store.close)
-            self._group = group_name()
+            self._group = group_name(number=self._number)
             rank_and_size = state.rank, state.world_size
             timeouts = Timeouts(
                 barrier=config.barrier_timeout.total_seconds(),
@@ -120,11 +128,17 @@ class CallWrapper:
             shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
             if shared is not self._store:
                 stack.callback(shared.close)
-            self._link = ServiceLink(shared.session, group, *rank_and_size, timeouts)
+            stop = None if self._moves is None else self._moves.leaves
+            connect = partial(shared.session, stop=stop)
+            self._link = ServiceLink(connect, group, *rank_and_size, timeouts)
             stack.callback(self._link.close)
             self._interrupter = stack.enter_context(Interrupter())
             self._follower = IterationFollower(
-                self._link, self._atomic, config.abort, lambda: self._watch.aborting()
+                self._link,
+                self._atomic,
+                config.abort,
+                lambda: self._watch.aborting(),
+                lambda: self._leaves,
             )
             stack.callback(self._follower.stop)
             stack.callback(self._link.close)
@@ -137,6 +151,8 @@ class CallWrapper:
                 open_monitor(shared, self._link, group, state.rank, config),
             )
             stack.callback(self._watch.close)
+            if self._moves is not None:
+                stack.callback(self._moves.listen(self._link.abandon))
             self._stack = stack.pop_all()
         return self
 
@@ -144,11 +160,15 @@ class CallWrapper:
         if os.getpid() == self._pid:
             if error is None:
                 board.set_restart_state(board.NOT_IN_WRAPPER)
+            elif is_a(error, RoundLeft):
+                pass  # the agent may send the order to join already
             elif not exits_with_0(error):  # no result: the board keeps "owes a result"
                 left = self._left_as
                 board.set_restart_state(
                     board.NOT_IN_WRAPPER if left is None else left & ~board.OWES_RESULT
                 )
+            if self._leaves and not is_a(error, RoundLeft):
+                board.wake_agent()  # it waits for this rank to leave its round
             self._stack.close()
             # The function may keep this object. Closed parts are removed, which also frees their
             # cycles.
@@ -220,7 +240,7 @@ class CallWrapper:
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Call the function until all ranks are done; for `Wrapper`."""
         args, kwargs = substitute_param_value(fn, args, kwargs, {CallWrapper: self})
-        board.set_restart_state(board.OWES_RESULT)
+        board.set_restart_state(self._owes_result)
         try:
             if not self._join():
                 return None
@@ -229,9 +249,14 @@ class CallWrapper:
                 if over:
                     break
         except BaseException as error:
-            if os.getpid() == self._pid:
+            if os.getpid() != self._pid:
+                raise
+            if not self._moves_on(error):
                 self._leave(error)
-            raise
+                raise
+            release(error)
+            error.__traceback__ = None
+            raise RoundLeft from None
         config = self._config
         within = max(config.completion_timeout, config.hard_timeout)
         self._watch.recover(within.total_seconds())
@@ -264,8 +289,32 @@ class CallWrapper:
         return True
 
     @property
+    def _owes_result(self) -> int:
+        return board.OWES_RESULT | (board.MAY_STAY if self._moves is not None else 0)
+
+    @property
     def _in_wrapper(self) -> int:
-        return board.IN_WRAPPER | (board.MAY_BE_REPLACED if self._replaces else 0)
+        replaced = board.MAY_BE_REPLACED if self._replaces else 0
+        return board.IN_WRAPPER | replaced | self._owes_result
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether this rank leaves its round, and goes on in the next one."""
+        return self._moves is not None and self._moves.leaving
+
+    def _moves_on(self, error: BaseException) -> bool:
+        """Park this rank if it goes on in the next round; return whether it does.
+
+        Args:
+            error: why the call cannot continue here.
+        """
+        if self._moves is None:
+            return False
+        self._watch.rest()
+        if not self._moves.takes(error, self._config.replace_timeout.total_seconds()):
+            return False
+        self._moves.park()
+        return True
 
     # ------------------------------------------------------------ one iteration
 
@@ -300,11 +349,16 @@ class CallWrapper:
         if error is not None:
             received = ending.timeline is not None
             step = after(error, interrupted=guarded.requested, received=received)
-            if step is Next.LEAVE:
+            cut_off = is_a(error, LinkFailed) and self._is_cut_off(cast("LinkFailed", error).error)
+            if step is Next.LEAVE and not cut_off:
                 raise cast("LinkFailed", error).error if is_a(error, LinkFailed) else error
             if step is Next.REPORT:
                 self._watch.recover()  # formatting a user's exception may take time
-                self._report(error)
+                try:
+                    self._report(error)
+                except LinkError as failed:
+                    if not self._is_cut_off(failed):
+                        raise
             release(error)
         # Free all objects that the function left. A user that keeps its exception also keeps this
         # frame.
@@ -352,9 +406,8 @@ class CallWrapper:
                 return None, ended
         ended = self._ask(link.done)
         if ended is None:
-            board.set_restart_state(
-                board.OWES_RESULT
-            )  # after all confirm, no rank continues in its place
+            # After all confirm, no rank continues in its place.
+            board.set_restart_state(self._owes_result)
             ended = self._ask(link.confirm)
         return value, ended
 
@@ -387,6 +440,8 @@ class CallWrapper:
         self._watch.recover()  # all ranks wait for the abort
         ending.over.wait()
         if ending.error is not None:
+            if self._is_cut_off(ending.error):
+                self._end_part(ending)
             raise ending.error
         timeline = ending.timeline
         if timeline is None:
@@ -419,6 +474,21 @@ class CallWrapper:
         if self._state.rank == 0 and isinstance(self._store, TCPStore):
             with suppress(StoreError):  # the link reports a lost store
                 self._store.forget(f"{self._group}/{left}")  # all ranks have left this iteration
+
+    def _is_cut_off(self, error: BaseException) -> bool:
+        """Return whether an error may be the end of this rank's round, and not of its call."""
+        return self._moves is not None and is_a(error, LinkClosedError | LinkLostError)
+
+    def _end_part(self, ending: Ending) -> None:
+        """Finish an iteration for which the ranks do not meet again, as before the next one."""
+        state = self._state.freeze()
+        call_plugin(self._config.finalize, state)
+        check_health(self._config.health_check, state)
+        self._state.fn_exception = None
+        del state
+        gc.collect()
+        ending.groups.clear()  # after the collection: models may be garbage
+        self._heap.restarted()
 
     def _meet(self, met: Met) -> None:
         """Take the place of this rank in the next iteration."""

@@ -94,6 +94,7 @@ class IterationFollower:
         atomic: keeps atomic sections and the termination procedure apart.
         abort: the abort plug-in.
         limited: limits the time of a run of the abort.
+        leaving: returns whether this rank leaves its round (`Moves`), so that its link was closed.
     """
 
     def __init__(
@@ -102,11 +103,13 @@ class IterationFollower:
         atomic: Atomic,
         abort: Abort | Compose | None,
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+        leaving: Callable[[], bool] = lambda: False,
     ) -> None:
         self._link = link
         self._atomic = atomic
         self._abort = abort
         self._limited = limited
+        self._leaving = leaving
         self._work: SimpleQueue[Callable[[], BaseException | None] | None] = SimpleQueue()
         self._thread = start_thread(self._run, "regrow-inprocess")
 
@@ -188,8 +191,10 @@ class IterationFollower:
             ending.timeline = Timeline(faults, time.monotonic())
             all_faults = self._link.answer_last_call(iteration)
             ending.timeline.faults = all_faults._replace(now=faults.now)
-        except LinkClosedError:
-            return False
+        except LinkClosedError as error:
+            if not self._leaving():
+                return False
+            ending.error = error
         except BaseException as error:  # noqa: BLE001 - raised in the main thread
             ending.error = error
         return True

@@ -22,11 +22,13 @@ from regrow.inprocess import rank_assignment as assignments
 from regrow.inprocess import rank_filter as filters
 from regrow.inprocess.abort import Abort, AbortTorchDistributed
 from regrow.inprocess.call.call import CallWrapper
+from regrow.inprocess.call.moving import RoundLeft, open_moves
 from regrow.inprocess.call.restart import Heap, release
 from regrow.inprocess.completion import Completion
 from regrow.inprocess.compose import Compose
 from regrow.inprocess.exception import RestartAbort
 from regrow.inprocess.finalize import Finalize
+from regrow.inprocess.group.group_server import call_number
 from regrow.inprocess.health_check import HealthCheck
 from regrow.inprocess.initialize import Initialize
 from regrow.inprocess.param_utils import count_type_in_params
@@ -101,6 +103,8 @@ class Wrapper:
         replace: under `regrow run`, another process takes the place of a rank whose process ended,
             for one of its `--max-restarts`; the other ranks wait for it in their processes.
         replace_timeout: how long they wait for it, from the loss until it calls the function.
+        elastic: with `replace=True`, the first call of the function in each process goes on in the
+            same process when a host is lost or joins; `WORLD_SIZE` may change.
         enabled: False leaves the function unchanged.
 
     Raises:
@@ -133,6 +137,7 @@ class Wrapper:
     monitor_process_pidfile: str | None = None
     replace: bool = False
     replace_timeout: timedelta = timedelta(seconds=60)
+    elastic: bool = False
     enabled: bool = True
 
     def __post_init__(self) -> None:
@@ -198,6 +203,7 @@ def _check_types(config: Wrapper) -> None:
         "completion": (Completion, type(None)),
         "terminate": (Terminate, type(None)),
         "replace": (bool,),
+        "elastic": (bool,),
         "enabled": (bool,),
         **dict.fromkeys(_DURATIONS, (timedelta,)),
         **dict.fromkeys(_PATHS, (str, type(None))),
@@ -226,6 +232,11 @@ def _check_values(config: Wrapper) -> None:
                 f"{less} < {more} does not hold: {first.total_seconds():g} s is not less than "
                 f"{second.total_seconds():g} s"
             )
+    if config.elastic and not config.replace:
+        raise ValueError(
+            "elastic=True needs replace=True: until the next round begins, the other ranks wait "
+            "for the rank that was lost"
+        )
     if config.replace and _keeps_state(config.rank_assignment):
         raise ValueError(
             f"replace=True cannot be used with {repr_of(config.rank_assignment)}: it keeps what it "
@@ -325,5 +336,16 @@ def _run(wrapper: Wrapper, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
 def _call(
     wrapper: Wrapper, heap: Heap, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    with CallWrapper(wrapper, heap) as call:
-        return call(fn, args, kwargs)
+    number = call_number()
+    moves = open_moves(wrapper.elastic, number)
+    try:
+        while True:
+            try:
+                with CallWrapper(wrapper, heap, number, moves) as call:
+                    return call(fn, args, kwargs)
+            except RoundLeft:
+                assert moves is not None
+            moves.join()
+    finally:
+        if moves is not None:
+            moves.close()

@@ -35,16 +35,25 @@ _calls = itertools.count()
 """Counter of the calls of wrapped functions in this process."""
 
 
-def group_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the group for the next call of a wrapped function.
+def call_number() -> int:
+    """Return the number of the next call of a wrapped function in this process, from 0."""
+    return next(_calls)
+
+
+def group_name(environ: Mapping[str, str] = os.environ, number: int | None = None) -> str:
+    """Return the name of the group for a call of a wrapped function.
 
     All ranks compute the same name if they have made the same number of calls. Processes
     of a later attempt get another name, because they may use the same store with its old keys.
+
+    Args:
+        environ: the environment of this rank.
+        number: the number of the call (`call_number`); None: that of the next call.
     """
     run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or "run"
     attempt = environ.get("REGROW_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     step = environ.get("SLURM_STEP_ID", "")
-    return f"{run[:200]}/{step}/{attempt}/{next(_calls)}"
+    return f"{run[:200]}/{step}/{attempt}/{call_number() if number is None else number}"
 
 
 def group_store(

@@ -322,6 +322,10 @@ class ServiceLink:
         """
         self._client.close()
 
+    def abandon(self) -> None:
+        """Close the connection without waiting for the server, which may be lost."""
+        self._client.close(0.0)
+
     # ------------------------------------------------------------------ helpers
 
     def _wait_for_end(self, question: messages.Asked, within: float = math.inf) -> Faults | None:

@@ -1,0 +1,187 @@
+"""`Moves`: how a rank goes on in the next round of its job, in the same process.
+
+When a host is lost or joins, the round of the agents ends. Without `Wrapper(elastic=True)`
+each agent then ends its workers, and starts others in the next round. With it, the agent sends each
+of its workers the order to leave the round:
+
+1. A thread of the rank receives the order and closes the link to the group. The follower therefore
+   aborts and interrupts the function, as after a fault.
+2. The rank runs `finalize` and the health check, and marks itself as *parked* in the page of steps:
+   the function does not run, and does not run again before the next order. All this is what an
+   agent needs to know of a worker before it joins the next round, as after the worker's end.
+3. The agent joins. When the round is formed, it sends the order to join, with the variables of the
+   round: ranks, stores, addresses, fencing token.
+4. The rank makes the call again, as a process that has just come to it: in a new group in the
+   store of the new round, where the ranks that stayed and those in new processes meet.
+
+A rank that cannot reach its store any more waits for the order, because the store's host may be the
+one that was lost.
+
+An order is one line of JSON in a pipe that the agent holds, opened as `/proc/<agent>/fd/<n>`. The
+order to leave names the attempt, so that a late one has no effect on the next attempt.
+
+Only the first call of a wrapped function in a process moves. The ranks in new processes run the
+script from its start, and make its first call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from regrow import _progress as board
+from regrow.inprocess.exception import LinkClosedError, LinkLostError
+from regrow.store import LAUNCHED_SIZE_ENV, StoreError
+from regrow.utils import is_a, ready, start_thread
+from regrow.utils.logging import library_logger
+
+logger = library_logger(__name__)
+
+ORDER_S: Final = 15.0
+"""Longest wait in seconds of a rank without its store for the order to leave: by default, the nodes
+have noticed a silent host after 5 s."""
+LEAVE: Final = "leave"
+JOIN: Final = "join"
+ATTEMPT: Final = "REGROW_ATTEMPT"
+_CHUNK: Final = 1 << 16
+
+
+class RoundLeft(BaseException):
+    """This rank is parked, and goes on in the next round; the user's code does not see it."""
+
+
+class Moves:
+    """The orders of the agent to one rank.
+
+    Args:
+        path: the pipe with the orders.
+
+    Raises:
+        OSError: the pipe cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._orders = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._end = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.leaves = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """A descriptor that is readable from the order to leave to the order to join."""
+        self._leaving = threading.Event()
+        self._unread = b""
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        for fd in (self._orders, self._end, self.leaves):
+            os.close(fd)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the rank has to leave its round."""
+        return self._leaving.is_set()
+
+    def listen(self, leave: Callable[[], object]) -> Callable[[], None]:
+        """Call `leave` in another thread when the order comes; return a function that ends it."""
+        thread = start_thread(lambda: self._listen(leave), "regrow-moves")
+
+        def end() -> None:
+            os.eventfd_write(self._end, 1)
+            thread.join()
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._end)
+
+        return end
+
+    def _listen(self, leave: Callable[[], object]) -> None:
+        while self._end not in ready([self._orders, self._end]):
+            for order in self._read():
+                if order.get("kind") == LEAVE and str(order.get("attempt")) == _attempt():
+                    self._leaving.set()
+                    os.eventfd_write(self.leaves, 1)
+                    leave()
+                    return
+
+    def takes(self, error: BaseException, timeout: float) -> bool:
+        """Return whether a rank that cannot continue goes on in the next round.
+
+        Args:
+            error: why it cannot continue. Without its store it waits for the order to leave.
+            timeout: seconds for which it waits, at most `ORDER_S`.
+        """
+        if self.leaving:
+            return is_a(error, LinkClosedError | LinkLostError | StoreError)
+        if not is_a(error, LinkLostError | StoreError):
+            return False
+        timeout = min(timeout, ORDER_S)
+        logger.warning("this rank waits %g s for the next round, because: %s", timeout, error)
+        return self._leaving.wait(timeout)
+
+    def park(self) -> None:
+        """Report to the agent that this rank has left its round."""
+        board.set_restart_state(board.IN_WRAPPER | board.MAY_STAY | board.PARKED)
+        board.wake_agent()
+
+    def join(self) -> None:
+        """Wait, parked, for the order to join the next round, and take its variables.
+
+        The wait has no time limit of its own: if the agent ends, its guardian ends this process,
+        also at the end of the agent's lease.
+        """
+        begun = time.monotonic()
+        while True:
+            for order in self._read():
+                if order.get("kind") == JOIN:
+                    _take(order.get("env", {}))
+                    board.reopen()  # the next step is the first one of the next attempt
+                    self._leaving.clear()
+                    os.eventfd_read(self.leaves)
+                    logger.warning(
+                        "rank %s of %s goes on in the next round, %.3f s after it left its round",
+                        os.environ.get("RANK"),
+                        os.environ.get("WORLD_SIZE"),
+                        time.monotonic() - begun,
+                    )
+                    return
+                self.park()  # the next round has ended before it began
+            ready([self._orders])
+
+    def _read(self) -> list[dict[str, Any]]:
+        """Return the orders that have arrived whole."""
+        with suppress(BlockingIOError):
+            self._unread += os.read(self._orders, _CHUNK)
+        *lines, self._unread = self._unread.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+
+def open_moves(elastic: bool, number: int) -> Moves | None:
+    """Return the orders for a call; None if its ranks cannot move.
+
+    Args:
+        elastic: see `Wrapper`.
+        number: the number of the call in this process.
+    """
+    path = os.environ.get(board.ORDERS_ENV)
+    if not elastic or number or not path or not board.has_agent():
+        return None
+    try:
+        return Moves(path)
+    except OSError as error:
+        logger.warning("elastic=True has no effect: the agent's orders do not arrive: %s", error)
+        return None
+
+
+def _take(env: dict[str, str | None]) -> None:
+    """Set the variables of the next round; None removes a variable."""
+    os.environ.pop(LAUNCHED_SIZE_ENV, None)  # WORLD_SIZE is the launcher's again
+    for name, value in env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _attempt() -> str:
+    return os.environ.get(ATTEMPT, "")
