@@ -156,6 +156,7 @@ class ServedRounds(Place):
             keep_alive_interval=settings.keep_alive_interval.total_seconds(),
             keep_alive_max_attempt=settings.keep_alive_max_attempt,
             reconnect_timeout=settings.reconnect_timeout.total_seconds(),
+            successors=0,  # the addresses of the nodes are names that no name service knows
         )
         handler = get_rendezvous_handler(params)
         assert isinstance(handler, DynamicRendezvousHandler)

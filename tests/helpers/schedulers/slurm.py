@@ -287,7 +287,8 @@ class SlurmJob:
 
         The line that says which hosts may be lost does not count: a short job may end before it.
         """
-        lines = [line for line in self.output.splitlines() if " may be lost, also " not in line]
+        known = "regrow: the rendezvous survives "
+        lines = [line for line in self.output.splitlines() if not line.startswith(known)]
         return [line for line in lines if line.startswith(("srun: ", "slurmstepd")) == of_slurm]
 
     def start_soon(self) -> None:

@@ -437,7 +437,8 @@ def losable(data: Mapping[str, Any]) -> str:
     if not hosts:
         return ""
     which = "any one host" if hosts == 1 else f"any {hosts} hosts"
-    return f"regrow: {which} may be lost, also {data.get('server')}, which serves the rendezvous"
+    server = data.get("server")
+    return f"regrow: the rendezvous survives the loss of {which}, also of {server}, which serves it"
 
 
 def say(stream: TextIO | None, text: str) -> None:
