@@ -10,7 +10,6 @@ import pytest
 from regrow.cli.screen.console import Console, losable
 from regrow.events import Event, EventSource
 
-
 SURVIVES = "regrow: the rendezvous survives the loss of {}, also of 10.0.0.1, which serves it"
 
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from helpers.processes import ends
+from helpers.processes import ends, wait_until
 from helpers.rendezvous.etcd_server import Certificate
 from helpers.stores.storing import PATIENCE, Background
 from regrow.rendezvous import (
@@ -303,3 +304,80 @@ def test_the_agent_that_serves_goes_last_when_all_is_well(port: int) -> None:
         assert ends(server, 0)
     assert (host.returncode, other.returncode) == (0, 0)
     os.close(server)
+
+
+# --- several endpoints
+
+
+def listed(port: int) -> str:
+    """Three endpoints, which all belong to this host; the agents take one each."""
+    return ",".join(f"127.0.0.{host}:{port}" for host in (2, 3, 4))
+
+
+def test_agents_on_listed_hosts_elect_the_one_that_runs_the_rounds(
+    create: Create, port: int
+) -> None:
+    first = Background(lambda: create(listed(port), 3))
+    others = [Background(lambda: create(listed(port), 3)) for _ in range(2)]
+    seats = [Background(made.result().next_rendezvous) for made in (first, *others)]
+    assert sorted(seat.result().rank for seat in seats) == [0, 1, 2]
+
+
+def test_an_agent_on_a_listed_host_waits_for_the_others_as_long_as_for_a_single_endpoint(
+    create: Create, port: int
+) -> None:
+    """Once its own server answered, it gave up after a lease and the time to reconnect."""
+    config = {"keep_alive_interval": 0.05, "keep_alive_max_attempt": 2, "reconnect_timeout": 0.1}
+    alone = Background(lambda: create(listed(port), 2, **config))
+    give_up = time.monotonic() + 3.0
+    wait_until(
+        lambda: time.monotonic() > give_up or not alone.running(), "it has had time to give up"
+    )
+    other = Background(lambda: create(listed(port), 2, **config))
+    seats = [Background(made.result().next_rendezvous) for made in (alone, other)]
+    assert sorted(seat.result().rank for seat in seats) == [0, 1]
+
+
+def test_too_few_agents_on_listed_hosts_are_an_error_that_says_so(
+    create: Create, port: int
+) -> None:
+    with pytest.raises(RendezvousConnectionError, match="agents must run on most of these hosts"):
+        create(listed(port), 2, read_timeout="0.5")
+
+
+def test_a_listed_endpoint_of_this_host_that_another_process_has_is_named(
+    create: Create, port: int
+) -> None:
+    with (
+        socket.create_server(("127.0.0.2", port)),
+        pytest.raises(RendezvousConnectionError, match="another process listens there"),
+    ):
+        create(f"127.0.0.2:{port},{ELSEWHERE}:1,{ELSEWHERE}:2", 2, read_timeout="0.5")
+
+
+@pytest.mark.parametrize("endpoints", ["127.0.0.2,,127.0.0.3", "127.0.0.2,127.0.0.2:29400"])
+def test_a_list_of_endpoints_that_makes_no_sense_is_refused(endpoints: str, create: Create) -> None:
+    with pytest.raises(ValueError, match=r"is empty|is twice"):
+        create(endpoints)
+
+
+def test_is_host_is_for_a_single_endpoint(create: Create, port: int) -> None:
+    with pytest.raises(ValueError, match="is_host is for a single endpoint"):
+        create(listed(port), is_host="true")
+
+
+def test_without_successors_the_first_endpoint_is_the_only_one(create: Create, port: int) -> None:
+    handlers = [create(listed(port), 2, successors="0") for _ in range(2)]
+    seats = [Background(handler.next_rendezvous) for handler in handlers]
+    assert sorted(seat.result().rank for seat in seats) == [0, 1]
+    assert [handler.serves for handler in handlers] == [True, False]
+
+
+def test_an_agent_takes_over_at_the_address_at_which_its_server_listens(
+    create: Create, port: int
+) -> None:
+    made = [Background(lambda: create(listed(port), local_addr="127.0.1.1")) for _ in range(2)]
+    voters = [each.result().driver.voter for each in made]
+    assert {(voter.host, voter.port) for voter in voters} <= {
+        (f"127.0.0.{host}", port) for host in (2, 3, 4)
+    }

@@ -103,7 +103,7 @@ def _needs_several(nnodes: str, hosts: int) -> bool:
     """Return whether the job should have several endpoints.
 
     A job begins only when agents run on most of the endpoints' hosts. So a job that may begin with
-    fewer nodes has a single endpoint. With two hosts, one endpoint more is of no use.
+    fewer nodes than that has a single endpoint. With two hosts, one endpoint more is of no use.
     """
     fewest, _, most = nnodes.partition(":")
     if hosts < MEETING_HOSTS or not fewest.isdecimal() or not (most or "0").isdecimal():

@@ -195,32 +195,31 @@ def settle_one_of(
         tls: certificates.
 
     Returns:
-        This node's view of that endpoint, and its place in the list; None if there is none.
+        This node's view of that endpoint, and its place in the list. If all that belong to this
+        host are in use, the first one; None if none belongs to it.
 
     Raises:
         RendezvousConnectionError: this node has to serve, but cannot.
     """
+    in_use = None
     for at, (host, port) in enumerate(endpoints):
         is_host = True if _is_own_name(host) else None
         place = settle(host, port, token, tls, is_host, SUCCESSOR_SERVICES)
         if place.server is not None:
             return place, at
-    return None
+        if place.here and in_use is None:
+            in_use = place, at
+    return in_use
 
 
 def _is_own_name(host: str) -> bool:
-    """Return whether a name is that of this host, and is not known to the name service yet.
+    """Return whether a name is that of this host, whatever the name service knows.
 
-    The name of a pod may be registered only some time after its start, and the others may need its
-    vote until then.
+    The name of a pod may be registered only some time after its start, and mean an earlier pod
+    until then. The other hosts may need the vote of this one meanwhile.
     """
-    if family_of(host) is not None or host.split(".")[0] != socket.gethostname().split(".")[0]:
-        return False
-    try:
-        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return True
-    return False
+    own = socket.gethostname().split(".")[0]
+    return family_of(host) is None and host.split(".")[0] == own
 
 
 def _serve(

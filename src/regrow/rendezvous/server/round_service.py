@@ -349,7 +349,7 @@ class RendezvousService:
             elsewhere = job.copies.moved if job else self._reported(question.job, now)
             return [*out, Answer(session, id, messages.encode(elsewhere or _UNKNOWN))]
         succession = job.copies.succession
-        if question.hosts and succession.coordinator is None:
+        if question.hosts and not question.listed and succession.coordinator is None:
             succession = Succession(coordinator=question.voter)
         elif job.copies.kept():
             succession = with_agent(succession, question.listed, question.voter)

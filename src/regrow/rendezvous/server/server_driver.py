@@ -214,6 +214,20 @@ class ServerDriver:
         self._rounds_at = self._probed
         self._local_addr = self._where.addr or client.local_host
 
+    def find(self, timeout: float) -> None:
+        """Wait until a server runs the rounds, if the user has listed several endpoints.
+
+        Args:
+            timeout: in seconds.
+
+        Raises:
+            RendezvousConnectionError: none runs them within `timeout` seconds.
+            RendezvousGracefulExitError: `interrupt` was called.
+            RendezvousError: a server refused this node.
+        """
+        question = messages.BeatRequest(self._run_id, "no node yet", 0, 0)
+        self._ask(messages.encode(question), messages.BeatReply, timeout)
+
     def may_take_over(
         self,
         host: str,

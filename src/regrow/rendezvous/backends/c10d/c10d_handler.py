@@ -63,7 +63,11 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     shared = credentials(params, host)
     is_host = params.get_as_bool("is_host")
-    if len(endpoints) > 1 and is_host is None and params.get_as_int("successors") != 0:
+    if len(endpoints) > 1 and params.get_as_int("successors") != 0:
+        if is_host is not None:
+            raise ValueError(
+                f"--rdzv-conf is_host is for a single endpoint, and {params.endpoint} are several"
+            )
         driver = _reach_one_of(endpoints, params, settings, shared, read_timeout)
         return _new_handler(driver, params, settings, shared)
     tries = Tries(host, is_host, read_timeout)
@@ -141,17 +145,31 @@ def _reach_one_of(
             if not isinstance(error, RendezvousConnectionError):
                 raise
             if tries.last:
-                raise RendezvousConnectionError(
-                    f"{error}{tries.before}. No agent answers at {params.endpoint}, and none of "
-                    f"these is an address of this host: check that agents run on most of these "
-                    f"hosts, and that their ports can be reached from here"
-                ) from error
-    if found is not None:
-        at = endpoints[found[1]]
-        _offer(driver, params, at[1], shared, endpoint_of(*at))
+                raise _not_begun(error, params.endpoint, found) from error
+    if server is not None and found is not None:
+        _offer(driver, params, endpoints[found[1]][1], shared, endpoints[found[1]])
     elif settings.successors:
         _offer(driver, params, 0, shared)
+    try:
+        driver.find(read_timeout)
+    except BaseException as error:
+        driver.close(linger=False)
+        if not isinstance(error, RendezvousConnectionError):
+            raise
+        raise _not_begun(error, params.endpoint, found) from error
     return driver
+
+
+def _not_begun(
+    error: RendezvousConnectionError, endpoints: str, found: tuple[MeetingPlace, int] | None
+) -> RendezvousConnectionError:
+    in_use = found is not None and found[0].server is None
+    here = " One of them is an address of this host, and another process listens there."
+    return RendezvousConnectionError(
+        f"no agent runs the rendezvous at {endpoints}: agents must run on most of these hosts, "
+        f"each with this list, and their ports must be reached from here."
+        f"{here if in_use else ''} The last attempt: {error}"
+    )
 
 
 def _offer(
@@ -159,7 +177,7 @@ def _offer(
     params: RendezvousParameters,
     port: int,
     shared: Credentials,
-    listed_as: str = "",
+    listed_as: tuple[str, int] | None = None,
 ) -> None:
     """Let this node's agent take over as server, if it can serve.
 
@@ -171,16 +189,19 @@ def _offer(
         listed_as: the endpoint that this node serves, if the user has listed several.
     """
     from regrow.rendezvous.server.hosting import serve_successor
-    from regrow.store import is_loopback
+    from regrow.store import endpoint_of, family_of, is_loopback
     from regrow.utils import PortReservation
 
     host = params.local_addr or driver.local_addr
+    if listed_as is not None and family_of(listed_as[0]) is not None:
+        host = listed_as[0]  # the server listens only there
     unreachable = params.local_addr is None and is_loopback(host) and not listed_as
     if unreachable or (shared.tls is not None and shared.tls.certfile is None):
         return  # the other nodes cannot reach it, or it has no certificate for them
     reserved = None if driver.server is not None else PortReservation()
     at = port if reserved is None else reserved.port
-    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved, listed_as)
+    endpoint = "" if listed_as is None else endpoint_of(*listed_as)
+    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved, endpoint)
 
 
 def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Where:

@@ -232,9 +232,9 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 def _tcp_store(params: RendezvousParameters) -> tuple[Store, bool]:
     """Return the store, and whether this process serves it."""
     from regrow.rendezvous.server.hosting import Tries, find_own
-    from regrow.rendezvous.utils import parse_rendezvous_endpoint
+    from regrow.rendezvous.utils import parse_rendezvous_endpoints
 
-    host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
+    host, port = parse_rendezvous_endpoints(params.endpoint, DEFAULT_PORT)[0]  # it has no voters
     if not (is_loopback(host) or params.get_as_bool("insecure")):
         raise RendezvousUsageError(
             f"the TCPStore at {host}:{port} has no password, so any process that reaches it could "
