@@ -168,12 +168,14 @@ def test_an_allocation_without_a_batch_host_ends_with_the_job(
     job = cluster.submit(SCRIPT.replace("train.py", f"{where}train.py"))
     job.training.runs(RANKS)
     if backend == "c10d":
-        cluster.wait_until(lambda: "host may be lost" in job.output, "another host may take over")
+        cluster.wait_until(
+            lambda: "loss of any one host" in job.output, "another host may take over"
+        )
     cluster.lose(cluster.nodes[0])
     job.training.runs(LEFT, attempt=1)
     job.training.finish()
     job.ends("CANCELLED")
     assert len(job.training.records("finished")) == LEFT
-    # One more line: the backend `file` needs no token, and `c10d` says which hosts may be lost.
+    # One more line: the backend `file` needs no token.
     # Slurm reads no output after the loss.
     assert len(job.lines()) <= START_LINES + 1, job.output
