@@ -38,6 +38,7 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_the_others_keep_their_pr
     left = [agent for agent in agents if agent is not victim]
     assert job.finish([*left, spare]) == expected
     assert len(job.lines("default")) == 3, "no rank went back to the checkpoint"
+    assert all(str(file).endswith("/0/error.json") for *_, file in job.lines("error file"))
     for agent in left:
         starts = agent.events("attempt.started")
         assert [(each["restart_count"], len(each["kept"])) for each in starts] == [(0, 0), (0, 1)]
@@ -74,7 +75,9 @@ def test_a_host_that_joins_is_taken_in_without_the_end_of_a_process(
     job.at_step(5, 2)
     agents.append(job.agent())
     _, after = job.world(3, after=first)
-    assert {rank: after[rank] for rank in before} == before
+    assert {rank: after[rank] for rank in before} == before, [
+        str(agent.events("attempt.not_kept") + agent.events("round.ended")) for agent in agents
+    ]
     assert len(job.finish(agents)) == 1
     assert [agent.events("attempt.started")[-1]["kept"] for agent in agents] == [[0], [1], []]
 

@@ -173,7 +173,7 @@ def test_training_ends_with_the_weights_of_an_undisturbed_run(
     agents = [job.agent(host) for host in hosts[:3]]
     world = job.world(3)
     spare = job.agent(hosts[3])
-    settled(job, agents, may_lose=1)
+    settled(job, [*agents, spare], may_lose=1)
     lose(network, agents[0])
     after = job.world(3, after=world)
     assert sorted(after.hosts) == ["node2", "node3", "node4"], job

@@ -113,6 +113,38 @@ def test_a_rank_without_an_agent_or_in_its_second_call_does_not_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("REGROW_ORDERS", "/nowhere")
-    assert open_moves(elastic=False, number=0) is None
-    assert open_moves(elastic=True, number=1) is None
-    assert open_moves(elastic=True, number=0) is None, "there is no agent"
+    assert open_moves(elastic=False) is None
+    assert open_moves(elastic=True) is None, "there is no agent"
+
+
+def test_orders_that_arrive_together_are_heard_one_after_the_other(agent: Agent) -> None:
+    agent.order(kind="leave", attempt=3)
+    agent.order(kind="join", env={"REGROW_ATTEMPT": "4"})
+    agent.order(kind="leave", attempt=4)
+    agent.moves.listen(agent.left.set)()
+    assert agent.left.wait(PATIENCE)
+    agent.moves.join()
+    assert not agent.moves.leaving
+    again = threading.Event()
+    end = agent.moves.listen(again.set)
+    assert again.wait(PATIENCE)
+    end()
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[1]", b'{"env": 1}', b'{"kind": "leave", "env": {"A": 1}}']
+)
+def test_a_line_that_is_no_order_is_ignored(agent: Agent, line: bytes) -> None:
+    os.write(agent.write_end, line + b"\n")
+    agent.order(kind="leave", attempt=3)
+    end = agent.moves.listen(agent.left.set)
+    assert agent.left.wait(PATIENCE)
+    end()
+
+
+def test_a_rank_without_its_agent_waits_for_no_order(agent: Agent) -> None:
+    os.close(agent.write_end)
+    agent.write_end = os.dup(agent.read_end)  # for the end of the test
+    agent.moves.listen(agent.left.set)()
+    with pytest.raises(LinkLostError, match="agent of this rank has ended"):
+        agent.moves.join()

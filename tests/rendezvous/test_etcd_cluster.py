@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.processes import wait_until
 from helpers.rendezvous.etcd_server import EtcdCluster, etcd
 from helpers.stores.storing import PATIENCE, Background, CuttingProxy
 from regrow.rendezvous import (
@@ -159,6 +160,9 @@ def test_the_others_detect_the_loss_of_a_host(
     ]
     infos = [join.result() for join in [node.join() for node in nodes]]
     lost = next(number for number, info in enumerate(infos) if info.rank == 0)
+    renewed: list[float] = []
+    nodes[lost].handler.keep_lease(renewed.append)
+    wait_until(lambda: len(renewed) > 2, "the others have seen its heartbeats")
     lines[lost].freeze()  # no connection is closed
     rest = [node for number, node in enumerate(nodes) if number != lost]
     for node in rest:

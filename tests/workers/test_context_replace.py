@@ -211,8 +211,9 @@ def test_running_workers_are_taken_into_another_attempt(guardian: Guardian, tmp_
     context = group.context
     assert context.all_run
     moved: queue.SimpleQueue[WorkerChange] = queue.SimpleQueue()
+    error_file = context.envs[0]["TORCHELASTIC_ERROR_FILE"]
     context.move({0: {"A": "1"}, 1: {"A": "1"}}, moved.put)
-    assert context.envs[0] == {"A": "1"}
+    assert context.envs[0] == {"A": "1", "TORCHELASTIC_ERROR_FILE": error_file}
     os.kill(context.pids()[1], signal.SIGKILL)
     assert moved.get(timeout=PATIENCE).local_rank == 1
     wait_until(lambda: not context.all_run, "one has ended")

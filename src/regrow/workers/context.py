@@ -28,6 +28,7 @@ from regrow.utils import (
     start_thread,
 )
 from regrow.workers.errors import ProcessFailure
+from regrow.workers.errors.error_handler import ERROR_FILE_ENV
 from regrow.workers.errors.failures import earliest
 from regrow.workers.guardian import events as guard
 from regrow.workers.guardian.client import Guardian, WorkerSetup
@@ -262,7 +263,11 @@ class PContext:
             on_change: called from now on for each change, as the argument of the constructor.
         """
         with self._changed:
-            self.envs = {rank: dict(env) for rank, env in envs.items()}
+            # The error file belongs to the process, and not to the attempt.
+            kept = {
+                rank: {ERROR_FILE_ENV: self.envs[rank].get(ERROR_FILE_ENV, "")} for rank in envs
+            }
+            self.envs = {rank: {**env, **kept[rank]} for rank, env in envs.items()}
             self._on_change = on_change
 
     def give_up(self, local_rank: int) -> bool:

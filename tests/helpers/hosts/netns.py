@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -127,7 +128,8 @@ class Host:
         """Send a signal to all processes on the host, and none to the host itself."""
         for pid in self.processes():
             if pid != self.pid:
-                os.kill(pid, signum)
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.kill(pid, signum)
 
     def pid_here(self, pid: int) -> int:
         """Return the id, as the test sees it, of the process with the id `pid` on the host."""

@@ -54,6 +54,7 @@ def train(call: CallWrapper):
             call.ping()
 
 train()
+say("error file", os.environ["TORCHELASTIC_ERROR_FILE"])
 say("result", weights["w"].tobytes().hex())
 """
 

@@ -49,8 +49,12 @@ _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
 _HOOKS = ("_restart_workers", "_initialize_workers", "_start_workers", "_stop_workers", "_shutdown")
 """Hooks of the agent that know only workers that are stopped, and then started."""
-WAIT_S = 2.0
-"""Seconds without a place in a round after which a node prepares the start of its workers."""
+WAIT_S = 10.0
+"""Seconds without a place in a round after which a node prepares the start of its workers.
+
+Hosts that start one after the other wait as well. There, the template would slow the imports of the
+first workers down.
+"""
 START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 

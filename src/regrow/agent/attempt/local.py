@@ -248,11 +248,13 @@ class LocalWorkers(Feature):
         context.move(envs, partial(self._on_change, job.attempt))
         self._before_first(context)
         reports.move(job.attempt, ranks)
-        for local_rank, env in envs.items():
+        for local_rank, env in context.envs.items():
             changed = changed_variables(before[local_rank], env)
             if not reports.order(local_rank, kind="join", env=changed):
                 logger.error("local rank %s does not receive the order to go on", local_rank)
                 self.guardian.stop(None, signal.SIGKILL, 0)
+        if not context.all_run:  # one has ended since this was checked, and its peers wait for it
+            self.guardian.stop(None, signal.SIGKILL, 0)
         self.kept = ranks
         logger.warning(
             "the workers of this node go on in round %s, in their processes, as ranks %s",

@@ -60,7 +60,7 @@ from regrow.inprocess.exception import (
     RestartAbort,
 )
 from regrow.inprocess.group.group_messages import Faults, Met, Timeouts
-from regrow.inprocess.group.group_server import group_name, group_store
+from regrow.inprocess.group.group_server import call_number, group_name, group_store
 from regrow.inprocess.group.service_link import ServiceLink
 from regrow.inprocess.health_check import HealthCheck
 from regrow.inprocess.interrupt.interrupt import Interrupter
@@ -110,6 +110,11 @@ class CallWrapper:
         self._replaces = config.replace and board.has_agent()
         self._joined, self._replaced = False, tuple[int, ...]()
 
+    @property
+    def number(self) -> int | None:
+        """The number of the call in this process; None before it has begun."""
+        return self._number
+
     def __enter__(self) -> CallWrapper:
         with ExitStack() as stack:
             config, state = self._config, self._state
@@ -117,6 +122,8 @@ class CallWrapper:
             self._store = config.store_factory(**(config.store_kwargs or {}))
             if isinstance(self._store, TCPStore):
                 stack.callback(self._store.close)
+            if self._number is None:
+                self._number = call_number()  # a call that cannot begin is not counted
             self._group = group_name(number=self._number)
             rank_and_size = state.rank, state.world_size
             timeouts = Timeouts(

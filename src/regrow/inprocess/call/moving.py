@@ -30,9 +30,10 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from regrow import _progress as board
 from regrow.inprocess.exception import LinkClosedError, LinkLostError
@@ -49,6 +50,8 @@ LEAVE: Final = "leave"
 JOIN: Final = "join"
 ATTEMPT: Final = "REGROW_ATTEMPT"
 _CHUNK: Final = 1 << 16
+LONGEST_ORDER: Final = 1 << 20
+"""The longest order, in bytes: all variables of an environment fit into it."""
 
 
 class RoundLeft(BaseException):
@@ -72,6 +75,8 @@ class Moves:
         """A descriptor that is readable from the order to leave to the order to join."""
         self._leaving = threading.Event()
         self._unread = b""
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._over = False  # whether the agent has ended, so that no order comes any more
 
     def close(self) -> None:
         """Release the descriptors."""
@@ -96,13 +101,15 @@ class Moves:
         return end
 
     def _listen(self, leave: Callable[[], object]) -> None:
-        while self._end not in ready([self._orders, self._end]):
-            for order in self._read():
+        while True:
+            while (order := self._next()) is not None:
                 if order.get("kind") == LEAVE and str(order.get("attempt")) == _attempt():
                     self._leaving.set()
                     os.eventfd_write(self.leaves, 1)
                     leave()
                     return
+            if self._over or self._end in ready([self._orders, self._end]):
+                return
 
     def takes(self, error: BaseException, timeout: float) -> bool:
         """Return whether a rank that cannot continue goes on in the next round.
@@ -121,20 +128,23 @@ class Moves:
 
     def park(self) -> None:
         """Report to the agent that this rank has left its round."""
-        board.set_restart_state(board.IN_WRAPPER | board.MAY_STAY | board.PARKED)
+        board.set_restart_state(board.OWES_RESULT | board.MAY_STAY | board.PARKED)
         board.wake_agent()
 
     def join(self) -> None:
         """Wait, parked, for the order to join the next round, and take its variables.
 
-        The wait has no time limit of its own: if the agent ends, its guardian ends this process,
-        also at the end of the agent's lease.
+        The wait has no time limit of its own: the guardian ends this process with the lease of the
+        round that it has left.
+
+        Raises:
+            LinkLostError: the agent has ended.
         """
         begun = time.monotonic()
         while True:
-            for order in self._read():
+            while (order := self._next()) is not None:
                 if order.get("kind") == JOIN:
-                    _take(order.get("env", {}))
+                    _take(order)
                     board.reopen()  # the next step is the first one of the next attempt
                     self._leaving.clear()
                     os.eventfd_read(self.leaves)
@@ -146,25 +156,33 @@ class Moves:
                     )
                     return
                 self.park()  # the next round has ended before it began
+            if self._over:
+                raise LinkLostError("the agent of this rank has ended")
             ready([self._orders])
 
-    def _read(self) -> list[dict[str, Any]]:
-        """Return the orders that have arrived whole."""
-        with suppress(BlockingIOError):
-            self._unread += os.read(self._orders, _CHUNK)
-        *lines, self._unread = self._unread.split(b"\n")
-        return [json.loads(line) for line in lines]
+    def _next(self) -> dict[str, Any] | None:
+        """Return the next order that has arrived whole; None if there is none now."""
+        if not self._waiting and not self._over:
+            with suppress(BlockingIOError):
+                chunk = os.read(self._orders, _CHUNK)
+                self._over = not chunk
+                self._unread += chunk
+            *lines, self._unread = self._unread.split(b"\n")
+            if len(self._unread) > LONGEST_ORDER:
+                logger.error("an order of more than %d bytes is ignored", LONGEST_ORDER)
+                self._unread = b""
+            self._waiting += filter(None, map(_parsed, lines))
+        return self._waiting.popleft() if self._waiting else None
 
 
-def open_moves(elastic: bool, number: int) -> Moves | None:
+def open_moves(elastic: bool) -> Moves | None:
     """Return the orders for a call; None if its ranks cannot move.
 
     Args:
-        elastic: see `Wrapper`.
-        number: the number of the call in this process.
+        elastic: see `Wrapper`; only the first call of a process moves.
     """
     path = os.environ.get(board.ORDERS_ENV)
-    if not elastic or number or not path or not board.has_agent():
+    if not elastic or not path or not board.has_agent():
         return None
     try:
         return Moves(path)
@@ -173,10 +191,26 @@ def open_moves(elastic: bool, number: int) -> Moves | None:
         return None
 
 
-def _take(env: dict[str, str | None]) -> None:
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return an order; None if the line is none."""
+    try:
+        order = json.loads(line)
+        env = order.get("env", {})
+        valid = all(isinstance(each, str) for each in env) and all(
+            value is None or isinstance(value, str) for value in env.values()
+        )
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        logger.error("not an order of the agent: %.200r", line)
+        return None
+    return cast("dict[str, Any]", order)
+
+
+def _take(order: dict[str, Any]) -> None:
     """Set the variables of the next round; None removes a variable."""
     os.environ.pop(LAUNCHED_SIZE_ENV, None)  # WORLD_SIZE is the launcher's again
-    for name, value in env.items():
+    for name, value in order.get("env", {}).items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -28,7 +28,7 @@ from regrow.inprocess.completion import Completion
 from regrow.inprocess.compose import Compose
 from regrow.inprocess.exception import RestartAbort
 from regrow.inprocess.finalize import Finalize
-from regrow.inprocess.group.group_server import call_number
+from regrow.inprocess.group.group_server import has_called
 from regrow.inprocess.health_check import HealthCheck
 from regrow.inprocess.initialize import Initialize
 from regrow.inprocess.param_utils import count_type_in_params
@@ -336,15 +336,17 @@ def _run(wrapper: Wrapper, fn: Callable[..., Any], args: tuple[Any, ...], kwargs
 def _call(
     wrapper: Wrapper, heap: Heap, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    number = call_number()
-    moves = open_moves(wrapper.elastic, number)
+    moves = open_moves(wrapper.elastic and not has_called())
+    number = None
     try:
         while True:
+            call = CallWrapper(wrapper, heap, number, moves)
             try:
-                with CallWrapper(wrapper, heap, number, moves) as call:
+                with call:
                     return call(fn, args, kwargs)
             except RoundLeft:
                 assert moves is not None
+            number = call.number
             moves.join()
     finally:
         if moves is not None:

@@ -16,7 +16,6 @@ MASTER_ADDR they use the host name of rank 0.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -31,13 +30,20 @@ from regrow.inprocess.store import TCPStore
 from regrow.store import STORE_ENV, StoreError, launched_world_size, make_token
 from regrow.utils import PortReservation
 
-_calls = itertools.count()
-"""Counter of the calls of wrapped functions in this process."""
+_calls = 0
+"""Number of calls of wrapped functions in this process."""
 
 
 def call_number() -> int:
-    """Return the number of the next call of a wrapped function in this process, from 0."""
-    return next(_calls)
+    """Count a call of a wrapped function in this process; return its number, from 0."""
+    global _calls
+    _calls += 1
+    return _calls - 1
+
+
+def has_called() -> bool:
+    """Return whether this process has called a wrapped function."""
+    return _calls > 0
 
 
 def group_name(environ: Mapping[str, str] = os.environ, number: int | None = None) -> str:
@@ -48,7 +54,7 @@ def group_name(environ: Mapping[str, str] = os.environ, number: int | None = Non
 
     Args:
         environ: the environment of this rank.
-        number: the number of the call (`call_number`); None: that of the next call.
+        number: the number of the call (`call_number`); None: count another one.
     """
     run = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or "run"
     attempt = environ.get("REGROW_ATTEMPT") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
