@@ -2,12 +2,13 @@
 
 `regrow run --standby K` keeps K of them on each node. When a rank is lost, one of them takes its
 place (`workers.guardian.template`). It then has the rank's environment and standard streams, and
-does what is left to do: the wrapped call.
+does what is left to do: the wrapped call. On a node that waits for a place in a round, there is one
+for each worker, and the first workers start from them.
 
 Until then it has no rank, and must not take part in anything. So the variables with its rank are
-missing, and a script that asks for one gets `StandbyError`, also where it has a default for it. If
-the script ends before its wrapped call, the standby reports the reason, and the agent starts no
-other one.
+missing, and a script that asks for one gets `StandbyError`, also where it has a default for it. On
+a node that waits, the variables of the round are missing in the same way. If the script ends before
+its wrapped call, the standby reports the reason, and the agent starts no other one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ STANDBY_ENV = "REGROW_STANDBY"
 """The descriptor of the socket to the guardian; only in a standby."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 """Variables that a standby does not have."""
+OF_A_ROUND = (
+    *("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("REGROW_STORE", "REGROW_STORE_TOKEN", "REGROW_STORE_TLS"),
+    *("REGROW_ATTEMPT", "REGROW_FENCING_TOKEN", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""Variables that a standby of a node that waits for a place does not have either."""
 
 
 class StandbyError(RuntimeError):
@@ -42,19 +49,28 @@ class _WithoutRank(os._Environ[str]):
                 f"the script reads {name} before its wrapped call, and a standby (--standby) has no"
                 f" rank yet: read it in the wrapped function"
             )
+        if name in OF_A_ROUND and _waits:
+            reads = "uses worker_store()" if name == "REGROW_STORE" else f"reads {name}"
+            raise StandbyError(
+                f"the script {reads} before its wrapped call, and this host still waits for a place"
+                f" in a round: do so in the wrapped function"
+            )
         return super().__getitem__(name)
 
 
+_waits = False
+"""Whether this process is a standby of a node that waits for a place."""
 _control: socket.socket | None = None
 """The socket to the guardian; None in a process that is no standby."""
 
 
 def begin() -> None:
     """Begin as a standby; called at the first import of regrow."""
-    global _control
+    global _control, _waits
     import socket
 
-    _control = socket.socket(fileno=int(os.environ[STANDBY_ENV]))
+    _control = socket.socket(fileno=int(os.environ.pop(STANDBY_ENV)))
+    _waits = "WORLD_SIZE" not in os.environ
     os.set_inheritable(_control.fileno(), False)
     os.environ.__class__ = _WithoutRank
     sys.excepthook = _report
@@ -80,7 +96,7 @@ def _end(why: str) -> None:
 
 
 def take_place() -> None:
-    """Wait for the place of a lost rank, if this process is a standby, and take it.
+    """Wait for the place of a rank, if this process is a standby, and take it.
 
     The process ends with its attempt, if it gets no place.
     """
@@ -100,7 +116,6 @@ def take_place() -> None:
         _flush(stream)
     spawn.move(mapping)
     os.environ.__class__ = os._Environ
-    del os.environ[STANDBY_ENV]
     os.environb.update(env)  # what the script has set stays
     os.environ[procfs.WORKER_PID] = str(os.getpid())
     os.environ[procfs.STARTED_FROM] = "standby"

@@ -17,7 +17,7 @@ from regrow.workers.guardian.client import WorkerSetup
 from regrow.workers.guardian.events import Exited, Gone, HelperChanged, Started
 
 SCRIPT = """
-import os, sys
+import os, sys, time
 import regrow
 from regrow.inprocess import Wrapper
 
@@ -48,14 +48,21 @@ class Bench:
         script.write_text(SCRIPT)
         self._command = [sys.executable, "-u", str(script)]
 
-    def stand_by(self, **more: str) -> HelperChanged:
-        """Start a standby; return its first change."""
-        env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"REGROW_STANDBY": "3", **more}
-        with self.output.open("ab") as file:
-            self.guardian.stand_by(self._command, env, file.fileno())
-        return self.changes.next(HelperChanged)
+    def stand_by(self, **more: str | None) -> HelperChanged:
+        """Start a standby of an attempt; return its first change."""
+        number = self.start(**more)
+        change = self.changes.next(HelperChanged)
+        assert change.number == number
+        return change
 
-    def run(self, *, may_take_standby: bool = True) -> tuple[Started, int | None, str]:
+    def start(self, **more: str | None) -> int:
+        """Start a standby with changes of its environment; None removes a variable."""
+        env = {"WORLD_SIZE": "1", **os.environ, "REGROW_STANDBY": "3", "RANK": None, **more}
+        given = {name: value for name, value in env.items() if value is not None}
+        with self.output.open("ab") as file:
+            return self.guardian.stand_by(self._command, given, file.fileno())
+
+    def run(self) -> tuple[Started, int | None, str]:
         """Run a worker to its end; return its start, exit code and output."""
         reader, writer = os.pipe()
         events = EventQueue()
@@ -63,7 +70,6 @@ class Bench:
             rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
             env = {**os.environ, **rank, "MASTER_PORT": str(port.port)}
             setup = WorkerSetup(env, events, fds={1: writer, 2: writer})
-            setup = setup._replace(may_take_standby=may_take_standby)
             self.guardian.spawn(self._command, setup)
             os.close(writer)
             with open(reader) as output:
@@ -91,15 +97,6 @@ def test_a_standby_becomes_the_worker_with_its_rank_and_streams(bench: Bench) ->
     taken = bench.changes.next(HelperChanged)
     assert (taken.kind, taken.pid) == ("taken", standby.pid)
     assert bench.run()[0].source == "exec", "there was one standby"
-
-
-def test_only_a_worker_that_may_takes_a_standby(bench: Bench) -> None:
-    standby = bench.stand_by()
-    started, _, text = bench.run(may_take_standby=False)
-    assert started.source == "exec"
-    assert text.startswith("prologue\nrank 0")
-    assert alive(standby.pid)
-    assert bench.run()[0].pid == standby.pid
 
 
 @pytest.mark.parametrize(
@@ -152,6 +149,50 @@ def test_standbys_are_dismissed_without_a_report(bench: Bench) -> None:
     assert [change.kind for change in bench.changes.all if isinstance(change, HelperChanged)] == [
         "ready"
     ] * 3
+
+
+def test_only_standbys_that_have_not_come_to_their_wrapped_call_are_dismissed(
+    bench: Bench, tmp_path: Path
+) -> None:
+    ready = bench.stand_by()
+    started = tmp_path / "started"
+    bench.start(EARLY=f"open({str(started)!r}, 'w').write(str(os.getpid())), time.sleep(3600)")
+    pid = wait_until(lambda: started.exists() and started.read_text(), "it has begun")
+    bench.guardian.dismiss(only_starting=True)
+    wait_until(lambda: not alive(int(pid)), "it has ended")
+    assert bench.run()[0].pid == ready.pid
+
+
+def test_a_standby_of_a_waiting_host_takes_its_place_in_the_first_round(bench: Bench) -> None:
+    standby = bench.stand_by(WORLD_SIZE=None, EARLY='os.environ.get("LOCAL_WORLD_SIZE")')
+    assert standby.kind == "ready"
+    started, code, text = bench.run()
+    assert (started.source, started.pid, code) == ("standby", standby.pid, 3)
+    assert text == "rank 0 of the script True False\n"
+
+
+@pytest.mark.parametrize(
+    ("early", "what"),
+    [
+        ('os.environ.get("WORLD_SIZE", 1)', "reads WORLD_SIZE"),
+        ('"MASTER_ADDR" in os.environ', "reads MASTER_ADDR"),
+        ('__import__("regrow.store").store.worker_store()', "uses worker_store()"),
+        ('os.environ["RANK"]', "reads RANK"),
+    ],
+)
+def test_a_script_that_needs_its_round_is_no_standby_of_a_waiting_host(
+    bench: Bench, early: str, what: str
+) -> None:
+    change = bench.stand_by(WORLD_SIZE=None, EARLY=early)
+    assert change.kind == "unfit"
+    assert f"the script {what} before its wrapped call" in change.why
+
+
+def test_a_process_that_a_standby_starts_is_none(bench: Bench) -> None:
+    code = "import regrow; print('a child without a socket')"
+    child = f"__import__('subprocess').run([sys.executable, '-c', {code!r}], check=True)"
+    assert bench.stand_by(EARLY=child).kind == "ready"
+    assert "a child without a socket" in bench.output.read_text()
 
 
 def test_a_standby_ends_with_its_guardian(bench: Bench) -> None:

@@ -232,7 +232,7 @@ class PContext:
         try:
             pump = self._pumps[local_rank] = self._new_pump(of_rank(self._dest, local_rank))
             try:
-                self._launch(local_rank, pump, replaces=True)
+                self._launch(local_rank, pump)
             finally:
                 pump.close_writers()
                 pump.start()
@@ -280,8 +280,8 @@ class PContext:
             self._check_over()
         return change is not None
 
-    def _launch(self, rank: int, pump: LogPump, *, replaces: bool = False) -> None:
-        setup = self._setup(rank, pump)._replace(may_take_standby=replaces)
+    def _launch(self, rank: int, pump: LogPump) -> None:
+        setup = self._setup(rank, pump)
         worker = self._launcher.launch(rank, setup, self._guardian, sorted(pump.own_fds()))
         with self._changed:
             self._workers.add(rank, worker)

@@ -270,8 +270,8 @@ class Attempt:
                 job.torch_events.worker_event("START", worker)
             group.state = WorkerState.HEALTHY
             kept = self.workers.kept if self.workers else []
-            forked = self.workers.forked() if self.workers and not kept else []
-            job.recorder.attempt_started(forked, kept)
+            sources = self.workers.sources() if self.workers and not kept else {}
+            job.recorder.attempt_started(sources, kept)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:

@@ -312,10 +312,10 @@ class LocalWorkers(Feature):
         if isinstance(context, PContext):
             context.lengthen(grace)
 
-    def forked(self) -> list[int]:
-        """Return the global ranks of the workers that were forked from a template."""
+    def sources(self) -> dict[int, str]:
+        """Return from what each global rank has started: exec, a template or a standby."""
         sources = getattr(self.context, "sources", dict)  # torch's context has no templates
-        return sorted(self._ranks()[rank] for rank, of in sources().items() if of == "template")
+        return {self._ranks()[rank]: source for rank, source in sources().items()}
 
     # --- watch
 

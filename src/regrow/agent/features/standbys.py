@@ -1,11 +1,18 @@
-"""`Standbys`: keeps processes that wait at the wrapped call for a lost rank's place (--standby).
+"""`Standbys`: keeps processes that wait at the wrapped call for a rank's place (--standby).
 
 A standby has run the worker's script up to its wrapped call (`regrow._standby`). When a rank is
 lost, it takes the place at once: no import, no data to load, no model to build. Then another one
 starts. The standbys of an attempt end with it, because they use its workers' store.
 
+A node that waits for a place in a round has one standby for each of its workers, whatever number
+the job asks for: the node starts no worker sooner than its slowest one, and its memory is free for
+them. They know nothing of a round, and the first workers start from them. Those that have not come
+to the wrapped call by then are ended, so that the node never has more processes than the workers
+and the standbys of an attempt.
+
 A standby that fails before its wrapped call would fail again, so no other one starts in this job.
-The job continues without: a lost rank starts from the template, or cold.
+The job continues without: a rank starts from the template, or cold. A script may need a variable of
+the round; then only the standbys of a waiting node fail, and those of an attempt start as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regrow._progress import INCARNATION_ENV, ORDERS_ENV, PRIVATE_ENV, PROGRESS_ENV
-from regrow._standby import OF_A_RANK, STANDBY_ENV
+from regrow._standby import OF_A_RANK, OF_A_ROUND, STANDBY_ENV
 from regrow.agent.attempt.environment import HEARTBEAT_ENV
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.templates import DelayedStart
@@ -42,7 +49,7 @@ class Standbys(Feature):
     Args:
         job: what the parts of the agent share.
         guardian: starts the workers and the standbys.
-        count: number of standbys.
+        count: number of standbys of an attempt.
         log_dir: folder for the output of standbys that have no place yet; None drops it.
         start: delays the start.
     """
@@ -57,45 +64,61 @@ class Standbys(Feature):
         self._start = start
         self._environment: dict[str, str] = {}
         self._is_useless = False
+        self._is_useless_while_waiting = False
         self._lock = threading.Lock()
-        self._running = 0  # standbys that have started in this attempt, and have no place yet
-        self._ready: set[int] = set()
+        self._waits = False  # whether the node waits for a place in a round
+        self._wanted = 0  # number of standbys
+        self._standbys: dict[int, bool] = {}  # those without a place, and whether each is ready
         guardian.on_standby = lambda changed: job.post(partial(self.on_change, changed))
+
+    def on_wait(self, environment: Mapping[str, str]) -> None:
+        """See base class: start a standby for each worker of this node."""
+        self._take(environment, (*_NOT_OF_A_STANDBY, *OF_A_ROUND))
+        self._waits, self._wanted = True, self._job.group.spec.local_world_size
+        self._fill()
 
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """See base class."""
-        own = environments[min(environments)]
-        mine = {name: value for name, value in own.items() if name not in _NOT_OF_A_STANDBY}
-        outer = {k: v for k, v in os.environ.items() if k not in _NOT_OF_A_STANDBY}
-        self._environment = {**outer, **mine, STANDBY_ENV: str(_CONTROL)}
+        self._take(environments[min(environments)], _NOT_OF_A_STANDBY)
+
+    def _take(self, own: Mapping[str, str], without: tuple[str, ...]) -> None:
+        both = {name: v for name, v in {**os.environ, **own}.items() if name not in without}
+        self._environment = {**both, STANDBY_ENV: str(_CONTROL)}
 
     def on_start(self, workers: StartedWorkers) -> None:
-        """See base class: start the standbys."""
+        """See base class: start the standbys of the attempt.
+
+        Those that wait at their wrapped call already become the workers that start now.
+        """
         with self._lock:
-            self._running = 0
+            self._guardian.dismiss(only_starting=True)
+            self._waits, self._wanted = False, self._count
+            self._standbys.clear()
         self._start.begin(self._fill)
 
     def before_stop(self) -> None:
         """See base class: end the standbys of the attempt."""
         self._start.cancel()
-        self._guardian.dismiss()
+        with self._lock:
+            self._wanted = 0
+            self._standbys.clear()
+            self._guardian.dismiss()
 
     def close(self) -> None:
         """See base class."""
         self.before_stop()
 
     def _fill(self) -> None:
-        """Start standbys until there are as many as the job asks for."""
+        """Start standbys until there are as many as wanted."""
         command = self._command()
         if command is None:
             self._refuse("the workers are not started as programs with equal arguments")
             return
-        with self._lock:
-            missing = 0 if self._is_useless else self._count - self._running
-            self._running += missing
         try:
-            for _ in range(missing):
-                self._stand_by(command)
+            with self._lock:
+                useless = self._is_useless or (self._waits and self._is_useless_while_waiting)
+                for _ in range(0 if useless else self._wanted - len(self._standbys)):
+                    self._standbys[self._stand_by(command)] = False
         except (OSError, ValueError) as error:
             self._refuse(str(error))
 
@@ -109,22 +132,25 @@ class Standbys(Feature):
             return None
         return [spec.entrypoint, *map(str, args[0])]
 
-    def _stand_by(self, command: list[str]) -> None:
+    def _stand_by(self, command: list[str]) -> int:
         path = Path(self._log_dir) / "standby.log" if self._log_dir else Path(os.devnull)
         with path.open("ab", buffering=0) as output:
-            self._guardian.stand_by(command, self._environment, output.fileno())
+            return self._guardian.stand_by(command, self._environment, output.fileno())
 
     def on_change(self, changed: HelperChanged) -> None:
         """Record a change of a standby, and start another one in its place."""
-        pid = changed.pid
+        pid, number = changed.pid, changed.number
+        with self._lock:
+            was_ready = self._standbys.pop(number, None)
+            if changed.kind == "ready" and was_ready is not None:
+                self._standbys[number] = True
+        if was_ready is None:  # it was dismissed
+            return
         if changed.kind == "ready":
-            self._ready.add(pid)
             resident = changed.resident
             self._job.recorder.emit("regrow.standby.ready", pid=pid, resident_bytes=resident)
             return
-        with self._lock:
-            self._running -= 1
-        if changed.kind == "unfit" or pid not in self._ready:
+        if changed.kind == "unfit" or not was_ready:
             self._give_up(pid, changed.why)
             return
         if changed.kind == "gone":
@@ -132,6 +158,12 @@ class Standbys(Feature):
         self._start.begin(self._fill)
 
     def _give_up(self, pid: int, why: str) -> None:
+        if self._waits:
+            if not self._is_useless_while_waiting:
+                self._is_useless_while_waiting = True
+                self._record_end(pid, why)
+                logger.warning("--standby: no process stands by while this host waits: %s", why)
+            return
         self._is_useless = True
         self._record_end(pid, why)
         logger.warning("--standby: no process stands by from now on: %s", why)
@@ -142,14 +174,7 @@ class Standbys(Feature):
         )
 
 
-_NOT_OF_A_STANDBY = frozenset(
-    (
-        *OF_A_RANK,
-        PROGRESS_ENV,
-        PRIVATE_ENV,
-        ORDERS_ENV,
-        INCARNATION_ENV,
-        HEARTBEAT_ENV,
-        _ERROR_FILE_ENV,
-    )
+_NOT_OF_A_STANDBY = (
+    *OF_A_RANK,
+    *(PROGRESS_ENV, PRIVATE_ENV, ORDERS_ENV, INCARNATION_ENV, HEARTBEAT_ENV, _ERROR_FILE_ENV),
 )

@@ -150,11 +150,11 @@ class Recorder:
                 nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
             )
 
-    def attempt_started(self, forked: Sequence[int] = (), kept: Sequence[int] = ()) -> None:
+    def attempt_started(self, sources: Mapping[int, str], kept: Sequence[int] = ()) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
         Args:
-            forked: ranks of the workers that were forked from a template (`--preload`).
+            sources: from what each rank has started: `exec`, `template` or `standby`.
             kept: ranks of the workers that went on in the processes of the attempt before.
         """
         self._attempt_open = True
@@ -166,7 +166,8 @@ class Recorder:
             world_size=workers[0].world_size,
             ranks=[worker.global_rank for worker in workers],
             pids={str(worker.global_rank): worker.id for worker in workers},
-            forked=list(forked),
+            forked=sorted(rank for rank, source in sources.items() if source == "template"),
+            stood_by=sorted(rank for rank, source in sources.items() if source == "standby"),
             kept=list(kept),
         )
 

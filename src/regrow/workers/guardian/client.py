@@ -68,8 +68,6 @@ class WorkerSetup(NamedTuple):
     """Pipes that the guardian empties into files if the agent is killed."""
     grace: float = 30.0
     """Seconds between SIGTERM and SIGKILL for processes that the worker leaves behind."""
-    may_take_standby: bool = False
-    """Whether a standby (`Guardian.stand_by`) may become the worker."""
 
 
 class Guardian:
@@ -119,6 +117,8 @@ class Guardian:
     def spawn(self, argv: Sequence[str], setup: WorkerSetup) -> int:
         """Start a program as a worker; `Started` or `Refused` follows.
 
+        A standby becomes the worker if there is one, or the template forks it.
+
         Args:
             argv: the program and its arguments; looked up in PATH of `setup.env` unless it has a
                 slash.
@@ -131,8 +131,7 @@ class Guardian:
             OSError: no guardian can be started.
             ValueError: arguments or environment have a null byte, or exceed the message limit.
         """
-        kind = b"replace" if setup.may_take_standby else b"fork" if self.has_template else b"spawn"
-        return self._request(kind, argv, setup)
+        return self._request(b"spawn", argv, setup)
 
     def _request(self, kind: bytes, argv: Sequence[str], setup: WorkerSetup) -> int:
         words = [os.fsencode(word) for word in argv]
@@ -185,7 +184,7 @@ class Guardian:
         argv = [command[0], *flags, "-c", TEMPLATE_BOOTSTRAP, ",".join(modules)]
         self._request(b"preload", [*argv, *command, package], WorkerSetup(env, lambda event: None))
 
-    def stand_by(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> None:
+    def stand_by(self, argv: Sequence[str], env: Mapping[str, str], output: int) -> int:
         """Start a standby: a worker's program, which waits at its wrapped call to become a worker.
 
         Args:
@@ -193,18 +192,25 @@ class Guardian:
             env: its complete environment.
             output: descriptor of a file for what it writes until then.
 
+        Returns:
+            The handle's number for the standby.
+
         Raises:
             OSError: no guardian can be started.
             ValueError: an argument or a variable has a null byte.
         """
         setup = WorkerSetup(env, lambda event: None, fds={1: output, 2: output})
-        self._request(b"stand_by", argv, setup)
+        return self._request(b"stand_by", argv, setup)
 
-    def dismiss(self) -> None:
-        """End all standbys; their ends are not reported."""
+    def dismiss(self, *, only_starting: bool = False) -> None:
+        """End standbys; their ends are not reported.
+
+        Args:
+            only_starting: those that do not wait at their wrapped call yet; else all.
+        """
         with self._lock:
             if self._process is not None and not self._process.lost:
-                self._process.send([b"dismiss"])
+                self._process.send([b"dismiss", int(only_starting)])
 
     def mark(self) -> str:
         """Return a new mark: set it as `REGROW_WORKER` for a worker before you `adopt` it."""

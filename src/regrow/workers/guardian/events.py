@@ -90,6 +90,8 @@ class HelperChanged(NamedTuple):
     why: str
     """`refused`, `gone`, `unfit`: the reason."""
     monotonic: float
+    number: int = 0
+    """What `Guardian.stand_by` has returned for a standby."""
 
 
 class GuardianLost(NamedTuple):
@@ -132,8 +134,9 @@ def decode(frame: list[bytes]) -> GuardianEvent | Lapsed | HelperChanged:
         case b"template" | b"standby":  # kind, pid, memory or reason
             helper, what, pid, more = kind.decode(), rest[0].decode(), int(rest[1]), rest[2]
             if what == "ready":
-                return HelperChanged(helper, what, pid, int(more), "", stamp)
-            return HelperChanged(helper, what, pid, 0, more.decode(errors="replace"), stamp)
+                return HelperChanged(helper, what, pid, int(more), "", stamp, worker)
+            why = more.decode(errors="replace")
+            return HelperChanged(helper, what, pid, 0, why, stamp, worker)
     raise ValueError(f"the guardian sent an unknown event {kind!r}")
 
 

@@ -226,12 +226,12 @@ class MainLoop:
 
     def _handle(self, frame: list[bytes]) -> None:
         match frame[0]:
-            case b"spawn" | b"fork" | b"replace":
+            case b"spawn":
                 self._spawn(frame)
             case b"preload" | b"stand_by":
                 self._prepare(frame)
-            case b"dismiss":
-                self._dismiss()
+            case b"dismiss":  # 1: only those that do not wait at their wrapped call yet
+                self._dismiss(only_starting=frame[1] == b"1")
             case b"adopt":
                 self._adopt(frame)
             case b"stop":  # signal number (0: none), grace in ns, workers
@@ -250,6 +250,7 @@ class MainLoop:
         try:
             started = Template(
                 name,
+                int(frame[1]),
                 program,
                 self._poller,
                 self._wire.send,
@@ -259,7 +260,7 @@ class MainLoop:
             )
         except OSError as error:
             why = f"it cannot be started: {os.strerror(error.errno or 0)}"
-            self._wire.send(name, 0, b"gone", 0, why.encode(), monotonic_ns())
+            self._wire.send(name, int(frame[1]), b"gone", 0, why.encode(), monotonic_ns())
         else:
             if name == b"template":
                 self._template = started
@@ -268,9 +269,10 @@ class MainLoop:
         finally:
             program.close()
 
-    def _dismiss(self) -> None:
+    def _dismiss(self, *, only_starting: bool) -> None:
         for standby in self._standbys:
-            standby.dismiss()
+            if not (only_starting and standby.ready):
+                standby.dismiss()
 
     def _helpers(self) -> list[Template]:
         """Return the template, if there is one, and the standbys."""
@@ -285,8 +287,8 @@ class MainLoop:
     def _spawn(self, frame: list[bytes]) -> None:
         program = Program(frame, self._wire.fds)
         record = WorkerRecord(int(frame[1]), frame[2], int(frame[3]), program.drains)
-        free = [each for each in self._standbys if each.is_free and frame[0] == b"replace"]
-        if self._template is not None and self._template.ready and frame[0] != b"spawn":
+        free = [each for each in self._standbys if each.is_free]
+        if self._template is not None and self._template.ready:
             free.append(self._template)
         if free:
             self._forking[record.number] = record, []
@@ -361,7 +363,7 @@ class MainLoop:
         for frame in self._frames:
             if frame[0] == b"adopt":
                 self._adopt(frame)
-            elif frame[0] in (b"spawn", b"fork", b"replace", b"preload", b"stand_by"):
+            elif frame[0] in (b"spawn", b"preload", b"stand_by"):
                 Program(frame, self._wire.fds)  # takes its descriptors off the list
 
 

@@ -46,6 +46,7 @@ class Template:
 
     Args:
         name: `template` or `standby`; also the name of its messages to the agent.
+        number: the number of the agent's request; it is in these messages.
         program: its program.
         poller: wakes the guardian.
         send: sends a message to the agent.
@@ -60,6 +61,7 @@ class Template:
     def __init__(
         self,
         name: bytes,
+        number: int,
         program: Program,
         poller: Poller,
         send: Callable[..., None],
@@ -67,7 +69,7 @@ class Template:
         execute: Callable[[WorkerRecord, Program], None],
         may_start: Callable[[], bool],
     ) -> None:
-        self._name = name
+        self._name, self._number = name, number
         self._is_standby = name == b"standby"
         self._may_start = may_start
         self._poller, self._send, self._begin, self._execute = poller, send, begin, execute
@@ -166,13 +168,13 @@ class Template:
                 return
             case b"ready":  # resident memory in bytes
                 self.ready = True
-                self._send(self._name, 0, b"ready", self.pid, int(frame[1]), monotonic_ns())
+                self._report(b"ready", self.pid, int(frame[1]), monotonic_ns())
                 self._ask_next()
             case b"forked":  # pid
                 self._on_forked(int(frame[1]))
             case b"refused":  # reason
                 why = frame[1][:TEXT]
-                self._send(self._name, 0, b"refused", self.pid, why, monotonic_ns())
+                self._report(b"refused", self.pid, why, monotonic_ns())
                 self._close_gate()
             case b"unfit":  # reason; it ends by itself
                 self._end(frame[1][:TEXT].decode(errors="replace"), b"unfit")
@@ -196,11 +198,14 @@ class Template:
         record.pid, record.pidfd, record.source = pid, pidfd, self._name
         if self._is_standby:
             self._release()
-            self._send(self._name, 0, b"taken", pid, b"", monotonic_ns())
+            self._report(b"taken", pid, b"", monotonic_ns())
         self._begin(record)
         _open(gate)
         program.close()
         self._ask_next()
+
+    def _report(self, kind: bytes, *fields: bytes | int) -> None:
+        self._send(self._name, self._number, kind, *fields)
 
     def _close_gate(self) -> None:
         """Start the asked worker by exec; a process behind the gate ends."""
@@ -216,7 +221,7 @@ class Template:
         procfs.send(self._pidfd, signal.SIGKILL)
         self._release()
         if kind:
-            self._send(self._name, 0, kind, self.pid, why.encode(), monotonic_ns())
+            self._report(kind, self.pid, why.encode(), monotonic_ns())
         self._close_gate()
         waiting, self._waiting = self._waiting, []
         for record, program in waiting:
