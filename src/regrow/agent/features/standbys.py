@@ -151,7 +151,8 @@ class Standbys(Feature):
             self._job.recorder.emit("regrow.standby.ready", pid=pid, resident_bytes=resident)
             return
         if changed.kind == "unfit" or not was_ready:
-            self._give_up(pid, changed.why)
+            ends_early = "" if changed.kind == "unfit" else ": see standby.log in the log directory"
+            self._give_up(pid, changed.why + ends_early)
             return
         if changed.kind == "gone":
             self._record_end(pid, changed.why)
