@@ -1,8 +1,9 @@
 """The worker of `spare_host.py`: trains a small model over gloo, in a wrapped function.
 
 It appends a line `step round rank pid nanoseconds step` to the file that BENCH_STAMPS names after
-each step. With ELASTIC=1 its process goes on in the next round. torchrun has no number of the
-round; MASTER_PORT differs between two rounds.
+each step. With ELASTIC=1 its process goes on in the next round. BENCH_BUILD_S are the seconds that
+it takes to build its model. torchrun has no number of the round; MASTER_PORT differs between two
+rounds.
 """
 
 import os
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import regrow
 from regrow.inprocess import CallWrapper, Wrapper
 
+time.sleep(float(os.environ.get("BENCH_BUILD_S", 0)))
 elastic = os.environ.get("ELASTIC") == "1"
 weights = torch.zeros(1000)
 state = regrow.State({"weights": weights})

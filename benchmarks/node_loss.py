@@ -31,11 +31,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from _agents import kill_at_once, listens, wait
 from _procs import descendants
 
 import regrow
@@ -97,7 +98,7 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                     )
                 )
             if number == 0:  # the first agent serves the store; the last one is killed
-                _await(lambda: _listens(port), FORMING_S)
+                wait(lambda: listens(port), FORMING_S)
         yield started
     finally:
         for process in started:
@@ -106,19 +107,6 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
         for stamp in read_stamps(work / "stamps"):  # workers that outlived their agent
             with suppress(ProcessLookupError):
                 os.kill(stamp.pid, signal.SIGKILL)
-
-
-def kill_at_once(pids: set[int]) -> float:
-    """Stop all processes, then kill them; return when SIGKILL was sent, monotonic seconds.
-
-    SIGSTOP comes first, so that no process can react to the end of another.
-    """
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        at_s = time.monotonic()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-    return at_s
 
 
 def lose_a_node(module: str, who: str) -> dict[str, float | None]:
@@ -132,15 +120,15 @@ def lose_a_node(module: str, who: str) -> dict[str, float | None]:
         work = Path(folder)
         stamps = work / "stamps"
         with agents(module, work) as processes:
-            if not _await(lambda: _count(stamps, "reduced", NODES) == NODES, FORMING_S):
+            if not wait(lambda: _count(stamps, "reduced", NODES) == NODES, FORMING_S):
                 text = (work / "output.0").read_text(errors="replace")
                 sys.exit(f"{module}: no world of {NODES} nodes; the first agent wrote:\n{text}")
             time.sleep(SETTLE_S)
             family = descendants(processes[VICTIMS[who]].pid)
-            killed_s = kill_at_once(family)
+            killed_s = kill_at_once(family) / 1e9
             survivors = NODES - 1
             others = [process for process in processes if process.pid not in family]
-            _await(
+            wait(
                 lambda: (
                     _count(stamps, "reduced", survivors) >= survivors
                     or all(process.poll() is not None for process in others)
@@ -158,23 +146,6 @@ def lose_a_node(module: str, who: str) -> dict[str, float | None]:
 
 def _count(path: Path, what: str, world_size: int) -> int:
     return sum(s.what == what and s.world_size == world_size for s in read_stamps(path))
-
-
-def _listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except ConnectionRefusedError:
-        return False
-    return True
-
-
-def _await(done: Callable[[], bool], limit_s: float) -> bool:
-    deadline_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def measure(runs: dict[str, int]) -> dict[str, dict[str, list[float | None]]]:

@@ -5,20 +5,25 @@
 Four agents on this host meet at a port of the loopback, with `--nnodes=3` and one worker each, so
 the fourth one waits. The workers train over gloo. Then the third agent, its worker and all
 processes that it has started get SIGKILL at one moment. The measure is the time from that moment to
-the first step of all three ranks of the next round. Four ways, in turn:
+the first step of all three ranks of the next round. Five ways, in turn:
 
 1. torchrun of the installed torch
 2. regrow: all workers start again, and import torch
 3. regrow with `--preload torch`: the same, and all of them are forked from a template; that of the
    fourth agent has imported torch while the agent waited
 4. regrow with `--preload torch` and `Wrapper(elastic=True)`: the two other workers live on
+5. the same with `--standby 1` in place of `--preload`: the fourth agent has a process that has run
+   the script up to the wrapped call
 
 The first three ways start again at step 0. A real training would load a checkpoint, and build its
-model again. The fourth way has the state of the survivors. The time to load a model and to make a
-CUDA context is in none of the figures.
+model again. The fourth and fifth way have the state of the survivors. The time to load a model and
+to make a CUDA context is in none of the figures. `--build SECONDS` lets the script sleep before its
+wrapped call, in place of a model that it builds and data that it loads; the fifth way does that
+while the fourth agent waits.
 
-`--check` exits with 1 if the third and the fourth way are not faster than the second one by SHARE,
-or if the fourth one has done more than one step again or has lost the process of a survivor.
+`--check` exits with 1 if the third, fourth and fifth way are not faster than the second one by
+SHARE, or if the fourth or fifth one has done more than one step again or has lost the process of a
+survivor.
 """
 
 from __future__ import annotations
@@ -33,27 +38,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from _agents import kill_at_once, listens, wait
 from _procs import descendants
 
 WORKER = Path(__file__).with_name("_spare_worker.py")
 NODES = 3
-TORCHRUN, COLD, WARM, ELASTIC = "torchrun", "start again", "--preload", "--preload, elastic"
+TORCHRUN, COLD, WARM = "torchrun", "start again", "--preload"
+ELASTIC, STANDING_BY = "--preload, elastic", "--standby, elastic"
 WAYS: dict[str, tuple[str, list[str], str]] = {
     TORCHRUN: ("torch.distributed.run", [], "0"),
     COLD: ("regrow.run", [], "0"),
     WARM: ("regrow.run", ["--preload=torch,regrow.inprocess,regrow.state"], "0"),
     ELASTIC: ("regrow.run", ["--preload=torch,regrow.inprocess,regrow.state"], "1"),
+    STANDING_BY: ("regrow.run", ["--standby=1"], "1"),
 }
 SHARE = 0.9
 """Longest median, as a share of that of the second way."""
 FORMING_S = 120.0
-SETTLE_S = 10.0
-"""Seconds in which the fourth agent and the templates get ready."""
+SETTLE_S = 30.0
+"""Seconds in which the fourth agent and the templates get ready. They start after 10 s."""
 LIMIT_S = 60.0
 
 
@@ -95,8 +102,8 @@ def world(path: Path, but: int = -1) -> dict[int, Stamp]:
     return next((ranks for ranks in rounds.values() if len(ranks) == NODES), {})
 
 
-def lose(way: str) -> Loss:
-    """Run a job in one of `WAYS`, and kill its third agent."""
+def lose(way: str, build_s: float) -> Loss:
+    """Run a job in one of `WAYS`, and kill its third agent; `build_s` as in `--build`."""
     module, flags, elastic = WAYS[way]
     with tempfile.TemporaryDirectory(prefix="bench_spare_") as folder:
         stamps, started = Path(folder) / "stamps", list[subprocess.Popen[bytes]]()
@@ -107,6 +114,7 @@ def lose(way: str) -> Loss:
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=spare"]
         command += ["--max-restarts=3", *flags, str(WORKER)]
         more = {"BENCH_STAMPS": str(stamps), "ELASTIC": elastic, "OMP_NUM_THREADS": "1"}
+        more["BENCH_BUILD_S"] = str(build_s)
         try:
             for number in range(NODES + 1):
                 with open(f"{folder}/output.{number}", "wb") as output:
@@ -144,40 +152,12 @@ def lose(way: str) -> Loss:
     return Loss(seconds, kept, max(0, last + 1 - after[0].step))
 
 
-def listens(port: int) -> bool:
-    """Return whether a process listens at a port of the loopback."""
-    try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
-    except ConnectionRefusedError:
-        return False
-    return True
-
-
-def kill_at_once(pids: set[int]) -> int:
-    """Stop all processes, then kill them; return when, in nanoseconds of the monotonic clock."""
-    for signum in (signal.SIGSTOP, signal.SIGKILL):
-        at_ns = time.monotonic_ns()
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-    return at_ns
-
-
-def wait(done: Callable[[], bool], limit_s: float) -> bool:
-    """Poll a condition; return False after a time limit."""
-    deadline_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def main() -> int:
     """Measure, print the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-n", "--runs", type=int, default=5, help="of each way of regrow")
     parser.add_argument("--torchrun-runs", type=int, default=1)
+    parser.add_argument("--build", type=float, default=0.0, help="seconds before the wrapped call")
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound is missed")
     args = parser.parse_args()
@@ -185,7 +165,7 @@ def main() -> int:
     for run in range(max(args.runs, args.torchrun_runs)):
         for way in WAYS:
             if run < (args.torchrun_runs if way == TORCHRUN else args.runs):
-                found[way].append(lose(way))
+                found[way].append(lose(way, args.build))
                 print(f"run {run + 1}: {way}: {found[way][-1]}", file=sys.stderr)
     medians = {}
     print("seconds from the loss of a host to a step of all ranks, with a spare host")
@@ -199,10 +179,11 @@ def main() -> int:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
     missed = [
         f"{way} takes {medians[way]:.2f} s, and {COLD} {medians[COLD]:.2f} s"
-        for way in (WARM, ELASTIC)
+        for way in (WARM, ELASTIC, STANDING_BY)
         if medians[way] > SHARE * medians[COLD]
     ]
-    missed += [f"{loss}" for loss in found[ELASTIC] if loss.kept < NODES - 1 or loss.redone > 1]
+    moved = [*found[ELASTIC], *found[STANDING_BY]]
+    missed += [f"{loss}" for loss in moved if loss.kept < NODES - 1 or loss.redone > 1]
     if missed and args.check:
         print("bounds missed: " + "; ".join(missed), file=sys.stderr)
         return 1
