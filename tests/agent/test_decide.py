@@ -344,7 +344,7 @@ def test_only_the_first_node_counts_the_time_for_which_others_wait() -> None:
     member = MEMBER._replace(leads=False, quick_ends=4)
     member, actions = decide(member, words.JoinRequested(2, 1, full=True, now=101.0))
     assert actions == ()
-    _, actions = decide(member, words.RoundOver(2, "1 node waits to join", 102.0))
+    _, actions = decide(member, words.RoundOver(2, "1 node waits to join", 102.0, keep=True))
     assert actions == (words.Restart("1 node waits to join", keep=True),)
 
 
@@ -410,8 +410,9 @@ def test_a_change_without_a_failure_leaves_workers_the_whole_grace() -> None:
     [
         (words.RoundOver(2, "node b was lost", 200.0, lost=True), 0, True),
         (words.RoundOver(2, "node b was lost", 200.0, lost=True), 1, True),
-        (words.RoundOver(2, "1 node waits to join", 200.0, full_grace=True), 1, True),
-        (words.RoundOver(2, "its agent got SIGTERM", 200.0, full_grace=True), 0, False),
+        (words.RoundOver(2, "nodes wait", 200.0, full_grace=True, keep=True), 1, True),
+        (words.RoundOver(2, "nodes wait", 200.0, full_grace=True), 1, False),
+        (words.RoundOver(2, "it leaves to join", 200.0, full_grace=True), 0, False),
         (words.RoundOver(2, "its workers failed", 200.0, failed=True), 0, False),
         (words.RoundOver(2, "its workers failed", 200.0, failed=True, lost=True), 1, False),
     ],

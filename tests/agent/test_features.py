@@ -489,7 +489,7 @@ class Reporting(PushingRendezvousHandler, PlainHandler):
     def interrupt(self) -> None:
         self.calls.append(("interrupt", None))
 
-    def leaving(self, why: str, *, full_grace: bool = False) -> None:
+    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
         self.calls.append(("leaving", (why, full_grace)))
 
     def fail(self, report: str) -> None:

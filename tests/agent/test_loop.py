@@ -233,8 +233,8 @@ class Stops:
     def send_signal(self, signum: signal.Signals, grace: float) -> None:
         self._calls.append(f"{signum.name} {grace}")
 
-    def forked(self) -> tuple[()]:
-        return ()
+    def sources(self) -> dict[int, str]:
+        return {}
 
     def park(self, timeout: float, *, own_hooks: bool) -> bool:
         self._calls.append(f"park {timeout} {own_hooks}")

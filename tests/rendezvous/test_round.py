@@ -678,17 +678,18 @@ def test_when_the_job_has_failed_for_good_no_round_continues() -> None:
     assert state.last_call == 0
 
 
-def test_members_learn_whether_their_workers_have_the_whole_grace_to_stop() -> None:
-    for full in (False, True):
-        leaving = NodeLeaving("a", 1, "1 node waits to join", full_grace=full)
+def test_members_learn_whether_their_workers_have_the_whole_grace_to_stop_and_may_live_on() -> None:
+    for full, keep in ((False, False), (True, False), (True, True)):
+        leaving = NodeLeaving("a", 1, "1 node waits to join", full_grace=full, keep=keep)
         state, effects = run(complete("a", "b"), leaving)
-        over = RoundEnded(1, "a", "1 node waits to join", full_grace=full)
+        over = RoundEnded(1, "a", "1 node waits to join", full_grace=full, keep=keep)
         assert effects[0] == status_of(state, "b") == over
         assert decode(encode(state)).ended == over
     for event in (WorkersFailed("a", 1, "boom"), NodeLost("a", "silence")):
         ended = run(complete("a", "b"), event)[0].ended
         assert ended is not None
         assert not ended.full_grace
+        assert not ended.keep
 
 
 def test_closing_is_final_and_the_first_reason_counts() -> None:

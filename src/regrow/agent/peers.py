@@ -146,8 +146,15 @@ class Peers:
                 )
                 if failed and report.report != self._reported:
                     self._record_failure(report.report)
-                full, lost = report.full_grace, report.lost
-                return events.RoundOver(report.round, str(report), now, full, failed, lost)
+                return events.RoundOver(
+                    report.round,
+                    str(report),
+                    now,
+                    full_grace=report.full_grace,
+                    failed=failed,
+                    lost=report.lost,
+                    keep=report.keep,
+                )
             case Judged():
                 self._record_verdict(report)
                 ends = self._is_final(report)

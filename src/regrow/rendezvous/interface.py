@@ -277,7 +277,7 @@ class PushingRendezvousHandler(RendezvousHandler):
         """Close the rendezvous after a final failure, and send the report to all nodes."""
         self.set_closed()
 
-    def leaving(self, why: str, *, full_grace: bool = False) -> None:
+    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
         """Notify all nodes that this node stops its workers and will leave.
 
         `shutdown` or `leave` follows. This method does not block, because the workers' grace begins
@@ -286,6 +286,7 @@ class PushingRendezvousHandler(RendezvousHandler):
         Args:
             why: the reason, for the other nodes to show.
             full_grace: whether the other nodes give their workers the whole `--shutdown-timeout`.
+            keep: whether workers that can go on in the next round live on, on the other nodes too.
         """
 
     def leave(self, why: str) -> None:

@@ -133,7 +133,7 @@ class Attempt:
             full_grace: whether the workers get the same grace as at the end of a job.
             keep: whether workers that can go on in the next round live on.
         """
-        self._prepare_restart(reason, announce, full_grace)
+        self._prepare_restart(reason, announce, full_grace, keep)
         if keep and self._park():
             self._hooks._initialize_workers(self._job.group)
         else:
@@ -164,11 +164,13 @@ class Attempt:
         self._prepare_restart(reason, announce, full_grace)
         self.stop(self._job.group)
 
-    def _prepare_restart(self, reason: str, announce: bool, full_grace: bool) -> None:
+    def _prepare_restart(
+        self, reason: str, announce: bool, full_grace: bool, keep: bool = False
+    ) -> None:
         job = self._job
         self.restart_grace = job.shutdown_timeout if full_grace else job.restart_timeout
         if announce:
-            job.handler.leaving(reason, full_grace=full_grace)
+            job.handler.leaving(reason, full_grace=full_grace, keep=keep)
 
     def check(self) -> tuple[RunResult, int]:
         """Check the workers; return their state and the number of waiting nodes.

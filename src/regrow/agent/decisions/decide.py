@@ -71,10 +71,6 @@ GATHER_S = 1.0
 GATHER_CAP_S = 5.0
 
 
-TO_JOIN = " to join"
-"""End of the reason with which group rank 0 lets waiting nodes join, for all nodes of the round."""
-
-
 class AgentPhase(StrEnum):
     """Phase of the agent; see the diagram at the top."""
 
@@ -226,7 +222,7 @@ def _round_over(state: AgentState, event: events.RoundOver) -> Decision:
     state = state._replace(succeeded=state.phase is AgentPhase.BARRIER)
     # A node that leaves with notice may be the first of a job that a scheduler ends: the workers of
     # the others then need their grace in order to save.
-    keep = not event.failed and (event.lost or event.reason.endswith(TO_JOIN))
+    keep = not event.failed and (event.lost or event.keep)
     if state.gathered:  # waiting nodes join now, and group rank 0 has made the pause already
         state = state._replace(quick_ends=_quick(state, event.now))
         return _restart(state, events.Restart(event.reason, full_grace=full, keep=keep))
@@ -312,7 +308,7 @@ def _let_in(state: AgentState, now: float) -> Decision:
     if state.gather_until is None or now < state.gather_until:
         return state, ()
     number = state.gathered
-    reason = f"{number} node{'s wait' if number != 1 else ' waits'}{TO_JOIN}"
+    reason = f"{number} node{'s wait' if number != 1 else ' waits'} to join"
     state = state._replace(quick_ends=_quick(state, now), gather_until=None)
     return _restart(state, events.Restart(reason, announce=True, full_grace=True, keep=True))
 

@@ -69,6 +69,9 @@ class RoundOver(NamedTuple):
     """Whether the workers of that node have failed."""
     lost: bool = False
     """Whether that node is lost, or has left."""
+    keep: bool = False
+    """Whether that node has ended the round only so that waiting nodes join: workers that can go on
+    live on, as after a loss."""
 
 
 class JobContinues(NamedTuple):

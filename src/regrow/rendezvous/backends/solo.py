@@ -129,7 +129,7 @@ class SoloRendezvousHandler(PushingRendezvousHandler):
         """See base class."""
         self._close("its workers failed for good", report)
 
-    def leaving(self, why: str, *, full_grace: bool = False) -> None:
+    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
         """See base class."""
         self._end_round()
 

@@ -471,13 +471,14 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                     return None
                 connection.changed.wait(left)
 
-    def leaving(self, why: str, *, full_grace: bool = False) -> None:
+    def leaving(self, why: str, *, full_grace: bool = False, keep: bool = False) -> None:
         """See base class."""
         if not self._token or self.connection.done:
             return
         self.connection.stop_confirming(self._token)
         self._leaving_sent = self._threading.Event()
-        leaving, sent = NodeLeaving(self.id, self._token, why, full_grace), self._leaving_sent
+        leaving = NodeLeaving(self.id, self._token, why, full_grace, keep)
+        sent = self._leaving_sent
         self.connection.start("rendezvous leaving", lambda: self._report_leaving(leaving, sent))
 
     def _report_leaving(self, leaving: NodeLeaving, sent: threading.Event) -> None:

@@ -99,6 +99,9 @@ class NodeLeaving(NamedTuple):
     full_grace: bool = False
     """Whether the workers have the whole `--shutdown-timeout` to stop. They have it if nothing has
     failed, or if the job ends."""
+    keep: bool = False
+    """Whether workers that can go on in the next round live on, because waiting nodes join: nothing
+    has failed, and this node comes back."""
 
 
 class LeaveRound(NamedTuple):
@@ -230,6 +233,8 @@ class RoundEnded(NamedTuple):
     """See `NodeLeaving`."""
     lost: bool = False
     """Whether that node is lost or has left; otherwise it is present, or is about to leave."""
+    keep: bool = False
+    """See `NodeLeaving`."""
 
     def __str__(self) -> str:
         return f"round {self.round} is over: node {self.id}: {self.why}"

@@ -202,7 +202,8 @@ def _forgive(state: Round, id: str, why: str, lost: bool) -> Round:
 
 def _leaving(state: Round, event: NodeLeaving) -> Round:
     if event.token == state.number:
-        return _settle(_end(state, event.id, event.why, full_grace=event.full_grace))
+        full, keep = event.full_grace, event.keep
+        return _settle(_end(state, event.id, event.why, full_grace=full, keep=keep))
     return _forgive(state, event.id, event.why, lost=False)
 
 
@@ -251,6 +252,7 @@ def _end(
     *,
     full_grace: bool = False,
     lost: bool = False,
+    keep: bool = False,
 ) -> Round:
     """End the complete round because of one node; the next round has no members yet."""
     return replace(
@@ -262,7 +264,7 @@ def _end(
         digest="",
         previous=state.ranks,
         awaited=frozenset(id for id in state.members if id not in state.gone),
-        ended=RoundEnded(state.number, id, why, report, full_grace, lost),
+        ended=RoundEnded(state.number, id, why, report, full_grace, lost, keep),
         departed={},
         spent={},
         charged=False,
