@@ -306,6 +306,8 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         timeout: time limit for the store to become reachable, and for each call on it.
         rank: default RANK.
         token: secret that all ranks share; default as for `regrow.store.worker_store`.
+        stop: a descriptor; if it becomes readable before the agent's store is reached,
+            StoreClosedError is raised.
         is_master, wait_for_workers, multi_tenant, use_libuv: accepted and ignored.
 
     Raises:
@@ -326,6 +328,7 @@ class TCPStore(StoreMixin, stores.PrefixStore):
         *,
         rank: int | None = None,
         token: bytes | None = None,
+        stop: int | None = None,
     ) -> None:
         # Read the environment now: later the wrapper may have given this process another rank.
         by_agent = _by_agent(host_name)
@@ -337,7 +340,7 @@ class TCPStore(StoreMixin, stores.PrefixStore):
             "token": token,
             "timeout": timeout.total_seconds(),
         }
-        client = self.session()
+        client = self.session(stop=stop)
         client.set_timeout(timeout)
         super().__init__("inprocess", client)
 

@@ -109,6 +109,8 @@ class CallWrapper:
         self._left_as: int | None = None  # board state after this rank has left
         self._replaces = config.replace and board.has_agent()
         self._joined, self._replaced = False, tuple[int, ...]()
+        self._abandon: Callable[[], object] = lambda: None  # closes the link, once there is one
+        self._finalize_failed = False
 
     @property
     def number(self) -> int | None:
@@ -116,59 +118,73 @@ class CallWrapper:
         return self._number
 
     def __enter__(self) -> CallWrapper:
+        has_moved = self._number is not None
         with ExitStack() as stack:
-            config, state = self._config, self._state
-            assert state.rank is not None  # only a terminated rank has no rank
-            self._store = config.store_factory(**(config.store_kwargs or {}))
-            if isinstance(self._store, TCPStore):
-                stack.callback(self._store.close)
-            if self._number is None:
-                self._number = call_number()  # a call that cannot begin is not counted
-            self._group = group_name(number=self._number)
-            rank_and_size = state.rank, state.world_size
-            timeouts = Timeouts(
-                barrier=config.barrier_timeout.total_seconds(),
-                completion=config.completion_timeout.total_seconds(),
-                last_call=config.last_call_wait.total_seconds(),
-                replacement=config.replace_timeout.total_seconds() if self._replaces else 0.0,
-            )
-            shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
-            if shared is not self._store:
-                stack.callback(shared.close)
-            stop = None if self._moves is None else self._moves.leaves
-            connect = partial(shared.session, stop=stop)
-            self._link = ServiceLink(connect, group, *rank_and_size, timeouts)
-            stack.callback(self._link.close)
-            self._interrupter = stack.enter_context(Interrupter())
-            self._follower = IterationFollower(
-                self._link,
-                self._atomic,
-                config.abort,
-                lambda: self._watch.aborting(),
-                lambda: self._leaves,
-            )
-            stack.callback(self._follower.stop)
-            stack.callback(self._link.close)
-            soft, hard = config.soft_timeout.total_seconds(), config.hard_timeout.total_seconds()
-            self._watch = SoftWatch(
-                RankProgress(soft, hard),
-                config.progress_watchdog_interval.total_seconds(),
-                self._report_overdue,
-                self._check_groups,
-                open_monitor(shared, self._link, group, state.rank, config),
-            )
-            stack.callback(self._watch.close)
-            if self._moves is not None:
-                stack.callback(self._moves.listen(self._link.abandon))
+            if self._moves is not None:  # an order to leave ends a connection attempt
+                stack.callback(self._moves.listen(lambda: self._abandon()))
+            try:
+                self._connect(stack)
+            except BaseException as error:
+                if has_moved and self._goes_on(error):
+                    raise RoundLeft from None
+                raise
             self._stack = stack.pop_all()
         return self
+
+    def _connect(self, stack: ExitStack) -> None:
+        """Connect to the group of this call, and start the threads of this rank."""
+        config, state = self._config, self._state
+        assert state.rank is not None  # only a terminated rank has no rank
+        stop = None if self._moves is None else self._moves.leaves
+        more = {"stop": stop} if config.store_factory is TCPStore else {}
+        self._store = config.store_factory(**(config.store_kwargs or {}), **more)
+        if isinstance(self._store, TCPStore):
+            stack.callback(self._store.close)
+        if self._number is None:
+            self._number = call_number()  # a call that cannot begin is not counted
+        self._group = group_name(number=self._number)
+        rank_and_size = state.rank, state.world_size
+        timeouts = Timeouts(
+            barrier=config.barrier_timeout.total_seconds(),
+            completion=config.completion_timeout.total_seconds(),
+            last_call=config.last_call_wait.total_seconds(),
+            replacement=config.replace_timeout.total_seconds() if self._replaces else 0.0,
+        )
+        shared, group = group_store(self._store, self._group, *rank_and_size, timeouts.barrier)
+        if shared is not self._store:
+            stack.callback(shared.close)
+        connect = partial(shared.session, stop=stop)
+        self._link = ServiceLink(connect, group, *rank_and_size, timeouts)
+        stack.callback(self._link.close)
+        self._abandon = self._link.abandon
+        if self._leaves:  # since the connection was there
+            self._abandon()
+        self._interrupter = stack.enter_context(Interrupter())
+        self._follower = IterationFollower(
+            self._link,
+            self._atomic,
+            config.abort,
+            lambda: self._watch.aborting(),
+            lambda: self._leaves,
+        )
+        stack.callback(self._follower.stop)
+        stack.callback(self._link.close)
+        soft, hard = config.soft_timeout.total_seconds(), config.hard_timeout.total_seconds()
+        self._watch = SoftWatch(
+            RankProgress(soft, hard),
+            config.progress_watchdog_interval.total_seconds(),
+            self._report_overdue,
+            self._check_groups,
+            open_monitor(shared, self._link, group, state.rank, config),
+        )
+        stack.callback(self._watch.close)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if os.getpid() == self._pid:
             if error is None:
                 board.set_restart_state(board.NOT_IN_WRAPPER)
             elif is_a(error, RoundLeft):
-                pass  # the agent may send the order to join already
+                pass  # the agent waits until this rank is parked
             elif not exits_with_0(error):  # no result: the board keeps "owes a result"
                 left = self._left_as
                 board.set_restart_state(
@@ -183,6 +199,7 @@ class CallWrapper:
             for lent in self._lent:
                 lent.let_go()
             self._state.store = self._state.fn_exception = self._cause = self._timeline = None
+            self._abandon = lambda: None
             del self._store, self._link, self._interrupter, self._follower
 
     @property
@@ -310,18 +327,22 @@ class CallWrapper:
         return self._moves is not None and self._moves.leaving
 
     def _moves_on(self, error: BaseException) -> bool:
-        """Park this rank if it goes on in the next round; return whether it does.
+        """Return whether this rank goes on in the next round; then its function has ended.
 
         Args:
             error: why the call cannot continue here.
         """
-        if self._moves is None:
-            return False
         self._watch.rest()
-        if not self._moves.takes(error, self._config.replace_timeout.total_seconds()):
+        if not self._goes_on(error):
             return False
-        self._moves.park()
+        self._watch.recover()
+        self._follower.settle()  # the link may fail here before the abort has ended
         return True
+
+    def _goes_on(self, error: BaseException) -> bool:
+        within = self._config.replace_timeout.total_seconds()
+        moves = None if self._finalize_failed else self._moves
+        return moves is not None and moves.takes(error, within)
 
     # ------------------------------------------------------------ one iteration
 
@@ -457,7 +478,7 @@ class CallWrapper:
                 f"{self._state.initial_rank} cannot restart with them"
             ) from self._state.fn_exception
         state = self._state.freeze()
-        call_plugin(self._config.finalize, state)
+        self._finalize(state)
         timeline.reached("finalized", time.monotonic())
         check_health(self._config.health_check, state)
         own, before, self._cause = kept(self._state.fn_exception), self._cause, None
@@ -489,13 +510,21 @@ class CallWrapper:
     def _end_part(self, ending: Ending) -> None:
         """Finish an iteration for which the ranks do not meet again, as before the next one."""
         state = self._state.freeze()
-        call_plugin(self._config.finalize, state)
+        self._finalize(state)
         check_health(self._config.health_check, state)
         self._state.fn_exception = None
         del state
         gc.collect()
         ending.groups.clear()  # after the collection: models may be garbage
         self._heap.restarted()
+
+    def _finalize(self, state: FrozenState) -> None:
+        """Run `finalize`; its error ends this rank, also an error of a store."""
+        try:
+            call_plugin(self._config.finalize, state)
+        except BaseException:
+            self._finalize_failed = True
+            raise
 
     def _meet(self, met: Met) -> None:
         """Take the place of this rank in the next iteration."""

@@ -141,6 +141,15 @@ class IterationFollower:
         gc.collect()
         return met
 
+    def settle(self) -> None:
+        """Wait until the thread has finished the iterations that it follows.
+
+        The caller has closed the link, so the thread only ends what it has begun.
+        """
+        settled = threading.Event()
+        self._work.put(settled.set)
+        settled.wait()
+
     def stop(self) -> None:
         """End the thread. The caller has closed the link to the group."""
         self._work.put(None)

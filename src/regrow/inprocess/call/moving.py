@@ -6,16 +6,17 @@ of its workers the order to leave the round:
 
 1. A thread of the rank receives the order and closes the link to the group. The follower therefore
    aborts and interrupts the function, as after a fault.
-2. The rank runs `finalize` and the health check, and marks itself as *parked* in the page of steps:
-   the function does not run, and does not run again before the next order. All this is what an
-   agent needs to know of a worker before it joins the next round, as after the worker's end.
+2. The rank runs `finalize` and the health check, ends the threads of the call, and marks itself as
+   *parked* in the page of steps: the function does not run, and does not run again before the next
+   order. All this is what an agent needs to know of a worker before it joins the next round, as
+   after the worker's end. If `finalize` or the health check fails, the rank ends.
 3. The agent joins. When the round is formed, it sends the order to join, with the variables of the
    round: ranks, stores, addresses, fencing token.
 4. The rank makes the call again, as a process that has just come to it: in a new group in the
    store of the new round, where the ranks that stayed and those in new processes meet.
 
 A rank that cannot reach its store any more waits for the order, because the store's host may be the
-one that was lost.
+one that was lost. The order to leave also ends a connection attempt in the next round.
 
 An order is one line of JSON in a pipe that the agent holds, opened as `/proc/<agent>/fd/<n>`. The
 order to leave names the attempt, so that a late one has no effect on the next attempt.
@@ -184,6 +185,8 @@ def open_moves(elastic: bool) -> Moves | None:
     path = os.environ.get(board.ORDERS_ENV)
     if not elastic or not path or not board.has_agent():
         return None
+    # No process that the function starts may read the orders: some programs start others like them.
+    del os.environ[board.ORDERS_ENV]
     try:
         return Moves(path)
     except OSError as error:

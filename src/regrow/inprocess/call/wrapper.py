@@ -347,6 +347,7 @@ def _call(
             except RoundLeft:
                 assert moves is not None
             number = call.number
+            moves.park()  # no thread of the call is left
             moves.join()
     finally:
         if moves is not None:
