@@ -327,8 +327,8 @@ class RestartingHooks(Hooks):
 @pytest.mark.parametrize(
     ("keep", "parks", "calls"),
     [
-        (True, True, ["park 5.0 True", "initialize"]),
-        (True, False, ["park 5.0 True", "restart"]),
+        (True, True, ["park 4.0 True", "initialize"]),
+        (True, False, ["park 4.0 True", "restart"]),
         (False, True, ["restart"]),
     ],
 )
@@ -340,6 +340,20 @@ def test_workers_that_have_left_their_round_are_not_stopped_for_the_next_one(
     made.workers = cast(Any, Stops(hooks.calls, parks))
     made.restart("node b was lost", announce=False, full_grace=False, keep=keep)
     assert hooks.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("full_grace", "spent", "left"), [(False, 4, 1), (True, 4, 26), (False, 9, 0)]
+)
+def test_the_time_in_which_workers_did_not_leave_their_round_is_a_part_of_their_grace(
+    monkeypatch: pytest.MonkeyPatch, full_grace: bool, spent: float, left: float
+) -> None:
+    hooks, now = RestartingHooks(), iter((100.0, 100.0 + spent))
+    made = attempt(hooks)
+    made.workers = cast(Any, Stops(hooks.calls))
+    monkeypatch.setattr("regrow.agent.attempt.attempt.monotonic", lambda: next(now))
+    made.restart("node b was lost", announce=False, full_grace=full_grace, keep=True)
+    assert made.restart_grace == left
 
 
 def test_an_agent_that_leaves_stops_its_workers_with_the_signal_and_the_whole_grace(

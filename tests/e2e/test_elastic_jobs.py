@@ -121,7 +121,7 @@ def test_a_worker_that_does_not_leave_its_function_is_ended_and_the_others_live_
     agents.remove(victim)
     assert len(job.finish(agents)) == 1
     (reason,) = [each["reason"] for each in other.events("attempt.not_kept")]
-    assert reason == "a worker did not leave its round within 1 s"
+    assert reason == "a worker did not leave its round within 0.8 s"
 
 
 @pytest.mark.thorough

@@ -55,6 +55,9 @@ WAIT_S = 10.0
 Hosts that start one after the other wait as well. There, the template would slow the imports of the
 first workers down.
 """
+PARK_SHARE = 0.8
+"""Share of `--restart-timeout` in which workers must leave their round to go on in the next one. The
+rest is for workers that have not left it, between SIGTERM and SIGKILL."""
 START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 
@@ -140,12 +143,17 @@ class Attempt:
             self._hooks._restart_workers(self._job.group)
 
     def _park(self) -> bool:
-        """Let the workers leave their round, without their end; return whether all have left it."""
-        job, workers = self._job, self.workers
+        """Let the workers leave their round, without their end; return whether all have left it.
+
+        The time that this takes is a part of the grace, so a failure lets workers live no longer.
+        """
+        job, workers, begun = self._job, self.workers, monotonic()
         if workers is None:
             return False
         self._before_stop()
-        if not workers.park(job.restart_timeout, own_hooks=self._has_own_hooks()):
+        within = PARK_SHARE * job.restart_timeout
+        if not workers.park(within, own_hooks=self._has_own_hooks()):
+            self.restart_grace = max(0.0, self.restart_grace - (monotonic() - begun))
             return False
         job.group.state = WorkerState.STOPPED
         self.end(RunResult(WorkerState.STOPPED))
