@@ -157,9 +157,9 @@ def test_only_standbys_that_have_not_come_to_their_wrapped_call_are_dismissed(
     ready = bench.stand_by()
     started = tmp_path / "started"
     bench.start(EARLY=f"open({str(started)!r}, 'w').write(str(os.getpid())), time.sleep(3600)")
-    pid = wait_until(lambda: started.exists() and started.read_text(), "it has begun")
+    pid = wait_until(lambda: int(started.read_text() or 0) if started.exists() else 0, "a pid")
     bench.guardian.dismiss(only_starting=True)
-    wait_until(lambda: not alive(int(pid)), "it has ended")
+    wait_until(lambda: not alive(pid), "it has ended")
     assert bench.run()[0].pid == ready.pid
 
 

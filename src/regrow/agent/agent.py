@@ -439,11 +439,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             uninterruptible_state_timeout = timeout_from_environment(os.environ)
         common = self._regrow.job
         sleepers = UninterruptibleSleepers(uninterruptible_state_timeout)
+        log_dir = (job or {}).get("log_dir")
         workers = LocalWorkers(
             common,
             sleepers,
             heartbeats=heartbeat is not None,
             report_not_replaced=self._regrow.attempt.report_not_replaced,
+            log_dir=log_dir,
         )
         self._regrow.attempt.workers = self._regrow_workers = workers
         common.features += [workers, workers.replacements, OutOfMemory()]
@@ -457,7 +459,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             from regrow.agent.features.standbys import Standbys
             from regrow.agent.features.templates import DelayedStart
 
-            log_dir, delay = (job or {}).get("log_dir"), DelayedStart(cores, spec.local_world_size)
+            delay = DelayedStart(cores, spec.local_world_size)
             common.features.append(Standbys(common, workers.guardian, standby, log_dir, delay))
         if os.environ.get(SHARING_ENV) == "0" and not spec.rdzv_handler.use_agent_store:
             from regrow.agent.features.torch_store import TorchStores
@@ -469,7 +471,6 @@ class LocalElasticAgent(SimpleElasticAgent):
         if timers or in_environment or heartbeat is not None:
             from regrow.agent.features.timers import TimerReports
 
-            log_dir = (job or {}).get("log_dir")
             self._regrow_timers = TimerReports(common, log_dir, native_stacks=native_stacks)
             common.features.append(self._regrow_timers)
         heartbeats = Heartbeats(heartbeat)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from regrow.workers.guardian.procfs import process_states
     from regrow.workers.logs.specs import DefaultLogsSpecs, LogsDest, LogsSpecs, Std, to_map
     from regrow.workers.multiprocess import MultiprocessContext
-    from regrow.workers.numa import AffinityMode, NumaOptions
+    from regrow.workers.numa import AffinityMode, NumaOptions, bound_cpus
     from regrow.workers.start import SubprocessContext, start_processes
     from regrow.workers.worker_set import RunProcsResult, WorkerChange
 
@@ -56,7 +56,7 @@ __getattr__, __dir__ = lazily(
     {
         "context": "PContext SignalException signals_handled",
         "multiprocess": "MultiprocessContext",
-        "numa": "AffinityMode NumaOptions",
+        "numa": "AffinityMode NumaOptions bound_cpus",
         "start": "SubprocessContext start_processes",
         "worker_set": "RunProcsResult WorkerChange",
         "errors": "ChildFailedError ErrorHandler ProcessFailure get_error_handler record",

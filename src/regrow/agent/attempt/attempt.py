@@ -56,8 +56,10 @@ Hosts that start one after the other wait as well. There, the template would slo
 first workers down.
 """
 PARK_SHARE = 0.8
-"""Share of `--restart-timeout` in which workers must leave their round to go on in the next one. The
-rest is for workers that have not left it, between SIGTERM and SIGKILL."""
+"""Share of `--restart-timeout` in which workers must leave their round to go on in the next one.
+
+The rest is the time between SIGTERM and SIGKILL for workers that have not left it.
+"""
 START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 

@@ -73,6 +73,7 @@ class LocalWorkers(Feature):
         heartbeats: whether the job runs with `--heartbeat`; this changes the warning about a
             suspended worker.
         report_not_replaced: reports to the ranks of the latest attempt that a rank is not replaced.
+        log_dir: folder for the logs of the workers; None: not known.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class LocalWorkers(Feature):
         *,
         heartbeats: bool,
         report_not_replaced: Callable[[int], None] = lambda rank: None,
+        log_dir: str | None = None,
     ) -> None:
-        self._job = job
+        self._job, self._log_dir = job, log_dir
         self.replacements = Replacements(job, lambda: self.reports, report_not_replaced)
         self.reports: WorkerReports | None = None
         """The page of steps of the latest attempt, which may be closed."""
@@ -111,6 +113,13 @@ class LocalWorkers(Feature):
             self.reports.close()
         self.guardian.close()
         self._release_port()
+
+    def on_wait(self, environment: Mapping[str, str]) -> None:
+        """See base class: log what would keep the workers from starting."""
+        from regrow.agent.attempt.readiness import problems
+
+        for problem in problems(self._job.group.spec, self._log_dir, os.environ):
+            logger.warning("this host waits for a place, and could not take it now: %s", problem)
 
     def _release_port(self) -> None:
         # Each attempt has a new port: a closing connection may still hold the old one.
