@@ -90,8 +90,8 @@ class LaunchConfig:
             attempts are forked from it, and do not import them again. For `python SCRIPT` and
             `python -m MODULE` only. regrow's own addition.
         standby: number of processes on each node that run the script up to its wrapped call, and
-            wait there for the place of a lost worker (`Wrapper(replace=True)`). regrow's own
-            addition.
+            wait there for the place of a lost worker (`Wrapper(replace=True)`). A node that waits
+            for a place has one for each of its workers. regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment

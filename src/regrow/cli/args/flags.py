@@ -155,7 +155,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "standby",
             "keep this many processes on this node that have run the script up to its wrapped "
-            "function, and take the place of a lost worker at once",
+            "function, and take the place of a lost worker at once; a node that waits for a place "
+            "keeps one for each of its workers",
             0,
             _integer,
             metavar="K",
