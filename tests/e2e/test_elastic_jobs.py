@@ -25,21 +25,17 @@ def test_a_spare_host_takes_the_ranks_of_a_lost_one_and_the_others_keep_their_pr
     expected = undisturbed.finish([undisturbed.agent() for _ in range(3)])
     assert len(expected) == 1
     job = Elastic(launch, tmp_path, "3:3")
-    agents = [job.agent() for _ in range(3)]
-    first, before = job.world(3)
+    agents, first, before = job.begin(3)
     spare = job.agent()
-    job.at_step(5, 3)
-    (victim,) = [agent for agent in agents if job.of(before, agent) == lost]
-    victim.kill_family()
+    job.lose(agents, before, lost)
     _, after = job.world(3, after=first)
     others = before.keys() - {lost}
     assert {rank: after[rank] for rank in others} == {rank: before[rank] for rank in others}
-    assert job.of(after, spare) == lost
-    left = [agent for agent in agents if agent is not victim]
-    assert job.finish([*left, spare]) == expected
+    assert job.of_all(after, spare) == [lost]
+    assert job.finish([*agents, spare]) == expected
     assert len(job.lines("default")) == 3, "no rank went back to the checkpoint"
     assert all(str(file).endswith("/0/error.json") for *_, file in job.lines("error file"))
-    for agent in left:
+    for agent in agents:
         starts = agent.events("attempt.started")
         assert [(each["restart_count"], len(each["kept"])) for each in starts] == [(0, 0), (0, 1)]
         (step,) = [each for each in agent.events("worker.first_step") if each["attempt"] == 1]
@@ -53,15 +49,12 @@ def test_the_other_hosts_go_on_with_fewer_ranks_without_a_spare_host(
     launch: Launch, tmp_path: Path
 ) -> None:
     job = Elastic(launch, tmp_path, "1:3")
-    agents = [job.agent(nproc=2) for _ in range(3)]
-    first, before = job.world(6)
-    job.at_step(5, 6)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [0, 1]]
-    victim.kill_family()
+    agents, first, before = job.begin(3, nproc=2)
+    job.lose(agents, before, 0, 1)
     second, after = job.world(4, after=first)
     assert set(after.values()) == {before[rank] for rank in (2, 3, 4, 5)}
     assert {rank: after[rank] for rank in (2, 3)} == {rank: before[rank] for rank in (2, 3)}
-    assert len(job.finish([agent for agent in agents if agent is not victim])) == 1
+    assert len(job.finish(agents)) == 1
     steps = [int(str(each[3])) for each in job.lines("step") if int(str(each[1])) >= second]
     assert min(steps) in (5, 6), "at most one step is done again"
 
@@ -70,9 +63,7 @@ def test_a_host_that_joins_is_taken_in_without_the_end_of_a_process(
     launch: Launch, tmp_path: Path
 ) -> None:
     job = Elastic(launch, tmp_path, "1:3")
-    agents = [job.agent() for _ in range(2)]
-    first, before = job.world(2)
-    job.at_step(5, 2)
+    agents, first, before = job.begin(2)
     agents.append(job.agent())
     _, after = job.world(3, after=first)
     assert {rank: after[rank] for rank in before} == before, [
@@ -87,16 +78,12 @@ def test_two_hosts_that_are_lost_at_once_cost_no_process_of_the_third(
     launch: Launch, tmp_path: Path
 ) -> None:
     job = Elastic(launch, tmp_path, "1:3")
-    agents = [job.agent() for _ in range(3)]
-    first, before = job.world(3)
-    job.at_step(5, 3)
-    (third,) = [agent for agent in agents if job.of_all(before, agent) == [1]]
-    for agent in agents:
-        if agent is not third:
-            agent.kill_family()
+    agents, first, before = job.begin(3)
+    job.lose(agents, before, 0)
+    job.lose(agents, before, 2)
     _, after = job.world(1, after=first)
     assert after == {0: before[1]}
-    assert len(job.finish([third])) == 1
+    assert len(job.finish(agents)) == 1
 
 
 def test_a_worker_that_does_not_leave_its_function_is_ended_and_the_others_live_on(
@@ -110,15 +97,11 @@ def test_a_worker_that_does_not_leave_its_function_is_ended_and_the_others_live_
         '        while step == int(os.environ["HOLD"])',
     )
     job = Elastic(launch, tmp_path, "1:3", "--restart-timeout=1", script=stubborn)
-    agents = [job.agent() for _ in range(3)]
-    first, before = job.world(3)
-    job.at_step(5, 3)
+    agents, first, before = job.begin(3)
     (other,) = [agent for agent in agents if job.of_all(before, agent) == [1]]
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [2]]
-    victim.kill_family()
+    job.lose(agents, before, 2)
     _, after = job.world(2, after=first)
     assert (after[0], after[1] != before[1]) == (before[0], True)
-    agents.remove(victim)
     assert len(job.finish(agents)) == 1
     (reason,) = [each["reason"] for each in other.events("attempt.not_kept")]
     assert reason == "a worker did not leave its round within 0.8 s"
@@ -129,16 +112,13 @@ def test_workers_that_wait_longer_than_their_lease_are_ended_and_start_again(
     launch: Launch, tmp_path: Path
 ) -> None:
     job = Elastic(launch, tmp_path, "2:2")
-    agents = [job.agent() for _ in range(2)]
-    first, before = job.world(2)
-    job.at_step(5, 2)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [0]]
-    (other,) = [agent for agent in agents if agent is not victim]
-    victim.kill_family()
+    agents, first, before = job.begin(2)
+    job.lose(agents, before, 0)
+    (other,) = agents
     wait_gone(before[1])
     spare = job.agent()
     _, after = job.world(2, after=first)
-    assert job.of(after, other) == 1
+    assert job.of_all(after, other) == [1]
     assert len(job.finish([other, spare])) == 1
     (reason,) = [each["reason"] for each in other.events("attempt.not_kept")]
     assert reason == "a worker ended while the round formed, or its lease expired"
@@ -150,14 +130,10 @@ def test_a_script_whose_second_call_runs_starts_again(launch: Launch, tmp_path: 
         "\ntrain()\n", "\nearly = Wrapper(replace=True)(lambda: 0)\nearly()\ntrain()\n"
     )
     job = Elastic(launch, tmp_path, "1:2", script=twice)
-    agents = [job.agent() for _ in range(2)]
-    first, before = job.world(2)
-    job.at_step(5, 2)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [0]]
-    victim.kill_family()
+    agents, first, before = job.begin(2)
+    job.lose(agents, before, 0)
     _, after = job.world(1, after=first)
     assert after[0] != before[1]
-    agents.remove(victim)
     job.finish(agents)
     assert agents[0].events("attempt.not_kept") == [], "no worker could go on"
 

@@ -70,20 +70,16 @@ def test_the_first_workers_of_a_host_that_waited_are_its_standbys(
     undisturbed = Elastic(launch, tmp_path, "2:2")
     expected = undisturbed.finish([undisturbed.agent(nproc=2) for _ in range(2)])
     job = Elastic(launch, tmp_path, "2:2", "--standby=1", *flags, script=HOLDING)
-    agents = [job.agent(nproc=2) for _ in range(2)]
-    first, before = job.world(4)
+    agents, first, before = job.begin(2, nproc=2)
     waiting = job.agent(nproc=2)
     killed, *_ = pids_of_standbys(waiting, 2)
     os.kill(killed, signal.SIGKILL)
     _, *standbys = pids_of_standbys(waiting, 3)
-    job.at_step(5, 4)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [2, 3]]
-    victim.kill_family()
+    job.lose(agents, before, 2, 3)
     _, after = job.world(4, after=first)
     assert [after[rank] for rank in (0, 1)] == [before[rank] for rank in (0, 1)]
     assert {after[rank] for rank in (2, 3)} == set(standbys)
     next_standby = pids_of_standbys(waiting, 4)[-1]
-    agents.remove(victim)
     assert job.finish([*agents, waiting]) == expected
     (started,) = waiting.events("attempt.started")
     assert (started["stood_by"], started["forked"]) == ([2, 3], [])
@@ -95,19 +91,15 @@ def test_a_standby_that_hangs_at_its_place_costs_its_worker_a_start(
     launch: Launch, tmp_path: Path
 ) -> None:
     job = Elastic(launch, tmp_path, "2:2", "--standby=1", "--preload=regrow.inprocess,numpy")
-    agents = [job.agent(nproc=2) for _ in range(2)]
-    first, before = job.world(4)
+    agents, first, before = job.begin(2, nproc=2)
     waiting = job.agent(nproc=2)
     hung, standby = pids_of_standbys(waiting, 2)
     waiting.await_event("template.ready")
     os.kill(hung, signal.SIGSTOP)
-    job.at_step(5, 4)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [2, 3]]
-    victim.kill_family()
+    job.lose(agents, before, 2, 3)
     _, after = job.world(4, after=first)
     assert standby in {after[rank] for rank in (2, 3)}
     assert hung not in after.values()
-    agents.remove(victim)
     assert len(job.finish([*agents, waiting])) == 1
     (started,) = waiting.events("attempt.started")
     assert len(started["stood_by"]) == 1
@@ -119,18 +111,14 @@ def test_a_script_that_needs_its_round_too_early_has_standbys_in_its_attempts_on
 ) -> None:
     script = HOLDING.replace("\nFOLDER", "\nint(os.environ['WORLD_SIZE'])\nFOLDER", 1)
     job = Elastic(launch, tmp_path, "2:2", "--standby=1", script=script)
-    agents = [job.agent() for _ in range(2)]
-    first, before = job.world(2)
+    agents, first, before = job.begin(2)
     waiting = job.agent()
     gone = waiting.await_event("standby.gone")
     assert "the script reads WORLD_SIZE before its wrapped call" in gone["reason"]
     assert not gone["is_final"]
-    job.at_step(5, 2)
-    (victim,) = [agent for agent in agents if job.of_all(before, agent) == [1]]
-    victim.kill_family()
+    job.lose(agents, before, 1)
     job.world(2, after=first)
     waiting.await_event("standby.ready")
-    agents.remove(victim)
     assert len(job.finish([*agents, waiting])) == 1
     (started,) = waiting.events("attempt.started")
     assert started["stood_by"] == []

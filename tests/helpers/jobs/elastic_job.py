@@ -140,10 +140,18 @@ class Elastic:
 
         return wait_until(found, text, 60.0)
 
-    def of(self, pids: dict[int, int], job: Job) -> int:
-        """Return the rank of the worker that an agent has started."""
-        (rank,) = self.of_all(pids, job)
-        return rank
+    def begin(self, count: int, nproc: int = 1) -> tuple[list[Job], int, dict[int, int]]:
+        """Start agents, wait until all ranks hold; return the agents, the round and the pids."""
+        agents = [self.agent(nproc=nproc) for _ in range(count)]
+        first, pids = self.world(count * nproc)
+        self.at_step(5, count * nproc)
+        return agents, first, pids
+
+    def lose(self, agents: list[Job], pids: dict[int, int], *ranks: int) -> None:
+        """Kill the agent with these ranks and all its processes; take it off the list."""
+        (victim,) = [agent for agent in agents if self.of_all(pids, agent) == [*ranks]]
+        agents.remove(victim)
+        victim.kill_family()
 
     def of_all(self, pids: dict[int, int], job: Job) -> list[int]:
         """Return the ranks of the workers that an agent has started."""
