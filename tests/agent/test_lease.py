@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 
 from helpers.processes import alive, wait_until
-from regrow.agent.attempt.attempt import Lease
+from regrow.agent.attempt.lease import Lease
 
 #: An agent with a lease of 3 s, which is renewed every 50 ms while the agent runs.
 AGENT = """

@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow.agent.api import FAILED_STATES, RunResult, Worker, WorkerGroup, WorkerState
-from regrow.agent.attempt.environment import warn_if_unknown, worker_environment
+from regrow.agent.attempt.environment import warn_if_unknown
+from regrow.agent.attempt.lease import Lease
+from regrow.agent.attempt.waiting import prepared
 from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
 from regrow.agent.peers import Peers
@@ -49,12 +50,6 @@ _TERMINAL_STATE_SYNC_ID = "torchelastic/agent/terminal_state"
 
 _HOOKS = ("_restart_workers", "_initialize_workers", "_start_workers", "_stop_workers", "_shutdown")
 """Hooks of the agent that know only workers that are stopped, and then started."""
-WAIT_S = 10.0
-"""Seconds without a place in a round after which a node prepares the start of its workers.
-
-Hosts that start one after the other wait as well. There, the template would slow the imports of the
-first workers down.
-"""
 PARK_SHARE = 0.8
 """Share of `--restart-timeout` in which workers must leave their round to go on in the next one.
 
@@ -64,39 +59,6 @@ START_S = 1.0
 """Seconds that `leave` waits for a start of workers before it stops those that run already."""
 
 logger = get_logger(__name__)
-
-
-class Lease:
-    """The time until which the workers may run, as the agent knows it; thread-safe.
-
-    The rendezvous sets the time. The guardian kills the workers at that time, whether the agent
-    runs or not. The agent itself checks the lease only before it starts workers: after a pause the
-    old lease has expired, and the next one starts with the agent's first confirmed heartbeat.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._until: float | None = None
-
-    def renew(self, until: float | None) -> None:
-        """Let the workers run until `until` (monotonic seconds); None means no limit."""
-        with self._changed:
-            self._until = until
-            self._changed.notify_all()
-
-    def wake(self) -> None:
-        """Let each thread in `wait` check its condition again."""
-        with self._changed:
-            self._changed.notify_all()
-
-    def wait(self, pointless: Callable[[], bool]) -> bool:
-        """Block until the lease is valid or `pointless` is true; return whether it is valid."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._live() or pointless())
-            return self._live()
-
-    def _live(self) -> bool:
-        return self._until is None or monotonic() < self._until
 
 
 class Attempt:
@@ -377,7 +339,7 @@ class Attempt:
         start = monotonic()
         with self._job.torch_events.duration("RENDEZVOUS"):
             try:
-                with self._prepared():
+                with prepared(job, self._workers_store.without_token(os.environ)):
                     info = job.handler.next_rendezvous()
             except RendezvousTimeoutError as error:
                 job.recorder.departed(job.round, error.departed)
@@ -420,34 +382,6 @@ class Attempt:
             duration_s=monotonic() - start,
         )
         return True
-
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Let the features prepare (`on_wait`) if the body takes longer than `WAIT_S`.
-
-        A standby host waits here, for hours perhaps, and has no worker that this could disturb.
-        """
-        timer = threading.Timer(WAIT_S, self._prepare)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-            timer.join()
-
-    def _prepare(self) -> None:
-        job = self._job
-        if job.leaving:
-            return
-        size = job.group.spec.local_world_size
-        try:
-            environment = worker_environment(job, Worker(0, 0, 0, size, size), os.environ)
-            environment |= self._workers_store.without_token(os.environ)
-            for feature in job.features:
-                feature.on_wait(environment)
-        except Exception:  # the start of the workers shows whether it matters
-            logger.exception("this node waits for a place, and could not prepare its workers")
 
     def _agree(
         self, info: RendezvousInfo, spec: WorkerSpec

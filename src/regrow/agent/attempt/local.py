@@ -116,7 +116,7 @@ class LocalWorkers(Feature):
 
     def on_wait(self, environment: Mapping[str, str]) -> None:
         """See base class: log what would keep the workers from starting."""
-        from regrow.agent.attempt.readiness import problems
+        from regrow.agent.attempt.waiting import problems
 
         for problem in problems(self._job.group.spec, self._log_dir, os.environ):
             logger.warning("this host waits for a place, and could not take it now: %s", problem)

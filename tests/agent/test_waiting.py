@@ -11,7 +11,7 @@ import pytest
 from helpers.jobs.plain_handler import PlainHandler
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.attempt.local import LocalWorkers
-from regrow.agent.attempt.readiness import problems
+from regrow.agent.attempt.waiting import problems
 from regrow.agent.job import Job
 from regrow.rendezvous.foreign import adapted
 from regrow.workers.numa import AffinityMode, NumaOptions
