@@ -339,7 +339,7 @@ class Attempt:
         start = monotonic()
         with self._job.torch_events.duration("RENDEZVOUS"):
             try:
-                with prepared(job, self._workers_store.without_token(os.environ)):
+                with prepared(job, lambda: self._workers_store.without_token(os.environ)):
                     info = job.handler.next_rendezvous()
             except RendezvousTimeoutError as error:
                 job.recorder.departed(job.round, error.departed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,12 @@ logger = get_logger(__name__)
 
 
 @contextmanager
-def prepared(job: Job, hidden: Mapping[str, str]) -> Iterator[None]:
+def prepared(job: Job, hidden: Callable[[], Mapping[str, str]]) -> Iterator[None]:
     """Let the features of a job prepare (`on_wait`) if the body takes longer than `WAIT_S`.
 
     Args:
         job: what the parts of the agent share.
-        hidden: variables that replace those of the agent with credentials of the job.
+        hidden: returns variables that replace those of the agent with credentials of the job.
     """
     timer = threading.Timer(WAIT_S, _prepare, [job, hidden])
     timer.daemon = True
@@ -51,14 +51,15 @@ def prepared(job: Job, hidden: Mapping[str, str]) -> Iterator[None]:
         timer.join()
 
 
-def _prepare(job: Job, hidden: Mapping[str, str]) -> None:
+def _prepare(job: Job, hidden: Callable[[], Mapping[str, str]]) -> None:
     if job.leaving:
         return
     size = job.group.spec.local_world_size
     try:
         environment = worker_environment(job, Worker(0, 0, 0, size, size), os.environ)
+        environment.update(hidden())
         for feature in job.features:
-            feature.on_wait({**environment, **hidden})
+            feature.on_wait(environment)
     except Exception:  # the start of the workers shows whether it matters
         logger.exception("this node waits for a place, and could not prepare its workers")
 
