@@ -8,11 +8,11 @@ import pytest
 
 from regrow.rendezvous.node.driver import Snapshot
 from regrow.rendezvous.node.node_rules import (
-    beat_pause,
     Notified,
     Rejoin,
     SeatRequest,
     TimedOut,
+    beat_pause,
     end_wait,
     is_evicted,
     notifications,
