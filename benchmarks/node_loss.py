@@ -6,12 +6,14 @@ Three agents on this host, `--nnodes=1:3` with one worker each, meet at a port o
 repeat all-reduces over gloo. Each agent has an address of its own (`--local-addr`), as on three
 hosts. Then one agent, its worker and all processes it has started get SIGKILL at one moment. First
 it is the third agent, which neither is rank 0 nor serves the store. Then it is the agent of the
-endpoint, with the store server. Two measures for each:
+endpoint, with the store server. With an etcd on the host, regrow runs over that as well: three
+members, one on each "host". The loss of the endpoint's node is then that of the first agent and of
+the member that leads. Two measures for each:
 
 1. time from that moment to the first line of both survivors' new workers
 2. time from that moment to their first all-reduce
 
-Both launchers get the same command line and their own defaults, one after the other. torchrun may
+All get the same command line and their own defaults, one after the other. torchrun may
 never recover, so each run has a limit of LIMIT_S. A goal that is not reached by then counts as not
 within LIMIT_S. The medians and ratios count it as LIMIT_S, which favours torchrun.
 
@@ -24,6 +26,7 @@ import argparse
 import compileall
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
@@ -32,17 +35,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from _agents import kill_at_once, listens, wait
+from _etcd import Member, etcd
 from _procs import descendants
 
 import regrow
 
 WORKER = Path(__file__).with_name("_node_worker.py")
-LAUNCHERS = {"regrow": "regrow.run", "torchrun": "torch.distributed.run"}
+LAUNCHERS = {
+    "regrow": ("regrow.run", "c10d"),
+    "regrow, etcd": ("regrow.run", "etcd"),
+    "torchrun": ("torch.distributed.run", "c10d"),
+}
+"""By name: the module of the launcher, and the backend of its rendezvous."""
+ETCD_MEMBERS = 3
 NODES = 3
 VICTIMS = {"a node": NODES - 1, "the endpoint's node": 0}
 """Which agent is killed, by its number."""
@@ -75,13 +85,17 @@ def read_stamps(path: Path) -> list[Stamp]:
 
 
 @contextmanager
-def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def agents(
+    module: str, work: Path, members: list[Member]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the agents of one job; kill all its processes at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    backend, endpoint = "etcd", ",".join(member.endpoint for member in members)
+    if not members:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            backend, endpoint = "c10d", f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, "-m", module, f"--nnodes=1:{NODES}", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=loss"]
+    command += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=loss"]
     command += ["--max-restarts=3"]
     env = {**os.environ, "BENCH_STAMPS": str(work / "stamps"), "OMP_NUM_THREADS": "1"}
     started: list[subprocess.Popen[bytes]] = []
@@ -98,7 +112,8 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                     )
                 )
             if number == 0:  # the first agent serves the store; the last one is killed
-                wait(lambda: listens(port), FORMING_S)
+                ports = [int(at.rpartition(":")[2]) for at in endpoint.split(",")]
+                wait(lambda: all(map(listens, ports)), FORMING_S)
         yield started
     finally:
         for process in started:
@@ -109,23 +124,26 @@ def agents(module: str, work: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
                 os.kill(stamp.pid, signal.SIGKILL)
 
 
-def lose_a_node(module: str, who: str) -> dict[str, float | None]:
+def lose_a_node(name: str, who: str) -> dict[str, float | None]:
     """Run a job and kill one of its nodes; return the seconds to each goal, None if not reached.
 
     Args:
-        module: the launcher.
+        name: one of `LAUNCHERS`.
         who: the node, one of `VICTIMS`.
     """
-    with tempfile.TemporaryDirectory(prefix="bench_node_loss_") as folder:
+    module, backend = LAUNCHERS[name]
+    with tempfile.TemporaryDirectory(prefix="bench_node_loss_") as folder, ExitStack() as stack:
         work = Path(folder)
         stamps = work / "stamps"
-        with agents(module, work) as processes:
+        members = stack.enter_context(etcd(ETCD_MEMBERS)) if backend == "etcd" else []
+        with agents(module, work, members) as processes:
             if not wait(lambda: _count(stamps, "reduced", NODES) == NODES, FORMING_S):
                 text = (work / "output.0").read_text(errors="replace")
                 sys.exit(f"{module}: no world of {NODES} nodes; the first agent wrote:\n{text}")
             time.sleep(SETTLE_S)
             family = descendants(processes[VICTIMS[who]].pid)
-            killed_s = kill_at_once(family) / 1e9
+            led = [member.pid for member in members if member.leads()] if not VICTIMS[who] else []
+            killed_s = kill_at_once({*family, *led}) / 1e9
             survivors = NODES - 1
             others = [process for process in processes if process.pid not in family]
             wait(
@@ -151,18 +169,18 @@ def _count(path: Path, what: str, world_size: int) -> int:
 def measure(runs: dict[str, int]) -> dict[str, dict[str, list[float | None]]]:
     """Return the seconds of every run, for each goal and launcher."""
     times: dict[str, dict[str, list[float | None]]] = {
-        goal.format(who): {name: [] for name in LAUNCHERS}
+        goal.format(who): {name: [] for name in runs}
         for who in VICTIMS
         for goal in (STARTED, REDUCED)
     }
     for who in VICTIMS:
         for name, count in runs.items():
             for run in range(count):
-                result = lose_a_node(LAUNCHERS[name], who)
+                result = lose_a_node(name, who)
                 for goal, seconds in result.items():
                     times[goal][name].append(seconds)
                 shown = "  ".join(map(_shown, result.values()))
-                print(f"{who}: run {run + 1}/{count} {name:8}  {shown}", file=sys.stderr)
+                print(f"{who}: run {run + 1}/{count} {name:12}  {shown}", file=sys.stderr)
     return times
 
 
@@ -177,7 +195,10 @@ def main() -> int:
 
     # pip does this for an installed package such as torch, but not for an editable checkout.
     compileall.compile_dir(Path(regrow.__file__).parent, quiet=1)
-    times = measure({"regrow": args.runs, "torchrun": args.torchrun_runs})
+    runs = {"regrow": args.runs, "regrow, etcd": args.runs, "torchrun": args.torchrun_runs}
+    if shutil.which("etcd") is None or shutil.which("etcdctl") is None:
+        del runs["regrow, etcd"]
+    times = measure(runs)
     missed = [
         f"{goal}: {_shown(seconds)} is over {bound:g} s"
         for goal, bound in BOUNDS.items()
@@ -186,9 +207,9 @@ def main() -> int:
     ]
 
     print(f"{NODES} agents, one killed with its worker; medians of seconds (least to most)")
-    print(f"{'':62}{'regrow':>24}{'torchrun':>24}{'ratio':>8}")
+    print(f"{'':62}" + "".join(f"{name:>24}" for name in runs) + f"{'ratio':>8}")
     for goal, by_name in times.items():
-        cells = "".join(f"{_median_and_range(by_name[name]):>24}" for name in LAUNCHERS)
+        cells = "".join(f"{_median_and_range(by_name[name]):>24}" for name in runs)
         print(f"{goal:62}{cells}{_ratio(by_name):>8}  {_verdict(goal, by_name['regrow'])}")
     if args.json:
         args.json.write_text(json.dumps({"seconds": times, "missed": missed}, indent=2) + "\n")

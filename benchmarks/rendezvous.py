@@ -48,13 +48,14 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from _etcd import etcd
 
 from regrow.rendezvous import RendezvousParameters, get_rendezvous_handler
 from regrow.store import make_token, start_server
@@ -169,37 +170,8 @@ def our_run(count: int) -> float:
 
 def etcd_run(count: int) -> float:
     """Measure regrow's handlers once, over a new etcd server; return the seconds."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        endpoint = _start_etcd(folder, stack)
-        return in_a_process("ours", str(count), "etcd", endpoint)
-
-
-def _start_etcd(folder: str, stack: ExitStack) -> str:
-    from regrow.utils import PortReservation
-
-    ports = [stack.enter_context(PortReservation()).port for _ in range(2)]
-    client, peer = (f"http://127.0.0.1:{port}" for port in ports)
-    command = [
-        *("etcd", "--data-dir", folder, "--name", "bench"),
-        *("--listen-client-urls", client, "--advertise-client-urls", client),
-        *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-        *("--initial-cluster", f"bench={peer}"),
-    ]
-    log_path = Path(folder, "log")
-    with log_path.open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    deadline = time.monotonic() + 30
-    while subprocess.run(
-        ["etcdctl", "--endpoints", client, "endpoint", "health"],
-        env={**os.environ, "ETCDCTL_API": "3"},
-        capture_output=True,
-        check=False,
-    ).returncode:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"benchmark: etcd does not start: {log_path.read_text()[-500:]}")
-    return client.removeprefix("http://")
+    with etcd() as members:
+        return in_a_process("ours", str(count), "etcd", members[0].endpoint)
 
 
 # --- crowds of light clients
