@@ -94,6 +94,7 @@ def agents(
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             backend, endpoint = "c10d", f"127.0.0.1:{probe.getsockname()[1]}"
+    ports = [int(at.rpartition(":")[2]) for at in endpoint.split(",")]
     command = [sys.executable, "-m", module, f"--nnodes=1:{NODES}", "--nproc-per-node=1"]
     command += [f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=loss"]
     command += ["--max-restarts=3"]
@@ -112,7 +113,6 @@ def agents(
                     )
                 )
             if number == 0:  # the first agent serves the store; the last one is killed
-                ports = [int(at.rpartition(":")[2]) for at in endpoint.split(",")]
                 wait(lambda: all(map(listens, ports)), FORMING_S)
         yield started
     finally:
