@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PAUSE_S: float = 0.1
 """Pause between two looks at a ballot that may change, or two attempts to reach a server."""
+REMOVE_S: float = 1.0
+"""Longest wait for the removal of a ballot, in seconds."""
 ANSWER_S: float = 2 * CHECK_S
 """Longest wait for an answer of the coordinator; it answers after `CHECK_S` seconds at the latest.
 """
@@ -152,13 +154,12 @@ class WitnessKeeper:
             endpoint: where the coordinator serves.
             reply: its answer.
         """
-        if reply.witness is None:
-            self._heard = "", (0, 0), 0.0
-            self._begin(None)
-            return
-        id, answer = reply.witness
+        before = self._heard[0]
+        id, answer = reply.witness or ("", 0)
         self._heard = id, (reply.epoch, answer), self._clock()
-        self._begin(Keep(id, me.id, reply.life, endpoint))
+        self._begin(Keep(id, me.id, reply.life, endpoint) if id else None)
+        if before and before != id:  # no majority needs its vote any more
+            self._remove(before)
 
     def vote(self, me: Voter, life: str, epoch: int, *, ended: bool) -> None:
         """Grant an epoch to this agent, once the promise of the witness is over.
@@ -182,7 +183,14 @@ class WitnessKeeper:
     def remove(self) -> None:
         """Remove the ballot, because the job is over."""
         if self._heard[0]:
-            self._cells(self._heard[0]).remove()
+            self._remove(self._heard[0]).join(REMOVE_S)  # a directory that hangs delays no end
+
+    def _remove(self, id: str) -> threading.Thread:
+        thread = self._threading.Thread(
+            target=self._cells(id).remove, name="rendezvous ballot", daemon=True
+        )
+        thread.start()
+        return thread
 
     def _begin(self, task: Keep | Vote | None) -> None:
         with self._lock:
@@ -242,9 +250,6 @@ class WitnessKeeper:
         while task is self._task:
             request = self._request(task, ballot, checked)
             reply = self._ask(task, task.endpoint, request, ANSWER_S)
-            if isinstance(reply, messages.RefusedReply) and reply.removed:
-                cell.remove()
-                return
             if not isinstance(reply, messages.CopyReply):
                 self._changed.wait(PAUSE_S)  # the agent looks for the server that runs the rounds
                 continue
