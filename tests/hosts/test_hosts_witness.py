@@ -247,7 +247,7 @@ def test_two_directories_with_one_path_are_no_witness(
         job.agent(host, f"--rdzv-conf=witness={tmp_path}/of-{host.name}") for host in hosts[:2]
     ]
     job.world(2)
-    line = "does not show what another host has written there"
+    line = "is not there, although another host has written it"
     job.wait_until(lambda: line in agents[1].output or None, "a warning")
     for agent in agents:
         found = agent.events("rendezvous.servers")

@@ -48,7 +48,7 @@ logger = get_logger(__name__)
 
 
 class BallotCell(Protocol):
-    """Where a ballot is stored. The methods may block."""
+    """Where a ballot is stored; its text names the place. The methods may block."""
 
     def read(self) -> tuple[int, Ballot | None]:
         """Return the latest version and the ballot; 0 and None if there is none.
@@ -240,7 +240,7 @@ class WitnessKeeper:
     def _warn(self, task: Keep | Vote, why: str) -> None:
         level = logger.debug if why == self._warned else logger.warning
         self._warned = why
-        level("the witness %s does not vote through this host: %s", task.witness, why)
+        level("this host gets no vote from the witness directory: %s", why)
 
     def _keep(self, task: Keep) -> None:
         """Confirm changes until there is another task."""
@@ -257,8 +257,8 @@ class WitnessKeeper:
                 version, ballot = cell.read()  # the other keeper may have created it
                 if ballot is None and not reply.creates:
                     raise ValueError(
-                        "the directory does not show what another host has written there. Check "
-                        "that all hosts see the same directory"
+                        f"{cell} is not there, although another host has written it. Check that "
+                        f"all hosts see the same directory"
                     )
             if not may_follow(ballot, reply.epoch):
                 continue  # the next request contains the newer epoch
@@ -310,7 +310,7 @@ class WitnessKeeper:
         while task is self._task:
             version, ballot = cell.read()
             if ballot is None:
-                raise ValueError("its ballot is not there any more")
+                raise ValueError(f"{cell} is not there any more")
             now = self._clock()
             if version != seen:
                 seen, since = version, now

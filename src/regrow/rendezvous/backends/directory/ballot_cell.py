@@ -73,6 +73,9 @@ class FileBallot:
         self._path = os.path.join(folder, file_name(id))
         self._cell = Cell(self._path, os.path.join(folder, _DRAFTS))
 
+    def __str__(self) -> str:
+        return self._path
+
     def read(self) -> tuple[int, Ballot | None]:
         """See `BallotCell.read`."""
         try:
