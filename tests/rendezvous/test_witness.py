@@ -1,10 +1,14 @@
-"""The witness: its rules, its keepers as the coordinator sees them, and its ballot in a directory."""
+"""The witness: its rules, its keepers as the coordinator sees them, and its ballot."""
 
 from __future__ import annotations
 
 import os
+import queue
+import threading
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -38,7 +42,9 @@ from regrow.rendezvous.protocol.witness import (
     new_witness,
 )
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.round_service import RendezvousService
+from regrow.rendezvous.server.witness_keeper import WitnessKeeper
 from regrow.rendezvous.settings import read_settings
 
 A, B, C = VOTERS = tuple(Voter(name, f"host{name}", 1) for name in "abc")
@@ -90,9 +96,7 @@ def test_the_first_voters_of_two_endpoints_are_both_if_there_is_a_witness() -> N
 
 
 @given(
-    st.lists(
-        st.tuples(st.booleans(), st.integers(0, 6), st.sampled_from(["a", "b"])), max_size=20
-    )
+    st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.sampled_from(["a", "b"])), max_size=20)
 )
 def test_a_witness_grants_an_epoch_once_and_follows_no_older_one(
     steps: list[tuple[bool, int, str]],
@@ -126,7 +130,9 @@ def test_a_witness_is_needed_when_the_others_are_silent() -> None:
 
 
 def test_no_witness_has_the_id_of_another() -> None:
-    ids = {new_witness(life, epoch, seq).id for life in "ab" for epoch in (1, 11) for seq in (1, 11)}
+    ids = {
+        new_witness(life, epoch, seq).id for life in "ab" for epoch in (1, 11) for seq in (1, 11)
+    }
     assert len(ids) == 8
 
 
@@ -409,3 +415,70 @@ def test_a_witness_that_could_not_vote_is_refused(conf: dict[str, str], why: str
 def test_a_relative_path_is_refused() -> None:
     with pytest.raises(ValueError, match="is not an absolute path"):
         read_settings(settings(witness="shared"))
+
+
+# --- the candidate
+
+
+class Memory:
+    """A ballot in memory; a `BallotCell`."""
+
+    def __init__(self, ballot: Ballot) -> None:
+        self.versions = [ballot]
+        self.reads = threading.Semaphore(0)
+
+    def read(self) -> tuple[int, Ballot | None]:
+        self.reads.release()
+        return len(self.versions), self.versions[-1]
+
+    def replace(self, version: int, ballot: Ballot, *, create: bool = False) -> bool:
+        self.versions.append(ballot)
+        return True
+
+    def renew(self) -> None:
+        """Renew the promise, as the keeper of a coordinator that lives; wait until this is read."""
+        self.versions.append(replace(self.versions[-1], answer=self.versions[-1].answer + 1))
+        while self.reads.acquire(blocking=False):
+            pass
+        for _ in range(2):
+            assert self.reads.acquire(timeout=30.0)
+
+    def check(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+def test_a_candidate_waits_until_the_ballot_has_not_changed_for_the_length_of_a_promise() -> None:
+    record = JobRecord("job", "life", SETTINGS, Round(1, 2), Succession(2, A, ((A, B, W),)), 5)
+    cell = Memory(replace(BALLOT, record=messages.encode(record)))
+    sent = queue.Queue[messages.GrantRequest]()
+    now = 100.0
+
+    def ask(body: bytes, timeout: float) -> bytes:
+        question = messages.decode_question(body)
+        if isinstance(question, messages.GrantRequest):
+            sent.put(question)
+        return messages.encode(messages.DoneReply(3))
+
+    keeper = WitnessKeeper(
+        "job",
+        PROMISE * LEASE,
+        lambda id: cell,
+        open=cast("Any", None),
+        new_client=lambda open: cast("Any", SimpleNamespace(ask=ask, close=lambda timeout: None)),
+        clock=lambda: now,
+        threads=threading,
+    )
+    reply = messages.CopyReply("life", 2, 5, 9, False, (), Succession(), True, (W.id, 10))
+    keeper.follow(B, "hosta:1", reply)
+    cell.versions.append(replace(cell.versions[-1], answer=11))
+    keeper.vote(B, "life", 3, ended=False)
+    for _ in range(5):
+        now += 0.8 * PROMISE * LEASE
+        cell.renew()
+    assert sent.empty()
+    now += PROMISE * LEASE
+    grant = sent.get(timeout=30.0)
+    assert (grant.voter, grant.epoch, grant.waited) == (W.id, 3, True)
+    assert cell.versions[-1].granted_to == B.id
+    keeper.stop()

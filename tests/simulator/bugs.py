@@ -360,7 +360,6 @@ BUGS: dict[str, Bug] = {
     "confirmed unwritten": Bug(
         "witness", range(100), witness_bugs.a_witness_confirms_before_it_writes
     ),
-    "no wait": Bug("witness", range(100), witness_bugs.the_candidate_does_not_wait),
     "grant forgotten": Bug("witness", range(100), witness_bugs.a_witness_forgets_its_grant),
     "two directories": Bug("witness", range(100), witness_bugs.two_directories_are_one_witness),
 }

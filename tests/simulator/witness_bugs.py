@@ -7,7 +7,6 @@ from unittest import mock
 
 from msgspec.structs import replace
 
-from regrow.rendezvous.protocol.messages import Voter
 from regrow.rendezvous.protocol.witness import Ballot
 from regrow.rendezvous.server import witness_keeper
 from regrow.rendezvous.server.server_messages import CopyReply
@@ -46,21 +45,6 @@ def a_witness_confirms_before_it_writes() -> list[Any]:
         return True
 
     return [mock.patch.object(SimBallot, "replace", store)]
-
-
-def the_candidate_does_not_wait() -> list[Any]:
-    """A candidate takes the promise of the witness for over while the coordinator may live."""
-    real = WitnessKeeper.vote
-
-    def vote(self: WitnessKeeper, me: Voter, life: str, epoch: int, *, ended: bool) -> None:
-        id, after, _ = self._heard
-        self._heard = id, after, -1e9
-        real(self, me, life, epoch, ended=ended)
-
-    return [
-        mock.patch.object(witness_keeper, "has_promised_since", return_value=False),
-        mock.patch.object(WitnessKeeper, "vote", vote),
-    ]
 
 
 def a_witness_forgets_its_grant() -> list[Any]:

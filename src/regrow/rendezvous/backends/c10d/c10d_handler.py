@@ -69,7 +69,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     host, port = endpoints[0]
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     shared = credentials(params, host)
-    ballots = _ballots(settings, shared)
+    ballots = _ballots(settings, shared, read_timeout)
     is_host = params.get_as_bool("is_host")
     if len(endpoints) > 1 and params.get_as_int("successors") != 0:
         if is_host is not None:
@@ -102,13 +102,28 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     return _new_handler(driver, params, settings, shared)
 
 
-def _ballots(settings: RendezvousSettings, shared: Credentials) -> Ballots | None:
-    """Return where the ballots of the job's witness are stored, if it may have one."""
+def _ballots(
+    settings: RendezvousSettings, shared: Credentials, read_timeout: float
+) -> Ballots | None:
+    """Return where the ballots of the job's witness are stored, if it may have one.
+
+    Raises:
+        RendezvousUsageError: the directory cannot be used.
+        RendezvousConnectionError: the directory does not answer.
+    """
     if not (settings.witness and settings.successors):
         return None
     from regrow.rendezvous.backends.directory.ballot_cell import open_witness
+    from regrow.utils import call_in_thread
 
-    return open_witness(settings.witness, settings.run_id, shared.token)
+    where = settings.witness, settings.run_id, shared.token
+    try:
+        return call_in_thread(lambda: open_witness(*where), "regrow-witness").result(read_timeout)
+    except TimeoutError:
+        raise RendezvousConnectionError(
+            f"--rdzv-conf witness={settings.witness}: the file system of this directory does not "
+            f"answer within {read_timeout:g} s"
+        ) from None
 
 
 def _new_handler(
