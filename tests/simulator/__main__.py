@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from simulator.bugs import BUGS, planted
 from simulator.run import Outcome, simulate, simulate_many
 
-DRIVERS = ("server", "nodes", "hosts")
+DRIVERS = ("server", "nodes", "hosts", "witness")
 BATCH = 5
 """Seeds that a process runs at a time."""
 CROWD = {"server": 300, "nodes": 100, "hosts": 100}
@@ -84,6 +84,7 @@ def _search(options: argparse.Namespace) -> int:
             (driver, crowd, pool.submit(simulate, seed, driver, nodes=crowd))
             for seed in range(options.crowds)
             for driver in drivers
+            if driver in CROWD
             for crowd in [options.crowd or CROWD[driver]]
         ]
         first = 0

@@ -35,7 +35,7 @@ from regrow.rendezvous.server.server_driver import ServerDriver
 from regrow.store import Answer
 from simulator import host as sim_host
 from simulator import nodes as sim_nodes
-from simulator import successor_bugs
+from simulator import successor_bugs, witness_bugs
 from simulator.agent import Agent
 from simulator.nodes import Plain, Written
 
@@ -356,6 +356,12 @@ BUGS: dict[str, Bug] = {
     "never withdrawn": Bug(
         "hosts", range(109, 209), successor_bugs.first_grants_are_never_withdrawn
     ),
+    "no compare": Bug("witness", range(100), witness_bugs.a_ballot_is_written_without_compare),
+    "confirmed unwritten": Bug(
+        "witness", range(100), witness_bugs.a_witness_confirms_before_it_writes
+    ),
+    "grant forgotten": Bug("witness", range(100), witness_bugs.a_witness_forgets_its_grant),
+    "two directories": Bug("witness", range(100), witness_bugs.two_directories_are_one_witness),
 }
 
 

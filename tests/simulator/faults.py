@@ -55,7 +55,7 @@ class Faults:
                         self.history.note(f"{strike.__name__} {host.name}")
                         strike(host)
                         if self.job.profile.successors:
-                            self._trouble_all(self._outage(host))
+                            self.trouble_all(self._outage(host))
                 self.sim.after(random.expovariate(1 / mean), fault)
 
         self.sim.after(random.uniform(2, 8), fault)
@@ -70,7 +70,7 @@ class Faults:
 
         def crash() -> None:
             if self.sim.now < FAULTS_UNTIL:
-                self._trouble_all(4.0)
+                self.trouble_all(4.0)
                 self.job.place.crash()
                 self.sim.after(random.expovariate(1 / 15), crash)
 
@@ -170,10 +170,11 @@ class Faults:
 
     def _pause_place(self, _host: Host) -> None:
         span = self._span()
-        self._trouble_all(span)
+        self.trouble_all(span)
         self.job.place.pause(span)
 
-    def _trouble_all(self, span: float) -> None:
+    def trouble_all(self, span: float) -> None:
+        """Note that no host may be well for some seconds."""
         self._place_troubled = max(self._place_troubled, self.sim.now + span)
         for host in self.job.hosts:
             host.trouble(self._place_troubled)
@@ -184,5 +185,5 @@ class Faults:
     def _restart_place(self, _host: Host) -> None:
         state = self.job.place.state
         if state is None or not state.closed:  # a job that is over does not start again
-            self._trouble_all(2.0)
+            self.trouble_all(2.0)
             self.job.place.restart()

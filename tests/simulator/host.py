@@ -83,6 +83,8 @@ class Profile(NamedTuple):
     """Whether agents spend restarts in running rounds."""
     successors: int = 0
     """Most hosts besides that of the server that may take over."""
+    witness: bool = False
+    """Whether the hosts have a directory for a witness."""
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -97,6 +99,7 @@ class Profile(NamedTuple):
             bounds.misses,
             shutdown_timeout=timedelta(seconds=bounds.grace),
             successors=self.successors,
+            witness="/shared" if self.witness else "",
         )
 
 

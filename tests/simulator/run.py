@@ -105,6 +105,14 @@ def _with_successors(sim: Simulation, profile: Profile) -> Profile:
     return profile._replace(hosts=hosts, high=high, successors=successors)
 
 
+def _with_witness(sim: Simulation, profile: Profile) -> Profile:
+    """Return the profile for a job with a witness: two hosts, at times three."""
+    hosts = sim.random.choice([2, 2, 2, 3])
+    high = sim.random.choice([2, hosts])
+    low = sim.random.choice([1, 1, 1, 2])
+    return profile._replace(hosts=hosts, low=low, high=high, successors=4, witness=True)
+
+
 def _crowd_of(sim: Simulation, nodes: int) -> Profile:
     """Draw a job of many nodes, with lines and a backend that are fast enough for them."""
     random = sim.random
@@ -134,6 +142,8 @@ class World:
         self.profile = profile or profile_of(sim, nodes)
         if driver == "hosts":
             self.profile = _with_successors(sim, self.profile)
+        if driver == "witness":
+            self.profile = _with_witness(sim, self.profile)
         if seed % 7 == SPENDING:
             # A job that ended early would be forgotten by its server before the end of the seed.
             self.profile = self.profile._replace(spending=True, max_restarts=10**6)
@@ -144,6 +154,7 @@ class World:
             "server": SimServer,
             "nodes": SimBackend,
             "hosts": Servers,
+            "witness": Servers,
         }
         self.job.place = places[driver](self.job)
         for number in range(self.profile.hosts):
@@ -193,7 +204,7 @@ def simulate(
 
     Args:
         seed: decides everything.
-        driver: "server", "nodes" or "hosts".
+        driver: "server", "nodes", "hosts", or "witness" for two hosts and a directory.
         nodes: see `profile_of`.
         trace: receives a line for each event.
 
@@ -211,6 +222,8 @@ def simulate(
         crashes = seed % 7 in CRASHES or (seed % 7 == SPENDING and seed % 2 == 0)
         if driver != "nodes" and crashes:
             faults.begin_crashes(seed)
+        if isinstance(world.job.place, Servers) and world.job.place.directory is not None:
+            world.job.place.directory.begin_faults(seed, FAULTS_UNTIL, faults.trouble_all)
         world.sim.preempted = 0.02
         world.sim.run(FAULTS_UNTIL)
         world.sim.preempted, world.job.faults = 0.0, False

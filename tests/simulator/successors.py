@@ -16,7 +16,7 @@ history, whichever server has told it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -25,20 +25,22 @@ from regrow.rendezvous.node.driver import Driver
 from regrow.rendezvous.protocol import rules
 from regrow.rendezvous.protocol.messages import Event, NodeLost, Voter
 from regrow.rendezvous.protocol.state import Round
-from regrow.rendezvous.protocol.succession import MARGIN, PROMISE, is_quorum
+from regrow.rendezvous.protocol.succession import MARGIN, PROMISE, is_quorum, is_witness
 from regrow.rendezvous.server import round_service, server_driver, successor
 from regrow.rendezvous.server.copies import Copies
 from regrow.rendezvous.server.served_job import ServedJob
 from regrow.rendezvous.server.server_driver import ServerDriver, Where
+from regrow.rendezvous.server.witness_keeper import BallotCell
 from regrow.store import Answer
 from simulator.agent import Agent, Stranger
 from simulator.client import Client, Link
 from simulator.host import Host, Job
 from simulator.kernel import Machine
 from simulator.server import SimServer
+from simulator.witness import SimDirectory
 
 LISTED = [(f"host{n}", 1) for n in range(3)]
-"""The endpoints of the job, if it has several."""
+"""The endpoints of the job, if it has several; with a witness, the first two."""
 ORIGIN = "host0:1"
 """The endpoint of the job, if it has one."""
 
@@ -190,6 +192,8 @@ class Servers:
         self._latest = Round(1, 1)
         self._epoch = 0
         self._lists = job.sim.seed % 2 == 1
+        self._listed = LISTED[:2] if job.profile.witness else LISTED
+        self.directory = SimDirectory(job) if job.profile.witness else None
         self._latest_start: Agent | None = None
 
     # --- the hooks: what the servers do
@@ -305,12 +309,16 @@ class Servers:
             server = self.servers[ORIGIN] = HostServer(self, agent.host, agent, creates=True)
         port = 1 if server is not None else next(self._ports)
         driver = self._driver(agent, endpoint, server)
-        driver.may_take_over(agent.host.name, port, partial(self._serve, agent, port))
+        serve = partial(self._serve, agent, port)
+        driver.may_take_over(agent.host.name, port, serve, ballots=self._ballots(agent))
         return driver
+
+    def _ballots(self, agent: Agent) -> Callable[[str], BallotCell] | None:
+        return None if self.directory is None else partial(self.directory.ballot, agent)
 
     def _connect_listed(self, agent: Agent) -> Driver:
         own = f"{agent.host.name}:1"
-        serves = (agent.host.name, 1) in LISTED and not isinstance(agent, Stranger)
+        serves = (agent.host.name, 1) in self._listed and not isinstance(agent, Stranger)
         while serves and self._may_begin_a_second_job():
             agent.wait(agent.sleep(0.5))
         if serves:
@@ -318,12 +326,10 @@ class Servers:
         before, server = self.servers.get(own), None
         if serves and (before is None or before.dead):
             server = self.servers[own] = HostServer(self, agent.host, agent, creates=False)
-        driver = self._driver(agent, ORIGIN, server, LISTED)
-        if server is not None:
-            driver.may_take_over(agent.host.name, 1, partial(self._serve, agent, 1), None, own)
-        else:
-            port = next(self._ports)
-            driver.may_take_over(agent.host.name, port, partial(self._serve, agent, port))
+        driver = self._driver(agent, ORIGIN, server, self._listed)
+        port, listed_as = (1, own) if server is not None else (next(self._ports), "")
+        serve, ballots = partial(self._serve, agent, port), self._ballots(agent)
+        driver.may_take_over(agent.host.name, port, serve, None, listed_as, ballots)
         return driver
 
     def _driver(
@@ -376,12 +382,14 @@ class Servers:
         copies = [(its.copy[0], its.copy[1].voters) for its in alive]
         _, voters = max(copies, key=lambda copy: copy[0], default=(None, ()))
         ids = {its.me.id for its in alive}
+        ids |= {voter.id for one in voters for voter in one if is_witness(voter)}
         if voters and is_quorum(voters, ids):
             return True
         for server in self.servers.values():
             job = server.served
             if job is not None and job.life == f"life{self._life}":
                 voters = job.copies.succession.voters
+                ids |= {voter.id for one in voters for voter in one if is_witness(voter)}
                 if is_quorum(voters, ids | job.copies.resigned):
                     return True
         return False

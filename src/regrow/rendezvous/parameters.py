@@ -30,7 +30,9 @@ _ETCD = _keys(
 )
 _KNOWN: Mapping[str, frozenset[str]] = {
     "static": _CREDENTIALS | _DYNAMIC - {"last_call_timeout"},
-    "c10d": _DYNAMIC | _CREDENTIALS | {"is_host", "read_timeout", "store_type", "successors"},
+    "c10d": _DYNAMIC
+    | _CREDENTIALS
+    | {"is_host", "read_timeout", "store_type", "successors", "witness"},
     "etcd": _DYNAMIC | _ETCD,
     "etcd-v2": _DYNAMIC | _ETCD,
     "file": _DYNAMIC,

@@ -162,6 +162,8 @@ class RendezvousSettings:
     """The grace that a node's workers have to stop."""
     successors: int = 0
     """Most agents on other hosts that may take over as server of the rounds."""
+    witness: str = ""
+    """A directory that all hosts see, for the third vote of a job on two hosts; empty: none."""
 
     def __post_init__(self) -> None:
         if not self.run_id:
@@ -213,8 +215,8 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
 
     `join_timeout` (or `timeout`), `last_call_timeout`, `close_timeout`, `heartbeat_timeout` (or
     `heartbeat`), `keep_alive_interval` and `reconnect_timeout` are in seconds.
-    `keep_alive_max_attempt` is a number of heartbeats, and `successors` a number of agents. The
-    launcher sets `shutdown_timeout`, in seconds.
+    `keep_alive_max_attempt` is a number of heartbeats, `successors` a number of agents, and
+    `witness` a directory. The launcher sets `shutdown_timeout`, in seconds.
 
     Raises:
         ValueError: a value is not valid, or two values contradict each other.
@@ -240,6 +242,8 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
     if params.backend == "etcd" and misses is None and params.get("keep_alive_interval") is None:
         interval, misses = ETCD_KEEP_ALIVE, ETCD_MISSES
 
+    witness = _witness(params)
+
     def limit(*keys: str, default: float) -> timedelta:
         return timedelta(seconds=timeout_option(params, *keys, default=default))
 
@@ -257,12 +261,35 @@ def read_settings(params: RendezvousParameters) -> RendezvousSettings:
         MISSES if misses is None else misses,
         limit("reconnect_timeout", default=RECONNECT),
         timedelta(seconds=grace),
-        _successors(params),
+        _successors(params, 2 if witness else 3),
+        witness,
     )
 
 
-def _successors(params: RendezvousParameters) -> int:
-    if params.backend != "c10d" or params.max_nodes < 3:
+def _witness(params: RendezvousParameters) -> str:
+    witness = str(params.get("witness") or "")
+    if not witness:
+        return ""
+    if params.backend != "c10d" or params.get("store_type"):
+        raise ValueError(
+            f"--rdzv-conf witness={witness} is for --rdzv-backend c10d, with regrow's own store: "
+            f"only there does another host take over from the host of the server"
+        )
+    if params.get_as_int("successors") == 0:
+        raise ValueError(
+            f"--rdzv-conf witness={witness} needs a host that may take over, and successors=0 "
+            f"allows none: remove one of the two"
+        )
+    if not witness.startswith("/"):
+        raise ValueError(
+            f"--rdzv-conf witness={witness} is not an absolute path: all hosts must find the same "
+            f"directory"
+        )
+    return witness
+
+
+def _successors(params: RendezvousParameters, least: int) -> int:
+    if params.backend != "c10d" or params.max_nodes < least:
         return 0  # a majority of two hosts outlives no loss
     wanted = params.get_as_int("successors")
     return MOST_SUCCESSORS if wanted is None else wanted

@@ -44,6 +44,10 @@ fewer than three hosts, a majority would outlive no loss, so there are no voters
 the coordinator's host ends the job. The last voters first learn that they are *retired*: they grant
 no epoch any more.
 
+**Two hosts** have voters if the job has a *witness* (`protocol/witness.py`): a third voter, whose
+state is in a directory that both hosts see. It runs no agent, so it is no candidate. Everything
+else holds for it too.
+
 **Begin.** If the user lists several endpoints, these are the first voters, each with the record of
 a job without nodes. The agents that serve them grant the first epochs in their place, and so elect
 the first coordinator. In its record, the agents take the place of the endpoints (`with_agents`). So
@@ -73,6 +77,9 @@ MARGIN = 1 / 6
 """The coordinator stops renewing leases this long before its end, as a part of a lease."""
 MOST_SUCCESSORS = 4
 """Most voters besides the coordinator's; with so many, any two hosts may be lost at one time."""
+
+TWO = 2
+"""So many hosts need a witness."""
 
 Voters = tuple[Voter, ...]
 
@@ -142,22 +149,42 @@ def odd_number(voters: Voters) -> Voters:
     return voters[: len(voters) - 1 + len(voters) % 2]
 
 
-def wanted_voters(state: Round, succession: Succession, successors: int) -> Voters:
+def first_voters(listed: Voters, *, witness: bool) -> Voters:
+    """Return the first voters of a job with several endpoints.
+
+    With a witness, two endpoints are both voters: both hosts begin the job. The witness joins them
+    later, because only two agents together can find out that they see the same directory.
+    """
+    return listed if witness and len(listed) == TWO else odd_number(listed)
+
+
+def is_witness(voter: Voter) -> bool:
+    """Return whether a voter is a witness: it is on no host."""
+    return not voter.host
+
+
+def wanted_voters(
+    state: Round, succession: Succession, successors: int, witness: Voter | None = None
+) -> Voters:
     """Return the voters that a job should have: an odd number on different hosts, or none.
 
     Args:
         state: the state of the rounds.
         succession: the current succession.
         successors: most voters besides the coordinator's.
+        witness: the third voter if there are two hosts; None: the job has no witness that answers.
 
     The coordinator's agent comes first, then the other voters that are still members, then the
     members in the order of their ranks. While no round is complete, and when the job is closed, the
-    voters stay as they are.
+    voters stay as they are; only two voters get their witness.
     """
     current = succession.voters[-1] if succession.voters else ()
     first = succession.coordinator
     if first is None or not state.complete or state.closed:
-        return () if succession.retired else current
+        if succession.retired:
+            return ()
+        joins = witness is not None and not state.closed and len(current) == TWO
+        return (*current, witness) if joins and witness is not None else current
     able = [node.voter for node in map(state.members.__getitem__, state.ranks) if node.voter]
     by_id = {voter.id: voter for voter in able}
     kept = [by_id[voter.id] for voter in current if voter.id in by_id]
@@ -165,7 +192,10 @@ def wanted_voters(state: Round, succession: Succession, successors: int) -> Vote
     # The server of an agent that has ended still serves its clients, but that agent has no vote.
     for voter in (*([by_id[first.id]] if first.id in by_id else []), *kept, *able):
         chosen.setdefault(voter.host, voter)
-    voters = odd_number(tuple(chosen.values())[: 1 + successors])
+    voters = tuple(chosen.values())[: 1 + successors]
+    if witness is not None and len(voters) == TWO:
+        return (*voters, witness)
+    voters = odd_number(voters)
     return voters if len(voters) > 1 else ()
 
 
@@ -246,13 +276,13 @@ def change_voters(
 
 
 def candidate(succession: Succession, epoch: int) -> Voter:
-    """Return the voter that may take over in an epoch: the voters take turns.
+    """Return the voter that may take over in an epoch: the voters on hosts take turns.
 
     Args:
         succession: a succession with voters.
         epoch: an epoch after the one of the succession.
     """
-    voters = succession.voters[-1]
+    voters = tuple(voter for voter in succession.voters[-1] if not is_witness(voter))
     ids = [voter.id for voter in voters]
     first = succession.coordinator
     at = ids.index(first.id) if first and first.id in ids else -1

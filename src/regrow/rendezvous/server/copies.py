@@ -7,6 +7,9 @@ they follow. The rules are in `protocol/succession.py`.
 
 After each change of the members, the voters change step by step. Each step is a change of the
 record itself.
+
+A job on two hosts may have a witness as its third voter (`witness_requests.py`). Its keepers ask in
+its name, and are answered only when the witness is needed.
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ from regrow.rendezvous.protocol.succession import (
     Voters,
     change_voters,
     is_voter,
+    is_witness,
     quorum_value,
     reporter,
     wanted_voters,
 )
 from regrow.rendezvous.server import server_messages as messages
+from regrow.rendezvous.server.witness_requests import Due, Parked, WitnessRequests
 from regrow.rendezvous.settings import FORGET_JOB
 from regrow.store import Answer
 
@@ -54,6 +59,7 @@ class Copies:
         seq: the number of changes in the record.
         lease: the length of a lease, in seconds.
         successors: most voters besides the coordinator's.
+        witness: whether the agents have a directory for a witness.
         now: the time, in seconds.
         whole: returns the record of the whole job.
     """
@@ -65,6 +71,7 @@ class Copies:
         seq: int,
         lease: float,
         successors: int,
+        witness: bool,
         now: float,
         whole: Callable[[], bytes],
     ) -> None:
@@ -87,6 +94,8 @@ class Copies:
         self._promised_at: dict[str, float] = {}  # by voter: when its latest answer was sent
         self._sent: dict[str, tuple[int, float]] = {}  # by voter: number and time of that answer
         self._parked: dict[str, tuple[Hashable, int, messages.CopyRequest, float]] = {}
+        in_time = self._promise - self._margin
+        self._witness = WitnessRequests(life, self._promise, in_time) if witness else None
         self._held: list[tuple[int, list[Answer]]] = []
         self._chosen_for: object = None
 
@@ -98,7 +107,11 @@ class Copies:
     @property
     def at(self) -> float | None:
         """The time of the next call of `due`."""
-        return min((until for *_, until in self._parked.values()), default=None)
+        times = [until for *_, until in self._parked.values()]
+        if self._witness is not None:
+            due = self._next_witness()
+            times += [self._witness.late_at] if due is None else [self._witness.late_at, due.at]
+        return min((at for at in times if at < inf), default=None)
 
     @property
     def servers(self) -> tuple[Voter, ...]:
@@ -110,7 +123,8 @@ class Copies:
         first = self.succession.coordinator
         if not voters or first is None:
             return ()
-        return (first, *(voter for voter in voters if voter.id != first.id))
+        others = (voter for voter in voters if voter.id != first.id and not is_witness(voter))
+        return (first, *others)
 
     @property
     def may_lose(self) -> int:
@@ -124,8 +138,11 @@ class Copies:
 
     def should_copy(self, voter: Voter | None) -> bool:
         """Return whether an agent should keep a copy."""
+        keepers = self._witness.wanted_by if self._witness is not None else ()
         return voter is not None and (
-            voter in (*self.wanted, self._reporter) or is_voter(self.succession, voter.id)
+            voter in (*self.wanted, self._reporter)
+            or voter.id in keepers
+            or is_voter(self.succession, voter.id)
         )
 
     def begin(self) -> None:
@@ -181,17 +198,32 @@ class Copies:
             out += self._held.pop(0)[1]
         return out
 
-    def next_step(self, state: Round) -> Succession | None:
+    def next_step(self, state: Round, now: float) -> Succession | None:
         """Return the succession after the next step towards the wanted voters, if there is one."""
-        chosen_for = state.number, state.complete, state.closed is None, self.succession
+        chosen_for: tuple[object, ...] = (
+            *(state.number, state.complete, state.closed is None),
+            self.succession,
+        )
+        if self._witness is not None:
+            self._witness.check(now)
+            chosen_for = *chosen_for, self._witness.is_late, self._witness.keepers
         if chosen_for != self._chosen_for:
             self._chosen_for = chosen_for
-            self.wanted = wanted_voters(state, self.succession, self._successors)
+            self.wanted = self._wanted(state)
             if state.complete:
                 self._reporter = reporter(state, self.succession)
         ready = {id for id, has in self._has.items() if has >= self.seq}
         after = change_voters(self.succession, self.wanted, ready, self.kept())
         return None if after == self.succession else after
+
+    def _wanted(self, state: Round) -> Voters:
+        witness = self._witness
+        if witness is not None:
+            third = witness.candidate(self.succession, self.seq)
+            wanted = wanted_voters(state, self.succession, self._successors, third)
+            if witness.want(wanted, self.succession):
+                return wanted
+        return wanted_voters(state, self.succession, self._successors)
 
     # --- requests of the voters
 
@@ -208,6 +240,9 @@ class Copies:
             raise ValueError(
                 f"a copy of the record has {request.seq} changes, and the server has {self.seq}"
             )
+        if request.keeper:
+            self._asked_by_keeper(Parked(session, id, request), now)
+            return []
         if voter in self.resigned:
             raise RemovedVoterError(f"the voter {voter} has resigned")
         out = [self._reply(voter, now)] if voter in self._parked else []
@@ -222,24 +257,67 @@ class Copies:
         self._parked[voter] = session, id, request, now + self._promise / 6
         return out
 
+    def _asked_by_keeper(self, parked: Parked, now: float) -> None:
+        witness, request = self._witness, parked.request
+        voter = request.voter.id
+        if witness is None or witness.voter is None or witness.voter.id != voter:
+            raise RemovedVoterError(f"{voter} is no witness of the job any more")
+        sent = witness.asked(parked, now)
+        # Another keeper may have written since this one has read, and a ballot loses nothing.
+        if request.epoch == self.epoch:
+            self._has[voter] = max(self._has.get(voter, 0), request.seq)
+            if sent is not None:
+                self._promised_at[voter] = sent
+
+    def _next_witness(self) -> Due | None:
+        witness = self._witness
+        if witness is None or witness.voter is None or self.moved is not None:
+            return None
+        id, voters = witness.voter.id, self.succession.voters
+        promised = {voter: at for voter, at in self._promised_at.items() if voter != id}
+        others = quorum_value(voters, promised) if voters else inf
+        return witness.next(self.succession, others, lacks=self._has.get(id, -1) < self.seq)
+
     def answers(self, now: float) -> list[Answer]:
         """Answer the voters that lack changes, and those that have waited for long enough."""
-        return [
+        out = [
             self._reply(voter, now)
             for voter, (_, _, request, until) in [*self._parked.items()]
             if until <= now or request.epoch != self.epoch or request.seq < self.seq
         ]
+        due = self._next_witness()
+        if self._witness is not None and due is not None and due.at <= now:
+            parked = self._witness.take(due.keeper)
+            out.append(self._answer(*parked, now, checks=due.checks))
+        return out
 
     def _reply(self, voter: str, now: float) -> Answer:
         session, id, request, _ = self._parked.pop(voter)
+        return self._answer(session, id, request, now)
+
+    def _answer(
+        self,
+        session: Hashable,
+        id: int,
+        request: messages.CopyRequest,
+        now: float,
+        *,
+        checks: bool = False,
+    ) -> Answer:
         if self.moved is not None:
             return Answer(session, id, messages.encode(self.moved))
+        voter, witness, creates = request.voter.id, self._witness, False
         lacks = self.seq - request.seq
         part = request.epoch == self.epoch and lacks <= len(self._log)
         records = self._log[len(self._log) - lacks :] if part else [self._whole()]
         # The clock of the host makes the number unique, also after a restart of this server.
         number = max(self._sent.get(voter, (0, 0.0))[0] + 1, int(now * 1e6))
         self._sent[voter] = number, now
+        if witness is not None and request.keeper:
+            witness.sent(number, now, request.keeper)
+            first = self.succession.coordinator
+            votes = is_voter(self.succession, voter)
+            creates = not votes and first is not None and first.id == request.keeper
         reply = messages.CopyReply(
             self._life,
             self.epoch,
@@ -249,6 +327,9 @@ class Copies:
             tuple(map(Raw, records)),
             self.succession,
             self.should_copy(request.voter) or request.hosts,
+            witness.latest if witness is not None else None,
+            creates,
+            checks,
         )
         return Answer(session, id, messages.encode(reply))
 
@@ -262,6 +343,8 @@ class Copies:
         for voter, (its, asked, *_) in [*self._parked.items()]:
             if its == session and id in (None, asked):
                 del self._parked[voter]
+        if self._witness is not None:
+            self._witness.unpark(session, id)
 
     def move(self, epoch: int, endpoint: str, now: float) -> Iterator[Answer]:
         """Stop running the rounds, because another server has a newer epoch."""
@@ -275,6 +358,8 @@ class Copies:
             self._held.clear()
             for voter in [*self._parked]:
                 yield self._reply(voter, now)
+            for parked in self._witness.take_all() if self._witness is not None else ():
+                yield self._answer(*parked, now)
 
     def forget_endpoint(self, now: float) -> None:
         """Forget where the rounds are run if that server has not reported for some time."""

@@ -321,7 +321,7 @@ class RendezvousService:
         """Add the answers to voters, and those to nodes that need not be held back any more."""
         for run_id, job in [*self._changed.items()]:
             copies = job.copies
-            while (step := copies.next_step(job.state)) is not None and copies.moved is None:
+            while (step := copies.next_step(job.state, now)) is not None and copies.moved is None:
                 copies.succession = step
                 self._write(job, SuccessionRecord(run_id, step))
             out += [*copies.confirmed(), *copies.answers(now)]

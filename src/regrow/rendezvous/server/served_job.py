@@ -38,6 +38,7 @@ class ServedJob:
             seq,
             self.bounds.lease,
             settings.successors,
+            settings.witness,
             now,
             lambda: messages.encode(self.record()),
         )
@@ -99,6 +100,7 @@ class ServedJob:
         for what, theirs, ours in (
             ("nodes", _span(settings), _span(self.settings)),
             ("--rdzv-backend", _backend(settings), _backend(self.settings)),
+            ("witness", _witness(settings), _witness(self.settings)),
             ("keep_alive_interval", settings.keep_alive, self.settings.keep_alive),
             ("keep_alive_max_attempt", settings.misses, self.settings.misses),
         ):
@@ -170,3 +172,7 @@ def _span(settings: messages.JobSettings) -> str:
 
 def _backend(settings: messages.JobSettings) -> str:
     return "static" if settings.fixed else "c10d"
+
+
+def _witness(settings: messages.JobSettings) -> str:
+    return "set" if settings.witness else "not set"

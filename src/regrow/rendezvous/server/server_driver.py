@@ -41,10 +41,16 @@ from regrow.rendezvous.errors import (
 from regrow.rendezvous.node.driver import NoAnswerError, Snapshot
 from regrow.rendezvous.protocol.messages import Seated, ServersChanged, Voter, subject
 from regrow.rendezvous.protocol.state import Round
-from regrow.rendezvous.protocol.succession import MOST_SUCCESSORS, PROMISE, Succession, odd_number
+from regrow.rendezvous.protocol.succession import (
+    MOST_SUCCESSORS,
+    PROMISE,
+    Succession,
+    first_voters,
+)
 from regrow.rendezvous.server import server_messages as messages
 from regrow.rendezvous.server.records import JobRecord
 from regrow.rendezvous.server.successor import GRACE_S, Successor, new_voter
+from regrow.rendezvous.server.witness_keeper import WitnessKeeper
 from regrow.rendezvous.settings import (
     CONNECT,
     EXPLAIN,
@@ -77,6 +83,7 @@ if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Report, Threads
     from regrow.rendezvous.protocol.messages import Departed, Event
     from regrow.rendezvous.server.hosting import HostedServer
+    from regrow.rendezvous.server.witness_keeper import BallotCell
     from regrow.rendezvous.settings import RendezvousSettings
     from regrow.store import Store, StoreClient, Tls
     from regrow.utils import PortReservation
@@ -141,6 +148,7 @@ class ServerDriver:
             bounds.grace,
             fixed,
             settings.successors,
+            bool(settings.witness),
         )
         self._own = {where.endpoint} if server is not None and not listed else set[str]()
         """The endpoints of the server that this node hosts."""
@@ -170,6 +178,7 @@ class ServerDriver:
         self._asked_at: dict[str, float] = {}
         """When each of them was asked without success, by this node's clock."""
         self._successor: Successor | None = None
+        self._witness: WitnessKeeper | None = None
         self._reserved: PortReservation | None = None
         self._reported = ServersChanged(0, "", (), 0)
         self._report: Report = lambda report: None
@@ -231,6 +240,7 @@ class ServerDriver:
         serve: Callable[[], HostedServer],
         reserved: PortReservation | None = None,
         listed_as: str = "",
+        ballots: Callable[[str], BallotCell] | None = None,
     ) -> None:
         """Let this node's agent keep a copy of the record, and take over as server.
 
@@ -240,12 +250,14 @@ class ServerDriver:
             serve: starts a server at that port.
             reserved: holds the port; the driver releases it.
             listed_as: the endpoint that this node serves, if the user has listed several.
+            ballots: returns the ballot of a witness from its id, if the job may have one.
         """
-        first = odd_number(
+        first = first_voters(
             tuple(
                 Voter(at, host_of(at), int(at.rpartition(":")[2]))
                 for at in self._listed[: 1 + MOST_SUCCESSORS]
-            )
+            ),
+            witness=self._settings.witness,
         )
         begins = None
         if any(voter.id == listed_as for voter in first):
@@ -260,6 +272,20 @@ class ServerDriver:
         self._reserved = reserved
         if self.server is not None:
             self.server.hold = self._hold
+
+        def open_copies(endpoint: str, timeout: float, stop: int) -> StoreClient:
+            return self._open(self._at(endpoint), timeout, stop, grace=GRACE_S)
+
+        if ballots is not None:
+            self._witness = WitnessKeeper(
+                self._run_id,
+                self._promise,
+                ballots,
+                open=open_copies,
+                new_client=self._new_client,
+                clock=self._clock,
+                threads=self._threading,
+            )
 
         def serve_here() -> None:
             if self.server is None:
@@ -278,9 +304,7 @@ class ServerDriver:
             self._promise,
             self._listed,
             hosts=self.server is not None,
-            open=lambda endpoint, timeout, stop: self._open(
-                self._at(endpoint), timeout, stop, grace=GRACE_S
-            ),
+            open=open_copies,
             serve=serve_here,
             elected=lambda endpoint, epoch: self._search(
                 self._client, messages.ElsewhereReply(epoch, endpoint)
@@ -290,6 +314,7 @@ class ServerDriver:
             threads=self._threading,
             listed_as=listed_as,
             begins=begins,
+            witness=self._witness,
         )
         if self.server is not None:
             self._successor.start(self._where.endpoint, self._epoch)
@@ -403,10 +428,13 @@ class ServerDriver:
             self._successor.stop()
         if self._reserved is not None:
             self._reserved.close()
+        last = linger and self.serves
         with self._lock:
             server, self.server = self.server, None
         if server is not None:
             server.close(wait=FAREWELL if linger else 0.0)
+        if last and self._witness is not None:
+            self._witness.remove()
 
     # ------------------------------------------------------------------ helpers
 

@@ -71,6 +71,8 @@ class JobSettings(Struct, array_like=True, frozen=True, gc=False):
     fixed: bool = False
     successors: Annotated[int, Meta(ge=0, le=MOST_SUCCESSORS)] = 0
     """Most agents on other hosts that may take over as server."""
+    witness: bool = False
+    """Whether the agents have a directory for a witness."""
 
 
 class SubmitRequest(Struct, array_like=True, tag=1, frozen=True, gc=False):
@@ -142,6 +144,10 @@ class CopyRequest(Struct, array_like=True, tag=5, frozen=True, gc=False):
     """The number of the latest answer that the voter has received in this epoch; 0: none."""
     listed: Annotated[str, Meta(max_length=1000)] = ""
     """The endpoint that its agent serves, if the user has listed several."""
+    keeper: Annotated[str, Meta(max_length=1000)] = ""
+    """If the voter is a witness: the id of the voter whose agent asks in its name."""
+    checked: Number = 0
+    """The number of the latest answer after which this keeper has checked the directory."""
 
 
 class GrantRequest(Struct, array_like=True, tag=6, frozen=True):
@@ -266,6 +272,12 @@ class CopyReply(Struct, array_like=True, tag=4, frozen=True):
     succession: Succession
     wanted: bool
     """Whether the agent should continue to keep a copy."""
+    witness: tuple[str, int] | None = None
+    """The id of the job's witness, and the number of the latest answer to it; None: no witness."""
+    creates: bool = False
+    """To a witness: whether this keeper may create its ballot."""
+    checks: bool = False
+    """To a witness: whether to check the directory only, without a confirmation in the ballot."""
 
 
 class ElsewhereReply(Struct, array_like=True, tag=5, frozen=True, gc=False):

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
     from regrow.rendezvous.node.driver import Threads
     from regrow.rendezvous.server.records import JobRecord
+    from regrow.rendezvous.server.witness_keeper import WitnessKeeper
     from regrow.store import StoreClient
 
     Open = Callable[[str, float, int], StoreClient]
@@ -108,6 +109,7 @@ class Successor:
         threads: starts threads, and provides the locks.
         listed_as: the endpoint that this agent serves, if the user has listed several.
         begins: if this endpoint is one of the first voters: the record of a job without nodes.
+        witness: this agent's keeper of the witness, if the job may have one.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class Successor:
         threads: Threads,
         listed_as: str = "",
         begins: JobRecord | None = None,
+        witness: WitnessKeeper | None = None,
     ) -> None:
         self.me = me
         """The voter that this agent is; another one after the others have given it up."""
@@ -134,6 +137,7 @@ class Successor:
         self._listed = listed
         self._listed_as = listed_as
         self._hosts = hosts
+        self._witness = witness
         self._open = open
         self._serve = serve
         self._elected = elected
@@ -211,6 +215,8 @@ class Successor:
                 return
             self._stop.set()
             thread, client = self._thread, self._client
+        if self._witness is not None:
+            self._witness.stop()
         if client is not None:
             client.close(0.0)
         if thread is not None:
@@ -323,6 +329,8 @@ class Successor:
         self._promised = reply.epoch
         self._heard_at = self._clock()
         self._turns = Backoff(*TURN_S)
+        if self._witness is not None:
+            self._witness.follow(self.me, self._coordinator, reply)
         self._redirect()
         return reply.wanted
 
@@ -356,6 +364,8 @@ class Successor:
                 logger.warning("this agent cannot take over the rendezvous: %s", error)
                 self._grant(self._promised + 1, ended=False)
                 return
+            if self._witness is not None and self._life:
+                self._witness.vote(self.me, self._life, self._promised, ended=self._ended)
         request = messages.GrantRequest(
             self._run_id,
             self._life,

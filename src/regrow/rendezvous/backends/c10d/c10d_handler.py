@@ -7,6 +7,9 @@ endpoint. The first agent on the endpoint's host serves it (`hosting`). The serv
 The user may list several endpoints. Then an agent on each of these hosts serves, and they elect the
 one that runs the rounds (`protocol/succession.py`). The others answer where the rounds are run.
 With `successors=0` no other host takes over, so the first endpoint is the only one.
+
+With two hosts, another one takes over only if there is a third vote: with `witness`, in a directory
+(`protocol/witness.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +24,18 @@ from regrow.rendezvous.settings import read_settings
 from regrow.rendezvous.utils import parse_rendezvous_endpoints
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from regrow.rendezvous.node.handler import DynamicRendezvousHandler
     from regrow.rendezvous.parameters import RendezvousParameters
     from regrow.rendezvous.server.credentials import Credentials
     from regrow.rendezvous.server.hosting import MeetingPlace
     from regrow.rendezvous.server.server_driver import ServerDriver, Where
+    from regrow.rendezvous.server.witness_keeper import BallotCell
     from regrow.rendezvous.settings import RendezvousSettings
 
     Endpoints = tuple[tuple[str, int], ...]
+    Ballots = Callable[[str], BallotCell]
 
 DEFAULT_PORT = 29400
 READ_TIMEOUT = 60.0  # seconds
@@ -62,13 +69,14 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
     host, port = endpoints[0]
     read_timeout = timeout_option(params, "read_timeout", default=READ_TIMEOUT)
     shared = credentials(params, host)
+    ballots = _ballots(settings, shared, read_timeout)
     is_host = params.get_as_bool("is_host")
     if len(endpoints) > 1 and params.get_as_int("successors") != 0:
         if is_host is not None:
             raise ValueError(
                 f"--rdzv-conf is_host is for a single endpoint, and {params.endpoint} are several"
             )
-        driver = _reach_one_of(endpoints, params, settings, shared, read_timeout)
+        driver = _reach_one_of(endpoints, params, settings, shared, read_timeout, ballots)
         return _new_handler(driver, params, settings, shared)
     tries = Tries(host, is_host, read_timeout)
     while True:
@@ -90,8 +98,32 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
                     _advice(what, where.endpoint, place.here)
                 ) from error
     if settings.successors:
-        _offer(driver, params, port, shared)
+        _offer(driver, params, port, shared, ballots)
     return _new_handler(driver, params, settings, shared)
+
+
+def _ballots(
+    settings: RendezvousSettings, shared: Credentials, read_timeout: float
+) -> Ballots | None:
+    """Return where the ballots of the job's witness are stored, if it may have one.
+
+    Raises:
+        RendezvousUsageError: the directory cannot be used.
+        RendezvousConnectionError: the directory does not answer.
+    """
+    if not (settings.witness and settings.successors):
+        return None
+    from regrow.rendezvous.backends.directory.ballot_cell import open_witness
+    from regrow.utils import call_in_thread
+
+    where = settings.witness, settings.run_id, shared.token
+    try:
+        return call_in_thread(lambda: open_witness(*where), "regrow-witness").result(read_timeout)
+    except TimeoutError:
+        raise RendezvousConnectionError(
+            f"--rdzv-conf witness={settings.witness}: the file system of this directory does not "
+            f"answer within {read_timeout:g} s"
+        ) from None
 
 
 def _new_handler(
@@ -118,6 +150,7 @@ def _reach_one_of(
     settings: RendezvousSettings,
     shared: Credentials,
     read_timeout: float,
+    ballots: Ballots | None,
 ) -> ServerDriver:
     """Serve one of several endpoints if it belongs to this host, and reach the first that answers.
 
@@ -147,9 +180,9 @@ def _reach_one_of(
             if tries.last:
                 raise _not_begun(error, params.endpoint, found) from error
     if server is not None and found is not None:
-        _offer(driver, params, endpoints[found[1]][1], shared, endpoints[found[1]])
+        _offer(driver, params, endpoints[found[1]][1], shared, ballots, endpoints[found[1]])
     elif settings.successors:
-        _offer(driver, params, 0, shared)
+        _offer(driver, params, 0, shared, ballots)
     try:
         driver.find(read_timeout)
     except BaseException as error:
@@ -177,6 +210,7 @@ def _offer(
     params: RendezvousParameters,
     port: int,
     shared: Credentials,
+    ballots: Ballots | None,
     listed_as: tuple[str, int] | None = None,
 ) -> None:
     """Let this node's agent take over as server, if it can serve.
@@ -186,6 +220,7 @@ def _offer(
         params: the user's parameters.
         port: the port of the server, if the driver has one already.
         shared: token and certificates.
+        ballots: returns the ballot of a witness from its id, if the job may have one.
         listed_as: the endpoint that this node serves, if the user has listed several.
     """
     from regrow.rendezvous.server.hosting import serve_successor
@@ -201,7 +236,9 @@ def _offer(
     reserved = None if driver.server is not None else PortReservation()
     at = port if reserved is None else reserved.port
     endpoint = "" if listed_as is None else endpoint_of(*listed_as)
-    driver.may_take_over(host, at, lambda: serve_successor(host, at, *shared), reserved, endpoint)
+    driver.may_take_over(
+        host, at, lambda: serve_successor(host, at, *shared), reserved, endpoint, ballots
+    )
 
 
 def way_to(place: MeetingPlace, host: str, port: int, shared: Credentials) -> Where:

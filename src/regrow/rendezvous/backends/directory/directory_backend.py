@@ -102,9 +102,9 @@ class FileRendezvousBackend(LivenessRendezvousBackend):
         if not run_id:
             raise ValueError("The run id must be a non-empty string.")
         self._job = os.path.join(os.path.abspath(directory), f"regrow{file_name(run_id)}")
-        _check_directory(os.path.dirname(self._job))
+        check_directory(os.path.dirname(self._job))
         with self._reached():
-            _make(self._job)
+            make_folder(self._job, _PARTS)
         self._state = Cell(self._path("state"), self._path("drafts"))
         self._interrupted = threading.Event()
         self.store = CasStore(DirectoryCells(self._path("keys"), self._path("drafts")))
@@ -232,7 +232,12 @@ def _read_beat(path: str) -> int:
     return int(text or b"0")  # empty: the node has just created the file
 
 
-def _check_directory(directory: str) -> None:
+def check_directory(directory: str) -> None:
+    """Refuse a directory that is not there, or on a file system that is not suitable.
+
+    Raises:
+        RendezvousError: the text names the directory, with the reason.
+    """
     if not os.path.isdir(directory):
         what = "is not a directory" if os.path.exists(directory) else "does not exist on this host"
         raise RendezvousError(
@@ -298,8 +303,17 @@ def check_file_system(directory: str, system: FileSystem) -> None:
         )
 
 
-def _make(job: str) -> None:
-    """Create the directories of a job if they are missing, and check that they are usable."""
+def make_folder(job: str, parts: Sequence[str]) -> None:
+    """Create the directory of a job if it is missing, and check that it is usable.
+
+    Args:
+        job: the path of the directory; its parent exists.
+        parts: names of directories to create in it; one is `drafts`.
+
+    Raises:
+        RendezvousError: it belongs to another user, or its file system makes no hard links.
+        OSError: it cannot be created, or not be written to.
+    """
     Path(job).mkdir(0o700, exist_ok=True)
     found = Path(job).lstat()
     if stat.S_ISLNK(found.st_mode):
@@ -310,7 +324,7 @@ def _make(job: str) -> None:
     me = os.geteuid()
     if me:  # a file server may map root to another user; the check below covers that
         _check_owner(job, found.st_uid, me)
-    for part in _PARTS:
+    for part in parts:
         Path(job, part).mkdir(0o700, exist_ok=True)
     draft = os.path.join(job, "drafts", f"try-{os.urandom(8).hex()}")
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

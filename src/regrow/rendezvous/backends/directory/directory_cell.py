@@ -50,6 +50,7 @@ _KEPT = 8  # latest versions that are not emptied, so that a reader seldom has t
 _EXISTS = b"+"  # first byte of the value of a key; a deleted key has the other one
 _DELETED = b"-"
 _LONGEST_NAME = 200  # bytes; file systems allow 255
+_MOST_BYTES = 1 << 26  # of a version
 _FIRST_PAUSE = 0.01  # seconds between two polls for a change
 _LONGEST_PAUSE = 0.5
 _GROWTH = 1.4
@@ -92,7 +93,7 @@ class Cell:
                 return version, value
             version, self._latest = 0, (0, b"")  # the directory was removed and created again
         while version := self._last_after(version):
-            _, content, wrong = _unpack(Path(self._path(version)).read_bytes())
+            _, content, wrong = _unpack(_contents(self._path(version)))
             if not wrong:
                 self._latest = version, content
                 return version, content
@@ -118,7 +119,7 @@ class Cell:
                 os.link(draft, self._path(version + 1))
             except FileExistsError:
                 # An NFS client repeats an unanswered request, so it may find its own link.
-                theirs, _, _ = _unpack(Path(self._path(version + 1)).read_bytes())
+                theirs, _, _ = _unpack(_contents(self._path(version + 1)))
                 if theirs != nonce:
                     return False
         finally:
@@ -129,6 +130,12 @@ class Cell:
             with contextlib.suppress(OSError):  # the value is set; this only frees space
                 os.truncate(self._path(version + 1 - _KEPT), 0)
         return True
+
+    def try_to_write(self) -> None:
+        """Write and remove a file, to find out whether the file system works."""
+        draft = os.path.join(self._drafts, os.urandom(8).hex())
+        _write(draft, b"")
+        os.unlink(draft)
 
     def _path(self, version: int) -> str:
         return os.path.join(self._directory, str(version))
@@ -164,6 +171,11 @@ def _unpack(content: bytes) -> tuple[bytes, bytes, str]:
     if len(parts) != 5 or parts[3:] != [b"%08x" % crc32(value), b"%d" % len(value)]:
         return b"", b"", f"it is damaged: {len(content)} bytes do not fit {head[:80]!r}"
     return parts[2], value, ""
+
+
+def _contents(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read(_MOST_BYTES)  # what is cut off no longer fits its checksum
 
 
 def _write(path: str, content: bytes) -> None:
