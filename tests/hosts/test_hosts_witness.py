@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,25 @@ Start = Callable[..., Job]
 def shared(tmp_path: Path) -> Path:
     """A directory that all hosts see; it is created by the job."""
     return tmp_path / "shared" / "witness"
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Path]:
+    """A directory on a file system that never answers; request it before the hosts.
+
+    As with NFS, a process that waits for it can be killed.
+    """
+    hung = tmp_path / "hung"
+    hung.mkdir()
+    server = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={server},rootmode=40000,user_id=0,group_id=0".encode()
+    mounted = ctypes.CDLL(None, use_errno=True).mount(
+        b"hung", bytes(hung), b"fuse", ctypes.c_ulong(0), options
+    )
+    assert mounted == 0, os.strerror(ctypes.get_errno())
+    yield hung
+    os.close(server)
+    subprocess.run(["umount", "--lazy", hung], check=True)
 
 
 @pytest.fixture
@@ -237,6 +258,21 @@ def test_a_directory_that_vanishes_disturbs_nothing_and_returns(
     hosts[0].lose_power()
     job.world(1, after=world)
     job.finish(agents[1])
+
+
+def test_a_directory_that_hangs_disturbs_nothing_and_delays_no_end(
+    hung: Path, start_job: Start, hosts: list[Host], tmp_path: Path
+) -> None:
+    (tmp_path / "works").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("works")
+    job = start_job(hosts[0], nodes="1:2", mode="plain", conf=f"witness={link}/witness")
+    agents, world = start(job, hosts)
+    (tmp_path / "next").symlink_to(hung)
+    (tmp_path / "next").rename(link)
+    may_lose(job, 0, *agents)
+    assert {record.round for record in job.records("started")} == {world.round}, job
+    job.finish(*agents)
 
 
 def test_two_directories_with_one_path_are_no_witness(

@@ -317,7 +317,7 @@ def test_a_node_without_the_setting_is_refused() -> None:
     node, settings = Node("c", "hostc", voter=C), replace(SETTINGS, witness=False)
     reply = pair.mail[pair.ask("c", messages.submit("job", settings, JoinRound(node)))]
     assert isinstance(reply, messages.RefusedReply)
-    assert "with witness set, and this node has not set" in reply.text
+    assert "with witness = a directory, and this node has none" in reply.text
 
 
 # --- the directory

@@ -356,12 +356,12 @@ BUGS: dict[str, Bug] = {
     "never withdrawn": Bug(
         "hosts", range(109, 209), successor_bugs.first_grants_are_never_withdrawn
     ),
-    "no compare": Bug("witness", range(100), witness_bugs.a_ballot_is_written_without_compare),
+    "no compare": Bug("witness", range(60, 160), witness_bugs.a_ballot_is_written_without_compare),
     "confirmed unwritten": Bug(
-        "witness", range(100), witness_bugs.a_witness_confirms_before_it_writes
+        "witness", range(14, 114), witness_bugs.a_witness_confirms_before_it_writes
     ),
-    "grant forgotten": Bug("witness", range(100), witness_bugs.a_witness_forgets_its_grant),
-    "two directories": Bug("witness", range(100), witness_bugs.two_directories_are_one_witness),
+    "grant forgotten": Bug("witness", range(137, 237), witness_bugs.a_witness_forgets_its_grant),
+    "two directories": Bug("witness", range(6, 106), witness_bugs.two_directories_are_one_witness),
 }
 
 

@@ -28,14 +28,16 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize(("driver", "seeds"), [("server", 8), ("nodes", 4), ("hosts", 12)])
+@pytest.mark.parametrize(
+    ("driver", "seeds"), [("server", 8), ("nodes", 4), ("hosts", 12), ("witness", 12)]
+)
 def test_no_promise_is_broken_under_any_faults(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
     assert [outcome.violation for outcome in outcomes] == [""] * seeds
     seen = ["rounds", "losses", "charged", "forgiven"]
     if driver != "nodes":  # no backend takes the end of a connection for the end of a node
         seen.append("mistaken")
-    if driver == "hosts":
+    if driver in ("hosts", "witness"):
         seen.append("takeovers")
     for what in seen:
         assert sum(getattr(outcome, what) for outcome in outcomes) >= seeds / 4, f"too few {what}"
@@ -72,6 +74,7 @@ def test_a_seed_is_one_history_in_every_process() -> None:
     assert "server: Outcome(seed=7" in again[0]
     assert "nodes: Outcome(seed=7" in again[0]
     assert "hosts: Outcome(seed=7" in again[0]
+    assert "witness: Outcome(seed=7" in again[0]
 
 
 @pytest.mark.thorough

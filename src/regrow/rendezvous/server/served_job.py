@@ -100,7 +100,7 @@ class ServedJob:
         for what, theirs, ours in (
             ("nodes", _span(settings), _span(self.settings)),
             ("--rdzv-backend", _backend(settings), _backend(self.settings)),
-            ("witness", _witness(settings), _witness(self.settings)),
+            ("witness =", _witness(settings), _witness(self.settings)),
             ("keep_alive_interval", settings.keep_alive, self.settings.keep_alive),
             ("keep_alive_max_attempt", settings.misses, self.settings.misses),
         ):
@@ -175,4 +175,4 @@ def _backend(settings: messages.JobSettings) -> str:
 
 
 def _witness(settings: messages.JobSettings) -> str:
-    return "set" if settings.witness else "not set"
+    return "a directory" if settings.witness else "none"
