@@ -10,7 +10,7 @@ the fault before it sends the order. The worker answers with one line, the reaso
 inject the fault.
 
 `raise` and `hang` are injected by a signal, because they concern the main thread, also while it
-sleeps. The exception is raised at the next place where an interrupt does no lasting harm
+sleeps. They begin at the next place where an interrupt does no lasting harm
 (`regrow.inprocess.interrupt.no_interrupt_zones`), and never in regrow's own code.
 """
 
@@ -39,7 +39,7 @@ TURN_S = 0.04
 REPEAT_S = 0.02
 """Seconds between two attempts to raise; the main thread may be in code that is not interrupted."""
 RAISE_S = 60.0
-"""Seconds for which the exception is tried."""
+"""Seconds for which `raise` and `hang` are tried."""
 _LONGEST_HOLD_S = 3600.0
 _WAITING = {"threading", "selectors", "socket", "queue"}
 """Modules of Python's library in which regrow waits."""
@@ -77,16 +77,14 @@ class _MainThread:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         order = self._order
-        if order is None or frame is None:
+        if order is None or frame is None or not self._may_interrupt(frame):
             return
-        if order["fault"] == "hang":
-            self._order = None
-            _injected_hang(order["for_s"])
-        elif self._may_raise(frame):
-            self._order = None
+        self._order = None
+        if order["fault"] == "raise":
             raise InjectedFault
+        _injected_hang(order["for_s"])
 
-    def _may_raise(self, top: FrameType) -> bool:
+    def _may_interrupt(self, top: FrameType) -> bool:
         if _is_regrows(top) or self._check is None:
             return False
         guard = top

@@ -232,7 +232,7 @@ class Chaos(Feature):
         with self._lock:
             workers, pids = self._workers, dict(self._pids)
         if workers is None:
-            rank, why = rule.rank, "no worker runs on this node"
+            rank, why = rule.rank, waited or "no worker runs on this node"
         else:
             size = workers.world_size or len(workers.ranks)
             rank = due.rank(size)
