@@ -146,6 +146,8 @@ def with_peer() -> None:
     """Train in the peer's wrapper, from the newest checkpoint after a fault."""
     from nvidia_resiliency_ext import inprocess
 
+    # With this variable, the wrapper checks the GPU after a fault, and fails where there is none.
+    os.environ.pop("LOCAL_RANK", None)
     fast = timedelta(seconds=0.01)
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
