@@ -12,7 +12,8 @@ The training (`_goodput_training.py`) has 4 ranks on gloo, steps of 50 ms, and a
 
 All have the same `--max-restarts`, and the same time-out of collectives. The wrappers of 1 and 3
 have the same soft and hard time-out, their means against hangs; torchrun has the time-out of the
-collectives.
+collectives. That is the shortest of the three, because the peer does not wake a rank that waits in
+a collective of gloo: such a rank takes part in its restart after this time.
 
 This process injects the faults, from outside: every 20 s, counted from the first step, a rank that
 is drawn
@@ -62,9 +63,9 @@ SCRIPT = Path(__file__).with_name("_goodput_training.py")
 PROGRESS = struct.Struct("=qqd")
 RANKS = 4
 MAX_RESTARTS = 100
-STOP_S = 4.0
-SOFT_S, HARD_S = 8.0, 12.0
-COLLECTIVE_S = 15.0
+STOP_S = 3.0
+SOFT_S, HARD_S = 9.0, 15.0
+COLLECTIVE_S = 6.0
 KINDS = ("kill", "raise", "hang", "stop")
 BASELINE_MINUTES = 1.0
 SAMPLE_S = 0.02
