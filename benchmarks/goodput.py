@@ -93,7 +93,8 @@ class Fault(NamedTuple):
 
 def schedule(seconds: float, every_s: float, seed: int) -> list[Fault]:
     """Return the faults of a run; the kinds come in turn, in a drawn order."""
-    draw, kinds, found = random.Random(seed), [], []
+    draw, found = random.Random(seed), []
+    kinds: list[str] = []
     for number in range(1, int(seconds / every_s)):
         kinds = kinds or draw.sample(KINDS, len(KINDS))
         found.append(Fault(number * every_s, kinds.pop(), draw.randrange(RANKS)))

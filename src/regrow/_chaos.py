@@ -58,21 +58,23 @@ class _MainThread:
     def __init__(self, signum: int) -> None:
         self._signum = signum
         self._thread = threading.main_thread().ident or 0
+        self._one = threading.Lock()  # one order at a time
         self._order: dict[str, Any] | None = None
         self._check: InterruptCheck | None = None
         signal.signal(signum, self._handle)
 
     def inject(self, order: dict[str, Any]) -> str:
         """Have the handler inject a fault; return why that was not possible, or ""."""
-        self._check = InterruptCheck(time.monotonic, wakes=True)
-        self._order = order
-        deadline = time.monotonic() + RAISE_S
-        while self._order is order and time.monotonic() < deadline:
-            signal.pthread_kill(self._thread, self._signum)
-            time.sleep(REPEAT_S)
-        if self._order is None:
-            return ""
-        self._order = None
+        with self._one:
+            self._check = InterruptCheck(time.monotonic, wakes=True)
+            self._order = order
+            deadline = time.monotonic() + RAISE_S
+            while time.monotonic() < deadline:
+                signal.pthread_kill(self._thread, self._signum)
+                time.sleep(REPEAT_S)
+                if self._order is not order:  # the handler has taken it
+                    return ""
+            self._order = None
         return f"the main thread was in code that is not interrupted, for {RAISE_S:g} s"
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

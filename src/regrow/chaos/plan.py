@@ -217,7 +217,7 @@ def _rule(first: _Word, values: dict[str, _Word]) -> Rule:
 def _random(values: dict[str, _Word]) -> RandomFaults:
     mtbf = _time(values["mtbf"], SHORTEST_GAP_S)
     assert mtbf is not None
-    faults = DEFAULT_RANDOM
+    faults: tuple[str, ...] = DEFAULT_RANDOM
     if "faults" in values:
         faults = tuple(values["faults"].value.split(","))
         for fault in faults:

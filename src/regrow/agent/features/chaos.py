@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ _KEY = "regrow/chaos/elapsed"
 _AT_ONCE = frozenset({"kill", "raise", "segfault"})  # faults that are over when they have begun
 _PEER = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 _MOST_CONNECTIONS = 1024
+_MOST_ORDERS = 1000  # that may still be answered
 _LONGEST_REPORT = 4096
 _OF_A_FAILURE = {
     "regrow.worker.failed": "failed_monotonic",
@@ -80,8 +82,9 @@ class Chaos(Feature):
         self._ends: list[tuple[float, Callable[[], None]]] = []  # times at which faults end
         self._connections: dict[socket.socket, int] = {}  # to the pids of workers
         self._orders: dict[int, tuple[int, str]] = {}  # rank and fault by number of the order
+        self._numbers = count()
         self._closed = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = -1
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._address = f"regrow-chaos-{os.urandom(16).hex()}"
         self._thread: threading.Thread | None = None
@@ -94,6 +97,7 @@ class Chaos(Feature):
         self._listener.bind(f"\0{self._address}")
         self._listener.listen()
         self._listener.setblocking(False)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         recorder = self._job.recorder
         recorder.sinks += (self._on_event,)
         recorder.further_fields = self._injected
@@ -108,6 +112,9 @@ class Chaos(Feature):
         self._wake()
         self._thread.join()
         self._thread = None
+        with self._lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
         for due, why in self._waiting:
             self._skip(due, due.rule.rank, f"until the end of the job: {why}")
 
@@ -143,8 +150,9 @@ class Chaos(Feature):
             self._workers = None
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_write(self._wake_fd, 1)
+        with self._lock, suppress(BlockingIOError):
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     # --- events of the job, in the threads that emit them
 
@@ -194,7 +202,6 @@ class Chaos(Feature):
         self._end_faults(None)
         for connection in (self._listener, *self._connections):
             connection.close()
-        os.close(self._wake_fd)
 
     def _pause(self) -> float | None:
         """Return the seconds to the next time at which something is due; None without one."""
@@ -286,8 +293,8 @@ class Chaos(Feature):
             if rule.fault == "stop" and rule.for_s is not None:
                 resumed, process = process, -1
                 self._ends.append((monotonic() + rule.for_s, partial(_resume, resumed)))
-        except ProcessLookupError:
-            logger.warning("--chaos: rank %s (pid %s) has just ended by itself", rank, pid)
+        except OSError as error:
+            logger.warning("--chaos: rank %s (pid %s) has no fault: %s", rank, pid, error)
         finally:
             if process >= 0:
                 os.close(process)
@@ -352,12 +359,11 @@ class Chaos(Feature):
         connection = next((c for c, of in self._connections.items() if of == pid), None)
         if connection is None:
             return f"rank {rank} has not imported regrow, which {rule.fault} needs"
-        number = len(self._orders)
-        while number in self._orders:
-            number += 1
+        number = next(self._numbers)
         order = {"id": number, "fault": rule.fault, "for_s": rule.for_s, "slowdown": rule.slowdown}
         self._report(rule, rank, pid, {rank})
         self._orders[number] = rank, rule.fault
+        self._orders.pop(number - _MOST_ORDERS, None)
         with suppress(OSError):  # it has just ended
             connection.send(json.dumps(order).encode() + b"\n")
         return ""
