@@ -116,7 +116,7 @@ class Chaos(Feature):
             os.close(self._wake_fd)
             self._wake_fd = -1
         for due, why in self._waiting:
-            self._skip(due, due.rule.rank, f"until the end of the job: {why}")
+            self._skip(due.rule.fault, due.rule.rank, f"until the end of the job: {why}")
 
     def before_ranks(self, store: Store) -> None:
         """See base class: share the elapsed time with nodes that join now."""
@@ -214,8 +214,9 @@ class Chaos(Feature):
 
     def _end_faults(self, now: float | None) -> None:
         """End the faults that are over; None: all."""
-        over = [end for at, end in self._ends if now is None or at <= now]
-        self._ends = [(at, end) for at, end in self._ends if now is not None and at > now]
+        with self._lock:
+            over = [end for at, end in self._ends if now is None or at <= now]
+            self._ends = [(at, end) for at, end in self._ends if now is not None and at > now]
         for end in over:
             end()
 
@@ -254,10 +255,10 @@ class Chaos(Feature):
             return
         if due.waits:
             if why != waited:
-                logger.warning("--chaos: %s of rank %s waits: %s", rule.fault, _of(rank), why)
+                logger.warning("--chaos: %s%s waits: %s", rule.fault, _into(rank), why)
             self._waiting.append((due, why))
         else:
-            self._skip(due, rank, why)
+            self._skip(rule.fault, rank, why)
 
     def _note(self, rule: Rule, ranks: set[int]) -> None:
         with self._lock:
@@ -265,10 +266,10 @@ class Chaos(Feature):
                 rule.fault, ranks, monotonic(), rule.for_s, ends=rule.fault in _AT_ONCE
             )
 
-    def _skip(self, due: DueFault, rank: int | None, why: str) -> None:
-        fault = due.rule.fault
+    def _skip(self, fault: str, rank: int | None, why: str) -> None:
+        """Record that a fault was not possible."""
         self._job.recorder.emit("regrow.chaos.skipped", fault=fault, rank=rank, reason=why)
-        logger.warning("--chaos: no %s of rank %s: %s", fault, _of(rank), why)
+        logger.warning("--chaos: left out %s%s: %s", fault, _into(rank), why)
 
     def _inject(self, rule: Rule, workers: StartedWorkers, rank: int, pid: int | None) -> str:
         """Inject a fault into a rank of this node; return why that is not possible now, or ""."""
@@ -352,8 +353,7 @@ class Chaos(Feature):
             except (ValueError, TypeError, KeyError, RecursionError):
                 logger.warning("--chaos: ignored a malformed report of a worker: %.200r", line)
                 continue
-            self._job.recorder.emit("regrow.chaos.skipped", fault=fault, rank=rank, reason=why)
-            logger.warning("--chaos: no %s of rank %s: %s", fault, rank, why)
+            self._skip(fault, rank, why)
 
     def _order(self, rule: Rule, rank: int, pid: int) -> str:
         connection = next((c for c, of in self._connections.items() if of == pid), None)
@@ -375,10 +375,7 @@ class Chaos(Feature):
         try:
             end = begin_host_fault(rule)
         except OSError as error:
-            reason = str(error)
-            fault = rule.fault
-            self._job.recorder.emit("regrow.chaos.skipped", fault=fault, rank=rank, reason=reason)
-            logger.warning("--chaos: no %s on the host of rank %s: %s", fault, rank, reason)
+            self._skip(rule.fault, rank, str(error))
             return
         with self._lock:
             closed = self._closed
@@ -390,8 +387,8 @@ class Chaos(Feature):
             self._wake()
 
 
-def _of(rank: int | None) -> str:
-    return "any" if rank is None else str(rank)
+def _into(rank: int | None) -> str:
+    return "" if rank is None else f" into rank {rank}"
 
 
 def _resume(process: int) -> None:
