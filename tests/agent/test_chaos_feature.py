@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -115,6 +117,25 @@ def test_a_rank_that_the_job_does_not_have_yet_is_waited_for(nodes: list[Node]) 
     nodes[0].chaos.close()
     (skipped,) = nodes[0].recorder.of("regrow.chaos.skipped")
     assert skipped["reason"] == "until the end of the job: the job has 4 ranks now"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"x" * 100_000, b"[]\n", b'{"id": [], "why": 1}\n', b'{"id": 7, "why": "no"}\n', b"[" * 4000],
+)
+def test_a_process_that_sends_no_report_is_disconnected(nodes: list[Node], sent: bytes) -> None:
+    nodes.append(Node("kill rank=0 at=200ms", 0))
+    variables: dict[str, str] = {}
+    nodes[0].chaos.before_start({0: variables})
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect("\0" + variables["REGROW_CHAOS"])
+        with suppress(ConnectionError):
+            connection.sendall(sent)
+        with suppress(ConnectionError):
+            assert connection.recv(1) == b""
+    nodes[0].start()
+    assert nodes[0].processes[0].wait(20) == -9
 
 
 def test_no_fault_is_injected_while_the_workers_are_stopped(nodes: list[Node]) -> None:

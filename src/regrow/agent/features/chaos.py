@@ -342,8 +342,7 @@ class Chaos(Feature):
         with suppress(OSError):
             data = connection.recv(_LONGEST_REPORT)
         if not data:
-            del self._connections[connection]
-            connection.close()
+            self._disconnect(connection)
             return
         for line in data.splitlines():
             try:
@@ -351,9 +350,14 @@ class Chaos(Feature):
                 rank, fault = self._orders.pop(report["id"])
                 why = str(report["why"])[:200]
             except (ValueError, TypeError, KeyError, RecursionError):
-                logger.warning("--chaos: ignored a malformed report of a worker: %.200r", line)
-                continue
+                logger.warning("--chaos: closed a connection for a malformed report: %.200r", line)
+                self._disconnect(connection)
+                return
             self._skip(fault, rank, why)
+
+    def _disconnect(self, connection: socket.socket) -> None:
+        del self._connections[connection]
+        connection.close()
 
     def _order(self, rule: Rule, rank: int, pid: int) -> str:
         connection = next((c for c, of in self._connections.items() if of == pid), None)
