@@ -5,8 +5,8 @@ ranks. Times count from the first start of the job's workers. A node that joins 
 elapsed time in the round's store, from a node that knows it.
 
 - A process fault (kill, stop) is a signal to the worker.
-- A worker fault (raise, hang, slow, gil, segfault) is an order to the worker, which has connected
-  to this agent when it imported regrow (`regrow._chaos`). A worker that has not done so gets none.
+- A worker fault (raise, hang, slow, gil, segfault) is an order to the worker (`worker_faults`),
+  which has connected to this agent when it imported regrow. Other workers get none.
 - A host fault (fill, cut, delay) is in `host_faults`.
 
 Each fault is recorded before it begins (`regrow.chaos.injected`). A fault that is not possible is
@@ -19,22 +19,19 @@ that takes time runs beside it.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from regrow._progress import CHAOS_ENV
 from regrow.agent.features import Feature, StartedWorkers
 from regrow.agent.features.host_faults import begin_host_fault
+from regrow.agent.features.worker_faults import FaultOrders
 from regrow.chaos import HOST_FAULTS, WORKER_FAULTS, DueFault, Injections, Plan, Rule, Schedule
 from regrow.utils import get_logger, ready, start_thread
 
@@ -45,10 +42,6 @@ if TYPE_CHECKING:
 
 _KEY = "regrow/chaos/elapsed"
 _AT_ONCE = frozenset({"kill", "raise", "segfault"})  # faults that are over when they have begun
-_PEER = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
-_MOST_CONNECTIONS = 1024
-_MOST_ORDERS = 1000  # that may still be answered
-_LONGEST_REPORT = 4096
 _OF_A_FAILURE = {
     "regrow.worker.failed": "failed_monotonic",
     "regrow.worker.vacated": "ended_monotonic",
@@ -80,23 +73,16 @@ class Chaos(Feature):
         self._pids: dict[int, int] = {}  # of the running workers of this node, by global rank
         self._waiting: list[tuple[DueFault, str]] = []  # and why
         self._ends: list[tuple[float, Callable[[], None]]] = []  # times at which faults end
-        self._connections: dict[socket.socket, int] = {}  # to the pids of workers
-        self._orders: dict[int, tuple[int, str]] = {}  # rank and fault by number of the order
-        self._numbers = count()
+        self._orders = FaultOrders()
         self._closed = False
         self._wake_fd = -1
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._address = f"regrow-chaos-{os.urandom(16).hex()}"
         self._thread: threading.Thread | None = None
 
     # --- the agent's threads
 
     def open(self) -> None:
         """See base class."""
-        # A name in the abstract namespace leaves no file, however the agent ends.
-        self._listener.bind(f"\0{self._address}")
-        self._listener.listen()
-        self._listener.setblocking(False)
+        self._orders.open()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         recorder = self._job.recorder
         recorder.sinks += (self._on_event,)
@@ -134,7 +120,7 @@ class Chaos(Feature):
     def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
         """See base class."""
         for environment in environments.values():
-            environment[CHAOS_ENV] = self._address
+            environment[CHAOS_ENV] = self._orders.address
 
     def on_start(self, workers: StartedWorkers) -> None:
         """See base class."""
@@ -186,22 +172,16 @@ class Chaos(Feature):
 
     def _run(self) -> None:
         while not self._closed:
-            readable = ready(
-                [self._wake_fd, self._listener.fileno(), *(c.fileno() for c in self._connections)],
-                self._pause(),
-            )
+            readable = ready([self._wake_fd, *self._orders.descriptors()], self._pause())
             if self._wake_fd in readable:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake_fd)
-            if self._listener.fileno() in readable:
-                self._accept()
-            for connection in [c for c in self._connections if c.fileno() in readable]:
-                self._receive(connection)
+            for refused in self._orders.handle(readable):
+                self._skip(refused.fault, refused.rank, refused.why)
             self._end_faults(monotonic())
             self._inject_due()
         self._end_faults(None)
-        for connection in (self._listener, *self._connections):
-            connection.close()
+        self._orders.close()
 
     def _pause(self) -> float | None:
         """Return the seconds to the next time at which something is due; None without one."""
@@ -287,7 +267,10 @@ class Chaos(Feature):
             if self._pids.get(rank) != pid:  # it ended before the descriptor was opened
                 return f"rank {rank} does not run"
             if rule.fault in WORKER_FAULTS:
-                return self._order(rule, rank, pid)
+                report = partial(self._report, rule, rank, pid, {rank})
+                if self._orders.send(rule, rank, pid, report):
+                    return ""
+                return f"rank {rank} has not imported regrow, which {rule.fault} needs"
             self._report(rule, rank, pid, {rank})
             signum = signal.SIGKILL if rule.fault == "kill" else signal.SIGSTOP
             signal.pidfd_send_signal(process, signum)
@@ -320,57 +303,6 @@ class Chaos(Feature):
         of = f"rank {rank} (pid {pid})" if pid is not None else f"the host of rank {rank}"
         lasts = "" if until is None else f" for {rule.for_s:g} s"
         logger.warning("--chaos: injected %s into %s%s", rule.fault, of, lasts)
-
-    # --- worker faults
-
-    def _accept(self) -> None:
-        """Accept a worker of this node; other processes are refused."""
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            pid, uid, _ = _PEER.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            )
-            if uid != os.getuid() or len(self._connections) >= _MOST_CONNECTIONS:
-                connection.close()
-                return
-            connection.setblocking(False)
-            self._connections[connection] = pid
-
-    def _receive(self, connection: socket.socket) -> None:
-        """Read a worker's report that it cannot inject a fault."""
-        data = b""
-        with suppress(OSError):
-            data = connection.recv(_LONGEST_REPORT)
-        if not data:
-            self._disconnect(connection)
-            return
-        for line in data.splitlines():
-            try:
-                report = json.loads(line)
-                rank, fault = self._orders.pop(report["id"])
-                why = str(report["why"])[:200]
-            except (ValueError, TypeError, KeyError, RecursionError):
-                logger.warning("--chaos: closed a connection for a malformed report: %.200r", line)
-                self._disconnect(connection)
-                return
-            self._skip(fault, rank, why)
-
-    def _disconnect(self, connection: socket.socket) -> None:
-        del self._connections[connection]
-        connection.close()
-
-    def _order(self, rule: Rule, rank: int, pid: int) -> str:
-        connection = next((c for c, of in self._connections.items() if of == pid), None)
-        if connection is None:
-            return f"rank {rank} has not imported regrow, which {rule.fault} needs"
-        number = next(self._numbers)
-        order = {"id": number, "fault": rule.fault, "for_s": rule.for_s, "slowdown": rule.slowdown}
-        self._report(rule, rank, pid, {rank})
-        self._orders[number] = rank, rule.fault
-        self._orders.pop(number - _MOST_ORDERS, None)
-        with suppress(OSError):  # it has just ended
-            connection.send(json.dumps(order).encode() + b"\n")
-        return ""
 
     # --- host faults
 
