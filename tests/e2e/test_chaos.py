@@ -14,6 +14,8 @@ import pytest
 
 from helpers.jobs.e2e_job import Job
 from helpers.processes import state_of, wait_until
+from regrow.agent.features.host_faults import reason_refused
+from regrow.chaos import parse
 
 Launch = Callable[..., Job]
 
@@ -190,6 +192,7 @@ def free(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+@pytest.mark.hosts
 def test_a_disk_is_full_for_its_time_and_empty_afterwards(launch: Launch, small_disk: Path) -> None:
     before = free(small_disk)
     job = launch(WORKS, f"--chaos=fill path={small_disk} at=200ms for=1s")
@@ -199,6 +202,7 @@ def test_a_disk_is_full_for_its_time_and_empty_afterwards(launch: Launch, small_
     assert job.events("chaos.injected")[0]["path"] == str(small_disk)
 
 
+@pytest.mark.hosts
 def test_a_full_disk_is_empty_when_the_agent_has_been_killed(
     launch: Launch, small_disk: Path
 ) -> None:
@@ -234,44 +238,33 @@ def in_a_namespace(tmp_path: Path, chaos: str, rest: str = "") -> subprocess.Pop
     )
 
 
+@pytest.mark.hosts
 def test_a_link_is_cut_for_its_time(tmp_path: Path) -> None:
     output, _ = in_a_namespace(tmp_path, "cut rank=0 at=200ms for=1s").communicate(timeout=50)
     assert "injected cut into the host of rank 0 for 1 s" in output
-    assert "root refcnt 3 limit 0p" in output or "limit 0p" in output
+    assert "limit 0p" in output
     assert "limit 0p" not in output.partition("over")[2], output
 
 
-def test_a_link_that_cannot_be_delayed_is_refused_at_the_start(tmp_path: Path) -> None:
-    probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-    if not subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("this kernel has the netem queue")
+@pytest.mark.hosts
+def test_a_link_is_delayed_for_its_time_where_the_kernel_can_do_it(tmp_path: Path) -> None:
+    queue = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+    possible = subprocess.run(queue, capture_output=True, check=False).returncode == 0
     plan = "delay rank=0 by=10ms at=200ms for=1s"
     output, _ = in_a_namespace(tmp_path, plan).communicate(timeout=50)
-    assert "--chaos: delay: the kernel has no netem queue" in output
+    if not possible:
+        assert "--chaos: delay: the kernel has no netem queue" in output
+        return
+    assert "qdisc netem" in output
+    assert "qdisc netem" not in output.partition("over")[2], output
 
 
-def test_a_link_is_delayed_for_its_time(tmp_path: Path) -> None:
-    probe = ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-    if os.geteuid() or subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("this kernel has no netem queue")
-    plan = "delay rank=0 by=10ms at=200ms for=1s"
-    output, _ = in_a_namespace(tmp_path, plan).communicate(timeout=50)
-    assert "netem" in output
-    assert "netem" not in output.partition("over")[2], output
-
-
-def test_the_machines_own_network_is_never_touched(tmp_path: Path) -> None:
-    if not os.path.exists("/proc/sys/net/core/netdev_budget"):
-        pytest.skip("this test runs in a network namespace")
-    script = tmp_path / "train.py"
-    script.touch()
-    done = subprocess.run(
-        [sys.executable, "-m", "regrow.run", "--standalone", "--chaos=cut at=1s for=1s", script],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "--chaos: cut: " in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_the_machines_own_network_is_never_touched() -> None:
+    refused = reason_refused(parse("cut rank=0 at=1s for=1s"))
+    own = os.path.exists("/proc/sys/net/core/netdev_budget")
+    if os.geteuid():
+        assert refused == "cut: only root changes the network of a host"
+    elif own and shutil.which("tc"):
+        assert refused is not None
+        assert "machine's own network namespace" in refused
+    assert refused is not None or not own
