@@ -257,7 +257,7 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams.update({"svg.hashsalt": "regrow", "font.size": 9})
+    mpl.rcParams.update({"svg.hashsalt": "regrow", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
