@@ -10,6 +10,7 @@
 #   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make demo-replace  a training that replaces two killed processes, one by one
+#   make bench-goodput  a training under faults for half an hour, beside torchrun and NVIDIA's wrapper
 #   make clean     remove what the targets made
 #
 # `make test PYTHON=python3.13` runs a target with another Python, in an environment of its own.
@@ -24,6 +25,7 @@ SCHEDULERS_JOBS ?= 4
 TRAINING_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
+GOODPUT_ARGS ?=
 SIMULATE_ARGS ?= --seeds 1000 --events 1000000
 RESTARTS_ARGS ?= --seeds 10000
 N ?= 20
@@ -35,12 +37,13 @@ OF := $(if $(filter-out python3,$(PYTHON)),-$(version))
 DEV := .venv$(OF)
 DEMO := .venv-demo$(OF)
 DOCS := .venv-docs$(OF)
+BENCH := .venv-bench$(OF)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Each test process, and each agent that is started, would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench simulate repeat clean check-python
+.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench bench-goodput simulate repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -93,6 +96,11 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/replace.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
 
+# Half an hour. The figures and the picture of the README come from it.
+bench-goodput: $(BENCH)/.installed
+	rm -f runs/goodput.json; mkdir -p runs
+	$(BENCH)/bin/python benchmarks/goodput.py --json runs/goodput.json --plot docs/goodput.svg $(GOODPUT_ARGS)
+
 simulate: $(DEV)/.installed
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator.restarts $(RESTARTS_ARGS)
@@ -112,7 +120,8 @@ clean:
 $(DEV)/.installed: EXTRA = dev
 $(DEMO)/.installed: EXTRA = demo
 $(DOCS)/.installed: EXTRA = docs
-$(DEV)/.installed $(DEMO)/.installed $(DOCS)/.installed: pyproject.toml
+$(BENCH)/.installed: EXTRA = bench
+$(DEV)/.installed $(DEMO)/.installed $(DOCS)/.installed $(BENCH)/.installed: pyproject.toml
 	@$(MAKE) --no-print-directory check-python
 	@echo "make: installing into $(@D); where torch is among it, this may take minutes"
 	$(PYTHON) -m venv $(@D)

@@ -17,12 +17,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 # For each part of the package: the parts that it may import, besides itself.
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
-_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
+_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress", "chaos"}
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
         "compat",
+        "_chaos",
         "_progress",
         "_standby",
         "_uncaught",
@@ -34,6 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "_progress": set(),
     "_standby": {"_progress", "workers", "utils", ""},
     "_uncaught": {"workers"},
+    "_chaos": {"_progress", "inprocess", "utils"},
+    "chaos": set(),
     "utils": set(),
     "events": _BASE,
     "metrics": _BASE,
@@ -64,11 +67,13 @@ MAY_PICKLE = {
 SHARED = {
     "agent.attempt.environment",
     "agent.features.health",
+    "agent.features.host_faults",
     "cli.args",
     "heartbeat.automatic",
     "heartbeat.failure",
     "heartbeat.terms",
     "inprocess.group",
+    "inprocess.interrupt.no_interrupt_zones",
     "rendezvous.utils",
     "timer.fifo.request",
     "timer.fifo.server",

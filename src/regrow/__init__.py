@@ -50,9 +50,22 @@ def _arm() -> None:
         arm()
 
 
+def _arm_chaos() -> None:
+    """Let the agent inject faults into this worker if the job runs with `regrow run --chaos`."""
+    if os.environ.get("REGROW_CHAOS") and _is_worker():
+        from regrow._chaos import arm
+
+        arm()
+
+
+def _is_worker() -> bool:
+    """Return whether this process is a worker itself, and not a child process of one."""
+    return os.environ.get("REGROW_WORKER_PID") == str(os.getpid())
+
+
 def _record_exceptions() -> None:
     """Let the report of the job name an exception that ends this worker."""
-    if os.environ.get("REGROW_WORKER_PID") == str(os.getpid()):
+    if _is_worker():
         from regrow._uncaught import install
 
         install()
@@ -66,6 +79,7 @@ def _start_worker() -> None:
     """
     _record_exceptions()
     _arm()
+    _arm_chaos()
     _begin_heartbeat()  # last, because it starts a thread that imports modules of this package
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 PROGRESS_ENV = "REGROW_PROGRESS"
 PRIVATE_ENV = "REGROW_PRIVATE_STATE"  # `<memory path>|<local rank>`; see regrow.state.private
 INCARNATION_ENV = "REGROW_INCARNATION"  # number of processes that had this worker's ranks before
+CHAOS_ENV = "REGROW_CHAOS"  # the agent's abstract unix socket; see regrow._chaos
 ORDERS_ENV = "REGROW_ORDERS"  # path of the pipe with the agent's orders; see inprocess.call.moving
 REPLACES_ENV = "REGROW_REPLACES"  # how the latest of these processes ended, for people
 # Layout of a slot: first step, its time, latest step, its time, state of the wrapper (five bits).

@@ -182,6 +182,13 @@ BEYOND = f"1{'0' * 400}"  # no float
         ("--local-ranks-filter", ["nan", "0,inf"], "is not a list of local ranks"),
         ("--preload", ["torch,", "a-b", "train.py,7"], "is not the name of a module"),
         ("--standby", ["-1", "65", HUGE], "is not a number of processes"),
+        ("--chaos", ["kil at=1s", "kill at=1"], "at character "),
+        ("--chaos", ["kill rank=1 at=1s"], "rank=1: the job has at most 1 ranks"),
+        (
+            "--chaos",
+            ["fill path=/nowhere at=1s for=1s"],
+            "path=/nowhere: not a folder on this host",
+        ),
     ],
 )
 def test_a_number_that_makes_no_job_is_one_line_and_exit_code_2(

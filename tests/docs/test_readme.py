@@ -93,7 +93,7 @@ def test_every_variable_that_is_named_is_read_or_set_somewhere() -> None:
 def test_every_event_is_in_the_reference_and_nothing_else() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     written = re.compile(
-        r'"(regrow\.(?:job|round|rendezvous|attempt|lease|log|timer|heartbeat|inprocess|template|standby|state)\.[a-z_]+'
+        r'"(regrow\.(?:job|round|rendezvous|attempt|lease|log|timer|heartbeat|inprocess|template|standby|state|chaos)\.[a-z_]+'
         r'|regrow\.worker\.(?:failed|first_step|suspended|resumed|vacated|replaced|not_replaced))"'
     )
     modules = {

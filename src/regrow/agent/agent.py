@@ -392,6 +392,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             At most `shutdown_timeout`; None means the smaller of `shutdown_timeout` and 5 s.
         preload: modules that a process imports from which later workers are forked.
         standby: number of processes that wait at their wrapped call for the place of a lost worker.
+        chaos: faults to inject (`--chaos`); empty for none.
     """
 
     def __init__(
@@ -414,6 +415,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         restart_timeout: float | None = None,
         preload: Sequence[str] = (),
         standby: int = 0,
+        chaos: str = "",
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -461,6 +463,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
             delay = DelayedStart(cores, spec.local_world_size)
             common.features.append(Standbys(common, workers.guardian, standby, log_dir, delay))
+        if chaos:
+            from regrow.agent.features.chaos import Chaos
+            from regrow.chaos import parse
+
+            common.features.append(Chaos(common, parse(chaos)))
         if os.environ.get(SHARING_ENV) == "0" and not spec.rdzv_handler.use_agent_store:
             from regrow.agent.features.torch_store import TorchStores
             from regrow.store import start_torch_server

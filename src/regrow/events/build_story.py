@@ -112,7 +112,7 @@ class _StoryBuilder:
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
-            helpers=self._helpers(),
+            helpers=(*self._helpers(), *self._chaos()),
             reports_steps=self.reports_steps,
             events_lost=sum(integer(e, "lost") or 0 for e in self.by_name["regrow.log.gap"]),
         )
@@ -134,6 +134,12 @@ class _StoryBuilder:
                 if end.get("is_final") is True
             ]
         return tuple(lines)
+
+    def _chaos(self) -> tuple[str, ...]:
+        """Describe the injected faults (`--chaos`) of the host with the events."""
+        faults = [text(event, "fault") or "?" for event in self.by_name["regrow.chaos.injected"]]
+        counted = ", ".join(f"{faults.count(each)} {each}" for each in dict.fromkeys(faults))
+        return (one_line(f"injected by --chaos: {counted}"),) if faults else ()
 
     def _closed(self) -> str | None:
         closed = self._last("regrow.rendezvous.closed")

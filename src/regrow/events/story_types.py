@@ -356,7 +356,7 @@ class Story:
     in_place: tuple[InProcessRestart, ...] = ()
     """The in-process restarts, in order; they started no process."""
     helpers: tuple[str, ...] = ()
-    """The templates and standbys, and why there were none, in one line each."""
+    """The templates and standbys, why there were none, and injected faults; in one line each."""
     reports_steps: bool = False
     """Whether any worker reported a training step."""
     events_lost: int = 0

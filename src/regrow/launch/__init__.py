@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from regrow.launch.api import elastic_launch, launch_agent
 from regrow.launch.config import (
     LaunchConfig,
+    chaos_fault,
     grace_fault,
     heartbeat_fault,
     preload_fault,

@@ -171,13 +171,15 @@ def _run_agent(
     least, most = config.min_nodes, config.max_nodes
     added: dict[str, Any] = {  # arguments that torch's agent does not have
         "event_sinks": (*filter(None, (request, event_log)), *config.event_sinks),
-        "job": {"nnodes": least if least == most else f"{least}:{most}", "log_dir": directory},
+        "job": {"nnodes": least if least == most else f"{least}:{most}", "log_dir": directory}
+        | ({"chaos": config.chaos} if config.chaos else {}),
         "timers": config.timers,
         "native_stacks": config.native_stacks,
         "heartbeat": config.heartbeat,
         "restart_timeout": config.restart_timeout,
         "preload": config.preload,
         "standby": config.standby,
+        "chaos": config.chaos,
     }
     # Programs written for torch replace the class in this module, so the name is read here.
     own = _accepted(LocalElasticAgent, added)

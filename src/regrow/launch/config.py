@@ -92,12 +92,15 @@ class LaunchConfig:
         standby: number of processes on each node that run the script up to its wrapped call, and
             wait there for the place of a lost worker (`Wrapper(replace=True)`). A node that waits
             for a place has one for each of its workers. regrow's own addition.
+        chaos: faults to inject into this job, in the language of `regrow run --chaos`; every node
+            needs the same text. regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
-            `preload` is not the name of a module; or `standby` is no number of processes.
+            `preload` is not the name of a module; or `standby` is no number of processes; or
+            `chaos` is not valid, or asks for a fault that this host cannot inject.
     """
 
     min_nodes: int
@@ -131,6 +134,7 @@ class LaunchConfig:
     requeue: bool = False
     preload: Sequence[str] = ()
     standby: int = 0
+    chaos: str = ""
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -152,6 +156,8 @@ class LaunchConfig:
             raise ValueError(f"preload: {fault}")
         if fault := standby_fault(self.standby):
             raise ValueError(f"standby: {fault}")
+        if self.chaos and (fault := chaos_fault(self.chaos, self.max_nodes * self.nproc_per_node)):
+            raise ValueError(f"chaos: {fault}")
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:
@@ -169,6 +175,26 @@ def standby_fault(count: int) -> str | None:
     if not 0 <= count <= MOST_STANDBYS:
         return f"{count} is not a number of processes; give 0 to {MOST_STANDBYS}, for example 1"
     return None
+
+
+def chaos_fault(text: str, most_ranks: int | None = None) -> str | None:
+    """Return why faults cannot be injected as `text` asks; None if they can.
+
+    Args:
+        text: faults in the language of `--chaos`.
+        most_ranks: the most ranks that the job may have, if known.
+    """
+    from regrow.agent.features.host_faults import reason_refused
+    from regrow.chaos import highest_rank, parse
+
+    try:
+        plan = parse(text)
+    except ValueError as error:
+        return str(error)
+    rank = highest_rank(plan)
+    if most_ranks is not None and rank >= most_ranks:
+        return f"rank={rank}: the job has at most {most_ranks} ranks, numbered from 0"
+    return reason_refused(plan)
 
 
 def heartbeat_fault(period: float) -> str | None:

@@ -46,6 +46,8 @@ class Recorder:
         """
         self.launch_fields: Mapping[str, Any] = {}
         """Further fields of `regrow.job.started` that are not in the spec."""
+        self.further_fields: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] | None = None
+        """Returns further fields of an event, from its name and fields (`--chaos`)."""
         self.noticed: float | None = None
         """Monotonic seconds at which the loop first noticed a failed worker."""
         # Two threads may report the end of an attempt; only the first report counts.
@@ -64,6 +66,8 @@ class Recorder:
             "round": self._job.round,
             "host": socket.gethostname(),
         }
+        if self.further_fields is not None:
+            metadata |= self.further_fields(name, metadata)
         event = Event(name, EventSource.AGENT, metadata=common | metadata)
         for sink in self.sinks:
             try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from regrow.cli.args.parser import GivenFlags, is_given
-from regrow.launch import grace_fault, heartbeat_fault, preload_fault, standby_fault
+from regrow.launch import chaos_fault, grace_fault, heartbeat_fault, preload_fault, standby_fault
 from regrow.rendezvous.utils import _parse_rendezvous_config, unknown_config_keys
 from regrow.utils import LONGEST_S, MOST_FAILURES, MOST_NODES, MOST_WORKERS, get_logger
 from regrow.workers import DefaultLogsSpecs, LogsSpecs, Std
@@ -86,6 +86,9 @@ def number_fault(args: Namespace) -> str | None:
         return f"--preload: {fault}"
     if fault := standby_fault(getattr(args, "standby", 0)):
         return f"--standby: {fault}"
+    chaos = getattr(args, "chaos", "")
+    if chaos and (fault := chaos_fault(chaos)):
+        return f"--chaos: {fault}"
     heartbeat = getattr(args, "heartbeat", None)
     if heartbeat is not None and (fault := heartbeat_fault(heartbeat)):
         return f"--heartbeat: {fault}"

@@ -224,6 +224,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             metavar="PERIOD",
             added=True,
         ),
+        Flag(
+            "chaos",
+            "inject faults into this job, to test its recovery: for example 'kill rank=1 at=30s; "
+            "stop rank=2 for=5s every=60s; mtbf=120s seed=7'; the same on every node",
+            "",
+            metavar="PLAN",
+            environment=False,
+            added=True,
+        ),
     ),
     "logs and events": (
         Flag("event-log-handler", "name of the handler that records torch-style events", "null"),
