@@ -17,9 +17,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 # For each part of the package: the parts that it may import, besides itself.
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
-_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
+_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress", "_accounts"}
 _LAUNCH = _AGENT | {"agent"}
-_COMMANDS = {"cli", "run", "launch"} | _LAUNCH
+_COMMANDS = {"cli", "run", "launch", "ledger"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
         "compat",
@@ -31,11 +31,13 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "utils",
     },  # the package itself: the names a training script uses
-    "_progress": set(),
+    "_accounts": set(),
+    "_progress": {"_accounts"},
     "_standby": {"_progress", "workers", "utils", ""},
     "_uncaught": {"workers"},
     "utils": set(),
     "events": _BASE,
+    "ledger": _BASE | {"events", "_accounts"},
     "metrics": _BASE,
     "store": _TOOLS,
     "workers": _TOOLS,
@@ -65,6 +67,7 @@ SHARED = {
     "agent.attempt.environment",
     "agent.features.health",
     "cli.args",
+    "events.evidence",
     "heartbeat.automatic",
     "heartbeat.failure",
     "heartbeat.terms",

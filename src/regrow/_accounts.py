@@ -80,8 +80,19 @@ class Account:
         memory: `ACCOUNT_BYTES` bytes, which the agent has blanked with `blank`.
     """
 
-    __slots__ = ("again", "highest", "new", "numbers", "open", "outer", "pending", "rows", "since")
-    __slots__ += ("thread", "times")
+    __slots__ = (
+        "again",
+        "highest",
+        "new",
+        "numbers",
+        "open",
+        "outer",
+        "pending",
+        "rows",
+        "since",
+        "thread",
+        "times",
+    )
 
     def __init__(self, memory: memoryview) -> None:
         import threading

@@ -73,7 +73,15 @@ LEFT_WRAPPER = OTHERS_GO_ON  # the call has raised: the script decides how the p
 class _Reporter:
     """Writer of this process's slot; each field is one store."""
 
-    __slots__ = ("_account", "_account_memory", "_memory", "_numbers", "_pipe", "_started", "_times")
+    __slots__ = (
+        "_account",
+        "_account_memory",
+        "_memory",
+        "_numbers",
+        "_pipe",
+        "_started",
+        "_times",
+    )
 
     def __init__(self, memory: mmap.mmap, pipe: str, offset: int) -> None:
         slot = memoryview(memory)[offset : offset + SLOT.size]
@@ -200,10 +208,8 @@ def phase(name: str) -> AbstractContextManager[None]:
     found = _phases.get(name)
     if found is None:
         reporter = _own()
-        if reporter is None:
-            found = contextlib.nullcontext()
-        else:
-            found = reporter.account.phase(str(name))
+        nothing = contextlib.nullcontext()
+        found = nothing if reporter is None else reporter.account.phase(str(name))
         _phases[name] = found
     return found
 
