@@ -109,7 +109,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
     steps_known = any(attempt.reports_steps for attempt in every)
     spans: list[Span] = []
     highest: int | None = None
-    redone = 0
+    redone: dict[tuple[int, int], int] = {}  # by session and attempt
     for i, (session, of_session) in enumerate(zip(job, attempts, strict=True)):
         if i:
             spans += _between(job[i - 1], session)
@@ -122,10 +122,12 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
             reached[number] = highest
             found = [each.highest_step for each in same if each.highest_step is not None]
             highest = max([*found, *([highest] if highest is not None else [])], default=None)
-            redone += max(each.redone_steps for each in same)
         hung = frozenset(n for n, same in by_number.items() if any(each.hung for each in same))
         for run in session.runs:
-            spans += spans_of(run, Known(steps_known, reached, hung))
+            found_spans, steps = spans_of(run, Known(steps_known, reached, hung))
+            spans += found_spans
+            for number, count in steps.items():
+                redone[i, number] = max(redone.get((i, number), 0), count)
     last = job[-1]
     return Ledger(
         run_id=last.runs[-1].run_id,
@@ -137,7 +139,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
         attempts=sum(len({a.number for _, of_run in s for a in of_run}) for s in attempts),
         finished=last.ended,
         highest_step=highest,
-        redone_steps=redone,
+        redone_steps=sum(redone.values()),
         spans=tuple(spans),
         seconds={buckets.PRODUCTIVE: 0.0, buckets.UNKNOWN: 0.0} | add_up(spans),
     )

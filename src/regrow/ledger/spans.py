@@ -17,7 +17,7 @@ from regrow import _accounts as rows
 from regrow.events.evidence import Record, integer, real, text
 from regrow.ledger import buckets
 from regrow.ledger.runs import Run
-from regrow.ledger.split import Process, ProcessEnd, Seconds, split
+from regrow.ledger.split import Process, ProcessEnd, Seconds, redone_steps, split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +64,6 @@ class Attempt:
         )
 
     @property
-    def redone_steps(self) -> int:
-        """Number of steps that a worker did again, of the worker that did most."""
-        return max((sum(a.counts.get(r, 0) for r in _REPEATED) for a in self.accounts()), default=0)
-
-    @property
     def hung(self) -> bool:
         """Whether a timer or a heartbeat has expired."""
         return any(text(e, "name") in _HANGS for e in self.events)
@@ -85,7 +80,6 @@ class Attempt:
 
 
 _STEPS = {rows.STEPS, rows.REPEATED_STEPS, rows.FIRST_STEP, rows.FIRST_REPEATED_STEP}
-_REPEATED = (rows.REPEATED_STEPS, rows.FIRST_REPEATED_STEP)
 _HANGS = {"regrow.timer.expired", "regrow.heartbeat.failed"}
 
 
@@ -149,8 +143,13 @@ class Known:
     """The attempts that a timer or a heartbeat has ended, on any node."""
 
 
-def spans_of(run: Run, known: Known) -> list[Span]:
-    """Return the spans of all workers of a run, each worker's in order, without a gap."""
+def spans_of(run: Run, known: Known) -> tuple[list[Span], dict[int, int]]:
+    """Divide the time of a run.
+
+    Returns:
+        The spans of all workers, each worker's in order, without a gap. And for each attempt, how
+        many steps were done again, by the worker that did most.
+    """
     builder = _Builder(run, known)
     at, number = run.begin, -1
     for attempt in attempts_of(run):
@@ -160,13 +159,17 @@ def spans_of(run: Run, known: Known) -> list[Span]:
         builder.attempt(attempt)
         at, number = attempt.end, attempt.number
     builder.after(at, number)
-    return builder.spans
+    redone: dict[int, int] = {}
+    for (number, _), steps in builder.redone.items():
+        redone[number] = max(redone.get(number, 0), steps)
+    return builder.spans, redone
 
 
 class _Builder:
     def __init__(self, run: Run, known: Known) -> None:
         self.run, self.known = run, known
         self.spans: list[Span] = []
+        self.redone: dict[tuple[int, int], int] = defaultdict(int)  # by attempt and local rank
         self.ranks: list[int | None] = [None] * run.workers
         self._highest: int | None = None
 
@@ -267,12 +270,9 @@ class _Builder:
         if self._highest is not None and first is not None:
             first = max(first, self._highest + 1)
         process = Process(start=start, end=end, account=account, first_new_step=first, kept=kept)
-        parts = split(
-            process,
-            ending,
-            steps_known=self.known.steps_known,
-            reached=self.known.reached.get(attempt.number),
-        )
+        reached = self.known.reached.get(attempt.number)
+        self.redone[attempt.number, local_rank] += redone_steps(process, reached)
+        parts = split(process, ending, steps_known=self.known.steps_known, reached=reached)
         for until, seconds in parts:
             self._add(local_rank, attempt.number, start, until, seconds)
             start = max(start, until)

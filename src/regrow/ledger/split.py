@@ -116,6 +116,20 @@ def split(
     return [*parts, (process.end, {after: process.end - detected})]
 
 
+def redone_steps(process: Process, reached: int | None) -> int:
+    """Return how many of a process's steps were done before; see `split` for the arguments."""
+    if (account := process.account) is None:
+        return 0
+    counts = [account.counts.get(row, 0) for row in _NEW_STEPS]
+    again = [account.counts.get(row, 0) for row in _REPEATED_STEPS]
+    share = _known_share(account, process.first_new_step, reached)
+    return sum(again) + round(share * sum(counts))
+
+
+_NEW_STEPS = (rows.STEPS, rows.FIRST_STEP)
+_REPEATED_STEPS = (rows.REPEATED_STEPS, rows.FIRST_REPEATED_STEP)
+
+
 def _rows(account: rows.Reading, until_mark: float, since_mark: float) -> dict[str, float]:
     """Return the seconds of the rows, which fill the time from the first mark to the end.
 
