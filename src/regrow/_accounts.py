@@ -4,13 +4,14 @@ The ledger (`regrow.ledger`) needs to know how long a worker was in each phase o
 how long in steps that were done before. The worker itself books this, so nothing has to be sent,
 and the agent can read the account after a SIGKILL.
 
-An account has rows; each has seconds and a count. One row is open at any time. A *mark* (the start
-or end of a phase, or a step) adds the seconds since the last mark to the open row, and may open
-another one. So the rows partition the time since the first mark, and the agent adds the time since
-the last mark to the open row. Outside of phases the row PENDING is open. Only the next step shows
-what that time was: `step` moves it to STEPS if the number is reached for the first time in the
-job's life, else to REPEATED_STEPS. The first step after a start goes to rows of its own, because
-it includes the startup.
+An account has rows with seconds; those of steps also have a count. One row is open at any time. A
+*mark* (the start or end of a phase, or a step) adds the seconds since the last mark to the open
+row, and may open another one. So the rows partition the time since the first mark, and the agent
+adds the time since the last mark to the open row. Outside of phases the row PENDING is open. It is
+not stored: it is what the other rows leave. Only the next step shows what that time was: `step`
+moves it to STEPS if the number is reached for the first time in the job's life, else to
+REPEATED_STEPS. The first step after a start goes to rows of its own, because it includes the
+startup.
 
 Phases may be nested: the inner phase gets its time, the outer one the rest. `PHASES` names are
 kept; the time of further ones goes to OTHER. Only marks of the main thread count, because the
@@ -82,6 +83,7 @@ class Account:
 
     __slots__ = (
         "again",
+        "counts",
         "highest",
         "new",
         "numbers",
@@ -90,6 +92,7 @@ class Account:
         "pending",
         "rows",
         "since",
+        "spent",
         "thread",
         "times",
     )
@@ -102,6 +105,7 @@ class Account:
         self.outer: list[int] = []  # the rows of the phases around the open one
         self.rows: dict[str, int] = {}
         self.thread = threading.main_thread().ident
+        self.spent, self.counts = [0.0] * _ROWS, [0] * _ROWS  # quicker to read than the memory
         self.pending = 0.0
         self.open = _PENDING
         self.since = monotonic()
@@ -125,21 +129,21 @@ class Account:
         """Book the time since the last step, which is pending."""
         if get_ident() != self.thread:
             return
-        times, row, pending = self.times, self.open, self.pending
+        row, pending = self.open, self.pending
         if row == _PENDING:
             pending += now - self.since
         else:
-            times[_SECONDS + row] += now - self.since
+            self._add(row, now - self.since)
         if step > self.highest:
             self.highest = self.numbers[_HIGHEST] = step
             to = self.new
         else:
             to = self.again
-        times[_SECONDS + to] += pending
-        times[_SINCE] = self.since = now
-        self.numbers[_COUNTS + to] += 1
-        if self.pending:
-            times[_SECONDS] = self.pending = 0.0
+        spent, counts = self.spent, self.counts
+        spent[to] = self.times[_SECONDS + to] = spent[to] + pending
+        counts[to] = self.numbers[_COUNTS + to] = counts[to] + 1
+        self.times[_SINCE] = self.since = now
+        self.pending = 0.0
         if to >= _FIRST:
             self.new, self.again = _STEPS, _REPEATED
             self.numbers[_STARTING] = 0
@@ -152,11 +156,11 @@ class Account:
         """
         if get_ident() != self.thread:
             return
-        now, times = monotonic(), self.times
+        now = monotonic()
         if self.open == _PENDING:
             self.pending += now - self.since
         else:  # an interrupt came between a phase and its `with`
-            times[_SECONDS + self.open] += now - self.since
+            self._add(self.open, now - self.since)
         lengths, before = dict.fromkeys(_PARTS.values(), 0.0), 0.0
         for part, row in _PARTS.items():
             end = max(ends.get(part, before), before)
@@ -166,11 +170,11 @@ class Account:
         # replaces another one, was not there when the restart began.
         share = min(1.0, self.pending / before) if before > 0 else 0.0
         lost = _STARTUP if self.new == _FIRST else _UNFINISHED
-        times[_SECONDS + lost] += self.pending - before * share
+        self._add(lost, self.pending - before * share)
         for row, length in lengths.items():
-            times[_SECONDS + row] += length * share
-        times[_SECONDS] = self.pending = 0.0
-        times[_SINCE] = self.since = now
+            self._add(row, length * share)
+        self.pending = 0.0
+        self.times[_SINCE] = self.since = now
         self.numbers[_OPEN] = self.open = _PENDING
         self.outer.clear()
         self._begin_start()
@@ -188,6 +192,9 @@ class Account:
             else:
                 row = _OTHER
         return Phase(self, row)
+
+    def _add(self, row: int, seconds: float) -> None:
+        self.spent[row] = self.times[_SECONDS + row] = self.spent[row] + seconds
 
     def _begin_start(self) -> None:
         self.new, self.again = _FIRST, _FIRST_REPEATED
@@ -209,22 +216,21 @@ class Phase:
         account = self._account
         if get_ident() != account.thread:
             return
-        now, times, before = monotonic(), account.times, account.open
+        now, before = monotonic(), account.open
         if before == _PENDING:
-            times[_SECONDS] = account.pending = account.pending + now - account.since
+            account.pending += now - account.since
         else:
-            times[_SECONDS + before] += now - account.since
-        times[_SINCE] = account.since = now
+            account._add(before, now - account.since)
+        account.times[_SINCE] = account.since = now
         account.numbers[_OPEN] = account.open = self._row
         account.outer.append(before)
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         account = self._account
         if get_ident() != account.thread or not account.outer:
             return
-        now, times, row = monotonic(), account.times, account.open
-        times[_SECONDS + row] += now - account.since
-        account.numbers[_COUNTS + row] += 1
+        now, row, times, spent = monotonic(), account.open, account.times, account.spent
+        spent[row] = times[_SECONDS + row] = spent[row] + now - account.since
         times[_SINCE] = account.since = now
         account.numbers[_OPEN] = account.open = account.outer.pop()
 
@@ -245,7 +251,7 @@ class Reading(NamedTuple):
     seconds: dict[str, float]
     """The rows with seconds."""
     counts: dict[str, int]
-    """How often each phase ended and each kind of step was reported."""
+    """How often each kind of step was reported."""
 
 
 def blank(memory: Any, offset: int, highest_step: int) -> None:
@@ -270,10 +276,13 @@ def read(memory: Any, offset: int) -> Reading | None:
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
     for name, spent, count in zip(names, rest[:_ROWS], rest[_ROWS : 2 * _ROWS], strict=True):
-        if 0 < spent < math.inf:
+        if 0 < spent < math.inf and name != PENDING:
             seconds[name] = seconds.get(name, 0.0) + spent
         if count > 0:
             counts[name] = counts.get(name, 0) + count
+    pending = since - opened - sum(seconds.values())
+    if pending > 0:
+        seconds[PENDING] = pending
     return Reading(
         None if highest == NO_STEP else highest,
         bool(starting),

@@ -205,13 +205,14 @@ def phase(name: str) -> AbstractContextManager[None]:
         name: up to 32 bytes in UTF-8. A process has up to 16 names; the time of further ones is
             booked as "other".
     """
-    found = _phases.get(name)
-    if found is None:
+    try:
+        return _phases[name]
+    except KeyError:
         reporter = _own()
         nothing = contextlib.nullcontext()
         found = nothing if reporter is None else reporter.account.phase(str(name))
         _phases[name] = found
-    return found
+        return found
 
 
 def restarted(ends: dict[str, float]) -> None:

@@ -75,7 +75,6 @@ with regrow.phase("outer"):
     )
     assert account.seconds["phase:outer"] >= 3 * SLEEP
     assert account.seconds["phase:inner"] >= 2 * SLEEP
-    assert account.counts == {"phase:outer": 2, "phase:inner": 1}
     assert partitions(account)
 
 
@@ -91,11 +90,7 @@ for n in (1, 2, 3, 2, 3, 4):
     regrow.step(n)
 """,
     )
-    assert account.counts == {"phase:load": 1, "phase:data": 6} | {
-        "first_step": 1,
-        "steps": 3,
-        "repeated_steps": 2,
-    }
+    assert account.counts == {"first_step": 1, "steps": 3, "repeated_steps": 2}
     assert account.seconds["phase:data"] >= 6 * SLEEP
     assert (account.highest_step, account.starting, account.open) == (4, False, "pending")
     assert partitions(account)
@@ -123,10 +118,8 @@ except ValueError:
     regrow.step(1)
 """
     account = account_after(page, script)
-    assert (account.open, account.counts) == (
-        "pending",
-        {"phase:a": 1, "phase:b": 1, "first_step": 1},
-    )
+    assert account.open == "pending"
+    assert {"phase:a", "phase:b", "first_step"} <= account.seconds.keys()
 
 
 def test_other_threads_and_children_book_nothing(page: WorkerReports) -> None:
@@ -160,9 +153,8 @@ for name in [*map(str, range(20)), "", "0"]:
     with regrow.phase(name):
         pass
 """
-    counts = account_after(page, script).counts
     names = {f"phase:{n}" for n in range(_accounts.PHASES)}
-    assert counts == dict.fromkeys(names, 1) | {"phase:0": 2, "phase:other": 5}
+    assert account_after(page, script).seconds.keys() - {"pending"} == names | {"phase:other"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +163,7 @@ for name in [*map(str, range(20)), "", "0"]:
 )
 def test_names_are_cut_and_printable(page: WorkerReports, name: str, read: str) -> None:
     account = account_after(page, f"with regrow.phase({name!a}): pass")
-    assert account.counts == {f"phase:{read}": 1}
+    assert account.seconds.keys() - {"pending"} == {f"phase:{read}"}
 
 
 def test_an_in_process_restart_is_booked_in_its_parts(page: WorkerReports) -> None:
@@ -191,14 +183,13 @@ regrow.step(6)
 """
     account = account_after(page, script)
     spent = account.seconds
-    assert spent["detection"] == pytest.approx(0.02, rel=0.01)
-    assert spent["stopping"] == pytest.approx(0.02, rel=0.01)
-    assert spent["meeting"] == pytest.approx(0.03, rel=0.01)
-    assert spent["restart"] == pytest.approx(0.01, rel=0.01)
+    # The first restart has interrupted a phase, whose time is not booked twice.
+    assert 0.0199 < spent["detection"] < 0.04
+    assert spent["stopping"] == pytest.approx(spent["detection"])
+    assert spent["meeting"] == pytest.approx(1.5 * spent["detection"])
+    assert spent["restart"] == pytest.approx(0.5 * spent["detection"])
     assert spent["unfinished"] >= 2 * SLEEP - 0.08
-    assert account.counts == {"first_step": 1, "first_repeated_step": 2, "steps": 1} | {
-        "phase:load": 1
-    }
+    assert account.counts == {"first_step": 1, "first_repeated_step": 2, "steps": 1}
     assert partitions(account)
 
 

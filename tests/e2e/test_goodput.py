@@ -1,4 +1,4 @@
-"""`regrow goodput` on a real job: sleeps, phases and kills whose lengths the script measures itself.
+"""`regrow goodput` on a real job: the script measures its sleeps, phases and kills itself.
 
 The script notes for each thing that it does the shortest and the longest time that it can have
 taken: from a clock read inside of the marks, and from one around them. So a test machine that
@@ -165,9 +165,7 @@ def test_each_bucket_of_a_killed_and_requeued_job_is_right_within_two_percent(
     wrong = {
         bucket: (ledger.seconds.get(bucket, 0.0), shortest, longest)
         for bucket, (shortest, longest) in limits.items()
-        if not shortest * (1 - WITHIN)
-        <= ledger.seconds.get(bucket, 0.0)
-        <= longest * (1 + WITHIN)
+        if not shortest * (1 - WITHIN) <= ledger.seconds.get(bucket, 0.0) <= longest * (1 + WITHIN)
     }
     assert wrong == {}, ledger.to_json()
     assert ledger.seconds["unknown"] == pytest.approx(0, abs=0.001)
@@ -180,4 +178,4 @@ def sums_to_wall_time(ledger: Ledger, jobs: list[Job]) -> bool:
     started = [job.events("job.started")[0] for job in jobs]
     gaps = sum(b["time"] - a["time"] for a, b in zip(finished, started[1:], strict=False))
     wall = sum(event["duration_s"] for event in finished) + gaps
-    return abs(ledger.total - ledger.workers * wall) <= 0.001 * ledger.total
+    return bool(abs(ledger.total - ledger.workers * wall) <= 0.001 * ledger.total)

@@ -72,14 +72,14 @@ def test_a_job_that_succeeds() -> None:
 
 
 def test_the_first_step_counts_as_long_as_the_others_and_the_rest_is_startup() -> None:
-    account = {"seconds": {"steps": 4.5, "first_step": 5.5}}
+    account: Event = {"seconds": {"steps": 4.5, "first_step": 5.5}}
     log = Log().start(0).end(12, "SUCCEEDED", **account).finish(12, "SUCCEEDED")
     parts = {"startup_script": 2, "productive": 5, "startup_first_step": 5}
     assert seconds(only(log)) == parts
 
 
 def test_a_script_whose_first_mark_is_its_first_step() -> None:
-    account = {"seconds": {"steps": 10.0}, "counts": {"steps": 20, "first_step": 1}}
+    account: Event = {"seconds": {"steps": 10.0}, "counts": {"steps": 20, "first_step": 1}}
     log = Log().start(0).end(12, "SUCCEEDED", **account).finish(12, "SUCCEEDED")
     assert seconds(only(log)) == {"startup_script": 1.5, "productive": 10.5}
 
@@ -123,7 +123,11 @@ def test_the_time_between_two_attempts() -> None:
 
 
 def test_a_script_without_steps_has_unknown_time_except_in_phases() -> None:
-    account = {"seconds": {"phase:eval": 4.0, "pending": 6.0}, "counts": {}, "starting": True}
+    account: Event = {
+        "seconds": {"phase:eval": 4.0, "pending": 6.0},
+        "counts": {},
+        "starting": True,
+    }
     log = Log().start(0).end(13, "SUCCEEDED", highest_step=None, **account)
     ledger = only(log.finish(13, "SUCCEEDED"))
     assert seconds(ledger) == {"unknown": 9, "phase:eval": 4}
@@ -209,7 +213,7 @@ def test_a_replaced_process_and_its_replacement() -> None:
     log = Log().start(0)
     log.add(13, "worker.vacated", local_rank=0, ended_monotonic=62.5, account=log.account())
     log.add(14, "worker.replaced", local_rank=0, started_monotonic=64.0)
-    more = {"opened_monotonic": 65.0, "since_monotonic": 67.0, "highest_step": 11}
+    more: Event = {"opened_monotonic": 65.0, "since_monotonic": 67.0, "highest_step": 11}
     more |= {"seconds": {"steps": 1.0, "first_repeated_step": 1.0}}
     log.end(17, "SUCCEEDED", **more, counts={"steps": 1, "first_repeated_step": 1})
     found = seconds(only(log.finish(17, "SUCCEEDED")))

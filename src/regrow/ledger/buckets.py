@@ -23,20 +23,20 @@ FINISHING: Final = "finishing"
 UNKNOWN: Final = "unknown"
 
 MEANINGS: Final = {
-    PRODUCTIVE: "steps whose number was reached for the first time",
-    REDONE: "steps that were done before, and were lost",
+    PRODUCTIVE: "steps reached for the first time",
+    REDONE: "steps that had been done before",
     UNFINISHED: "steps that a failure or a stop cut off",
     STARTUP_PROCESSES: "start of the workers' processes",
-    STARTUP_SCRIPT: "imports, and the script up to its first step or phase",
-    STARTUP_FIRST_STEP: "from there to the first step, less the time of one step",
-    DETECTION: "from a failure, or from the last step of a hang, to its detection",
+    STARTUP_SCRIPT: "imports, up to the first step or phase of the script",
+    STARTUP_FIRST_STEP: "up to the first step, less the time of one step",
+    DETECTION: "from a failure or a hang to its detection",
     STOPPING: "workers are stopped",
     MEETING: "the nodes form the next round; the ranks meet",
-    RESTART: "pause before a restart, new processes, call of the function",
+    RESTART: "pauses, new processes for lost ones",
     WAITING_FOR_NODES: "before the first round of a node",
-    WAITING_FOR_SCHEDULER: "between the end of a run and the start of the next one",
+    WAITING_FOR_SCHEDULER: "between two runs of the job",
     LOST_RANKS: "ranks without a process, while the others continue",
-    FINISHING: "from the last step to the end of the run",
+    FINISHING: "after the last step",
     UNKNOWN: "not accounted for",
 }
 """The meaning of each bucket, in the order of a job's life. Phases of a script have buckets too."""

@@ -8,6 +8,7 @@ from regrow.ledger import buckets
 from regrow.ledger.ledger import Ledger
 
 _WIDTH = 23
+_SHOWN_S = 0.0005
 
 
 def render(ledger: Ledger) -> str:
@@ -37,7 +38,9 @@ def _lines(ledger: Ledger) -> Iterator[str]:
     steps = "" if ledger.highest_step is None else f", up to step {ledger.highest_step}"
     yield _row(buckets.PRODUCTIVE, productive, total, buckets.MEANINGS[buckets.PRODUCTIVE] + steps)
     for bucket, seconds in ledger.losses():
-        meaning = buckets.MEANINGS.get(bucket, "named by the script")
+        if seconds < _SHOWN_S:
+            continue
+        meaning = buckets.MEANINGS.get(bucket, "")
         if bucket == buckets.REDONE and ledger.redone_steps:
             meaning += f": {_count(ledger.redone_steps, 'step')}"
         yield _row(bucket, seconds, total, meaning)
@@ -55,7 +58,7 @@ def _ratio(name: str, ratio: float | None, numerator: str, total: float) -> str:
 def _row(bucket: str, seconds: float, total: float, meaning: str) -> str:
     name = buckets.title(bucket)
     share = _share(seconds / total if total else None)
-    return f"  {name:<{_WIDTH}} {duration(seconds):>10}  {share}  {meaning}"
+    return f"  {name:<{_WIDTH}} {duration(seconds):>10}  {share}  {meaning}".rstrip()
 
 
 def _share(ratio: float | None) -> str:
@@ -68,7 +71,7 @@ def _count(number: int, noun: str) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration with two units at most: "3 h 12 min", "4.2 s", "310 ms"."""
-    if seconds < 0.0005:
+    if seconds < _SHOWN_S:
         return "0 s"
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
