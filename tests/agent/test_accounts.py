@@ -8,6 +8,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from queue import Queue
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,10 @@ from helpers.processes import PATIENCE, wait_until
 from regrow import _accounts
 from regrow._accounts import ACCOUNT_BYTES, NO_STEP, Reading, blank, read
 from regrow.agent import WorkerGroup, WorkerSpec
+from regrow.agent.features import progress
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.job import Job
+from regrow.events import Event
 from regrow.rendezvous.foreign import adapted
 
 SLEEP = 0.1  # seconds
@@ -206,6 +210,22 @@ def test_the_highest_step_of_a_node_outlives_an_attempt(job: Job, page: WorkerRe
     assert following.accounts() == {}
     assert account_after(following, "regrow.step(8)").counts == {"first_repeated_step": 1}
     following.close()
+
+
+def test_the_accounts_are_recorded_now_and_then(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: Queue[Any] = Queue()
+    recorded: list[Event] = []
+    job.post = lambda message: posted.put(message)
+    job.recorder.sinks = (recorded.append,)
+    monkeypatch.setattr(progress, "ACCOUNTS_EVERY_S", 0.05)
+    page = WorkerReports(job)
+    posted.get(timeout=PATIENCE)()
+    assert recorded == []  # no worker has an account yet
+    account_after(page, "regrow.step(7)")
+    wait_until(lambda: posted.get(timeout=PATIENCE)() or "attempt.accounts" in str(recorded), "")
+    page.close()
+    accounts = recorded[-1].metadata["accounts"]
+    assert [account["highest_step"] for account in accounts.values()] == [7]
 
 
 def test_outside_of_regrow_a_phase_does_nothing() -> None:

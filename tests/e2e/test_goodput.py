@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from helpers.jobs.e2e_job import Job
-from regrow.ledger import read_ledgers
+from regrow.ledger import Ledger, read_ledgers
 
 Launch = Callable[..., Job]
 STEP_S, WITHIN = 0.1, 0.02
 
-SCRIPT = f"""
+MARKS = """
 import json
 from contextlib import contextmanager
 from time import monotonic as now
@@ -53,13 +53,13 @@ def phase(name):
         ended = now()
     done("phase:" + name, ended - begun, now() - before)
 
-def step(n, before, begun):
+def step(n, before, begun, attempt=ATTEMPT):
     ended = now()
     regrow.step(n)
     after = now()
     inner = within[0]
     within[0] = [0.0, 0.0]
-    note("step", ended - begun - inner[1], after - before - inner[0], step=n, attempt=ATTEMPT)
+    note("step", ended - begun - inner[1], after - before - inner[0], step=n, attempt=attempt)
     return ended, after
 
 def wait_for_the_end():
@@ -67,6 +67,9 @@ def wait_for_the_end():
     with regrow.phase("wait"):
         time.sleep(60)
 
+"""
+
+TRAINING = f"""
 resumed, last, how = json.loads(os.environ["PLAN"])[ATTEMPT]
 with phase("load"):
     time.sleep(0.3)
@@ -97,7 +100,7 @@ if how == "exit":
 
 def finish(launch: Launch, truth: Path, plan: list[Any], status: int, *flags: str) -> Job:
     env = {"PLAN": json.dumps(plan), "TRUTH": str(truth)}
-    job = launch(SCRIPT, "--rdzv-id=job7", *flags, standalone=False, env=env)
+    job = launch(MARKS + TRAINING, "--rdzv-id=job7", *flags, standalone=False, env=env)
     assert job.finish() == status, job.output
     return job
 
@@ -127,6 +130,29 @@ def notes_of(truth: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in truth.read_text().splitlines()]
 
 
+def mark_new_steps(notes: list[list[dict[str, Any]]]) -> set[int]:
+    """Mark the steps that are new in the job's life; return the highest step of each attempt."""
+    reached: dict[tuple[int, int], int] = {}
+    steps = [(i, each) for i, run in enumerate(notes) for each in run if each["what"] == "step"]
+    for run, each in steps:
+        key = (run, each["attempt"])
+        reached[key] = max(reached.get(key, 0), each["step"])
+    for run, each in steps:
+        earlier = [step for key, step in reached.items() if key < (run, each["attempt"])]
+        each["new"] = each["step"] > max(earlier, default=0)
+    return set(reached.values())
+
+
+def wrong(ledger: Ledger, limits: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the buckets that differ by more than 2 % from what the script has measured."""
+    found = {bucket: ledger.seconds.get(bucket, 0.0) for bucket in limits}
+    return {
+        bucket: (found[bucket], shortest, longest)
+        for bucket, (shortest, longest) in limits.items()
+        if not shortest * (1 - WITHIN) <= found[bucket] <= longest * (1 + WITHIN)
+    }
+
+
 def ends_of(job: Job) -> dict[str, float]:
     """Return when the attempts of a run failed, or ended."""
     failed = {f"f{e['attempt']}": e["failed_monotonic"] for e in job.events("worker.failed")}
@@ -144,31 +170,66 @@ def test_each_bucket_of_a_killed_and_requeued_job_is_right_within_two_percent(
     second = finish(launch, truths[1], [(12, 20, "finish")], 0)
     (ledger,) = read_ledgers([str(first.log_dir), str(second.log_dir)], print)
 
-    reached: dict[tuple[int, int], int] = {}
+    notes = [notes_of(truth) for truth in truths]
+    assert mark_new_steps(notes) == {12, 14, 20}
     limits: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for number, (job, truth) in enumerate(zip((first, second), truths, strict=True)):
-        notes = notes_of(truth)
-        steps = [each for each in notes if each["what"] == "step"]
-        for each in steps:
-            key = (number, each["attempt"])
-            reached[key] = max(reached.get(key, 0), each["step"])
-        for each in steps:
-            earlier = [step for key, step in reached.items() if key < (number, each["attempt"])]
-            each["new"] = each["step"] > max(earlier, default=0)
-        for bucket, (shortest, longest) in expected(notes, ends_of(job)).items():
+    for job, of_job in zip((first, second), notes, strict=True):
+        for bucket, (shortest, longest) in expected(of_job, ends_of(job)).items():
             limits[bucket][0] += shortest
             limits[bucket][1] += longest
-    assert set(reached.values()) == {12, 14, 20}
     (requeued,), (gone,) = second.events("job.started"), first.events("job.finished")
     limits["waiting_for_scheduler"] = [2 * (left - ended), 2 * (requeued["time"] - gone["time"])]
     assert limits.keys() > {"phase:upload", "productive", "redone", "unfinished", "finishing"}
-    wrong = {
-        bucket: (ledger.seconds.get(bucket, 0.0), shortest, longest)
-        for bucket, (shortest, longest) in limits.items()
-        if not shortest * (1 - WITHIN) <= ledger.seconds.get(bucket, 0.0) <= longest * (1 + WITHIN)
-    }
-    assert wrong == {}, ledger.to_json()
+    assert wrong(ledger, limits) == {}, ledger.to_json()
     assert ledger.seconds["unknown"] == pytest.approx(0, abs=0.001)
     assert (ledger.highest_step, ledger.redone_steps) == (20, 8)
     (begun,), (over,) = first.events("job.started"), second.events("job.finished")
     assert ledger.total == pytest.approx(2 * (over["time"] - begun["time"]), rel=0.001)
+
+
+IN_PROCESS = f"""
+from regrow.inprocess import CallWrapper, Wrapper
+
+@Wrapper(replace=True)
+def train(call: CallWrapper):
+    del within[:]
+    within.append([0.0, 0.0])
+    with phase("load"):
+        time.sleep(0.2)
+    within[0] = [0.0, 0.0]
+    before = begun = now()
+    first, last, faulty = [(1, 6, 0), (4, 9, 1), (7, 12, None)][call.iteration]
+    for n in range(first, last + 1):
+        with phase("data"):
+            time.sleep(0.05)
+        time.sleep({STEP_S})
+        before, begun = step(n, before, begun, call.iteration)
+    if faulty is None:
+        return
+    if RANK != faulty:
+        with regrow.phase("wait"):
+            time.sleep(60)
+    time.sleep(0.6)
+    note("unfinished", now() - begun, 0, since=before)
+    if RANK == 0:
+        raise ValueError("on purpose")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+train()
+"""
+
+
+def test_in_process_restarts_and_a_replaced_process_are_accounted_for(
+    launch: Launch, tmp_path: Path
+) -> None:
+    truth = tmp_path / "truth"
+    job = launch(MARKS + IN_PROCESS, "--max-restarts=1", env={"TRUTH": str(truth)})
+    assert job.finish() == 0, job.output
+    (ledger,) = read_ledgers([str(job.log_dir)], print)
+    notes = notes_of(truth)
+    assert mark_new_steps([notes]) == {6, 9, 12}
+    restarts = {str(e["iteration"]): e["monotonic"] for e in job.events("inprocess.restarted")}
+    assert wrong(ledger, expected(notes, restarts)) == {}, ledger.to_json()
+    assert (ledger.highest_step, ledger.redone_steps, ledger.attempts) == (12, 6, 1)
+    assert ledger.seconds["unknown"] == pytest.approx(0, abs=0.001)
+    assert ledger.seconds.keys() > {"detection", "stopping", "meeting", "restart", "phase:wait"}
