@@ -18,8 +18,7 @@ kept; the time of further ones goes to OTHER. Only marks of the main thread coun
 account describes what the training waits for. Children of the worker book nothing.
 
 Layout, in words of 8 bytes: the header, the seconds of all rows, the counts of all rows, and the
-names of the phases in UTF-8, padded with zeros. The numbers of the
-header's words begin with `_HIGHEST`.
+names of the phases in UTF-8, padded with zeros.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_the_accounts_are_recorded_now_and_then(job: Job, monkeypatch: pytest.Mo
     posted.get(timeout=PATIENCE)()
     assert recorded == []  # no worker has an account yet
     account_after(page, "regrow.step(7)")
-    wait_until(lambda: posted.get(timeout=PATIENCE)() or "attempt.accounts" in str(recorded), "")
+    wait_until(lambda: posted.get(timeout=PATIENCE)() or "worker.accounts" in str(recorded), "")
     page.close()
     accounts = recorded[-1].metadata["accounts"]
     assert [account["highest_step"] for account in accounts.values()] == [7]

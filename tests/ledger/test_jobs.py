@@ -145,7 +145,7 @@ def test_the_table_always_has_a_row_for_what_is_unknown() -> None:
 
 def test_a_killed_agent_is_accounted_for_up_to_its_last_record() -> None:
     log = Log().start(0)
-    log.add(12, "attempt.accounts", accounts={"0": log.account()}).add(20, "some.event")
+    log.add(12, "worker.accounts", accounts={"0": log.account()}).add(20, "some.event")
     ledger = only(log)
     assert seconds(ledger) == {"startup_script": 2, "productive": 10, "unknown": 8}
     assert not ledger.finished
@@ -204,6 +204,15 @@ def test_two_hosts_are_added_up_and_a_late_one_repeats_steps_of_the_other() -> N
     assert ledger.total == pytest.approx(13 + 12)
     assert seconds(ledger)["redone"] == 5
     assert (ledger.workers, ledger.attempts, ledger.sessions) == (2, 2, 1)
+
+
+def test_a_lost_host_is_part_of_the_job_until_the_others_knew() -> None:
+    first = Log().start(0).add(20, "round.ended", lost=True).end(21, "FAILED")
+    lost = Log(wall=1005, rank=1).start(0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    ledger = only(first.finish(21, "FAILED"), lost)
+    assert ledger.total == pytest.approx(21 + 15)
+    assert seconds(ledger)["unknown"] == 3
 
 
 # --- processes that end in the middle of an attempt

@@ -89,7 +89,7 @@ NAMES = (
     *("regrow.rendezvous.completed", "regrow.attempt.started", "regrow.attempt.ended"),
     *("regrow.job.restarting", "regrow.job.stopping", "regrow.round.ended", "regrow.lease.over"),
     *("regrow.worker.failed", "regrow.worker.vacated", "regrow.worker.replaced"),
-    *("regrow.inprocess.lost", "regrow.worker.first_step", "regrow.attempt.accounts"),
+    *("regrow.inprocess.lost", "regrow.worker.first_step", "regrow.worker.accounts"),
     *("regrow.timer.expired", "regrow.some.other"),
 )
 WORKERS = 2

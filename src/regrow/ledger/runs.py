@@ -12,12 +12,13 @@ all times are of the host's monotonic clock; the offset between both is that of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from regrow.events.evidence import Record, integer, real, text
 
 _NO_ID = "none"  # default of --rdzv-id
+_ROUND_ENDED = "regrow.round.ended"
 MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
 
 
@@ -35,7 +36,7 @@ class Run:
     begin: float
     """Monotonic seconds of the start."""
     end: float
-    """Monotonic seconds of the end, or of the last event."""
+    """Monotonic seconds of the end, or of the last event if the end is not recorded."""
     offset: float
     """What is added to monotonic seconds for the wall clock."""
     state: str | None
@@ -116,4 +117,28 @@ def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
         else:
             jobs.append(job := [Session((run,))])
             latest[run.run_id] = job
-    return [tuple(job) for job in jobs]
+    return [tuple(Session(_until_lost(session.runs)) for session in job) for job in jobs]
+
+
+def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """Extend each run without an end until another host recorded that its round has lost a node.
+
+    The last event of a killed agent may be much older than its end.
+    """
+    lost: dict[int | None, float] = {}
+    for run in runs:
+        for event in run.events:
+            at = real(event, "monotonic")
+            if text(event, "name") == _ROUND_ENDED and event.get("lost") is True and at is not None:
+                lost.setdefault(integer(event, "attempt"), at + run.offset)
+    return tuple(
+        replace(run, end=max(run.end, lost[number] - run.offset))
+        if run.state is None and (number := _last_attempt(run)) in lost
+        else run
+        for run in runs
+    )
+
+
+def _last_attempt(run: Run) -> int | None:
+    started = [e for e in run.events if text(e, "name") == "regrow.attempt.started"]
+    return integer(started[-1], "attempt") if started else None

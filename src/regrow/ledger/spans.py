@@ -286,7 +286,7 @@ class _Builder:
         account = None
         for event in attempt.events:
             at = real(event, "monotonic") or attempt.start
-            if text(event, "name") == "regrow.attempt.accounts":
+            if text(event, "name") == "regrow.worker.accounts":
                 account, known_until = _account(event, rank) or account, at
             elif account is None and _is_first_step(event) and integer(event, "rank") == rank:
                 known_until = real(event, "step_monotonic") or attempt.start

@@ -51,8 +51,9 @@ RESTARTED = "regrow.inprocess.restarted"
 SENT = "regrow.state.sent"
 FIRST_STEP = b"\0"
 """The message of a first step; all other messages are lines."""
-ACCOUNTS_EVERY_S = 60.0
-"""What the end of an agent by SIGKILL may cost the ledger."""
+ACCOUNTS_EVERY_S, ACCOUNTS_SHARE = 60.0, 0.02
+"""Seconds between two records of the accounts, and share of the age of the workers, if that is
+longer: a month makes 400 records. The ledger lacks as much if the agent gets SIGKILL."""
 _CHUNK = 1 << 16  # bytes: capacity of a pipe
 _LARGEST = 1 << 53
 _MOST_LOST = 16
@@ -247,12 +248,13 @@ class WorkerReports:
             self._resources.close()
 
     def _listen(self) -> None:
-        unread, over, due = b"", False, time.monotonic() + ACCOUNTS_EVERY_S
+        unread, over, begun = b"", False, time.monotonic()
+        due = begun + ACCOUNTS_EVERY_S
         while not over:
             found = ready([self._read_fd, self._end_fd], due - time.monotonic())
-            if time.monotonic() >= due:
+            if (now := time.monotonic()) >= due:
                 self._job.post(self.record_accounts)
-                due = time.monotonic() + ACCOUNTS_EVERY_S
+                due = now + max(ACCOUNTS_EVERY_S, ACCOUNTS_SHARE * (now - begun))
             over = self._end_fd in found  # handled after the data that was written before
             if self._read_fd in found:
                 complete, unread = messages(unread + os.read(self._read_fd, _CHUNK))
@@ -280,7 +282,7 @@ class WorkerReports:
     def record_accounts(self) -> None:
         """Record the accounts, for the ledger of a job whose agent is killed, or still runs."""
         if self._attempt == self._job.attempt and (accounts := self.accounts_by_rank()):
-            self._job.recorder.emit("regrow.attempt.accounts", accounts=accounts)
+            self._job.recorder.emit("regrow.worker.accounts", accounts=accounts)
 
     def _emit_first_steps(self) -> None:
         for local_rank, steps in self.read().items():
