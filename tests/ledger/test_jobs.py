@@ -140,6 +140,18 @@ def test_the_table_always_has_a_row_for_what_is_unknown() -> None:
     assert any(line.split()[:3] == ["unknown", "0", "s"] for line in render(only(log)).splitlines())
 
 
+def test_a_worker_that_reports_no_steps_while_another_one_does_is_unknown() -> None:
+    log = Log()
+    log.events[0]["nproc_per_node"] = 2
+    log.attempt = 0
+    log.add(0, "rendezvous.completed").add(0, "attempt.started", ranks=[0, 1])
+    ledger = only(log.end(15, "SUCCEEDED").finish(15, "SUCCEEDED"))
+    parts = {"startup_script": 2, "productive": 10, "finishing": 3}
+    assert seconds(ledger) == parts | {"unknown": 15}
+    assert ledger.silent_workers == 1
+    assert "1 worker of a node reported no steps" in render(ledger)
+
+
 # --- logs without an end
 
 

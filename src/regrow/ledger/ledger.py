@@ -45,6 +45,9 @@ class Ledger:
     """The highest step that was reached."""
     redone_steps: int
     """Number of steps that were done again."""
+    silent_workers: int
+    """Number of workers of one node that report no steps, although others of the node do. Their
+    time outside of phases is unknown."""
     spans: tuple[Span, ...]
     """The spans of each worker follow each other in time."""
     seconds: Mapping[str, float]
@@ -81,12 +84,15 @@ class Ledger:
     def to_json(self) -> dict[str, Any]:
         """Return the figures, without the spans, as JSON."""
         names = ("run_id", "begin", "end", "sessions", "runs", "workers", "attempts", "finished")
-        return {name: getattr(self, name) for name in (*names, "highest_step", "redone_steps")} | {
+        return {name: getattr(self, name) for name in (*names, *_STEP_FIGURES)} | {
             "worker_seconds": self.total,
             "goodput": self.goodput,
             "effective_training_time_ratio": self.effective_training_time_ratio,
             "buckets": dict(sorted(self.seconds.items(), key=lambda each: -each[1])),
         }
+
+
+_STEP_FIGURES = ("highest_step", "redone_steps", "silent_workers")
 
 
 def build_ledgers(logs: Mapping[str, Iterable[Record]]) -> list[Ledger]:
@@ -109,6 +115,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
     steps_known = any(attempt.reports_steps for attempt in every)
     spans: list[Span] = []
     highest: int | None = None
+    silent = 0
     redone: dict[tuple[int, int], int] = {}  # by session and attempt
     for i, (session, of_session) in enumerate(zip(job, attempts, strict=True)):
         if i:
@@ -120,13 +127,14 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
         reached: dict[int, int | None] = {}
         for number, same in sorted(by_number.items()):
             reached[number] = highest
-            found = [each.highest_step for each in same if each.highest_step is not None]
-            highest = max([*found, *([highest] if highest is not None else [])], default=None)
+            steps = [each.highest_step for each in same if each.highest_step is not None]
+            highest = max([*steps, *([highest] if highest is not None else [])], default=None)
         hung = frozenset(n for n, same in by_number.items() if any(each.hung for each in same))
         for run in session.runs:
-            found_spans, steps = spans_of(run, Known(steps_known, reached, hung))
-            spans += found_spans
-            for number, count in steps.items():
+            found = spans_of(run, Known(steps_known, reached, hung))
+            spans += found.spans
+            silent = max(silent, found.silent)
+            for number, count in found.redone.items():
                 redone[i, number] = max(redone.get((i, number), 0), count)
     last = job[-1]
     return Ledger(
@@ -140,6 +148,7 @@ def _ledger(job: tuple[Session, ...]) -> Ledger:
         finished=last.ended,
         highest_step=highest,
         redone_steps=sum(redone.values()),
+        silent_workers=silent,
         spans=tuple(spans),
         seconds={buckets.PRODUCTIVE: 0.0, buckets.UNKNOWN: 0.0} | add_up(spans),
     )

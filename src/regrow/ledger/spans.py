@@ -68,6 +68,21 @@ class Attempt:
         """Whether a timer or a heartbeat has expired."""
         return any(text(e, "name") in _HANGS for e in self.events)
 
+    def reporters(self) -> set[int]:
+        """Return the local ranks that have reported a step."""
+        ranks = _list(self.started, "ranks")
+        found = set()
+        for event in (*self.events, self.ended or {}):
+            local_rank = integer(event, "local_rank")
+            account = reading(event.get("account"))
+            if _is_first_step(event) or (account is not None and account.counts.keys() & _STEPS):
+                found |= {local_rank} if local_rank is not None else set()
+            for local_rank, rank in enumerate(ranks):
+                account = _account(event, rank)
+                if account is not None and account.counts.keys() & _STEPS:
+                    found.add(local_rank)
+        return found
+
     def accounts(self) -> Iterator[rows.Reading]:
         """Yield the accounts of all processes."""
         for event in (*self.events, *([self.ended] if self.ended is not None else [])):
@@ -143,16 +158,27 @@ class Known:
     """The attempts that a timer or a heartbeat has ended, on any node."""
 
 
-def spans_of(run: Run, known: Known) -> tuple[list[Span], dict[int, int]]:
-    """Divide the time of a run.
+@dataclass(frozen=True, slots=True)
+class RunSpans:
+    """How the time of a run is divided."""
 
-    Returns:
-        The spans of all workers, each worker's in order, without a gap. And for each attempt, how
-        many steps were done again, by the worker that did most.
-    """
-    builder = _Builder(run, known)
+    spans: list[Span]
+    """The spans of all workers, each worker's in order, without a gap."""
+    redone: dict[int, int]
+    """For each attempt, how many steps were done again, by the worker that did most."""
+    silent: int
+    """Number of workers that report no steps, although others of the run do."""
+
+
+def spans_of(run: Run, known: Known) -> RunSpans:
+    """Divide the time of a run."""
+    attempts = attempts_of(run)
+    reporters = {local_rank for attempt in attempts for local_rank in attempt.reporters()}
+    # If no worker of the run has reported a step, all of them may have been in their startup.
+    silent = set(range(run.workers)) - reporters if reporters else set()
+    builder = _Builder(run, known, silent)
     at, number = run.begin, -1
-    for attempt in attempts_of(run):
+    for attempt in attempts:
         if attempt.start < at:
             continue  # a clock that has gone back: the log is not what an agent writes
         builder.between(at, attempt.start, number)
@@ -162,12 +188,12 @@ def spans_of(run: Run, known: Known) -> tuple[list[Span], dict[int, int]]:
     redone: dict[int, int] = {}
     for (number, _), steps in builder.redone.items():
         redone[number] = max(redone.get(number, 0), steps)
-    return builder.spans, redone
+    return RunSpans(builder.spans, redone, len(silent))
 
 
 class _Builder:
-    def __init__(self, run: Run, known: Known) -> None:
-        self.run, self.known = run, known
+    def __init__(self, run: Run, known: Known, silent: set[int]) -> None:
+        self.run, self.known, self.silent = run, known, silent
         self.spans: list[Span] = []
         self.redone: dict[tuple[int, int], int] = defaultdict(int)  # by attempt and local rank
         self.ranks: list[int | None] = [None] * run.workers
@@ -224,7 +250,7 @@ class _Builder:
         for local_rank in range(self.run.workers):
             self._worker(attempt, local_rank)
         if (highest := attempt.highest_step) is not None:
-            self._highest = max(highest, highest if self._highest is None else self._highest)
+            self._highest = highest if self._highest is None else max(highest, self._highest)
 
     def _worker(self, attempt: Attempt, local_rank: int) -> None:
         rank, number = self.ranks[local_rank], attempt.number
@@ -272,7 +298,8 @@ class _Builder:
         process = Process(start=start, end=end, account=account, first_new_step=first, kept=kept)
         reached = self.known.reached.get(attempt.number)
         self.redone[attempt.number, local_rank] += redone_steps(process, reached)
-        parts = split(process, ending, steps_known=self.known.steps_known, reached=reached)
+        steps_known = self.known.steps_known and local_rank not in self.silent
+        parts = split(process, ending, steps_known=steps_known, reached=reached)
         for until, seconds in parts:
             self._add(local_rank, attempt.number, start, until, seconds)
             start = max(start, until)
@@ -300,15 +327,9 @@ def _ending(attempt: Attempt, *, hung: bool) -> ProcessEnd:
         name, at = text(event, "name"), real(event, "monotonic")
         known = at
         if name == "regrow.worker.failed":
-            begun = real(event, "failed_monotonic")
-            at, known = (
-                (begun, real(event, "detected_monotonic"))
-                if begun is not None
-                else (
-                    real(event, "told_monotonic"),
-                    real(event, "told_monotonic"),
-                )
-            )
+            told = real(event, "told_monotonic")  # of a worker on another node
+            at = real(event, "failed_monotonic") if told is None else told
+            known = real(event, "detected_monotonic") if told is None else told
         elif name == "regrow.lease.over":
             at = known = real(event, "lapsed_monotonic")
         elif name not in _STOPS:

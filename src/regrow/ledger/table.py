@@ -46,9 +46,13 @@ def _lines(ledger: Ledger) -> Iterator[str]:
         yield _row(bucket, seconds, total, meaning)
     yield _row(buckets.UNKNOWN, unknown, total, buckets.MEANINGS[buckets.UNKNOWN])
     yield f"  {'all':<{_WIDTH}} {duration(total):>10}  {_share(1.0 if total else None)}"
-    if unknown and unknown > total / 2 and ledger.highest_step is None:
+    if ledger.highest_step is None:
         yield ""
         yield "  The script reports no steps, so its time is unknown: call regrow.step(n)."
+    elif ledger.silent_workers:
+        yield ""
+        silent = _count(ledger.silent_workers, "worker")
+        yield f"  {silent} of a node reported no steps: call regrow.step(n) on every rank."
 
 
 def _ratio(name: str, ratio: float | None, numerator: str, total: float) -> str:
