@@ -49,6 +49,8 @@ class Attempt:
     ended: Record | None
     events: Sequence[Record]
     """What happened in between."""
+    before: Sequence[Record]
+    """What happened between the start of the attempt before and this one."""
 
     @property
     def highest_step(self) -> int | None:
@@ -122,27 +124,35 @@ def reading(value: object) -> rows.Reading | None:
 
 def attempts_of(run: Run) -> list[Attempt]:
     """Return the attempts of a run."""
-    found, opened = [], None
+    found, opened, before = [], None, 0
     for i, event in enumerate(run.events):
         name, at = text(event, "name"), real(event, "monotonic") or 0.0
         if name == "regrow.attempt.started":
             if opened is not None:
-                found.append(_attempt(run, opened, i, at, None))
+                found.append(_attempt(run, before, opened, i, at, None))
+                before = opened
             opened = i
         elif name == "regrow.attempt.ended" and opened is not None:
-            found.append(_attempt(run, opened, i, at, event))
-            opened = None
+            found.append(_attempt(run, before, opened, i, at, event))
+            before, opened = opened, None
     if opened is not None:
-        found.append(_attempt(run, opened, len(run.events), run.end, None))
+        found.append(_attempt(run, before, opened, len(run.events), run.end, None))
     return found
 
 
-def _attempt(run: Run, first: int, last: int, end: float, ended: Record | None) -> Attempt:
+def _attempt(
+    run: Run, before: int, first: int, last: int, end: float, ended: Record | None
+) -> Attempt:
     started = run.events[first]
     start = min(max(real(started, "monotonic") or run.begin, run.begin), run.end)
-    number = integer(started, "attempt") or 0
     return Attempt(
-        number, started, start, min(max(end, start), run.end), ended, run.events[first + 1 : last]
+        number=integer(started, "attempt") or 0,
+        started=started,
+        start=start,
+        end=min(max(end, start), run.end),
+        ended=ended,
+        events=run.events[first + 1 : last],
+        before=run.events[before:first],
     )
 
 
@@ -181,7 +191,7 @@ def spans_of(run: Run, known: Known) -> RunSpans:
     for attempt in attempts:
         if attempt.start < at:
             continue  # a clock that has gone back: the log is not what an agent writes
-        builder.between(at, attempt.start, number)
+        builder.between(at, attempt, number)
         builder.attempt(attempt)
         at, number = attempt.end, attempt.number
     builder.after(at, number)
@@ -221,10 +231,10 @@ class _Builder:
         for local_rank in range(self.run.workers):
             self._add(local_rank, attempt, start, end, {bucket: end - start})
 
-    def between(self, start: float, end: float, attempt: int) -> None:
+    def between(self, start: float, following: Attempt, attempt: int) -> None:
         """Add the time without workers before an attempt."""
-        met, paused = start, start
-        for event in self.run.events:
+        met, paused, end = start, start, following.start
+        for event in following.before:
             at = real(event, "monotonic") or 0.0
             if text(event, "name") == "regrow.rendezvous.completed" and start <= at <= end:
                 met = at
