@@ -95,6 +95,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/state.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/replace.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/goodput_marks.py $(BENCH_ARGS)
 
 # Half an hour. The figures and the picture of the README come from it.
 bench-goodput: $(BENCH)/.installed

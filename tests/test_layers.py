@@ -17,9 +17,11 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 # For each part of the package: the parts that it may import, besides itself.
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
-_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress", "chaos"}
+_AGENT = _TOOLS | {
+    *("store", "workers", "rendezvous", "timer", "_progress", "_accounts", "chaos")
+}
 _LAUNCH = _AGENT | {"agent"}
-_COMMANDS = {"cli", "run", "launch"} | _LAUNCH
+_COMMANDS = {"cli", "run", "launch", "ledger"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
         "compat",
@@ -32,13 +34,15 @@ ALLOWED: dict[str, set[str]] = {
         "state",
         "utils",
     },  # the package itself: the names a training script uses
-    "_progress": set(),
+    "_accounts": set(),
+    "_progress": {"_accounts"},
     "_standby": {"_progress", "workers", "utils", ""},
     "_uncaught": {"workers"},
     "_chaos": {"_progress", "inprocess", "utils"},
     "chaos": set(),
     "utils": set(),
     "events": _BASE,
+    "ledger": _BASE | {"events", "_accounts"},
     "metrics": _BASE,
     "store": _TOOLS,
     "workers": _TOOLS,
@@ -69,6 +73,7 @@ SHARED = {
     "agent.features.health",
     "agent.features.host_faults",
     "cli.args",
+    "events.evidence",
     "heartbeat.automatic",
     "heartbeat.failure",
     "heartbeat.terms",

@@ -15,7 +15,7 @@ import pytest
 
 PUBLIC = {
     "regrow": """
-        State __version__ expires rng step
+        State __version__ expires phase rng step
     """,
     "regrow.agent": """
         DEFAULT_ROLE ElasticAgent LocalElasticAgent RunResult SimpleElasticAgent
@@ -45,6 +45,10 @@ PUBLIC = {
     """,
     "regrow.launch": """
         LaunchConfig elastic_launch launch_agent
+    """,
+    "regrow.ledger": """
+        Ledger MEANINGS PRODUCTIVE Span UNKNOWN build_ledgers find_logs is_phase read_ledgers
+        render title
     """,
     "regrow.metrics": """
         ConsoleMetricHandler MetricData MetricHandler

@@ -1,4 +1,4 @@
-"""Public names for training scripts: `State`, `expires`, `rng` and `step`."""
+"""Public names for training scripts: `State`, `expires`, `phase`, `rng` and `step`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from regrow import compat
-from regrow._progress import step
+from regrow._progress import phase, step
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 compat.install()
 
 __version__ = "0.1.0"
-__all__ = ["State", "__version__", "expires", "rng", "step"]
+__all__ = ["State", "__version__", "expires", "phase", "rng", "step"]
 
 __getattr__, __dir__ = lazily(globals(), {"state": "State rng", "timer": "expires"})
 

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.jobs.plain_handler import PlainHandler
 from helpers.processes import PATIENCE
+from regrow._accounts import Reading
 from regrow._progress import IN_WRAPPER, MAY_BE_REPLACED, NOT_IN_WRAPPER
 from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features import StartedWorkers
@@ -149,6 +150,10 @@ class Page:
     def read(self) -> dict[int, WorkerSteps]:
         """See `WorkerReports`."""
         return self.steps
+
+    def accounts(self) -> dict[int, Reading]:
+        """See `WorkerReports`."""
+        return {}
 
     def clear(self, local_rank: int) -> None:
         """See `WorkerReports`."""

@@ -57,7 +57,7 @@ def test_no_page_of_the_site_links_to_a_file_outside_of_it() -> None:
 
 # --- commands
 
-ALONE = re.compile(r"regrow (run --standalone|events) ")
+ALONE = re.compile(r"regrow (run --standalone|events|goodput) ")
 SEVERAL = re.compile(r"regrow run .*--nnodes")
 ELSEWHERE = {
     # run word for word by tests/schedulers
@@ -94,8 +94,8 @@ def test_the_commands_of_one_host_run(page: str, tmp_path: Path) -> None:
     for command in alone:
         ended = typed(command, tmp_path)
         assert ended.code == 0, f"{command}\n{ended.output}"
-        expected = "SUCCEEDED" if command.startswith("regrow events") else "hello from rank 0 of "
-        assert expected in ended.output, command
+        expected = {"events": "SUCCEEDED", "goodput": "goodput"}
+        assert expected.get(command.split()[1], "hello from rank 0 of ") in ended.output, command
 
 
 def several() -> list[str]:
@@ -156,6 +156,10 @@ def test_the_role_for_etcd_is_made_by_the_commands_of_its_page() -> None:
 # --- Python
 
 LOOP = "batches = range(3)\ndef train_step(batch): pass\n"
+PHASES = (
+    "resumed, last_step = 0, 100\nbatches = iter(range(1000))\n"
+    "def load_checkpoint(): pass\ndef save_checkpoint(step): pass\ndef train_step(batch): pass\n"
+)
 ASYNC = "import asyncio, regrow\nasync def reply(): pass\n"
 GLOO = (
     "import os, torch.distributed as dist\n"
@@ -175,6 +179,7 @@ PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/timers.md", 3): ("", "", "exit code -9"),
     ("docs/guides/timers.md", 4): ("", "", "exit code -9"),
     ("docs/guides/heartbeats.md", 0): (LOOP, "--nproc-per-node 2", ""),
+    ("docs/guides/goodput.md", 0): (PHASES, "--nproc-per-node 2", ""),
     ("docs/guides/from-nvidia-resiliency-ext.md", 0): ("", "--nproc-per-node 2", ""),
 }
 #: The same for blocks that load torch.

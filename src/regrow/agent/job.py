@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from regrow._accounts import NO_STEP
 from regrow.agent.api import RunResult, WorkerGroup, WorkerState
 from regrow.agent.attempt.leftovers import Leftovers
 from regrow.agent.records.recorder import Recorder
@@ -48,6 +49,9 @@ class Job:
     """Failures of the job so far, if all nodes count them together (`count_failures`)."""
     attempt: int = -1
     """Number of the latest start of workers; the first start is 0 (`Attempt`)."""
+    highest_step: int = NO_STEP
+    """Highest step that the workers of this node had reported before they began
+    (`WorkerReports`)."""
     round: int = -1
     """Number of the latest round that this node formed (`Attempt`)."""
     numbered: bool = False

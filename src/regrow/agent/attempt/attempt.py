@@ -457,7 +457,8 @@ class Attempt:
         """Record the end of the current attempt, unless it is recorded already."""
         reports = self.workers.reports if self.workers is not None else None
         last_steps = reports.last_steps() if reports is not None else {}
-        self._job.recorder.attempt_ended(result, last_steps)
+        accounts = reports.accounts_by_rank() if reports is not None else {}
+        self._job.recorder.attempt_ended(result, last_steps, accounts)
 
     def end_by(self, death_sig: signal.Signals) -> None:
         """Record the end of an attempt that was stopped because the agent left the job."""

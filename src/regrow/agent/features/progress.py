@@ -21,11 +21,13 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from regrow import _accounts
 from regrow._progress import (
     LONGEST,
     MAY_BE_REPLACED,
@@ -38,6 +40,7 @@ from regrow._progress import (
     PRIVATE_ENV,
     PROGRESS_ENV,
     SLOT,
+    SLOT_BYTES,
 )
 from regrow.utils import get_logger, ready, start_thread
 
@@ -48,6 +51,9 @@ RESTARTED = "regrow.inprocess.restarted"
 SENT = "regrow.state.sent"
 FIRST_STEP = b"\0"
 """The message of a first step; all other messages are lines."""
+ACCOUNTS_EVERY_S, ACCOUNTS_SHARE = 60.0, 0.02
+"""Seconds between two records of the accounts, and share of the age of the workers, if that is
+longer: a month makes 400 records. The ledger lacks as much if the agent gets SIGKILL."""
 _CHUNK = 1 << 16  # bytes: capacity of a pipe
 _LARGEST = 1 << 53
 _MOST_LOST = 16
@@ -80,7 +86,7 @@ class WorkerReports:
         self._ranks = [worker.global_rank for worker in job.group.workers]
         self._first_steps: set[int] = set()  # local ranks with a recorded first step
         self._lock = threading.Lock()  # read and close run on different threads
-        size = len(self._ranks) * SLOT.size + 1
+        size = len(self._ranks) * SLOT_BYTES + 1
         with ExitStack() as resources:  # closes them if one of them cannot be had
 
             def owned(fd: int) -> int:
@@ -97,6 +103,8 @@ class WorkerReports:
                 tuple(map(owned, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))) for _ in self._ranks
             ]
             self._woken = threading.Condition()  # notified when a worker may be parked
+            for slot in range(len(self._ranks)):
+                self._blank(slot, NOT_IN_WRAPPER)
             self._thread = start_thread(self._listen, "regrow-first-steps")
             self._resources = resources.pop_all()
 
@@ -113,7 +121,7 @@ class WorkerReports:
         found = {}
         with self._lock:
             for slot in range(0 if self._memory.closed else len(self._ranks)):
-                steps = WorkerSteps(*SLOT.unpack_from(self._memory, slot * SLOT.size)[:4])
+                steps = WorkerSteps(*SLOT.unpack_from(self._memory, slot * SLOT_BYTES)[:4])
                 if steps.first_monotonic > 0:
                     found[slot] = steps
         return found
@@ -121,6 +129,17 @@ class WorkerReports:
     def last_steps(self) -> dict[str, Any]:
         """Return the first and last steps of the workers, by global rank."""
         return {str(self._ranks[local]): each._asdict() for local, each in self.read().items()}
+
+    def accounts(self) -> dict[int, _accounts.Reading]:
+        """Return the account of each local rank that has one; none after `close`."""
+        with self._lock:
+            slots = range(0 if self._memory.closed else len(self._ranks))
+            found = {s: _accounts.read(self._memory, s * SLOT_BYTES + SLOT.size) for s in slots}
+        return {slot: account for slot, account in found.items() if account is not None}
+
+    def accounts_by_rank(self) -> dict[str, Any]:
+        """Return the accounts by global rank."""
+        return {str(self._ranks[s]): account._asdict() for s, account in self.accounts().items()}
 
     def others_continue(self, local_rank: int) -> bool:
         """Return whether the other workers continue after the end of this local rank."""
@@ -184,8 +203,7 @@ class WorkerReports:
         """
         with self._lock:
             for slot in range(len(self._ranks)):
-                blank = 0, 0.0, 0, 0.0, OWES_RESULT | MAY_STAY
-                SLOT.pack_into(self._memory, slot * SLOT.size, *blank)
+                self._blank(slot, OWES_RESULT | MAY_STAY)
             self._memory[-1] = 0
         self._attempt, self._ranks = attempt, list(ranks)
         self._first_steps.clear()
@@ -194,15 +212,23 @@ class WorkerReports:
         """Clear the slot of an ended worker, for its replacement, which has no result yet."""
         with self._lock:
             if not self._memory.closed:
-                blank = 0, 0.0, 0, 0.0, OWES_RESULT
-                SLOT.pack_into(self._memory, local_rank * SLOT.size, *blank)
+                self._blank(local_rank, OWES_RESULT)
         self._first_steps.discard(local_rank)
+
+    def _blank(self, slot: int, state: int) -> None:
+        """Write a slot for a process that begins; with the lock, and an open page."""
+        account = slot * SLOT_BYTES + SLOT.size
+        found = _accounts.read(self._memory, account)
+        if found is not None and found.highest_step is not None:
+            self._job.highest_step = max(self._job.highest_step, found.highest_step)
+        SLOT.pack_into(self._memory, slot * SLOT_BYTES, 0, 0.0, 0, 0.0, state)
+        _accounts.blank(self._memory, account, self._job.highest_step)
 
     def _wrapper_state(self, local_rank: int) -> int:
         with self._lock:
             if self._memory.closed:
                 return NOT_IN_WRAPPER
-            return int(SLOT.unpack_from(self._memory, local_rank * SLOT.size)[4])
+            return int(SLOT.unpack_from(self._memory, local_rank * SLOT_BYTES)[4])
 
     def stop(self) -> None:
         """Show the workers that the agent is stopping them."""
@@ -217,12 +243,18 @@ class WorkerReports:
         os.eventfd_write(self._end_fd, 1)
         self._thread.join()
         with self._lock:
+            for slot in range(len(self._ranks)):
+                self._blank(slot, NOT_IN_WRAPPER)  # keeps the highest step
             self._resources.close()
 
     def _listen(self) -> None:
-        unread, over = b"", False
+        unread, over, begun = b"", False, time.monotonic()
+        due = begun + ACCOUNTS_EVERY_S
         while not over:
-            found = ready([self._read_fd, self._end_fd])
+            found = ready([self._read_fd, self._end_fd], due - time.monotonic())
+            if (now := time.monotonic()) >= due:
+                self._job.post(self.record_accounts)
+                due = now + max(ACCOUNTS_EVERY_S, ACCOUNTS_SHARE * (now - begun))
             over = self._end_fd in found  # handled after the data that was written before
             if self._read_fd in found:
                 complete, unread = messages(unread + os.read(self._read_fd, _CHUNK))
@@ -246,6 +278,11 @@ class WorkerReports:
             logger.warning("ignored a malformed event from a worker: %.200r", message)
         elif found[1]:
             self._job.recorder.emit(found[0], **found[1])
+
+    def record_accounts(self) -> None:
+        """Record the accounts, for the ledger of a job whose agent is killed, or still runs."""
+        if self._attempt == self._job.attempt and (accounts := self.accounts_by_rank()):
+            self._job.recorder.emit("regrow.worker.accounts", accounts=accounts)
 
     def _emit_first_steps(self) -> None:
         for local_rank, steps in self.read().items():

@@ -200,6 +200,8 @@ class Replacements(Feature):
         before = places.incarnations.get(local_rank, 0)
         incarnation = before + 1
         ended = self._describe_end(places, change, reports.read())
+        account = reports.accounts().get(local_rank)
+        ended["account"] = None if account is None else account._asdict()
         self._emit(places, "regrow.worker.vacated", local_rank, incarnation=before, **ended)
         if places.stopping.is_set():
             return

@@ -175,12 +175,15 @@ class Recorder:
             kept=list(kept),
         )
 
-    def attempt_ended(self, result: RunResult, last_steps: Mapping[str, Any]) -> None:
+    def attempt_ended(
+        self, result: RunResult, last_steps: Mapping[str, Any], accounts: Mapping[str, Any]
+    ) -> None:
         """Emit the failures and the end of the current attempt, once.
 
         Args:
             result: result of the attempt; its workers have ended.
             last_steps: the first and last steps of the workers, by global rank.
+            accounts: the workers' accounts of their time, by global rank.
         """
         with self._lock:
             was_open, self._attempt_open = self._attempt_open, False
@@ -196,6 +199,7 @@ class Recorder:
             state=state.value,
             reason=root.summary if root is not None else state.value.lower(),
             last_steps=last_steps,
+            accounts=accounts,
         )
         self.noticed = None
 

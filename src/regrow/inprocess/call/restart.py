@@ -294,7 +294,7 @@ def describe_origin() -> str:
 
 
 def report_restart(timeline: Timeline, state: State) -> None:
-    """Log a finished restart; the new rank 0 also sends an event to the agent.
+    """Book and log a finished restart; the new rank 0 also sends an event to the agent.
 
     Args:
         timeline: the times of the restart, with all phases.
@@ -302,6 +302,7 @@ def report_restart(timeline: Timeline, state: State) -> None:
     """
     root = timeline.root
     seconds = {phase: round(s, 6) for phase, s in timeline.seconds().items()}
+    board.restarted(seconds)
     logger.log(
         logging.WARNING if state.rank == 0 else logging.INFO,  # one warning per restart
         "rank %s of %d restarts the function (iteration %d) after %s; ms from the fault: %s",

@@ -1,0 +1,28 @@
+"""The ledger of a job: each worker-second in exactly one bucket, from the events alone.
+
+`build_ledgers` is a pure function of the events; `read_ledgers` reads the logs. A `Ledger` has the
+totals and the spans of each worker, from which views draw a timeline.
+
+`buckets` has the names. `runs` groups logs into jobs. `spans` divides the time of a run, and
+`split` the time of a process, by the account that the worker keeps (`regrow._accounts`).
+"""
+
+from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title
+from regrow.ledger.ledger import Ledger, build_ledgers
+from regrow.ledger.reading import find_logs, read_ledgers
+from regrow.ledger.spans import Span
+from regrow.ledger.table import render
+
+__all__ = [
+    "MEANINGS",
+    "PRODUCTIVE",
+    "UNKNOWN",
+    "Ledger",
+    "Span",
+    "build_ledgers",
+    "find_logs",
+    "is_phase",
+    "read_ledgers",
+    "render",
+    "title",
+]

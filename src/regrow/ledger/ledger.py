@@ -1,0 +1,175 @@
+"""`Ledger`: what all worker-seconds of a job were spent on; and its two ratios.
+
+A worker-second is a second of one worker of the job, whether or not it has a process then: from the
+start of its agent to its end, and between the runs of a requeued job. Each is in exactly one bucket
+of `buckets`, or in that of a phase of the script.
+
+- **goodput** = productive / all worker-seconds.
+- **effective training time ratio** = (productive + phases) / all worker-seconds. The phases belong
+  to the training; what is left are the costs of starts, failures and waits. It follows Kokolis et
+  al., "Revisiting Reliability in Large-Scale Machine Learning Research Clusters" (2024), where the
+  time between the runs of a job counts as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.events.evidence import Record
+from regrow.ledger import buckets
+from regrow.ledger.runs import Session, jobs_of, runs_of
+from regrow.ledger.spans import Attempt, Known, Span, add_up, attempts_of, spans_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """The account of one job."""
+
+    run_id: str | None
+    begin: float
+    """Seconds since the epoch."""
+    end: float
+    sessions: int
+    """How often the job was scheduled."""
+    runs: int
+    """Number of agents, over all sessions."""
+    workers: int
+    """Number of workers in the last session."""
+    attempts: int
+    """How often workers were started, over all sessions."""
+    finished: bool
+    """Whether the last session has recorded its end."""
+    highest_step: int | None
+    """The highest step that was reached."""
+    redone_steps: int
+    """Number of steps that were done again."""
+    silent_workers: int
+    """Number of workers of one node that report no steps, although others of the node do. Their
+    time outside of phases is unknown."""
+    spans: tuple[Span, ...]
+    """The spans of each worker follow each other in time."""
+    seconds: Mapping[str, float]
+    """Worker-seconds by bucket. `productive` and `unknown` are always among them."""
+
+    @property
+    def total(self) -> float:
+        """All worker-seconds."""
+        return sum(self.seconds.values())
+
+    @property
+    def phases(self) -> float:
+        """Worker-seconds in phases of the script."""
+        return sum(s for bucket, s in self.seconds.items() if buckets.is_phase(bucket))
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive share of all worker-seconds; None if there are none."""
+        return self.seconds[buckets.PRODUCTIVE] / self.total if self.total > 0 else None
+
+    @property
+    def effective_training_time_ratio(self) -> float | None:
+        """Share of the productive time and the phases; None if there are no worker-seconds."""
+        if not self.total > 0:
+            return None
+        return (self.seconds[buckets.PRODUCTIVE] + self.phases) / self.total
+
+    def losses(self) -> list[tuple[str, float]]:
+        """Return the buckets that are neither productive nor unknown, biggest first."""
+        kept = (buckets.PRODUCTIVE, buckets.UNKNOWN)
+        found = [(bucket, s) for bucket, s in self.seconds.items() if bucket not in kept and s > 0]
+        return sorted(found, key=lambda each: (-each[1], each[0]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures, without the spans, as JSON."""
+        names = ("run_id", "begin", "end", "sessions", "runs", "workers", "attempts", "finished")
+        return {name: getattr(self, name) for name in (*names, *_STEP_FIGURES)} | {
+            "worker_seconds": self.total,
+            "goodput": self.goodput,
+            "effective_training_time_ratio": self.effective_training_time_ratio,
+            "buckets": dict(sorted(self.seconds.items(), key=lambda each: -each[1])),
+        }
+
+
+_STEP_FIGURES = ("highest_step", "redone_steps", "silent_workers")
+
+
+def build_ledgers(logs: Mapping[str, Iterable[Record]]) -> list[Ledger]:
+    """Account for all jobs whose events are in these logs.
+
+    Args:
+        logs: the events of each log, in their order, by a name of the log. Malformed events and
+            events of unknown kinds are left out.
+
+    Returns:
+        The ledgers, in the order in which the jobs began.
+    """
+    runs = [run for log, events in logs.items() for run in runs_of(log, events)]
+    return [_ledger(job) for job in jobs_of(runs)]
+
+
+def _ledger(job: tuple[Session, ...]) -> Ledger:
+    attempts = [[(run, attempts_of(run)) for run in session.runs] for session in job]
+    every = [attempt for session in attempts for _, of_run in session for attempt in of_run]
+    steps_known = any(attempt.reports_steps for attempt in every)
+    spans: list[Span] = []
+    highest: int | None = None
+    silent = 0
+    redone: dict[tuple[int, int], int] = {}  # by session and attempt
+    for i, (session, of_session) in enumerate(zip(job, attempts, strict=True)):
+        if i:
+            spans += _between(job[i - 1], session)
+        by_number: dict[int, list[Attempt]] = {}
+        for _, of_run in of_session:
+            for attempt in of_run:
+                by_number.setdefault(attempt.number, []).append(attempt)
+        reached: dict[int, int | None] = {}
+        for number, same in sorted(by_number.items()):
+            reached[number] = highest
+            steps = [each.highest_step for each in same if each.highest_step is not None]
+            highest = max([*steps, *([highest] if highest is not None else [])], default=None)
+        hung = frozenset(n for n, same in by_number.items() if any(each.hung for each in same))
+        for run in session.runs:
+            found = spans_of(run, Known(steps_known, reached, hung))
+            spans += found.spans
+            silent = max(silent, found.silent)
+            for number, count in found.redone.items():
+                redone[i, number] = max(redone.get((i, number), 0), count)
+    last = job[-1]
+    return Ledger(
+        run_id=last.runs[-1].run_id,
+        begin=job[0].begin,
+        end=max(session.end for session in job),
+        sessions=len(job),
+        runs=sum(len(session.runs) for session in job),
+        workers=sum(run.workers for run in last.runs),
+        attempts=sum(len({a.number for _, of_run in s for a in of_run}) for s in attempts),
+        finished=last.ended,
+        highest_step=highest,
+        redone_steps=sum(redone.values()),
+        silent_workers=silent,
+        spans=tuple(spans),
+        seconds={buckets.PRODUCTIVE: 0.0, buckets.UNKNOWN: 0.0} | add_up(spans),
+    )
+
+
+def _between(before: Session, after: Session) -> list[Span]:
+    """Return the spans between two sessions, of the workers of the second one."""
+    start, end = before.end, after.begin
+    bucket = buckets.WAITING_FOR_SCHEDULER if before.ended else buckets.UNKNOWN
+    return [
+        Span(
+            log=run.log,
+            host=run.host,
+            local_rank=local_rank,
+            rank=None,
+            attempt=-1,
+            start=start,
+            end=end,
+            seconds={bucket: end - start},
+        )
+        for run in after.runs
+        for local_rank in range(run.workers)
+        if end > start
+    ]

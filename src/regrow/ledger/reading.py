@@ -1,0 +1,33 @@
+"""Read the ledgers of the jobs in log directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from regrow.events import find_event_file, read_events
+from regrow.ledger.ledger import Ledger, build_ledgers
+
+
+def find_logs(path: str) -> list[str]:
+    """Return the event logs at `path`: a log, the directory of a run, or one with several runs.
+
+    Raises:
+        OSError: there is no log; the text lists the searched places.
+    """
+    found = find_event_file(path)
+    return [found.path, *found.older]
+
+
+def read_ledgers(paths: Sequence[str], report: Callable[[str], None]) -> list[Ledger]:
+    """Read the ledgers of all jobs, in the order in which the jobs began.
+
+    Args:
+        paths: logs, directories of runs, or directories above them, of one host or several.
+        report: receives one line for each broken line of a log.
+
+    Raises:
+        OSError: a path has no log, or a log cannot be read.
+    """
+    logs = {os.path.realpath(log): log for path in paths for log in find_logs(path)}
+    return build_ledgers({log: read_events(log, report) for log in logs.values()})

@@ -1,0 +1,144 @@
+"""`Run`: what one agent recorded from its start to its end, and how runs form a job.
+
+A job may have several runs at a time, one on each node, and several in succession, when a scheduler
+requeues it. Runs with the same `--rdzv-id` belong together. Those that overlap form a *session*. A
+later session continues the job, unless the one before has succeeded: then the id was used again.
+The default id "none" continues no job, because all jobs without an id have it.
+
+Times of different hosts, and of different sessions, are compared by the wall clock. Within a run
+all times are of the host's monotonic clock; the offset between both is that of the first event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from regrow.events.evidence import Record, integer, real, text
+
+_NO_ID = "none"  # default of --rdzv-id
+_ROUND_ENDED = "regrow.round.ended"
+MOST_WORKERS = 4096  # of one agent; a larger number in a log is taken for an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The events of one agent, from its start to its end or to its last event."""
+
+    log: str
+    """The log that has the events."""
+    events: Sequence[Record]
+    run_id: str | None
+    host: str
+    workers: int
+    """Number of workers of the node."""
+    begin: float
+    """Monotonic seconds of the start."""
+    end: float
+    """Monotonic seconds of the end, or of the last event if the end is not recorded."""
+    offset: float
+    """What is added to monotonic seconds for the wall clock."""
+    state: str | None
+    """How it ended; None if it was killed, or still runs."""
+
+
+def runs_of(log: str, events: Iterable[Record]) -> list[Run]:
+    """Return the runs whose events are in a log."""
+    known = [
+        event
+        for event in events
+        if isinstance(event, Mapping) and real(event, "monotonic") is not None
+    ]
+    starts = [i for i, event in enumerate(known) if text(event, "name") == "regrow.job.started"]
+    found = (_run(log, known[i:j]) for i, j in pairwise([*starts, len(known)]))
+    return [run for run in found if run is not None]
+
+
+def _run(log: str, events: Sequence[Record]) -> Run | None:
+    started = events[0]
+    begin, workers = real(started, "monotonic"), integer(started, "nproc_per_node")
+    wall = real(started, "time")
+    if begin is None or wall is None or workers is None or not 0 < workers <= MOST_WORKERS:
+        return None
+    finished = next((e for e in events if text(e, "name") == "regrow.job.finished"), None)
+    last = [finished] if finished is not None else events
+    times = [at for event in last if (at := real(event, "monotonic")) is not None]
+    return Run(
+        log=log,
+        events=events,
+        run_id=text(started, "run_id"),
+        host=text(started, "host") or "?",
+        workers=workers,
+        begin=begin,
+        end=max([begin, *times]),
+        offset=wall - begin,
+        state=None if finished is None else text(finished, "state") or "?",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The runs of a job at one time, on all its nodes; `begin` and `end` on the wall clock."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def begin(self) -> float:
+        """When its first run began."""
+        return min(run.begin + run.offset for run in self.runs)
+
+    @property
+    def end(self) -> float:
+        """When its last run ended."""
+        return max(run.end + run.offset for run in self.runs)
+
+    @property
+    def ended(self) -> bool:
+        """Whether a run has recorded its end."""
+        return any(run.state is not None for run in self.runs)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job was done then."""
+        return any(run.state == "SUCCEEDED" for run in self.runs)
+
+
+def jobs_of(runs: Iterable[Run]) -> list[tuple[Session, ...]]:
+    """Group runs into jobs, and the runs of a job into sessions, in the order of their starts."""
+    jobs: list[list[Session]] = []
+    latest: dict[str | None, list[Session]] = {}
+    for run in sorted(runs, key=lambda run: run.begin + run.offset):
+        job = latest.get(run.run_id)
+        if job is not None and run.begin + run.offset < job[-1].end:
+            job[-1] = Session((*job[-1].runs, run))
+        elif job is not None and run.run_id not in (None, _NO_ID) and not job[-1].succeeded:
+            job.append(Session((run,)))
+        else:
+            jobs.append(job := [Session((run,))])
+            latest[run.run_id] = job
+    return [tuple(Session(_until_lost(session.runs)) for session in job) for job in jobs]
+
+
+def _until_lost(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+    """Extend each run without an end until another host recorded that its round has lost a node.
+
+    The last event of a killed agent may be much older than its end.
+    """
+    lost: dict[int | None, float] = {}
+    for run in runs:
+        for event in run.events:
+            at = real(event, "monotonic")
+            if text(event, "name") == _ROUND_ENDED and event.get("lost") is True and at is not None:
+                lost.setdefault(integer(event, "attempt"), at + run.offset)
+    return tuple(
+        replace(run, end=max(run.end, lost[number] - run.offset))
+        if run.state is None and (number := _last_attempt(run)) in lost
+        else run
+        for run in runs
+    )
+
+
+def _last_attempt(run: Run) -> int | None:
+    started = [e for e in run.events if text(e, "name") == "regrow.attempt.started"]
+    return integer(started[-1], "attempt") if started else None

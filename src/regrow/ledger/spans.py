@@ -1,0 +1,397 @@
+"""Spans of the workers of one run: each second of each worker in exactly one span.
+
+A worker is a place for a process on a node: it has a local rank, and in each attempt a rank. Its
+life is a sequence of states of its node: it waits for the first round, its processes are started,
+they run, they are stopped, and the next round is formed. While processes run, `split` divides their
+time by their accounts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow import _accounts as rows
+from regrow.events.evidence import Record, integer, real, text
+from regrow.ledger import buckets
+from regrow.ledger.runs import Run
+from regrow.ledger.split import Process, ProcessEnd, Seconds, redone_steps, split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A part of a worker's time. `start` and `end` are in seconds since the epoch."""
+
+    log: str
+    host: str
+    local_rank: int
+    rank: int | None
+    """None while the node is in no attempt."""
+    attempt: int
+    """-1 before the first attempt."""
+    start: float
+    end: float
+    seconds: Seconds
+    """Seconds by bucket; their sum is the length of the span."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of a node's workers; times are in monotonic seconds."""
+
+    number: int
+    started: Record
+    start: float
+    end: float
+    """When the workers were gone; the end of the run if that is not known."""
+    ended: Record | None
+    events: Sequence[Record]
+    """What happened in between."""
+    before: Sequence[Record]
+    """What happened between the start of the attempt before and this one."""
+
+    @property
+    def highest_step(self) -> int | None:
+        """Highest step of the accounts."""
+        known = [a.highest_step for a in self.accounts() if a.highest_step is not None]
+        return max(known, default=None)
+
+    @property
+    def reports_steps(self) -> bool:
+        """Whether a worker has reported a step."""
+        return any(map(_is_first_step, self.events)) or any(
+            account.counts.keys() & _STEPS for account in self.accounts()
+        )
+
+    @property
+    def hung(self) -> bool:
+        """Whether a timer or a heartbeat has expired."""
+        return any(text(e, "name") in _HANGS for e in self.events)
+
+    def reporters(self) -> set[int]:
+        """Return the local ranks that have reported a step."""
+        ranks = _list(self.started, "ranks")
+        found = set()
+        for event in (*self.events, self.ended or {}):
+            local_rank = integer(event, "local_rank")
+            account = reading(event.get("account"))
+            if _is_first_step(event) or (account is not None and account.counts.keys() & _STEPS):
+                found |= {local_rank} if local_rank is not None else set()
+            for local_rank, rank in enumerate(ranks):
+                account = _account(event, rank)
+                if account is not None and account.counts.keys() & _STEPS:
+                    found.add(local_rank)
+        return found
+
+    def accounts(self) -> Iterator[rows.Reading]:
+        """Yield the accounts of all processes."""
+        for event in (*self.events, *([self.ended] if self.ended is not None else [])):
+            if (account := reading(event.get("account"))) is not None:
+                yield account
+            by_rank = event.get("accounts")
+            for value in by_rank.values() if isinstance(by_rank, Mapping) else ():
+                if (account := reading(value)) is not None:
+                    yield account
+
+
+_STEPS = {rows.STEPS, rows.REPEATED_STEPS, rows.FIRST_STEP, rows.FIRST_REPEATED_STEP}
+_HANGS = {"regrow.timer.expired", "regrow.heartbeat.failed"}
+
+
+def reading(value: object) -> rows.Reading | None:
+    """Return the account in an event; None if there is none, or it is malformed."""
+    if not isinstance(value, Mapping):
+        return None
+    opened, since = real(value, "opened_monotonic"), real(value, "since_monotonic")
+    seconds, counts = value.get("seconds"), value.get("counts")
+    if opened is None or since is None or not isinstance(seconds, Mapping):
+        return None
+    spent = {str(row): real(seconds, row) or 0.0 for row in seconds}
+    return rows.Reading(
+        highest_step=integer(value, "highest_step"),
+        starting=value.get("starting") is True,
+        opened_monotonic=opened,
+        since_monotonic=max(since, opened),
+        open=text(value, "open") or rows.PENDING,
+        seconds={row: each for row, each in spent.items() if each > 0},
+        counts={str(row): integer(counts, row) or 0 for row in counts}
+        if isinstance(counts, Mapping)
+        else {},
+    )
+
+
+def attempts_of(run: Run) -> list[Attempt]:
+    """Return the attempts of a run."""
+    found, opened, before = [], None, 0
+    for i, event in enumerate(run.events):
+        name, at = text(event, "name"), real(event, "monotonic") or 0.0
+        if name == "regrow.attempt.started":
+            if opened is not None:
+                found.append(_attempt(run, before, opened, i, at, None))
+                before = opened
+            opened = i
+        elif name == "regrow.attempt.ended" and opened is not None:
+            found.append(_attempt(run, before, opened, i, at, event))
+            before, opened = opened, None
+    if opened is not None:
+        found.append(_attempt(run, before, opened, len(run.events), run.end, None))
+    return found
+
+
+def _attempt(
+    run: Run, before: int, first: int, last: int, end: float, ended: Record | None
+) -> Attempt:
+    started = run.events[first]
+    start = min(max(real(started, "monotonic") or run.begin, run.begin), run.end)
+    return Attempt(
+        number=integer(started, "attempt") or 0,
+        started=started,
+        start=start,
+        end=min(max(end, start), run.end),
+        ended=ended,
+        events=run.events[first + 1 : last],
+        before=run.events[before:first],
+    )
+
+
+@dataclass(slots=True)
+class Known:
+    """What the job as a whole knows, for the spans of one run."""
+
+    steps_known: bool
+    """Whether a worker of the job has reported a step."""
+    reached: Mapping[int, int | None] = field(default_factory=dict)
+    """Highest step of the job before each attempt of the run."""
+    hung: frozenset[int] = frozenset()
+    """The attempts that a timer or a heartbeat has ended, on any node."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpans:
+    """How the time of a run is divided."""
+
+    spans: list[Span]
+    """The spans of all workers, each worker's in order, without a gap."""
+    redone: dict[int, int]
+    """For each attempt, how many steps were done again, by the worker that did most."""
+    silent: int
+    """Number of workers that report no steps, although others of the run do."""
+
+
+def spans_of(run: Run, known: Known) -> RunSpans:
+    """Divide the time of a run."""
+    attempts = attempts_of(run)
+    reporters = {local_rank for attempt in attempts for local_rank in attempt.reporters()}
+    # If no worker of the run has reported a step, all of them may have been in their startup.
+    silent = set(range(run.workers)) - reporters if reporters else set()
+    builder = _Builder(run, known, silent)
+    at, number = run.begin, -1
+    for attempt in attempts:
+        if attempt.start < at:
+            continue  # a clock that has gone back: the log is not what an agent writes
+        builder.between(at, attempt, number)
+        builder.attempt(attempt)
+        at, number = attempt.end, attempt.number
+    builder.after(at, number)
+    redone: dict[int, int] = {}
+    for (number, _), steps in builder.redone.items():
+        redone[number] = max(redone.get(number, 0), steps)
+    return RunSpans(builder.spans, redone, len(silent))
+
+
+class _Builder:
+    def __init__(self, run: Run, known: Known, silent: set[int]) -> None:
+        self.run, self.known, self.silent = run, known, silent
+        self.spans: list[Span] = []
+        self.redone: dict[tuple[int, int], int] = defaultdict(int)  # by attempt and local rank
+        self.ranks: list[int | None] = [None] * run.workers
+        self._highest: int | None = None
+
+    def _add(
+        self, local_rank: int, attempt: int, start: float, end: float, seconds: Seconds
+    ) -> None:
+        if end <= start:
+            return
+        self.spans.append(
+            Span(
+                log=self.run.log,
+                host=self.run.host,
+                local_rank=local_rank,
+                rank=self.ranks[local_rank],
+                attempt=attempt,
+                start=start + self.run.offset,
+                end=end + self.run.offset,
+                seconds={bucket: each for bucket, each in seconds.items() if each > 0},
+            )
+        )
+
+    def _all(self, attempt: int, start: float, end: float, bucket: str) -> None:
+        for local_rank in range(self.run.workers):
+            self._add(local_rank, attempt, start, end, {bucket: end - start})
+
+    def between(self, start: float, following: Attempt, attempt: int) -> None:
+        """Add the time without workers before an attempt."""
+        met, paused, end = start, start, following.start
+        for event in following.before:
+            at = real(event, "monotonic") or 0.0
+            if text(event, "name") == "regrow.rendezvous.completed" and start <= at <= end:
+                met = at
+            if text(event, "name") == "regrow.job.restarting" and at <= end:
+                paused = at + (real(event, "delay_s") or 0.0)
+        paused, met = min(max(paused, start), met), max(met, start)
+        forming = buckets.WAITING_FOR_NODES if attempt < 0 else buckets.MEETING
+        self._all(attempt, start, paused, buckets.RESTART)
+        self._all(attempt, paused, met, forming)
+        self._all(attempt, met, end, buckets.STARTUP_PROCESSES)
+
+    def after(self, start: float, attempt: int) -> None:
+        """Add the time after the last attempt."""
+        run = self.run
+        bucket = buckets.FINISHING if attempt >= 0 else buckets.WAITING_FOR_NODES
+        self._all(attempt, start, run.end, bucket if run.state is not None else buckets.UNKNOWN)
+
+    def attempt(self, attempt: Attempt) -> None:
+        """Add the time with workers."""
+        ranks = _list(attempt.started, "ranks")[: self.run.workers]
+        for local_rank, rank in enumerate(ranks):
+            self.ranks[local_rank] = rank if isinstance(rank, int) else None
+        for local_rank in range(self.run.workers):
+            self._worker(attempt, local_rank)
+        if (highest := attempt.highest_step) is not None:
+            self._highest = highest if self._highest is None else max(highest, self._highest)
+
+    def _worker(self, attempt: Attempt, local_rank: int) -> None:
+        rank, number = self.ranks[local_rank], attempt.number
+        final, end = self._final(attempt, rank)
+        is_kept = rank in _list(attempt.started, "kept")
+        own = [e for e in attempt.events if integer(e, "local_rank") == local_rank]
+        start: float | None = attempt.start
+        vacant_since = attempt.start
+        for event in own:
+            name = text(event, "name")
+            if name == "regrow.worker.vacated" and start is not None:
+                at = _clamp(real(event, "ended_monotonic"), start, attempt.end)
+                account = reading(event.get("account"))
+                self._process(attempt, local_rank, start, at, account, _dead(at), kept=is_kept)
+                vacant_since, start, is_kept = at, None, False
+            elif name == "regrow.worker.replaced" and start is None:
+                start = _clamp(real(event, "started_monotonic"), vacant_since, attempt.end)
+                self._add(
+                    local_rank, number, vacant_since, start, {buckets.RESTART: start - vacant_since}
+                )
+            elif name == "regrow.inprocess.lost" and start is not None:
+                at = _clamp(real(event, "lost_monotonic"), start, attempt.end)
+                self._process(attempt, local_rank, start, at, final, _dead(at), kept=is_kept)
+                vacant_since, start = at, None
+        if start is None:
+            length = attempt.end - vacant_since
+            self._add(local_rank, number, vacant_since, attempt.end, {buckets.LOST_RANKS: length})
+        else:
+            self._process(attempt, local_rank, start, attempt.end, final, end, kept=is_kept)
+
+    def _process(
+        self,
+        attempt: Attempt,
+        local_rank: int,
+        start: float,
+        end: float,
+        account: rows.Reading | None,
+        ending: ProcessEnd,
+        *,
+        kept: bool,
+    ) -> None:
+        first = _first_step(attempt.ended, self.ranks[local_rank])
+        if self._highest is not None and first is not None:
+            first = max(first, self._highest + 1)
+        process = Process(start=start, end=end, account=account, first_new_step=first, kept=kept)
+        reached = self.known.reached.get(attempt.number)
+        self.redone[attempt.number, local_rank] += redone_steps(process, reached)
+        steps_known = self.known.steps_known and local_rank not in self.silent
+        parts = split(process, ending, steps_known=steps_known, reached=reached)
+        for until, seconds in parts:
+            self._add(local_rank, attempt.number, start, until, seconds)
+            start = max(start, until)
+
+    def _final(self, attempt: Attempt, rank: int | None) -> tuple[rows.Reading | None, ProcessEnd]:
+        """Return the last account of a rank, and how its attempt ended."""
+        if attempt.ended is not None:
+            account = _account(attempt.ended, rank)
+            return account, _ending(attempt, hung=attempt.number in self.known.hung)
+        known_until = attempt.start
+        account = None
+        for event in attempt.events:
+            at = real(event, "monotonic") or attempt.start
+            if text(event, "name") == "regrow.worker.accounts":
+                account, known_until = _account(event, rank) or account, at
+            elif account is None and _is_first_step(event) and integer(event, "rank") == rank:
+                known_until = real(event, "step_monotonic") or attempt.start
+        return account, ProcessEnd(failed=known_until, detected=known_until, known=False)
+
+
+def _ending(attempt: Attempt, *, hung: bool) -> ProcessEnd:
+    """Return when an attempt failed or was stopped, from the events of its node."""
+    failed, detected = attempt.end, attempt.end
+    for event in attempt.events:
+        name, at = text(event, "name"), real(event, "monotonic")
+        known = at
+        if name == "regrow.worker.failed":
+            told = real(event, "told_monotonic")  # of a worker on another node
+            at = real(event, "failed_monotonic") if told is None else told
+            known = real(event, "detected_monotonic") if told is None else told
+        elif name == "regrow.lease.over":
+            at = known = real(event, "lapsed_monotonic")
+        elif name not in _STOPS:
+            continue
+        if at is not None and at < failed:
+            failed = at
+        if known is not None and known < detected:
+            detected = known
+    state = None if attempt.ended is None else text(attempt.ended, "state")
+    return ProcessEnd(
+        failed=failed,
+        detected=max(failed, detected),
+        succeeded=state == "SUCCEEDED",
+        hung=hung,
+    )
+
+
+_STOPS = {"regrow.job.stopping", "regrow.round.ended", "regrow.job.restarting"}
+
+
+def _is_first_step(event: Record) -> bool:
+    return text(event, "name") == "regrow.worker.first_step"
+
+
+def _dead(at: float) -> ProcessEnd:
+    return ProcessEnd(failed=at, detected=at)
+
+
+def _account(event: Record, rank: int | None) -> rows.Reading | None:
+    accounts = event.get("accounts")
+    return reading(accounts.get(str(rank))) if isinstance(accounts, Mapping) else None
+
+
+def _first_step(ended: Record | None, rank: int | None) -> int | None:
+    steps = ended.get("last_steps") if ended is not None else None
+    own = steps.get(str(rank)) if isinstance(steps, Mapping) else None
+    return integer(own, "first_step") if isinstance(own, Mapping) else None
+
+
+def _clamp(at: float | None, low: float, high: float) -> float:
+    return high if at is None else min(max(at, low), high)
+
+
+def _list(event: Record, key: str) -> list[Any]:
+    value = event.get(key)
+    return value if isinstance(value, list) else []
+
+
+def add_up(spans: Iterable[Span]) -> dict[str, float]:
+    """Return the worker-seconds by bucket."""
+    total: dict[str, float] = defaultdict(float)
+    for span in spans:
+        for bucket, seconds in span.seconds.items():
+            total[bucket] += seconds
+    return dict(total)

@@ -1,0 +1,255 @@
+"""What the ledger makes of the events of known jobs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from regrow.ledger import Ledger, build_ledgers, render
+
+Event = dict[str, Any]
+
+
+class Log:
+    """Events of one agent with one worker; times are in seconds since its start."""
+
+    def __init__(self, run_id: str = "job", wall: float = 1000.0, rank: int = 0) -> None:
+        self.wall, self.run_id, self.rank = wall, run_id, rank
+        self.attempt = -1
+        self.events: list[Event] = []
+        self.add(0, "job.started", nproc_per_node=1)
+
+    def add(self, at: float, name: str, **fields: Any) -> Log:
+        common = {"monotonic": 50 + at, "time": self.wall + at, "run_id": self.run_id}
+        common |= {"attempt": self.attempt, "host": f"host{self.rank}"}
+        self.events.append({"name": f"regrow.{name}"} | common | fields)
+        return self
+
+    def start(self, at: float, **fields: Any) -> Log:
+        """Start the workers at once."""
+        self.attempt += 1
+        self.add(at, "rendezvous.completed")
+        return self.add(at, "attempt.started", ranks=[self.rank], **fields)
+
+    def account(self, **more: Any) -> Event:
+        """Return an account: 2 s until the first mark, and then ten steps of 1 s each."""
+        return {
+            "highest_step": 10,
+            "starting": False,
+            "opened_monotonic": 52.0,
+            "since_monotonic": 62.0,
+            "open": "pending",
+            "seconds": {"steps": 9.0, "first_step": 1.0},
+            "counts": {"steps": 9, "first_step": 1},
+        } | more
+
+    def end(self, at: float, state: str, first_step: int = 1, **account: Any) -> Log:
+        by_rank = {str(self.rank): self.account(**account)}
+        steps = {str(self.rank): {"first_step": first_step}}
+        return self.add(at, "attempt.ended", state=state, accounts=by_rank, last_steps=steps)
+
+    def finish(self, at: float, state: str) -> Log:
+        return self.add(at, "job.finished", state=state)
+
+
+def only(*logs: Log) -> Ledger:
+    (ledger,) = build_ledgers({str(i): log.events for i, log in enumerate(logs)})
+    return ledger
+
+
+def seconds(ledger: Ledger) -> dict[str, float]:
+    """Return the buckets that have seconds."""
+    return {bucket: round(s, 6) for bucket, s in ledger.seconds.items() if s > 1e-6}
+
+
+def test_a_job_that_succeeds() -> None:
+    log = Log().start(0).end(15, "SUCCEEDED").finish(16, "SUCCEEDED")
+    ledger = only(log)
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10, "finishing": 4}
+    assert ledger.goodput == pytest.approx(10 / 16)
+    assert (ledger.workers, ledger.attempts, ledger.sessions, ledger.finished) == (1, 1, 1, True)
+
+
+def test_the_first_step_counts_as_long_as_the_others_and_the_rest_is_startup() -> None:
+    account: Event = {"seconds": {"steps": 4.5, "first_step": 5.5}}
+    log = Log().start(0).end(12, "SUCCEEDED", **account).finish(12, "SUCCEEDED")
+    parts = {"startup_script": 2, "productive": 5, "startup_first_step": 5}
+    assert seconds(only(log)) == parts
+
+
+def test_a_script_whose_first_mark_is_its_first_step() -> None:
+    account: Event = {"seconds": {"steps": 10.0}, "counts": {"steps": 20, "first_step": 1}}
+    log = Log().start(0).end(12, "SUCCEEDED", **account).finish(12, "SUCCEEDED")
+    assert seconds(only(log)) == {"startup_script": 1.5, "productive": 10.5}
+
+
+def test_a_failure_its_detection_and_the_stop() -> None:
+    log = Log().start(0)
+    log.add(15, "worker.failed", failed_monotonic=63.5, detected_monotonic=64.0, rank=3)
+    log.end(16, "FAILED").finish(16, "FAILED")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1.5}
+    assert seconds(only(log)) == parts | {"detection": 0.5, "stopping": 2}
+
+
+def test_what_exceeds_a_step_before_a_timer_expires_is_detection() -> None:
+    log = Log().start(0).add(40, "timer.expired")
+    log.add(41, "worker.failed", failed_monotonic=91, detected_monotonic=91).end(41, "FAILED")
+    log.finish(41, "FAILED")
+    parts = {"startup_script": 2, "productive": 10, "unfinished": 1, "detection": 28}
+    assert seconds(only(log)) == parts
+
+
+def test_a_phase_that_a_kill_ends_is_counted_until_then() -> None:
+    log = Log().start(0)
+    log.add(20, "worker.failed", failed_monotonic=70, detected_monotonic=70)
+    log.end(20, "FAILED", open="phase:checkpoint").finish(20, "FAILED")
+    ledger = only(log)
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10, "phase:checkpoint": 8}
+    assert ledger.effective_training_time_ratio == pytest.approx(18 / 20)
+
+
+def test_the_time_between_two_attempts() -> None:
+    log = Log().add(3, "rendezvous.completed").start(3)
+    log.attempt = 0
+    log.end(5, "FAILED", opened_monotonic=55, since_monotonic=55, seconds={}, counts={})
+    log.add(5, "job.restarting", delay_s=4.0).add(10, "rendezvous.completed")
+    log.attempt = 1
+    log.add(10.5, "attempt.started", ranks=[0]).finish(10.5, "FAILED")
+    log.events[-1]["monotonic"] = 60.5
+    found = seconds(only(log))
+    assert found["waiting_for_nodes"] == 3
+    assert (found["restart"], found["meeting"], found["startup_processes"]) == (4, 1, 0.5)
+
+
+def test_a_script_without_steps_has_unknown_time_except_in_phases() -> None:
+    account: Event = {
+        "seconds": {"phase:eval": 4.0, "pending": 6.0},
+        "counts": {},
+        "starting": True,
+    }
+    log = Log().start(0).end(13, "SUCCEEDED", highest_step=None, **account)
+    ledger = only(log.finish(13, "SUCCEEDED"))
+    assert seconds(ledger) == {"unknown": 9, "phase:eval": 4}
+    assert "unknown" in render(ledger)
+    assert "regrow.step" in render(ledger)
+
+
+def test_the_table_always_has_a_row_for_what_is_unknown() -> None:
+    log = Log().start(0).end(15, "SUCCEEDED").finish(15, "SUCCEEDED")
+    assert any(line.split()[:3] == ["unknown", "0", "s"] for line in render(only(log)).splitlines())
+
+
+def test_a_worker_that_reports_no_steps_while_another_one_does_is_unknown() -> None:
+    log = Log()
+    log.events[0]["nproc_per_node"] = 2
+    log.attempt = 0
+    log.add(0, "rendezvous.completed").add(0, "attempt.started", ranks=[0, 1])
+    ledger = only(log.end(15, "SUCCEEDED").finish(15, "SUCCEEDED"))
+    parts = {"startup_script": 2, "productive": 10, "finishing": 3}
+    assert seconds(ledger) == parts | {"unknown": 15}
+    assert ledger.silent_workers == 1
+    assert "1 worker of a node reported no steps" in render(ledger)
+
+
+# --- logs without an end
+
+
+def test_a_killed_agent_is_accounted_for_up_to_its_last_record() -> None:
+    log = Log().start(0)
+    log.add(12, "worker.accounts", accounts={"0": log.account()}).add(20, "some.event")
+    ledger = only(log)
+    assert seconds(ledger) == {"startup_script": 2, "productive": 10, "unknown": 8}
+    assert not ledger.finished
+
+
+def test_a_killed_agent_without_a_record_is_accounted_for_up_to_the_first_step() -> None:
+    log = Log().start(0).add(3, "worker.first_step", rank=0, step=1, step_monotonic=53.0)
+    assert seconds(only(log.add(20, "some.event"))) == {"startup_script": 3, "unknown": 17}
+
+
+# --- requeues
+
+
+def failed(run_id: str = "job") -> Log:
+    return Log(run_id).start(0).end(12, "FAILED").finish(12, "FAILED")
+
+
+def again(run_id: str = "job") -> Log:
+    log = Log(run_id, wall=1100).start(0)
+    return log.end(12, "SUCCEEDED", first_step=6, highest_step=15).finish(12, "SUCCEEDED")
+
+
+def test_a_requeued_job_has_waited_for_the_scheduler_and_repeats_steps() -> None:
+    ledger = only(failed(), again())
+    # Steps 6 to 10 of 6 to 15, which the second agent could not know of.
+    parts = {"startup_script": 4, "productive": 15, "redone": 5, "waiting_for_scheduler": 88}
+    assert seconds(ledger) == parts
+    assert (ledger.sessions, ledger.redone_steps, ledger.highest_step) == (2, 5, 15)
+
+
+def test_what_follows_a_killed_run_is_unknown() -> None:
+    killed = Log().start(0).add(12, "some.event")
+    assert seconds(only(killed, again()))["unknown"] == 88 + 12
+
+
+@pytest.mark.parametrize("first", [again(), failed("none"), failed("other")])
+def test_jobs_that_do_not_belong_together(first: Log) -> None:
+    second = Log(first.run_id, wall=1200).start(0).end(12, "FAILED").finish(12, "FAILED")
+    second.events[0]["run_id"] = "job" if first.run_id == "other" else first.run_id
+    assert len(build_ledgers({"a": first.events, "b": second.events})) == 2
+
+
+# --- several hosts
+
+
+def test_two_hosts_are_added_up_and_a_late_one_repeats_steps_of_the_other() -> None:
+    first = Log().start(0).end(12, "FAILED")
+    first.attempt = 1
+    first.add(12, "rendezvous.completed").add(12, "attempt.started", ranks=[0])
+    first.end(13, "SUCCEEDED", opened_monotonic=63.0, since_monotonic=63.0, seconds={}, counts={})
+    first.finish(13, "SUCCEEDED")
+    late = Log(wall=1005, rank=1)
+    late.attempt = 0
+    late.start(0).end(12, "SUCCEEDED", first_step=6, highest_step=15).finish(12, "SUCCEEDED")
+    ledger = only(first, late)
+    assert ledger.total == pytest.approx(13 + 12)
+    assert seconds(ledger)["redone"] == 5
+    assert (ledger.workers, ledger.attempts, ledger.sessions) == (2, 2, 1)
+
+
+def test_a_lost_host_is_part_of_the_job_until_the_others_knew() -> None:
+    first = Log().start(0).add(20, "round.ended", lost=True).end(21, "FAILED")
+    lost = Log(wall=1005, rank=1).start(0)
+    lost.add(12, "worker.accounts", accounts={"1": lost.account()})
+    ledger = only(first.finish(21, "FAILED"), lost)
+    assert ledger.total == pytest.approx(21 + 15)
+    assert seconds(ledger)["unknown"] == 3
+
+
+# --- processes that end in the middle of an attempt
+
+
+def test_a_replaced_process_and_its_replacement() -> None:
+    log = Log().start(0)
+    log.add(13, "worker.vacated", local_rank=0, ended_monotonic=62.5, account=log.account())
+    log.add(14, "worker.replaced", local_rank=0, started_monotonic=64.0)
+    more: Event = {"opened_monotonic": 65.0, "since_monotonic": 67.0, "highest_step": 11}
+    more |= {"seconds": {"steps": 1.0, "first_repeated_step": 1.0}}
+    log.end(17, "SUCCEEDED", **more, counts={"steps": 1, "first_repeated_step": 1})
+    found = seconds(only(log.finish(17, "SUCCEEDED")))
+    assert found == {"startup_script": 3, "productive": 11, "redone": 1} | {
+        "unfinished": 0.5,
+        "restart": 1.5,
+    }
+
+
+def test_a_lost_rank_has_no_process_until_the_attempt_ends() -> None:
+    log = Log().start(0).add(12, "inprocess.lost", local_rank=0, lost_monotonic=62.0)
+    found = seconds(only(log.end(20, "SUCCEEDED").finish(20, "SUCCEEDED")))
+    assert found == {"startup_script": 2, "productive": 10, "lost_ranks": 8}
+
+
+def test_a_process_that_was_kept_does_not_start_its_script_again() -> None:
+    log = Log().start(0, kept=[0]).end(12, "SUCCEEDED").finish(12, "SUCCEEDED")
+    assert seconds(only(log)) == {"restart": 2, "productive": 10}
