@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 # For each part of the package: the parts that it may import, besides itself.
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
-_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
+_AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress", "_stopping"}
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
         "compat",
         "_progress",
         "_standby",
+        "_stopping",
         "_uncaught",
         "timer",
         "heartbeat",
@@ -32,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         "utils",
     },  # the package itself: the names a training script uses
     "_progress": set(),
-    "_standby": {"_progress", "workers", "utils", ""},
+    "_stopping": {"_progress"},
+    "_standby": {"_progress", "_stopping", "workers", "utils", ""},
     "_uncaught": {"workers"},
     "utils": set(),
     "events": _BASE,
@@ -42,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": _TOOLS | {"store"},
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
-    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "compat"},
+    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "_stopping", "compat"},
     "state": _BASE | {"store", "inprocess", "_progress"},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,

@@ -92,12 +92,15 @@ class LaunchConfig:
         standby: number of processes on each node that run the script up to its wrapped call, and
             wait there for the place of a lost worker (`Wrapper(replace=True)`). regrow's own
             addition.
+        time_limit: seconds after which this agent's part in the job is over. `shutdown_timeout`
+            before that, the job ends as by SIGTERM. regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
-            `preload` is not the name of a module; or `standby` is no number of processes.
+            `preload` is not the name of a module; or `standby` is no number of processes; or
+            `time_limit` is not longer than `shutdown_timeout`.
     """
 
     min_nodes: int
@@ -131,6 +134,7 @@ class LaunchConfig:
     requeue: bool = False
     preload: Sequence[str] = ()
     standby: int = 0
+    time_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -152,6 +156,12 @@ class LaunchConfig:
             raise ValueError(f"preload: {fault}")
         if fault := standby_fault(self.standby):
             raise ValueError(f"standby: {fault}")
+        if fault := time_limit_fault(self.time_limit, self.shutdown_timeout):
+            raise ValueError(f"time_limit: {fault}")
+
+
+LONGEST_LIMIT_S = 366 * 86400.0
+"""Longest time limit of a job, in seconds."""
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:
@@ -169,6 +179,16 @@ def standby_fault(count: int) -> str | None:
     if not 0 <= count <= MOST_STANDBYS:
         return f"{count} is not a number of processes; give 0 to {MOST_STANDBYS}, for example 1"
     return None
+
+
+def time_limit_fault(seconds: float | None, shutdown_timeout: float) -> str | None:
+    """Return why `seconds` is invalid as the time limit of a job; None if it is valid."""
+    if seconds is None or shutdown_timeout < seconds <= LONGEST_LIMIT_S:
+        return None
+    return (
+        f"{seconds:g} s must be longer than --shutdown-timeout ({shutdown_timeout:g} s), the time"
+        f" in which workers save, and at most a year"
+    )
 
 
 def heartbeat_fault(period: float) -> str | None:
