@@ -65,6 +65,7 @@ MAY_PICKLE = {
 # `__init__`. These modules are too heavy or too special for that.
 SHARED = {
     "agent.attempt.environment",
+    "agent.features.early_stop",
     "agent.features.health",
     "cli.args",
     "heartbeat.automatic",

@@ -2,6 +2,7 @@
 
     regrow run ...              start a training, as torchrun does
     regrow events LOGDIR        print the story of a job from its log directory
+    regrow stop LOGDIR          ask a running job to stop, so that it can go on later
     regrow token FILE           create the secret that the hosts of a job share
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
@@ -46,6 +47,7 @@ usage: regrow COMMAND ...
 
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
   regrow events LOGDIR [--json]    print the story of a job, from its log directory
+  regrow stop LOGDIR               ask a running job to stop; or --rdzv-id and --rdzv-endpoint
   regrow token FILE                create the secret that the hosts of a job share
   regrow --version                 print the version
 
@@ -153,6 +155,10 @@ def _dispatch(arguments: list[str]) -> None:
             from regrow.cli.commands.events import main as events
 
             events(arguments[1:])
+        case "stop":
+            from regrow.cli.commands.stop import main as stop
+
+            stop(arguments[1:])
         case "token":
             from regrow.cli.commands.token import main as token
 
@@ -176,9 +182,9 @@ def _dispatch(arguments: list[str]) -> None:
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(arguments[0], ["run", "events", "token"], 1)
+    close = get_close_matches(arguments[0], ["run", "events", "stop", "token"], 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run, events and token (see regrow --help)"
+    return "; the commands are run, events, stop and token (see regrow --help)"

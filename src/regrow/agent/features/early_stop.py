@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt,
 from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
 from regrow.agent.features import Feature
 from regrow.agent.features.stop_page import StopPage
-from regrow.store import StoreClosedError
+from regrow.store import StoreClosedError, StoreError
 from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
@@ -182,10 +182,10 @@ class EarlyStop(Feature):
         signum, now, request = event.signum, monotonic(), self._request
         if request is not None and signum in (signal.SIGTERM, signal.SIGUSR1):
             first = request.signaled is None
+            request.leaves |= signum == signal.SIGTERM
+            request.whole |= signum == signal.SIGUSR1
             if first:
                 request.signaled = now
-                request.leaves |= signum == signal.SIGTERM
-                request.whole |= signum == signal.SIGUSR1
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
             return None if first or within else event
@@ -305,8 +305,12 @@ class EarlyStop(Feature):
                 page.set_deadline(self._limit)
                 page.decide(RUN)
                 return StopDropped()
-        why = {EndNow: "not all ranks call should_stop", Leave: "the other nodes go on"}
-        reason = why.get(type(verdict), "the agents did not agree in time")
+            case Leave():
+                reason = "the other nodes go on"
+            case EndNow():
+                reason = "not all ranks call should_stop"
+            case None:
+                reason = "the agents did not agree in time"
         self._job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
         logger.warning("the ranks do not stop at the same step: %s", reason)
         page.decide(END)
@@ -321,6 +325,11 @@ class EarlyStop(Feature):
     # --- other threads: the store of the round
 
     def _watch(self, store: Store, watched: object) -> None:
+        if self._job.group.group_rank == 0 and self._job.numbered:
+            from regrow.rendezvous import note_round
+
+            with suppress(StoreError):  # then `regrow stop` does not find the round
+                note_round(store, self._job.round)
         while self._watched is watched:
             begun = monotonic()
             try:
@@ -420,6 +429,28 @@ def agree(
         verdict = EndNow() if verdict is None else verdict
         store.multi_set([_NEXT, VERDICT], [b"", rules.encode_verdict(verdict)])
     return verdict
+
+
+def ask(store: Store, why: str, timeout: float) -> int | None:
+    """Ask the agents of a job to stop it; return the call at which all ranks stop.
+
+    Args:
+        store: the store of the running round.
+        why: who asks, for people.
+        timeout: seconds to wait for the decision.
+
+    Returns:
+        The number of the call of `should_stop`. None if the job ends as by SIGTERM.
+
+    Raises:
+        StoreTimeout: the agents have not decided in that time.
+        StoreError: the job is not reached any more.
+        ValueError: the decision is not one of this release.
+    """
+    store.set(ASKED, encode_request(why, None, leaves=False))
+    store.wait([VERDICT], timedelta(seconds=timeout))
+    verdict = rules.decode_verdict(store.get(VERDICT))
+    return verdict.position & 0xFFFFFFFF if isinstance(verdict, StopAt) else None
 
 
 def encode_request(why: str, left: float | None, leaves: bool) -> bytes:

@@ -41,7 +41,7 @@ _SLURM = re.compile(r"(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)")
 
 
 def duration(value: str) -> float:
-    """Return the seconds of a duration: `90s`, `1d12h`, or one of Slurm's forms with a colon or dash.
+    """Return the seconds of a duration: `90s`, `1d12h`, or a form of Slurm with a colon or a dash.
 
     A number alone is refused: it would be minutes for Slurm and seconds for other flags.
     """
