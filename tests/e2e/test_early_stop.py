@@ -73,11 +73,11 @@ def test_regrow_stop_reaches_a_job_at_its_endpoint(hosts: Hosts) -> None:
     ended = [hosts.ended(agent) for agent in agents]
     assert [code for code, _ in ended] == [85, 85], ended
     (step,) = set(steps(hosts).values())
-    assert f"all ranks stop at call {step} of should_stop" in asked.out
+    assert f"all ranks stop at call {step} of should_stop" in asked.output
     assert "by regrow stop" in ended[0][1]
 
 
 def test_regrow_stop_names_a_job_that_does_not_run_there(hosts: Hosts) -> None:
     asked = hosts.regrow("stop --rdzv-endpoint 127.0.0.1:PORT --rdzv-id other")
     assert asked.code == 75
-    assert "job 'other': 127.0.0.1" in asked.err
+    assert "job 'other': 127.0.0.1" in asked.output
