@@ -24,6 +24,7 @@ NOTICES_S: Final = 1.0
 """Seconds in which the notices of all hosts arrive."""
 LAST_S: Final = 10.0
 """Most seconds of a grace that follow the stop signal; at most a fifth of the grace."""
+_GREATEST: Final = 1 << 62  # the page has words of 64 bits
 
 
 class NodeReport(NamedTuple):
@@ -105,6 +106,8 @@ def decode(text: bytes) -> NodeReport:
         ValueError: the text is no report.
     """
     position, using, ranks, leaves, whole = map(int, text.split())
+    if not 0 <= position <= _GREATEST:
+        raise ValueError(f"not a position: {position}")
     return NodeReport(position, using, ranks, bool(leaves), bool(whole))
 
 
@@ -125,10 +128,10 @@ def decode_verdict(text: bytes) -> Verdict:
         ValueError: the text is no verdict.
     """
     match text.split():
-        case [b"stop", position]:
+        case [b"stop", position] if 0 < int(position) <= _GREATEST + 1:
             return StopAt(int(position))
         case [b"end"]:
             return EndNow()
         case [b"leave"]:
             return Leave()
-    raise ValueError(f"no verdict: {text!r:.100}")
+    raise ValueError(f"not a verdict: {text!r:.100}")
