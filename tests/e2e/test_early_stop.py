@@ -227,7 +227,7 @@ train()
 @pytest.mark.hosts
 def test_a_host_with_notice_leaves_an_elastic_job_that_goes_on(hosts: Hosts) -> None:
     flags = MEET.replace("--nnodes 2", "--nnodes 1:2")
-    script = TRAIN.replace("100_000", '100_000 if world == "4" else 20')
+    script = TRAIN.replace("100_000", '(100_000 if world == "4" else 20)')
     agents = [hosts.start(f"{flags} --node-rank {n}", script) for n in range(2)]
     hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
     agents[1].send_signal(signal.SIGTERM)
