@@ -14,7 +14,7 @@ from time import monotonic
 import pytest
 
 from helpers.processes import PATIENCE, wait_until
-from regrow._stopping import END, HOLD, RUN
+from regrow._stopping import END, RUN
 from regrow.agent import WorkerState
 from regrow.agent.decisions import events
 from regrow.agent.decisions.decide import AgentPhase, AgentState, decide

@@ -64,6 +64,8 @@ ELSEWHERE = {
     *(command for command in UNDER_SCHEDULERS if command.startswith("mpirun")),
     # by tests/docs/test_readme.py, and before this test can run
     *(c for c in commands("README.md") if c.startswith(("make ", "pip ", "srun ", "regrow token"))),
+    # by tests/docs/test_stopping_page.py
+    *(c for c in commands("docs/guides/stopping.md") if c.startswith("regrow stop ")),
     # by tests/inprocess/test_under_mpirun.py
     *(
         command

@@ -227,7 +227,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "requeue",
-            "in a Slurm job: requeue the job if it ends with exit code 75 or 143, and end its "
+            "in a Slurm job: requeue the job if it ends with exit code 75, 85 or 143, and end its "
             "allocation if the host of the batch script is lost",
             switch=True,
             added=True,
