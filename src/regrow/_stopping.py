@@ -69,10 +69,10 @@ class _Slot:
 
     __slots__ = ("_decided", "at", "pid", "signaled", "words")
 
-    def __init__(self, words: Any, at: int, decided: str) -> None:
+    def __init__(self, words: Any, at: int, decided: int) -> None:
         self.words = words  # a memoryview: each store and each load is that of a whole word
         self.at = at
-        self._decided = decided
+        self._decided = decided  # the pipe that is readable after the decision
         self.pid = 0  # of this process, from its first call of `should_stop`
         self.signaled = False  # whether a signal came that the agent may not have received
 
@@ -101,17 +101,10 @@ class _Slot:
 
     def _wait(self) -> bool:
         """Wait for the decision for a moment; return whether it can still be made."""
-        try:
-            fd = os.open(self._decided, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # the agent has ended
-            return False
-        try:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            poll.poll(_WAIT_MS)
-        finally:
-            os.close(fd)
-        return not self.words[DEADLINE] or monotonic_ns() < self.words[DEADLINE]
+        poll = select.poll()
+        poll.register(self._decided, select.POLLIN)
+        ended = poll.poll(_WAIT_MS) == [(self._decided, select.POLLHUP)]  # the agent has ended
+        return not ended and monotonic_ns() < self.words[DEADLINE]
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """Survive a scheduler's signal; die if the agent sends it, unless this rank saves."""
@@ -156,16 +149,20 @@ def _slot_at(address: str) -> _Slot | None:
     import mmap
 
     try:
-        path, decided, number = address.split("|")
+        path, pipe, number = address.split("|")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             words = memoryview(mmap.mmap(fd, 0)).cast("q")
         finally:
             os.close(fd)
         at = SLOTS + int(number) * SLOT_WORDS
+        if not SLOTS <= at <= len(words) - SLOT_WORDS:
+            return None
+        # Open from now on: a rank that cannot wait would pass the position at which it has to stop.
+        decided = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError, TypeError):
         return None
-    return _Slot(words, at, decided) if SLOTS <= at <= len(words) - SLOT_WORDS else None
+    return _Slot(words, at, decided)
 
 
 def should_stop() -> bool:

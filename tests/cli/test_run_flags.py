@@ -85,7 +85,8 @@ def test_a_variable_gives_a_flags_default_and_the_command_line_beats_it(
     monkeypatch.setenv(f"PET_{flag.attribute.upper()}", text)
     assert parsed(flag) == (value if flag.environment else unset)
     assert type(parsed(flag)) is type(value if flag.environment else unset)
-    other = {"start-method": "spawn", "numa-binding": "node"}.get(flag.name, "9")
+    others = {"start-method": "spawn", "numa-binding": "node", "time-limit": "9s"}
+    other = others.get(flag.name, "9")
     assert parsed(flag, f"--{flag.name}", other) == flag.type(other)
 
 

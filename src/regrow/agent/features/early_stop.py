@@ -140,11 +140,9 @@ class EarlyStop(Feature):
             self._page.decide(END)
 
     def stopped(self) -> str:
-        """Return who made all workers of this node stop early; "" if they did not."""
+        """Return who made the workers of this node stop early; "" if they did not."""
         request, page = self._request, self._page
-        if request is None or page is None or not self._ranks:
-            return ""
-        return request.why if page.stopped() == self._ranks else ""
+        return request.why if request is not None and page is not None and page.stopped() else ""
 
     @contextmanager
     def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
