@@ -10,6 +10,7 @@
 #   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make demo-replace  a training that replaces two killed processes, one by one
+#   make stops     100 jobs that a signal asks to stop at a random time
 #   make clean     remove what the targets made
 #
 # `make test PYTHON=python3.13` runs a target with another Python, in an environment of its own.
@@ -40,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench simulate repeat clean check-python
+.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench simulate stops repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -96,6 +97,9 @@ bench: $(DEV)/.installed
 simulate: $(DEV)/.installed
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator.restarts $(RESTARTS_ARGS)
+
+stops: $(DEV)/.installed
+	REGROW_STOP_RUNS=100 $(DEV)/bin/python -m pytest -q tests/e2e/test_early_stop.py -k same_step $(PYTEST_ARGS)
 
 repeat: $(DEV)/.rewritten
 	@for run in $$(seq $(N)); do \

@@ -172,11 +172,16 @@ def test_a_failure_meanwhile_ends_the_job_as_the_signal_does(launch: Launch) -> 
 def test_a_restart_after_a_failure_does_not_wait_for_a_worker_that_calls_should_stop(
     launch: Launch,
 ) -> None:
-    fails = LOOP + "    if RANK == 1 and ATTEMPT == 0 and step == 9: sys.exit(3)\n"
-    fails += "    if ATTEMPT == 1: break\n"
+    fails = LOOP + """\
+    if ATTEMPT == 1:
+        break
+    if RANK == 0:
+        open(os.environ["REPORTS"] + ".calls", "w").close()
+    elif os.path.exists(os.environ["REPORTS"] + ".calls"):
+        sys.exit(3)
+"""
     graces = ("--shutdown-timeout=1000", "--restart-timeout=1000")
     job = launch(fails, "--max-restarts=1", *graces)
-    running(job)
     assert job.finish() == 0, job.output  # by its deadline, of far less than 1000 s
 
 

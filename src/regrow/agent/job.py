@@ -36,6 +36,8 @@ class Job:
     """The same, for a restart after a failure."""
     kill_at: float | None = None
     """Monotonic seconds at which the workers are killed at the latest; None: not known."""
+    stopping: bool = False
+    """Whether all ranks are to stop at the same step (`EarlyStop`)."""
     recorder: Recorder = field(init=False)
     torch_events: TorchEvents = field(init=False)
     leftovers: Leftovers = field(default_factory=Leftovers)

@@ -138,10 +138,12 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     if isinstance(event, events.StopDropped):
         return state._replace(stopping=False), ()
     if isinstance(event, events.StopBegun):
-        state = state._replace(stopping=True)
+        state = state._replace(stopping=True, gathered=0, gather_until=None)
         if state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
             return state, ()
         return _decide(state, events.Signaled(signal.SIGTERM))
+    if state.stopping and isinstance(event, events.JoinRequested):
+        return state, ()
     after, actions = _decide(state, event)
     if not state.stopping or not any(isinstance(each, _ATTEMPT_ENDS) for each in actions):
         return after, actions

@@ -252,7 +252,7 @@ class EarlyStop(Feature):
         )
         whole = not (leaves or another_leaves)
         request = Request(why, leaves, whole, max(0.0, ends - now), now, signaled)
-        self._request = request
+        self._request, job.stopping = request, True
         self._page.hold(ends)
         job.kill_at = ends
         self._post_after(
@@ -300,6 +300,7 @@ class EarlyStop(Feature):
                 return None
             case Leave() if not request.leaves:
                 self._request = self._job.kill_at = None
+                self._job.stopping = False
                 page.set_deadline(self._limit)
                 page.decide(RUN)
                 return StopDropped()

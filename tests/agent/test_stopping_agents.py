@@ -21,7 +21,7 @@ from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
 from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
 from regrow.agent.features.early_stop import agree, decode_request, encode_request
 from regrow.agent.features.stop_page import StopPage
-from regrow.store import MemoryStore, Store
+from regrow.store import MemoryStore
 
 STEPPING = """
 import sys, regrow
@@ -88,6 +88,7 @@ def test_a_rank_does_not_wait_beyond_the_deadline(page: StopPage) -> None:
 def test_a_rank_goes_on_where_the_job_ends_as_by_a_signal(page: StopPage) -> None:
     page.hold(monotonic() + PATIENCE)
     waits = start(page, 0, "import regrow; print(regrow.should_stop())")
+    wait_until(lambda: page.using() == 1, "the first call")
     page.decide(END)
     assert ended(waits) == (0, "False\n")
 
@@ -205,18 +206,17 @@ def test_all_nodes_learn_that_not_all_ranks_take_part() -> None:
     assert [type(each) for each in found] == [EndNow, EndNow]
 
 
-class Silent(MemoryStore):
-    """The store of a round in which another node has vanished."""
-
-
 def test_without_a_node_the_others_learn_that_the_job_ends() -> None:
-    store: Store = Silent()
-    mine = partial(NodeReport, 5, 2, 2, False, True)
+    store = MemoryStore()
+
+    def mine(_until: float | None = None) -> NodeReport:
+        return NodeReport(5, 2, 2, leaves=False, whole=True)
+
     with pytest.raises(Exception, match="first/1"):
-        agree(store, 0, 2, monotonic() + 0.05, None, lambda *_: mine())
+        agree(store, 0, 2, monotonic() + 0.05, None, mine)
     assert store.get("stop/verdict") == b"end"
     with pytest.raises(Exception, match="stop/next"):
-        agree(Silent(), 1, 2, monotonic() + 0.05, None, lambda *_: mine())
+        agree(MemoryStore(), 1, 2, monotonic() + 0.05, None, mine)
 
 
 @pytest.mark.parametrize("left", [None, 12.5])
@@ -272,6 +272,15 @@ def test_workers_that_have_stopped_end_the_job() -> None:
     # Another node has passed the barrier, and has left.
     state, actions = decide(state, events.RoundOver(4, "it left", 1.0, full_grace=True))
     assert actions == (events.Finish(WorkerState.SUCCEEDED),)
+
+
+def test_a_node_that_asks_for_a_seat_does_not_disturb_a_stop() -> None:
+    waiting = events.JoinRequested(4, 1, True, 1.0)
+    gathering, _ = decide(RUNNING._replace(started_at=-99.0), waiting._replace(full=False))
+    assert gathering.gather_until is not None
+    state = stopping(gathering)
+    assert state.gather_until is None
+    assert decide(state, waiting) == (state, ())
 
 
 def test_a_failure_elsewhere_ends_the_job_by_the_signal_even_at_the_barrier() -> None:
