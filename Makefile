@@ -93,6 +93,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/state.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/replace.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/should_stop.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)

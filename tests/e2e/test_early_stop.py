@@ -172,7 +172,9 @@ def test_a_failure_meanwhile_ends_the_job_as_the_signal_does(launch: Launch) -> 
 def test_a_restart_after_a_failure_does_not_wait_for_a_worker_that_calls_should_stop(
     launch: Launch,
 ) -> None:
-    fails = LOOP + """\
+    fails = (
+        LOOP
+        + """\
     if ATTEMPT == 1:
         break
     if RANK == 0:
@@ -180,6 +182,7 @@ def test_a_restart_after_a_failure_does_not_wait_for_a_worker_that_calls_should_
     elif os.path.exists(os.environ["REPORTS"] + ".calls"):
         sys.exit(3)
 """
+    )
     graces = ("--shutdown-timeout=1000", "--restart-timeout=1000")
     job = launch(fails, "--max-restarts=1", *graces)
     assert job.finish() == 0, job.output  # by its deadline, of far less than 1000 s

@@ -19,7 +19,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt,
 from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
 from regrow.agent.features import Feature
 from regrow.agent.features.stop_page import StopPage
-from regrow.store import StoreClosedError, StoreError
+from regrow.store import StoreClosedError
 from regrow.utils import get_logger, start_thread
 
 if TYPE_CHECKING:
@@ -324,14 +324,14 @@ class EarlyStop(Feature):
     # --- other threads: the store of the round
 
     def _watch(self, store: Store, watched: object) -> None:
-        if self._job.group.group_rank == 0 and self._job.numbered:
-            from regrow.rendezvous import note_round
+        from regrow.rendezvous import note_round
 
-            with suppress(StoreError):  # then `regrow stop` does not find the round
-                note_round(store, self._job.round)
+        notes = self._job.group.group_rank == 0 and self._job.numbered
         while self._watched is watched:
             begun = monotonic()
             try:
+                if notes:  # again on the server that takes over from a lost one
+                    note_round(store, self._job.round)
                 store.wait([ASKED], timedelta(seconds=_WATCH_S))
                 text = store.get(ASKED)
             except StoreClosedError:
@@ -473,4 +473,4 @@ def decode_request(text: bytes) -> tuple[str, float | None, bool]:
     seconds = None if left == "-" else float(left)
     if seconds is not None and not 0 <= seconds < 1e7:
         raise ValueError(f"not a number of seconds: {left}")
-    return why, seconds, leaves == "1"
+    return " ".join(why.split()), seconds, leaves == "1"
