@@ -285,22 +285,24 @@ class EarlyStop(Feature):
         return Signaled(signal.SIGTERM)
 
     def _on_verdict(self, request: Request, verdict: Verdict | None) -> Event | None:
-        page = self._page
-        if request is not self._request or page is None or page.decision != HOLD:
-            return None
+        page, job = self._page, self._job
+        if request is not self._request or page is None or page.decision != HOLD or job.leaving:
+            return None  # the job has ended in another way meanwhile
         after = monotonic() - request.begun
+        if after >= request.grace:
+            verdict = None  # ranks may have ended their wait
         match verdict:
             case StopAt(position):
                 page.decide(position)
                 call, iteration = position & 0xFFFFFFFF, position >> 32 & 0xFFFFF
-                self._job.recorder.emit(
+                job.recorder.emit(
                     "regrow.stop.decided", call=call, iteration=iteration, decided_after_s=after
                 )
                 logger.warning("all ranks stop at call %s of should_stop", call)
                 return None
             case Leave() if not request.leaves:
-                self._request = self._job.kill_at = None
-                self._job.stopping = False
+                self._request = job.kill_at = None
+                job.stopping = False
                 page.set_deadline(self._limit)
                 page.decide(RUN)
                 return StopDropped()
@@ -310,7 +312,7 @@ class EarlyStop(Feature):
                 reason = "not all ranks call should_stop"
             case None:
                 reason = "the agents did not agree in time"
-        self._job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
+        job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
         logger.warning("the ranks do not stop at the same step: %s", reason)
         page.decide(END)
         return Signaled(signal.SIGTERM)
@@ -360,7 +362,8 @@ class EarlyStop(Feature):
                 partial(self._report, request),
             )
         except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
-            logger.warning("the agents did not agree on a step to stop at: %s", error)
+            if not self._job.leaving:
+                logger.warning("the agents did not agree on a step to stop at: %s", error)
         self._job.post(partial(self._on_verdict, request, verdict))
 
     def _report(self, request: Request, until: float | None = None) -> NodeReport:
