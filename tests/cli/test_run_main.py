@@ -26,7 +26,7 @@ from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from regrow.workers import ChildFailedError, ProcessFailure, SignalException
+from regrow.workers import ChildFailedError, ProcessFailure, SignalException, StoppedEarly
 
 
 class Launcher:
@@ -424,6 +424,7 @@ def child_failed() -> ChildFailedError:
         (SignalException("stop", signal.SIGINT), 130),
         (SignalException("stop", signal.SIGTERM), 143),
         (SignalException("stop", signal.SIGHUP), 129),
+        (StoppedEarly("regrow stop", {}), 85),
     ],
     ids=lambda value: type(value).__name__,
 )
