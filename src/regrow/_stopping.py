@@ -22,7 +22,9 @@ there, all in the same step again.
 
 A scheduler sends its signal to all processes of a job. A worker that calls `should_stop` must not
 die of it, so the first call installs a handler for SIGTERM and SIGUSR1, unless the script has its
-own. The handler ends the process only if the agent stops the workers and no save is in progress.
+own. The worker survives if its agent, which got the signal as well, asks the ranks to stop, or if
+it saves already. Otherwise the signal ends it as without the handler: it came from the agent or
+from another process of regrow, or from a person.
 """
 
 from __future__ import annotations
@@ -48,13 +50,10 @@ RUN, HOLD, END = 0, -1, -2
 is the position at which all ranks stop."""
 UNUSED, USES, STOPS = 0, 1, 2
 """Values of USE: this process has not called `should_stop`; it has; it has got True."""
-REQUESTED: Final = "regrow.stop.signaled"
-"""Event with which a worker reports a signal that its agent may not have received."""
-
 NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 """Signals by which a scheduler asks a job to end."""
 _WAIT_MS = 100  # a restart of the in-process wrapper interrupts the wait between two system calls
-_ANNOUNCED_S = 0.2  # the agent shows in this time that it stops the workers
+_ANNOUNCED_S = 2.0  # an agent that a scheduler signals as well has shown it by then
 
 
 def answer(position: int, decision: int) -> bool | None:
@@ -67,14 +66,13 @@ def answer(position: int, decision: int) -> bool | None:
 class _Slot:
     """This process's slot of the page."""
 
-    __slots__ = ("_decided", "at", "pid", "signaled", "words")
+    __slots__ = ("_decided", "at", "pid", "words")
 
     def __init__(self, words: Any, at: int, decided: int) -> None:
         self.words = words  # a memoryview: each store and each load is that of a whole word
         self.at = at
         self._decided = decided  # the pipe that is readable after the decision
         self.pid = 0  # of this process, from its first call of `should_stop`
-        self.signaled = False  # whether a signal came that the agent may not have received
 
     def begin_use(self) -> None:
         """Show the agent that this worker calls `should_stop`; survive a scheduler's signals."""
@@ -88,8 +86,6 @@ class _Slot:
 
     def slow_answer(self, position: int) -> bool:
         """Return the answer to a call, which may have to wait for the decision."""
-        if self.signaled and _progress.stopping() and not self._saves():
-            _die(signal.SIGTERM)
         while (found := answer(position, self.words[DECISION])) is None and self._wait():
             pass
         if found:
@@ -107,26 +103,15 @@ class _Slot:
         return not ended and monotonic_ns() < self.words[DEADLINE]
 
     def _on_signal(self, signum: int, _frame: object) -> None:
-        """Survive a scheduler's signal; die if the agent sends it, unless this rank saves."""
-        if os.getpid() != self.pid:  # a child of the worker
-            _die(signum)
+        """Survive a signal that the agent got as well; die of any other one, unless this saves."""
         until = monotonic() + _ANNOUNCED_S
-        while signum == signal.SIGTERM and monotonic() < until and not self._saves():
-            if _progress.stopping():
-                _die(signum)
+        while not self._saves():
+            if os.getpid() != self.pid or _progress.stopping() or monotonic() >= until:
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
             if self.words[DECISION] not in (RUN, END):
-                break
+                return
             sleep(0.01)
-        if self.words[DECISION] == RUN:
-            self.signaled = True
-            rank = int(os.environ.get("RANK", "-1"))
-            _progress.send_event(REQUESTED, signal=signal.Signals(signum).name, rank=rank)
-
-
-def _die(signum: int) -> None:
-    """End this process by a signal, as without a handler."""
-    signal.signal(signum, signal.SIG_DFL)
-    os.kill(os.getpid(), signum)
 
 
 _slot: _Slot | None = None
@@ -185,7 +170,7 @@ def should_stop() -> bool:
         slot.begin_use()
     words, at = slot.words, slot.at
     words[at] = position = words[at] + 1
-    if words[DECISION] == RUN and not slot.signaled:
+    if words[DECISION] == RUN:
         return False
     return slot.slow_answer(position)
 

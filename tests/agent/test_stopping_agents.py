@@ -139,15 +139,18 @@ print(regrow.should_stop(), regrow.should_stop())
 def signaled(page: StopPage, signum: int, before: str = "", after: str = "") -> tuple[int, str]:
     """Send a signal to a worker that has called `should_stop`; return its end."""
     script = f"{before}\nimport regrow, time\nregrow.should_stop()\n{after}\n"
-    worker = start(page, 0, script + "time.sleep(0.5)\nprint('lives', flush=True)")
+    worker = start(page, 0, script + "while not regrow.should_stop(): pass\nprint('stops')")
     wait_until(lambda: page.using() == 1, "the first call")
     worker.send_signal(signum)
+    if worker.poll() is None and not before:
+        page.hold(monotonic() + PATIENCE)  # the agent has got the signal as well
+        page.decide(page.position() + 1)
     return ended(worker)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_worker_that_calls_should_stop_survives_the_signal(page: StopPage, signum: int) -> None:
-    assert signaled(page, signum) == (0, "lives\n")
+def test_a_worker_survives_a_signal_that_its_agent_got_as_well(page: StopPage, signum: int) -> None:
+    assert signaled(page, signum) == (0, "stops\n")
 
 
 def test_a_handler_of_the_script_stays(page: StopPage) -> None:
@@ -158,15 +161,17 @@ def test_a_handler_of_the_script_stays(page: StopPage) -> None:
 def test_a_forked_child_of_a_worker_dies_of_the_signal(page: StopPage) -> None:
     fork = """
 import os, signal
+read_end, write_end = os.pipe()
 child = os.fork()
 if not child:
+    os.write(write_end, b"x")
     time.sleep(60)
     os._exit(0)
-time.sleep(0.2)
+os.read(read_end, 1)
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1], flush=True)
 """
-    assert signaled(page, signal.SIGTERM, after=fork) == (0, "15\nlives\n")
+    assert signaled(page, signal.SIGTERM, after=fork) == (0, "15\nstops\n")
 
 
 # --- the agreement

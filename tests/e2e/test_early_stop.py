@@ -111,13 +111,13 @@ def same_step(job: Job, count: int = 2) -> bool:
     return len({step for _, _, _, step in job.reports(count)}) == 1
 
 
-def test_a_signal_at_one_worker_stops_all_of_them(launch: Launch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_at_one_worker_ends_it_as_before(launch: Launch, signum: int) -> None:
     job = launch(LOOP)
-    os.kill(running(job)[1], signal.SIGTERM)
-    assert same_step(job)
-    assert job.finish() == 85, job.output
-    assert job.events("stop.requested")[0]["why"] == "SIGTERM at rank 1"
-    assert job.events("job.finished")[0]["state"] == "STOPPED"
+    os.kill(running(job)[1], signum)
+    assert job.finish() == 1, job.output
+    (failed,) = [each for each in job.events("worker.failed") if each["root_cause"]]
+    assert (failed["rank"], failed["exit_code"]) == (1, -signum)
 
 
 def test_a_signal_at_all_processes_of_a_job_is_one_request(launch: Launch) -> None:
@@ -126,6 +126,7 @@ def test_a_signal_at_all_processes_of_a_job_is_one_request(launch: Launch) -> No
         os.kill(pid, signal.SIGTERM)
     assert same_step(job)
     assert job.finish() == 85, job.output
+    assert job.events("job.finished")[0]["state"] == "STOPPED"
 
 
 def test_the_time_limit_stops_the_job(launch: Launch) -> None:

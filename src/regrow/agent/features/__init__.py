@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from regrow.agent.decisions.events import Event
     from regrow.store import Store
     from regrow.workers import Guardian, PContext, ProcessFailure
 
@@ -89,17 +88,8 @@ class Feature:
     def before_stop(self) -> None:
         """Do the work that needs the workers, right before they are stopped; once in an attempt."""
 
-    # --- messages of workers
-
-    def on_message(self, name: str, fields: Mapping[str, Any]) -> Event | None:
-        """Handle a message of a worker, in the agent's loop; return an event for it, if any.
-
-        Args:
-            name: name of the event that the worker reports; "" if it only asks the agent to read
-                its memory.
-            fields: fields of the event.
-        """
-        return None
+    def on_wake(self) -> None:
+        """Read what a worker has written into memory, in the agent's loop."""
 
     # --- failures
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from regrow._stopping import END, HOLD, REQUESTED, RUN
+from regrow._stopping import END, HOLD, RUN
 from regrow.agent.api import WorkerState
 from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
@@ -144,6 +144,11 @@ class EarlyStop(Feature):
         request, page = self._request, self._page
         return request.why if request is not None and page is not None and page.stopped() else ""
 
+    def on_wake(self) -> None:
+        """See base class: a worker may have begun to call `should_stop`."""
+        with self._changed:
+            self._changed.notify_all()
+
     @contextmanager
     def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
         """Receive SIGUSR1 inside the block, without a change for other receivers.
@@ -192,14 +197,6 @@ class EarlyStop(Feature):
             why, leaves = signal.Signals(signum).name, signum == signal.SIGTERM
             return self._begin(why, leaves=leaves, signaled=now)
         return None if ignored else event
-
-    def on_message(self, name: str, fields: Mapping[str, Any]) -> Event | None:
-        """See base class: a worker has begun to call `should_stop`, or has got a signal."""
-        with self._changed:
-            self._changed.notify_all()
-        if name != REQUESTED or self._request is not None or not self._workers_take_part():
-            return None
-        return self._begin(f"{fields.get('signal')} at rank {fields.get('rank')}")
 
     def _workers_take_part(self) -> bool:
         running = self._job.group.state is WorkerState.HEALTHY and not self._job.leaving

@@ -39,11 +39,9 @@ from regrow._progress import (
     PROGRESS_ENV,
     SLOT,
 )
-from regrow._stopping import REQUESTED
 from regrow.utils import get_logger, ready, start_thread
 
 if TYPE_CHECKING:
-    from regrow.agent.decisions.events import Event
     from regrow.agent.job import Job
 
 RESTARTED = "regrow.inprocess.restarted"
@@ -232,27 +230,24 @@ class WorkerReports:
                 for message in complete:
                     self._job.post(partial(self.on_message, message))
 
-    def on_message(self, message: bytes) -> Event | None:
+    def on_message(self, message: bytes) -> None:
         """Record a message of a worker, unless a later attempt has started.
 
         Args:
             message: `FIRST_STEP`, or a report of an event as one line of JSON.
-
-        Returns:
-            The event for the loop, if a feature has one.
         """
         if self._attempt != self._job.attempt:
-            return None
+            return
         if message == FIRST_STEP:
             self._emit_first_steps()
-        found = event(message) if message != FIRST_STEP else ("", {})
+            for feature in self._job.features:
+                feature.on_wake()
+            return
+        found = event(message)
         if found is None:
             logger.warning("ignored a malformed event from a worker: %.200r", message)
-            return None
-        if found[1]:
+        elif found[1]:
             self._job.recorder.emit(found[0], **found[1])
-        answers = [feature.on_message(*found) for feature in self._job.features]
-        return next((each for each in answers if each is not None), None)
 
     def _emit_first_steps(self) -> None:
         for local_rank, steps in self.read().items():
@@ -351,7 +346,6 @@ _EVENTS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
         "faults": _count,
         "seconds": _seconds,
     },
-    REQUESTED: {"signal": _text, "rank": _count},
     SENT: {
         "iteration": _count,
         "step": _count,
