@@ -6,11 +6,13 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.commands import run
 from helpers.jobs.agents import Hosts
 from helpers.jobs.e2e_job import Job
 from regrow.utils import PortReservation
@@ -49,9 +51,9 @@ def steps(hosts: Hosts) -> dict[str, int]:
     return {path.name: int(path.read_text().split()[0]) for path in found}
 
 
-@pytest.mark.parametrize("run", range(RUNS))
-def test_four_ranks_on_two_hosts_stop_at_the_same_step(hosts: Hosts, run: int) -> None:
-    chance = random.Random(run)
+@pytest.mark.parametrize("number", range(RUNS))
+def test_four_ranks_on_two_hosts_stop_at_the_same_step(hosts: Hosts, number: int) -> None:
+    chance = random.Random(number)
     agents = [hosts.start(f"{MEET} --node-rank {n} --log-dir logs", TRAIN) for n in range(2)]
     hosts.wait_for(*(f"running-{rank}" for rank in range(4)))
     with pytest.raises(subprocess.TimeoutExpired):
@@ -228,6 +230,44 @@ train()
     job.signal(signal.SIGTERM)
     assert same_step(job)
     assert job.finish() == 85, job.output
+
+
+PROGRAM = """
+import os, signal, sys, threading, time
+from regrow.launch import LaunchConfig, elastic_launch
+from regrow.workers import StoppedEarly
+
+def train():
+    import regrow
+    calls = 1
+    while not regrow.should_stop():
+        calls += 1
+        if calls == 5:
+            open(f"calls-{os.environ['RANK']}", "w").close()
+        time.sleep(0.002)
+    return calls
+
+def ask():
+    while not (os.path.exists("calls-0") and os.path.exists("calls-1")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+if __name__ == "__main__":
+    received = []
+    signal.signal(signal.SIGUSR1, lambda *_: received.append("SIGUSR1"))
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        elastic_launch(LaunchConfig(1, 1, 2, rdzv_backend="c10d", run_id="job"), train)()
+    except StoppedEarly as error:
+        values = error.return_values
+        print(error.why, *received, sorted(values), len(set(values.values())))
+"""
+
+
+def test_a_program_gets_the_results_of_functions_that_stopped_early(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ended = run([sys.executable, "program.py"], cwd=tmp_path)
+    assert ended.output.splitlines()[-1] == "SIGUSR1 SIGUSR1 [0, 1] 1", ended.output
 
 
 # --- elastic jobs
