@@ -65,8 +65,8 @@ MAY_PICKLE = {
 # `__init__`. These modules are too heavy or too special for that.
 SHARED = {
     "agent.attempt.environment",
-    "agent.features.early_stop",
     "agent.features.health",
+    "agent.features.stop_agreement",
     "cli.args",
     "heartbeat.automatic",
     "heartbeat.failure",

@@ -19,7 +19,7 @@ from regrow.agent import WorkerState
 from regrow.agent.decisions import events
 from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
 from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
-from regrow.agent.features.early_stop import agree, decode_request, encode_request
+from regrow.agent.features.stop_agreement import agree, decode_request, encode_request
 from regrow.agent.features.stop_page import StopPage
 from regrow.store import MemoryStore
 

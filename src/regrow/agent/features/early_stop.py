@@ -32,6 +32,7 @@ from regrow.agent.decisions import early_stop as rules
 from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
 from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
 from regrow.agent.features import Feature
+from regrow.agent.features.stop_agreement import ASKED, agree, decode_request, encode_request
 from regrow.agent.features.stop_page import StopPage
 from regrow.store import StoreClosedError
 from regrow.utils import get_logger, start_thread
@@ -44,13 +45,6 @@ if TYPE_CHECKING:
     from regrow.agent.job import Job
     from regrow.store import Store
 
-ASKED: Final = "stop/asked"
-"""Key in the store of a round: the request to stop, as `encode_request` writes it."""
-VERDICT: Final = "stop/verdict"
-"""Key in the store of a round: the decision of group rank 0."""
-_NEXT: Final = "stop/next"
-"""Key: whether group rank 0 needs the second reports."""
-_AGAIN: Final = b"again"
 _WATCH_S: Final = 300.0
 """Seconds of one wait for a request."""
 _SAME_S: Final = 2.0
@@ -191,7 +185,7 @@ class EarlyStop(Feature):
                 request.signaled = now
                 self._limit_grace(request, now + self._job.shutdown_timeout)
             within = request.signaled is not None and now - request.signaled < _SAME_S
-            return None if first or within else event
+            return None if first or within or ignored else event
         if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
             # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
             why, leaves = signal.Signals(signum).name, signum == signal.SIGTERM
@@ -374,103 +368,3 @@ class EarlyStop(Feature):
                 pause = min(until, request.begun + rules.NOTICES_S) - monotonic()
                 threading.Event().wait(max(0.0, pause))
         return NodeReport(page.position(), page.using(), ranks, request.leaves, request.whole)
-
-
-def agree(
-    store: Store,
-    rank: int,
-    nodes: int,
-    until: float,
-    min_nodes: int | None,
-    report: Callable[..., NodeReport],
-) -> Verdict:
-    """Exchange the reports of all nodes; return the decision of group rank 0.
-
-    Args:
-        store: the store of the round.
-        rank: group rank of this node.
-        nodes: number of nodes.
-        until: monotonic seconds at which the decision is due.
-        min_nodes: fewest nodes with which the job goes on; None: as many as it has.
-        report: returns the report of this node. With a time, it waits up to this time for what is
-            still missing.
-
-    Raises:
-        Exception: the store did not have the decision in time.
-    """
-    begun = monotonic()
-    second_until = begun + (until - begun) * 0.6
-
-    def gathered(key: str) -> list[NodeReport]:
-        keys = [f"{key}/{each}" for each in range(nodes)]
-        store.wait(keys, timedelta(seconds=max(0.01, until - monotonic())))
-        return [rules.decode(text) for text in store.multi_get(keys)]
-
-    def waited(key: str) -> bytes:
-        # Group rank 0 publishes a decision at its own deadline at the latest.
-        left = until + (until - begun) / 2 - monotonic()
-        store.wait([key], timedelta(seconds=max(0.01, left)))
-        return store.get(key)
-
-    store.set(f"stop/first/{rank}", rules.encode(report()))
-    if rank:
-        if waited(_NEXT) == _AGAIN:
-            store.set(f"stop/second/{rank}", rules.encode(report(second_until)))
-        return rules.decode_verdict(waited(VERDICT))
-    verdict: Verdict | None = None
-    try:
-        verdict = rules.decide(gathered("stop/first"), min_nodes, final=False)
-        store.set(_NEXT, _AGAIN if verdict is None else b"")
-        if verdict is None:
-            store.set("stop/second/0", rules.encode(report(second_until)))
-            verdict = rules.decide(gathered("stop/second"), min_nodes, final=True)
-    finally:
-        verdict = EndNow() if verdict is None else verdict
-        store.multi_set([_NEXT, VERDICT], [b"", rules.encode_verdict(verdict)])
-    return verdict
-
-
-def ask(store: Store, why: str, timeout: float) -> int | None:
-    """Ask the agents of a job to stop it; return the call at which all ranks stop.
-
-    Args:
-        store: the store of the running round.
-        why: who asks, for people.
-        timeout: seconds to wait for the decision.
-
-    Returns:
-        The number of the call of `should_stop`. None if the job ends as by SIGTERM.
-
-    Raises:
-        StoreTimeout: the agents have not decided in that time.
-        StoreError: the job is not reached any more.
-        ValueError: the decision is not one of this release.
-    """
-    store.set(ASKED, encode_request(why, None, leaves=False))
-    store.wait([VERDICT], timedelta(seconds=timeout))
-    verdict = rules.decode_verdict(store.get(VERDICT))
-    return verdict.position & 0xFFFFFFFF if isinstance(verdict, StopAt) else None
-
-
-def encode_request(why: str, left: float | None, leaves: bool) -> bytes:
-    """Return a request to stop as text for the store of a round.
-
-    Args:
-        why: who asks, for people.
-        left: seconds that the node which asks has left; None: each node has its whole grace.
-        leaves: whether only that node has to end.
-    """
-    return f"{'-' if left is None else f'{left:.3f}'} {int(leaves)} {why}".encode()
-
-
-def decode_request(text: bytes) -> tuple[str, float | None, bool]:
-    """Return the reason, the seconds that are left, and whether only one node has to end.
-
-    Raises:
-        ValueError: the text is no request.
-    """
-    left, leaves, why = text[:500].decode(errors="replace").split(" ", 2)
-    seconds = None if left == "-" else float(left)
-    if seconds is not None and not 0 <= seconds < 1e7:
-        raise ValueError(f"not a number of seconds: {left}")
-    return " ".join(why.split()), seconds, leaves == "1"

@@ -121,7 +121,7 @@ def _has_open(pid: int, path: str) -> bool:
 
 def _stop_there(args: Namespace) -> None:
     """Ask the agents of a job that meet at an endpoint."""
-    from regrow.agent.features.early_stop import ask
+    from regrow.agent.features.stop_agreement import ask
     from regrow.rendezvous import RendezvousParameters, open_running_round
     from regrow.store import StoreError
 
