@@ -11,6 +11,7 @@
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make demo-replace  a training that replaces two killed processes, one by one
 #   make bench-goodput  a training under faults for half an hour, beside torchrun and NVIDIA's wrapper
+#   make stops     100 jobs that a signal asks to stop at a random time
 #   make clean     remove what the targets made
 #
 # `make test PYTHON=python3.13` runs a target with another Python, in an environment of its own.
@@ -43,7 +44,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench bench-goodput simulate repeat clean check-python
+.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench bench-goodput simulate stops repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -96,6 +97,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/replace.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/goodput_marks.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/should_stop.py $(BENCH_ARGS)
 
 # Half an hour. The figures and the picture of the README come from it.
 bench-goodput: $(BENCH)/.installed
@@ -105,6 +107,9 @@ bench-goodput: $(BENCH)/.installed
 simulate: $(DEV)/.installed
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator.restarts $(RESTARTS_ARGS)
+
+stops: $(DEV)/.installed
+	REGROW_STOP_RUNS=100 $(DEV)/bin/python -m pytest -q tests/e2e/test_early_stop.py -k same_step $(PYTEST_ARGS)
 
 repeat: $(DEV)/.rewritten
 	@for run in $$(seq $(N)); do \

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
 _AGENT = _TOOLS | {
-    *("store", "workers", "rendezvous", "timer", "_progress", "_accounts", "chaos")
+    *("store", "workers", "rendezvous", "timer", "_progress", "_accounts", "_stopping", "chaos")
 }
 _LAUNCH = _AGENT | {"agent"}
 _COMMANDS = {"cli", "run", "launch", "ledger"} | _LAUNCH
@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
         "_chaos",
         "_progress",
         "_standby",
+        "_stopping",
         "_uncaught",
         "timer",
         "heartbeat",
@@ -36,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     },  # the package itself: the names a training script uses
     "_accounts": set(),
     "_progress": {"_accounts"},
-    "_standby": {"_progress", "workers", "utils", ""},
+    "_stopping": {"_progress"},
+    "_standby": {"_progress", "_stopping", "workers", "utils", ""},
     "_uncaught": {"workers"},
     "_chaos": {"_progress", "inprocess", "utils"},
     "chaos": set(),
@@ -49,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": _TOOLS | {"store"},
     "timer": _TOOLS,
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
-    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "compat"},
+    "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "_stopping", "compat"},
     "state": _BASE | {"store", "inprocess", "_progress"},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
@@ -72,6 +74,7 @@ SHARED = {
     "agent.attempt.environment",
     "agent.features.health",
     "agent.features.host_faults",
+    "agent.features.stop_agreement",
     "cli.args",
     "events.evidence",
     "heartbeat.automatic",

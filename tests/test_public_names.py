@@ -15,7 +15,7 @@ import pytest
 
 PUBLIC = {
     "regrow": """
-        State __version__ expires phase rng step
+        State __version__ deadline expires phase rng should_stop step
     """,
     "regrow.agent": """
         DEFAULT_ROLE ElasticAgent LocalElasticAgent RunResult SimpleElasticAgent
@@ -87,7 +87,7 @@ PUBLIC = {
     "regrow.workers": """
         AffinityMode ChildFailedError DefaultLogsSpecs ErrorHandler Guardian LogsDest
         LogsSpecs MultiprocessContext NumaOptions PContext ProcessFailure RunProcsResult
-        SignalException Std SubprocessContext WorkerChange get_error_handler
+        SignalException Std StoppedEarly SubprocessContext WorkerChange get_error_handler
         process_states record start_processes to_map
     """,
     "regrow.workers.errors": """

@@ -1,4 +1,4 @@
-"""Public names for training scripts: `State`, `expires`, `phase`, `rng` and `step`."""
+"""Public names for training scripts, such as `step`, `should_stop`, `State` and `expires`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from regrow import compat
 from regrow._progress import phase, step
+from regrow._stopping import deadline, should_stop
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
@@ -17,7 +18,16 @@ if TYPE_CHECKING:
 compat.install()
 
 __version__ = "0.1.0"
-__all__ = ["State", "__version__", "expires", "phase", "rng", "step"]
+__all__ = [
+    "State",
+    "__version__",
+    "deadline",
+    "expires",
+    "phase",
+    "rng",
+    "should_stop",
+    "step",
+]
 
 __getattr__, __dir__ = lazily(globals(), {"state": "State rng", "timer": "expires"})
 

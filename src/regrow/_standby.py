@@ -18,7 +18,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from regrow import _progress
+from regrow import _progress, _stopping
 
 if TYPE_CHECKING:
     import socket
@@ -120,6 +120,7 @@ def take_place() -> None:
     os.environ[procfs.WORKER_PID] = str(os.getpid())
     os.environ[procfs.STARTED_FROM] = "standby"
     _progress.reopen()
+    _stopping.reopen()
     import regrow
 
     regrow._start_worker()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from typing import Any
 
 import pytest
 
-from regrow.cli.args.flags import FLAGS, Flag
+from regrow.cli.args.flags import FLAGS, Flag, duration
 from regrow.cli.args.parser import build_parser
 
 VALUES: dict[str, tuple[str, Any]] = {
@@ -22,6 +23,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "restart-timeout": ("5", 5),
     "heartbeat": ("2.5", 2.5),
     "standby": ("2", 2),
+    "time-limit": ("1d12h", 129_600.0),
     "preload": ("torch,os.path", ["torch", "os.path"]),
 }
 VALUED = [flag for flag in FLAGS if not flag.switch]
@@ -83,7 +85,8 @@ def test_a_variable_gives_a_flags_default_and_the_command_line_beats_it(
     monkeypatch.setenv(f"PET_{flag.attribute.upper()}", text)
     assert parsed(flag) == (value if flag.environment else unset)
     assert type(parsed(flag)) is type(value if flag.environment else unset)
-    other = {"start-method": "spawn", "numa-binding": "node"}.get(flag.name, "9")
+    others = {"start-method": "spawn", "numa-binding": "node", "time-limit": "9s"}
+    other = others.get(flag.name, "9")
     assert parsed(flag, f"--{flag.name}", other) == flag.type(other)
 
 
@@ -208,3 +211,28 @@ def test_the_help_shows_every_flag_once(capsys: pytest.CaptureFixture[str]) -> N
         assert len(spelled) == 1, flag.name
     assert not [line for line in entries if "_" in line.split()[0]]
     assert max(map(len, lines)) <= 100
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90),
+        ("30m", 1800),
+        ("4h", 14_400),
+        ("1h30m", 5400),
+        ("2d", 172_800),
+        ("30:00", 1800),  # Slurm's forms
+        ("4:00:00", 14_400),
+        ("1-12", 129_600),
+        ("1-12:30", 131_400),
+        ("1-12:30:05", 131_405),
+    ],
+)
+def test_a_duration_has_a_unit_or_a_form_of_slurm(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "90", "-5s", "h", "1.5h", "4h ", "1:2:3:4", "1-", "s30"])
+def test_a_text_that_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="give, for example, 90s"):
+        duration(text)

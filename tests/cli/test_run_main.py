@@ -26,7 +26,7 @@ from regrow.rendezvous import (
     RendezvousConnectionError,
     RendezvousTimeoutError,
 )
-from regrow.workers import ChildFailedError, ProcessFailure, SignalException
+from regrow.workers import ChildFailedError, ProcessFailure, SignalException, StoppedEarly
 
 
 class Launcher:
@@ -431,6 +431,7 @@ def child_failed() -> ChildFailedError:
         (SignalException("stop", signal.SIGINT), 130),
         (SignalException("stop", signal.SIGTERM), 143),
         (SignalException("stop", signal.SIGHUP), 129),
+        (StoppedEarly("regrow stop", {}), 85),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -672,7 +673,7 @@ def test_the_installed_command_answers_too() -> None:
         (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
         (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
         (["--nproc-per-node", "2"], "did you mean regrow run --nproc-per-node 2"),
-        (["frobnicate"], "the commands are run, events, goodput and token"),
+        (["frobnicate"], "the commands are run, events, goodput, stop and token"),
     ],
 )
 def test_an_unknown_command_is_answered_with_a_suggestion(

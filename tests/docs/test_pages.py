@@ -64,6 +64,8 @@ ELSEWHERE = {
     *(command for command in UNDER_SCHEDULERS if command.startswith("mpirun")),
     # by tests/docs/test_readme.py, and before this test can run
     *(c for c in commands("README.md") if c.startswith(("make ", "pip ", "srun ", "regrow token"))),
+    # by tests/docs/test_stopping_page.py
+    *(c for c in commands("docs/guides/stopping.md") if c.startswith("regrow stop ")),
     # by tests/inprocess/test_under_mpirun.py
     *(
         command
@@ -207,6 +209,7 @@ def run_block(page: str, number: int, before: str, flags: str, folder: Path) -> 
 
 def test_every_block_of_python_is_run_by_a_test() -> None:
     found = {(block.page, block.number) for block in blocks("python")}
+    found.remove(("docs/guides/stopping.md", 0))  # by tests/docs/test_stopping_page.py
     assert found == PYTHON.keys() | TRAINING.keys() | FAILING.keys()
 
 

@@ -79,7 +79,8 @@ def test_the_exit_codes_are_those_of_the_program() -> None:
     page = PAGES["docs/reference/exit-codes.md"]
     table = re.findall(r"^\| (\d+)(?: \+ n)? \|", page, flags=re.MULTILINE)
     exits = exit_codes.SUCCEEDED, exit_codes.FAILED, exit_codes.USAGE, exit_codes.INTERNAL
-    assert [int(code) for code in table] == [*exits, exit_codes.RETRY, exit_codes.SIGNALED]
+    again = exit_codes.RETRY, exit_codes.STOPPED_EARLY
+    assert [int(code) for code in table] == [*exits, *again, exit_codes.SIGNALED]
 
 
 def test_every_variable_that_is_named_is_read_or_set_somewhere() -> None:
@@ -93,7 +94,7 @@ def test_every_variable_that_is_named_is_read_or_set_somewhere() -> None:
 def test_every_event_is_in_the_reference_and_nothing_else() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     written = re.compile(
-        r'"(regrow\.(?:job|round|rendezvous|attempt|lease|log|timer|heartbeat|inprocess|template|standby|state|chaos)\.[a-z_]+'
+        r'"(regrow\.(?:job|round|rendezvous|attempt|lease|log|timer|heartbeat|inprocess|template|standby|state|chaos|stop)\.[a-z_]+'
         r'|regrow\.worker\.(?:failed|first_step|suspended|resumed|vacated|replaced|not_replaced))"'
     )
     modules = {

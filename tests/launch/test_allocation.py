@@ -17,7 +17,7 @@ from regrow.rendezvous import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from regrow.workers import ChildFailedError, ProcessFailure, SignalException
+from regrow.workers import ChildFailedError, ProcessFailure, SignalException, StoppedEarly
 
 OURS = Task("7", starts=0, node="n2", rank=1, nodes=4, tasks=4)
 THEIRS = Facts("RUNNING", starts=0, batch=True, batch_host="n1")
@@ -153,6 +153,7 @@ def test_an_agent_that_does_not_know_the_others_waits_for_their_save() -> None:
         RendezvousTimeoutError("late"),
         RendezvousClosedError("closed"),
         RendezvousError("refused"),
+        StoppedEarly("SIGTERM", {}),
         ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, "")}),
         KeyboardInterrupt(),
         SystemExit(2),
@@ -164,4 +165,4 @@ def test_a_job_is_requeued_for_the_exit_codes_that_the_page_names(
     error: BaseException | None,
 ) -> None:
     code = 0 if error is None else outcome(error)[0]
-    assert may_succeed_again(error) is (code in (75, 143))
+    assert may_succeed_again(error) is (code in (75, 85, 143))

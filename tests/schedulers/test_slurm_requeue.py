@@ -67,6 +67,18 @@ def test_a_notice_leaves_a_slow_rank_the_time_to_save(cluster: Cluster, slow_ran
     assert len(job.lines()) <= most_lines(job) + 1 + START_LINES, job.output
 
 
+@pytest.mark.parametrize("signame", ["TERM", "USR1"])
+def test_all_ranks_save_the_same_step_on_a_notice(cluster: Cluster, signame: str) -> None:
+    job = cluster.submit(SCRIPT.replace("train.py", "train.py --should-stop"))
+    job.training.wait_until(lambda: len(job.training.records("asks")) == RANKS, "all ranks run")
+    cluster.call(f"scancel --signal={signame} {job.name}")
+    waits_for_its_next_run(job)
+    assert asked(job) == 1, job.output
+    assert "all ranks stopped at the same step, by SIG" in job.output
+    assert len(set(job.training.saved().values())) == 1, job.output
+    resumes(job)
+
+
 def agents_on(cluster: Cluster, node: int) -> list[str]:
     """The agents that run on a node."""
     running = left_over([cluster.nodes[node]])

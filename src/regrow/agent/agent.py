@@ -43,6 +43,7 @@ from regrow.agent.attempt.environment import (
 )
 from regrow.agent.attempt.local import LocalWorkers
 from regrow.agent.decisions.events import Signaled
+from regrow.agent.features.early_stop import EarlyStop
 from regrow.agent.features.heartbeats import Heartbeats
 from regrow.agent.features.out_of_memory import OutOfMemory
 from regrow.agent.features.state_d import UninterruptibleSleepers, timeout_from_environment
@@ -52,7 +53,7 @@ from regrow.agent.loop import Loop
 from regrow.events import Event, EventSource
 from regrow.metrics import prof
 from regrow.rendezvous import RendezvousGracefulExitError, adapted
-from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, restart_grace
+from regrow.utils import DEFAULT_SIGNALS, SIGNALS_ENV, get_logger, restart_grace, split_signals
 from regrow.workers import DefaultLogsSpecs, PContext, SignalException, Std
 from regrow.workers.logs.follower import console
 
@@ -89,6 +90,8 @@ class SimpleElasticAgent(ElasticAgent):
         *,
         restart_timeout: float | None = None,
     ) -> None:
+        self.stopped_early = ""
+        """Who asked the job to stop, if all workers of this node did (`regrow.should_stop`)."""
         self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._shutdown_timeout = shutdown_timeout
@@ -112,6 +115,9 @@ class SimpleElasticAgent(ElasticAgent):
         An agent that runs outside the main thread handles no signals, and can be ended by this.
         """
         self._regrow.inbox.put(Signaled(signum))
+
+    def _why_stopped_early(self) -> str:
+        return ""
 
     # --- attributes of torch's agent that subclasses use
 
@@ -250,6 +256,11 @@ class SimpleElasticAgent(ElasticAgent):
             job.torch_events.total_execution_time = int(monotonic() - start)
             self._record_metrics(result)
             self._record_worker_events(result)
+            self.stopped_early = why = self._why_stopped_early()
+            if why:
+                recorder.job_stopped_early(why, start)
+                handler.leave(f"all ranks stopped early, by {why}")
+                return result
             recorder.job_finished(result, start)
             return result
         except RendezvousGracefulExitError as error:
@@ -393,6 +404,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         preload: modules that a process imports from which later workers are forked.
         standby: number of processes that wait at their wrapped call for the place of a lost worker.
         chaos: faults to inject (`--chaos`); empty for none.
+        time_limit: seconds after which the job ends, as by SIGTERM `shutdown_timeout` before that.
+        min_nodes: fewest nodes with which the job goes on; None: as many as it has.
     """
 
     def __init__(
@@ -416,6 +429,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         preload: Sequence[str] = (),
         standby: int = 0,
         chaos: str = "",
+        time_limit: float | None = None,
+        min_nodes: int | None = None,
     ) -> None:
         if logs_specs is None or isinstance(logs_specs, str):
             method = logs_specs if logs_specs is not None else start_method
@@ -450,7 +465,9 @@ class LocalElasticAgent(SimpleElasticAgent):
             log_dir=log_dir,
         )
         self._regrow.attempt.workers = self._regrow_workers = workers
-        common.features += [workers, workers.replacements, OutOfMemory()]
+        self._regrow_stop = EarlyStop(common, min_nodes=min_nodes, time_limit=time_limit)
+        self._regrow.on_signal = self._regrow_stop.on_signal
+        common.features += [workers, workers.replacements, OutOfMemory(), self._regrow_stop]
         cores = len(os.sched_getaffinity(0))
         if preload:
             from regrow.agent.features.templates import DelayedStart, Templates
@@ -504,12 +521,17 @@ class LocalElasticAgent(SimpleElasticAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job until its workers end for good; see `SimpleElasticAgent.run`."""
         health = self._setup_healthcheck()
+        handled, _ = split_signals(os.environ.get(SIGNALS_ENV, DEFAULT_SIGNALS))
         try:
-            return super().run(role)
+            with self._regrow_stop.notices(handled):
+                return super().run(role)
         finally:
             if health is not None:
                 self._regrow.job.features.remove(health)
             console().flush()
+
+    def _why_stopped_early(self) -> str:
+        return self._regrow_stop.stopped()
 
     def _setup_healthcheck(self) -> AgentHealth | None:
         """Add the health check if there is a server, or a port for one."""

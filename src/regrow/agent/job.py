@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow._accounts import NO_STEP
@@ -34,6 +35,10 @@ class Job:
     """Seconds between the stop signal and SIGKILL, if the job ends or nothing has failed."""
     restart_timeout: float = 5.0
     """The same, for a restart after a failure."""
+    kill_at: float | None = None
+    """Monotonic seconds at which the workers are killed at the latest; None: not known."""
+    stopping: bool = False
+    """Whether all ranks are to stop at the same step (`EarlyStop`)."""
     recorder: Recorder = field(init=False)
     torch_events: TorchEvents = field(init=False)
     leftovers: Leftovers = field(default_factory=Leftovers)
@@ -94,6 +99,12 @@ class Job:
     def round_is_over(self) -> bool:
         """Whether the latest round of this node is known to have ended."""
         return self.numbered and self.over >= self.round
+
+    @property
+    def final_grace(self) -> float:
+        """Seconds between the stop signal and SIGKILL, if the job ends now."""
+        left = self.shutdown_timeout if self.kill_at is None else self.kill_at - monotonic()
+        return max(0.0, min(left, self.shutdown_timeout))
 
     def count_failures(self, failures: int) -> None:
         """Store the number of failures that the job has had on all nodes together."""

@@ -47,6 +47,8 @@ class Loop:
         self.attempt = attempt
         self.operations: Operations | None = None
         """Runs the operations, and reports their ends to the inbox; set for a run by the agent."""
+        self.on_signal: Callable[[events.Signaled], events.Event | None] = lambda event: event
+        """Returns the event for `decide` after a signal of this process."""
         self._poll_interval = poll_interval
         self._run: object | None = None  # identifies the run in progress
         self._deadline: float | None = None  # monotonic: end of the running back-off
@@ -162,6 +164,8 @@ class Loop:
                 left = max(0.0, state.gather_until - monotonic())
                 timeout = left if timeout is None else min(left, timeout)
         message = self.inbox.get(timeout)
+        if isinstance(message, events.Signaled):
+            return self.on_signal(message)
         if message is not None:
             return _event_of(message)
         if self._deadline is not None:

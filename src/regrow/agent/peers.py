@@ -135,15 +135,17 @@ class Peers:
                 return None
             case RoundEnded():
                 failed = bool(report.report)
-                emit(
-                    "regrow.round.ended",
-                    attempt=report.round - 1,
-                    ended_round=report.round,
-                    node=report.id,
-                    why=report.why,
-                    failed=failed,
-                    lost=report.lost,
-                )
+                # A node that leaves after an early stop has finished its work.
+                if failed or not self._job.stopping or report.lost:
+                    emit(
+                        "regrow.round.ended",
+                        attempt=report.round - 1,
+                        ended_round=report.round,
+                        node=report.id,
+                        why=report.why,
+                        failed=failed,
+                        lost=report.lost,
+                    )
                 if failed and report.report != self._reported:
                     self._record_failure(report.report)
                 return events.RoundOver(

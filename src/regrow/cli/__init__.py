@@ -3,6 +3,7 @@
     regrow run ...              start a training, as torchrun does
     regrow events LOGDIR        print the story of a job from its log directory
     regrow goodput RUNS ...     print which share of a job's time was training
+    regrow stop LOGDIR          ask a running job to stop, so that it can go on later
     regrow token FILE           create the secret that the hosts of a job share
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
@@ -48,6 +49,7 @@ usage: regrow COMMAND ...
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
   regrow events LOGDIR [--json]    print the story of a job, from its log directory
   regrow goodput RUNS ... [--json] print which share of a job's time was training
+  regrow stop LOGDIR               ask a running job to stop; or --rdzv-id and --rdzv-endpoint
   regrow token FILE                create the secret that the hosts of a job share
   regrow --version                 print the version
 
@@ -159,6 +161,10 @@ def _dispatch(arguments: list[str]) -> None:
             from regrow.cli.commands.goodput import main as goodput
 
             goodput(arguments[1:])
+        case "stop":
+            from regrow.cli.commands.stop import main as stop
+
+            stop(arguments[1:])
         case "token":
             from regrow.cli.commands.token import main as token
 
@@ -182,9 +188,9 @@ def _dispatch(arguments: list[str]) -> None:
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(arguments[0], ["run", "events", "goodput", "token"], 1)
+    close = get_close_matches(arguments[0], ["run", "events", "goodput", "stop", "token"], 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run, events, goodput and token (see regrow --help)"
+    return "; the commands are run, events, goodput, stop and token (see regrow --help)"

@@ -10,10 +10,12 @@
 | 70    | internal error (EX_SOFTWARE): a traceback is printed; please report it               |
 | 75    | infrastructure was lost (EX_TEMPFAIL): nodes did not join in time, or the host of    |
 |       | the rendezvous is lost or unreachable; the same command may succeed in another run   |
+| 85    | stopped early: all ranks got True from `regrow.should_stop` at the same step and     |
+|       | succeeded. The number is that of HTCondor's self-checkpointing jobs                  |
 | 128+n | stopped by signal n: 130 by Ctrl-C, 143 by SIGTERM (preempted)                       |
 
-A scheduler can requeue a job on 75 and 143, and should not on 1 and 2. torchrun exits with 1
-where regrow exits with 70, 75 or 128+n.
+A scheduler can requeue a job on 75, 85 and 143, and should not on 1 and 2. torchrun exits with 1
+where regrow exits with 70, 75, 85 or 128+n.
 
 This file does not import the exception classes. It searches for them by name in the loaded modules.
 The module that raised an exception has also loaded its class, and a Ctrl-C during an import should
@@ -32,6 +34,7 @@ FAILED = 1
 USAGE = 2
 INTERNAL = 70
 RETRY = 75
+STOPPED_EARLY = 85
 SIGNALED = 128
 SIGINT = 2
 
@@ -54,6 +57,10 @@ def outcome(error: BaseException) -> tuple[int, str]:
         return FAILED, _with_notes(_child_failed(error), error)
     if isinstance(error, KeyboardInterrupt):
         return SIGNALED + SIGINT, _with_notes("regrow: stopped by SIGINT", error)
+    if _is(error, "regrow.workers", "StoppedEarly"):
+        why = error.why  # type: ignore[attr-defined]
+        line = f"regrow: all ranks stopped at the same step, by {why}; run the job again to go on"
+        return STOPPED_EARLY, _with_notes(line, error)
     if _is(error, "regrow.workers", "SignalException"):
         signal = error.sigval  # type: ignore[attr-defined]
         return SIGNALED + signal, _with_notes(f"regrow: stopped by {signal.name}", error)

@@ -28,7 +28,7 @@ from regrow.rendezvous import (
 )
 from regrow.rendezvous.utils import parse_rendezvous_endpoint
 from regrow.utils import get_logger
-from regrow.workers import ChildFailedError, SignalException
+from regrow.workers import ChildFailedError, SignalException, StoppedEarly
 
 if TYPE_CHECKING:
     from regrow.agent.features.health import HealthCheckServer
@@ -78,6 +78,7 @@ class elastic_launch:
         Raises:
             ChildFailedError: workers failed and no restart is left.
             SignalException: a signal ended the job.
+            StoppedEarly: all ranks stopped early at the same step (`regrow.should_stop`).
             RendezvousError: the nodes could not form a round.
         """
         return launch_agent(
@@ -180,6 +181,8 @@ def _run_agent(
         "preload": config.preload,
         "standby": config.standby,
         "chaos": config.chaos,
+        "time_limit": config.time_limit,
+        "min_nodes": least if least < most else None,
     }
     # Programs written for torch replace the class in this module, so the name is read here.
     own = _accepted(LocalElasticAgent, added)
@@ -204,6 +207,8 @@ def _run_agent(
         events.record(agent.get_event_succeeded(), config.event_log_handler)
         if result.is_failed():
             raise ChildFailedError(name=name, failures=result.failures)
+        if why := getattr(agent, "stopped_early", ""):  # a program may have replaced the class
+            raise StoppedEarly(why, result.return_values)
         return result.return_values
     except ChildFailedError:
         raise
@@ -212,7 +217,8 @@ def _run_agent(
         raise
     except Exception as error:
         shut_down_rendezvous = not isinstance(error, SignalException)
-        events.record(agent.get_event_failed(), config.event_log_handler)
+        if not isinstance(error, StoppedEarly):
+            events.record(agent.get_event_failed(), config.event_log_handler)
         if isinstance(error, RendezvousError) and not isinstance(error, RendezvousClosedError):
             rendezvous.leave(f"its agent failed: {error}")
         raise

@@ -31,6 +31,10 @@ MOST_STANDBYS = 64
 SHUTDOWN_TIMEOUT_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
+LONGEST_LIMIT_S = 366 * 86400.0
+"""Longest time limit of a job, in seconds."""
+
+
 @dataclass
 class LaunchConfig:
     """How to launch a job on this node.
@@ -94,13 +98,16 @@ class LaunchConfig:
             for a place has one for each of its workers. regrow's own addition.
         chaos: faults to inject into this job, in the language of `regrow run --chaos`; every node
             needs the same text. regrow's own addition.
+        time_limit: seconds after which this agent's part in the job is over. `shutdown_timeout`
+            before that, the job ends as by SIGTERM. regrow's own addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
             `preload` is not the name of a module; or `standby` is no number of processes; or
-            `chaos` is not valid, or asks for a fault that this host cannot inject.
+            `chaos` is not valid, or asks for a fault that this host cannot inject; or
+            `time_limit` is not longer than `shutdown_timeout`.
     """
 
     min_nodes: int
@@ -135,6 +142,7 @@ class LaunchConfig:
     preload: Sequence[str] = ()
     standby: int = 0
     chaos: str = ""
+    time_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -158,6 +166,8 @@ class LaunchConfig:
             raise ValueError(f"standby: {fault}")
         if self.chaos and (fault := chaos_fault(self.chaos, self.max_nodes * self.nproc_per_node)):
             raise ValueError(f"chaos: {fault}")
+        if fault := time_limit_fault(self.time_limit, self.shutdown_timeout):
+            raise ValueError(f"time_limit: {fault}")
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:
@@ -195,6 +205,16 @@ def chaos_fault(text: str, most_ranks: int | None = None) -> str | None:
     if most_ranks is not None and rank >= most_ranks:
         return f"rank={rank}: the job has at most {most_ranks} ranks, numbered from 0"
     return reason_refused(plan)
+
+
+def time_limit_fault(seconds: float | None, shutdown_timeout: float) -> str | None:
+    """Return why `seconds` is invalid as the time limit of a job; None if it is valid."""
+    if seconds is None or shutdown_timeout < seconds <= LONGEST_LIMIT_S:
+        return None
+    return (
+        f"{seconds:g} s must be longer than --shutdown-timeout ({shutdown_timeout:g} s), the time"
+        f" in which workers save, and at most a year"
+    )
 
 
 def heartbeat_fault(period: float) -> str | None:

@@ -56,7 +56,7 @@ logger = get_logger(__name__)
 
 
 def may_succeed_again(error: BaseException | None) -> bool:
-    """Return whether `error` leads to exit code 75 or 143 (see `regrow.cli.exit_codes`)."""
+    """Return whether `error` leads to exit code 75, 85 or 143 (see `regrow.cli.exit_codes`)."""
     if isinstance(error, SignalException):
         return error.sigval == signal.SIGTERM
     return isinstance(error, RendezvousConnectionError | RendezvousTimeoutError)

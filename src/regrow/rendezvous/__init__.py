@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from regrow.rendezvous.server.credentials import INSECURE_TOKEN
     from regrow.rendezvous.settings import RendezvousSettings, RendezvousTimeout
+    from regrow.rendezvous.visiting import note_round, open_running_round
 
 __all__ = [
     "DynamicRendezvousHandler",
@@ -90,5 +91,6 @@ __getattr__, __dir__ = lazily(
         "ServerRestarted ServersChanged",
         "settings": "RendezvousSettings RendezvousTimeout",
         "backends.solo": "SoloRendezvousHandler",
+        "visiting": "note_round open_running_round",
     },
 )

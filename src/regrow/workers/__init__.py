@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 from regrow.utils import lazily
 
 if TYPE_CHECKING:
-    from regrow.workers.context import PContext, SignalException, signals_handled
+    from regrow.workers.context import (
+        PContext,
+        SignalException,
+        StoppedEarly,
+        signals_handled,
+    )
     from regrow.workers.errors import (
         ChildFailedError,
         ErrorHandler,
@@ -42,6 +47,7 @@ __all__ = [
     "RunProcsResult",
     "SignalException",
     "Std",
+    "StoppedEarly",
     "SubprocessContext",
     "WorkerChange",
     "get_error_handler",
@@ -54,7 +60,7 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     globals(),
     {
-        "context": "PContext SignalException signals_handled",
+        "context": "PContext SignalException StoppedEarly signals_handled",
         "multiprocess": "MultiprocessContext",
         "numa": "AffinityMode NumaOptions bound_cpus",
         "start": "SubprocessContext start_processes",

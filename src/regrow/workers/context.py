@@ -477,6 +477,22 @@ class SignalException(SignalInterrupt):
         self.sigval = sigval
 
 
+class StoppedEarly(SignalException):
+    """All ranks of the job stopped early at the same step (`regrow.should_stop`) and succeeded.
+
+    To a program that handles SignalException, it is the end by SIGTERM that it would have been.
+
+    Args:
+        why: who asked the job to stop.
+        return_values: the return value of each worker of this node, by global rank.
+    """
+
+    def __init__(self, why: str, return_values: dict[int, Any]) -> None:
+        super().__init__(f"all ranks stopped early, by {why}", signal.SIGTERM)
+        self.why = why
+        self.return_values = return_values
+
+
 _agents = 0  # number of agents in this process that handle signals
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from helpers.commands import Ended, run
 from helpers.processes import PATIENCE, children_of, wait_until
 
 # Prints its rank and node, then runs the lines that a test appends.
@@ -34,13 +35,10 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Start an agent; PORT in its flags stands for the rendezvous port."""
         (self.folder / "train.py").write_text(WORKER + worker)
-        words = [sys.executable, "-m", "regrow", "run", *flags.split(), "train.py", *arguments]
-        home = {"HOME": str(self.folder), "XDG_STATE_HOME": "", "TMPDIR": str(self.folder)}
-        home["REGROW_VERBOSE"] = "0"  # the start line differs from run to run
         agent = subprocess.Popen(
-            [word.replace("PORT", str(self._port)) for word in words],
+            [*self._command(f"run {flags}"), "train.py", *arguments],
             cwd=self.folder,
-            env={**os.environ, **home, **environ},
+            env={**os.environ, **self._home(), **environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,6 +46,17 @@ class Hosts:
         )
         self._agents.append(agent)
         return agent
+
+    def regrow(self, command: str) -> Ended:
+        """Run another command of regrow on one of the hosts; PORT is as in `start`."""
+        return run(self._command(command), cwd=self.folder, env=self._home(), timeout_s=PATIENCE)
+
+    def _command(self, text: str) -> list[str]:
+        return [sys.executable, "-m", "regrow", *text.replace("PORT", str(self._port)).split()]
+
+    def _home(self) -> dict[str, str]:
+        home = {"HOME": str(self.folder), "XDG_STATE_HOME": "", "TMPDIR": str(self.folder)}
+        return home | {"REGROW_VERBOSE": "0"}  # the start line differs from run to run
 
     def ended(self, agent: subprocess.Popen[str]) -> tuple[int, str]:
         """Wait for the end of an agent; return its exit code, and the output with its workers'."""

@@ -3,7 +3,7 @@
 Each rank continues from the step that it saved last. All files are in a folder of the job:
 `records` has a JSON line for each action of a rank, and `saved.RANK` has a rank's step. Other files
 there are commands: `finish` ends all ranks with success, and `slow` names a rank and the seconds
-that its save takes.
+that its save takes. With `--should-stop`, it has no handler, and asks `regrow.should_stop`.
 """
 
 import json
@@ -61,11 +61,24 @@ def stop(signum: int, frame: FrameType | None) -> None:
 
 FOLDER.mkdir(exist_ok=True)
 step = int(SAVED.read_text()) if SAVED.exists() else 0
-signal.signal(signal.SIGTERM, stop)
+ASKS = "--should-stop" in sys.argv
+if ASKS:
+    import regrow
+
+    ASKED = False
+else:
+    signal.signal(signal.SIGTERM, stop)
 note("started", step)
 while not (FOLDER / "finish").exists():
     time.sleep(STEP_S)
     step += 1
+    if ASKS:
+        if regrow.should_stop():
+            save(step)
+            sys.exit(0)
+        if not ASKED:
+            note("asks", step)
+        ASKED = True
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 save(step)
 note("finished", step)

@@ -24,7 +24,7 @@ class Record(NamedTuple):
     """One line that a rank wrote about itself."""
 
     what: str
-    """Action: "started", "saved" or "finished"."""
+    """Action: "started", "asks", "saved" or "finished"."""
     rank: int
     host: str
     pid: int

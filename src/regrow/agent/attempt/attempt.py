@@ -432,7 +432,7 @@ class Attempt:
         their grace begins. If the start hangs (a log directory that does not answer), they are
         killed after the grace.
         """
-        grace = self._job.shutdown_timeout
+        grace = self._job.final_grace
         if self.workers is not None:
             self.workers.guardian.wake()  # a running start may wait for it
         started = self._starting.acquire(timeout=START_S)

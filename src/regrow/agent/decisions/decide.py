@@ -51,11 +51,16 @@ rules for the workers of one node.
 
 A signal ends the run in any phase; the loop then stops the workers with that signal.
 
+While all ranks are to stop at the same step (`StopBegun`), the job neither restarts nor fails. A
+failure or a change of membership ends it as a SIGTERM does, because new workers could only save
+what they had loaded. A node that has reached the exit barrier has saved.
+
 The caller provides the clock: times in events are monotonic seconds.
 """
 
 from __future__ import annotations
 
+import signal
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -109,9 +114,13 @@ class AgentState(NamedTuple):
     verdict: events.Verdict | None = None  # on this node's failure in the latest attempt
     ended: bool = False  # in AWAITING_VERDICT: the group has ended, the verdict has not arrived
     next_reason: str = ""  # in BACKOFF: reason of the next restart
+    stopping: bool = False  # all ranks are to stop at the same step
 
 
 Decision = tuple[AgentState, tuple[events.Action, ...]]
+
+
+_ATTEMPT_ENDS = (events.Restart, events.Delay, events.ReportFailure, events.StopWorkers)
 
 
 def decide(state: AgentState, event: events.Event) -> Decision:
@@ -122,6 +131,25 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     """
     if state.phase is AgentPhase.ENDED:
         return state, ()
+    if isinstance(event, events.StopDropped):
+        return state._replace(stopping=False), ()
+    if isinstance(event, events.StopBegun):
+        state = state._replace(stopping=True, gathered=0, gather_until=None)
+        if state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
+            return state, ()
+        return _decide(state, events.Signaled(signal.SIGTERM))
+    if state.stopping and isinstance(event, events.JoinRequested):
+        return state, ()
+    after, actions = _decide(state, event)
+    if not state.stopping or not any(isinstance(each, _ATTEMPT_ENDS) for each in actions):
+        return after, actions
+    failed = isinstance(event, events.RoundOver) and event.failed
+    if state.phase is AgentPhase.BARRIER and not failed:
+        return _finish(state, WorkerState.SUCCEEDED)
+    return _decide(state, events.Signaled(signal.SIGTERM))
+
+
+def _decide(state: AgentState, event: events.Event) -> Decision:
     match event:
         case events.Signaled(signum):
             return state._replace(phase=AgentPhase.ENDED), (events.Interrupt(signum),)

@@ -153,6 +153,14 @@ class Signaled(NamedTuple):
     signum: int
 
 
+class StopBegun(NamedTuple):
+    """All ranks of the job are to stop at the same step; see `features.early_stop`."""
+
+
+class StopDropped(NamedTuple):
+    """The job goes on: only another node leaves."""
+
+
 Event = (
     Formed
     | Changed
@@ -171,6 +179,8 @@ Event = (
     | Stopped
     | BarrierOver
     | Signaled
+    | StopBegun
+    | StopDropped
 )
 
 # --- actions

@@ -88,6 +88,9 @@ class Feature:
     def before_stop(self) -> None:
         """Do the work that needs the workers, right before they are stopped; once in an attempt."""
 
+    def on_wake(self) -> None:
+        """Read what a worker has written into memory, in the agent's loop."""
+
     # --- failures
 
     def explain(self, failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:

@@ -272,6 +272,8 @@ class WorkerReports:
             return
         if message == FIRST_STEP:
             self._emit_first_steps()
+            for feature in self._job.features:
+                feature.on_wake()
             return
         found = event(message)
         if found is None:

@@ -7,6 +7,7 @@ from these events only. Events of torch go to the handler named in the worker sp
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,7 @@ class Recorder:
         spec = self._job.group.spec
         self.emit(
             "regrow.job.started",
+            pid=os.getpid(),
             command=[spec.get_entrypoint_name(), *map(str, spec.args)],
             nproc_per_node=spec.local_world_size,
             max_restarts=spec.max_restarts,
@@ -112,6 +114,16 @@ class Recorder:
             exit_code=1 if failed else 0,
             reason=root.summary if root is not None else result.state.value.lower(),
         )
+
+    def job_stopped_early(self, why: str, start: float) -> None:
+        """Emit the end of a job whose ranks have all stopped early at the same step.
+
+        Args:
+            why: who asked for it.
+            start: monotonic seconds.
+        """
+        reason = f"all ranks stopped at the same step, by {why}; run it again to go on"
+        self._finish("STOPPED", start, exit_code=85, reason=reason)
 
     def job_signaled(self, sigval: signal.Signals, start: float) -> None:
         """Emit the end of a job that a signal ended; `start` is in monotonic seconds."""

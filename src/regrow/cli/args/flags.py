@@ -10,6 +10,7 @@ extends `get_args_parser()` works without a change. `regrow.cli.args.parser` cre
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +34,28 @@ def _number(value: str) -> float:
         return float(value)
     except ValueError:
         raise ArgumentTypeError(f"{value!r} is not a number") from None
+
+
+_UNITS = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_SLURM = re.compile(r"(\d+)-(\d+)(?::(\d+)(?::(\d+))?)?|(?:(\d+):)?(\d+):(\d+)")
+
+
+def duration(value: str) -> float:
+    """Return the seconds of a duration: `90s`, `1d12h`, or a form of Slurm with a colon or a dash.
+
+    A number alone is refused: it would be minutes for Slurm and seconds for other flags.
+    """
+    if value and (units := _UNITS.fullmatch(value)):
+        days, hours, minutes, seconds = (int(each or 0) for each in units.groups())
+    elif slurm := _SLURM.fullmatch(value):
+        found = [int(each or 0) for each in slurm.groups()]
+        days, hours, minutes, seconds = found[0], found[1] + found[4], found[2] + found[5], 0
+        seconds = found[3] + found[6]
+    else:
+        raise ArgumentTypeError(
+            f"{value!r} is not a duration with a unit; give, for example, 90s, 30m, 4h or 3:30:00"
+        )
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
@@ -185,6 +208,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             metavar="SECONDS",
         ),
         Flag(
+            "time-limit",
+            "end the job in this time: its workers are asked to stop --shutdown-timeout before "
+            "that; 90s, 30m, 4h, 1d12h, or Slurm's MIN:SEC, HOURS:MIN:SEC, DAYS-HOURS",
+            None,
+            duration,
+            metavar="TIME",
+            added=True,
+        ),
+        Flag(
             "restart-timeout",
             "seconds that workers have between the stop signal and SIGKILL when they are restarted "
             "after a failure; at most --shutdown-timeout (default: 5, or --shutdown-timeout if "
@@ -196,7 +228,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(
             "requeue",
-            "in a Slurm job: requeue the job if it ends with exit code 75 or 143, and end its "
+            "in a Slurm job: requeue the job if it ends with exit code 75, 85 or 143, and end its "
             "allocation if the host of the batch script is lost",
             switch=True,
             added=True,

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, cast
 from weakref import WeakSet
 
 from regrow import _progress as board
+from regrow._stopping import begin_iteration
 from regrow.inprocess.attribution import Interruption
 from regrow.inprocess.call.follower import Atomic, Ending, IterationFollower
 from regrow.inprocess.call.moving import Moves, RoundLeft
@@ -365,6 +366,7 @@ class CallWrapper:
             logger.debug(
                 "rank %s of %d begins iteration %d", state.rank, state.world_size, state.iteration
             )
+            begin_iteration(self._number or 0, self._iteration)
             self._watch.begin(self._iteration)
             try:
                 value, ended = guarded.run(self._play, state.freeze(), fn, args, kwargs)

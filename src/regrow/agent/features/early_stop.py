@@ -1,0 +1,370 @@
+"""`EarlyStop`: lets all ranks of a job stop at the same step (`regrow.should_stop`).
+
+A signal, `regrow stop` or `--time-limit` asks for it. If no worker calls `should_stop`, the agent
+treats a signal as before, and a time limit as a SIGTERM. Otherwise the agents agree on the step:
+`regrow._stopping` has the protocol, and `decisions.early_stop` the rules. The agents talk over the
+store of their round; each waits there for a request of another one.
+
+The workers then have the grace of the end of a job (`--shutdown-timeout`), or the time up to the
+limit. They get no signal until the last part of it (`last_s`). A worker that has not stopped by
+then gets SIGTERM, and SIGKILL at the end of the grace. A worker that has got True and still saves
+may ignore the SIGTERM.
+
+If the agents do not agree in time, because a host is lost for example, the job ends as by the
+signal. So it does if a worker fails meanwhile: new workers could only save what they had loaded.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+from regrow._stopping import END, HOLD, RUN
+from regrow.agent.api import WorkerState
+from regrow.agent.decisions import early_stop as rules
+from regrow.agent.decisions.early_stop import EndNow, Leave, NodeReport, StopAt, Verdict
+from regrow.agent.decisions.events import Event, Signaled, StopBegun, StopDropped
+from regrow.agent.features import Feature
+from regrow.agent.features.stop_agreement import ASKED, agree, decode_request, encode_request
+from regrow.agent.features.stop_page import StopPage
+from regrow.store import StoreClosedError
+from regrow.utils import get_logger, start_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import FrameType
+
+    from regrow.agent.features import StartedWorkers
+    from regrow.agent.job import Job
+    from regrow.store import Store
+
+_WATCH_S: Final = 300.0
+"""Seconds of one wait for a request."""
+_SAME_S: Final = 2.0
+"""Seconds in which several signals are one: a scheduler may send one to each process, and a
+launcher may forward it."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request to stop that is in progress."""
+
+    why: str
+    """Who asks, for people."""
+    leaves: bool
+    """Whether a notice has asked this node to leave."""
+    whole: bool
+    """Whether the whole job has to end."""
+    grace: float
+    """Seconds from the request to the end of the workers."""
+    begun: float
+    """Monotonic seconds of the request."""
+    signaled: float | None = None
+    """Monotonic seconds of the first signal that this agent got."""
+
+
+class EarlyStop(Feature):
+    """Agrees with the other agents on the step at which all ranks stop.
+
+    Args:
+        job: what the parts of the agent share.
+        min_nodes: fewest nodes with which the job goes on; None: as many as it has.
+        time_limit: seconds after which the job has to have ended; None: no limit.
+    """
+
+    def __init__(
+        self, job: Job, *, min_nodes: int | None = None, time_limit: float | None = None
+    ) -> None:
+        self._job = job
+        self._min_nodes = min_nodes
+        self._time_limit = time_limit
+        self._page: StopPage | None = None
+        self._ranks = 0
+        self._limit: float | None = None  # monotonic seconds: end of the time limit
+        self._request: Request | None = None
+        self._changed = threading.Condition()  # notified when a worker may use the page
+        self._watched: object = None  # identifies the attempt whose store is watched
+        self._timers: list[threading.Timer] = []
+
+    # --- the agent's calls
+
+    def open(self) -> None:
+        """See base class: the time limit begins."""
+        self._page = StopPage(self._job.group.spec.local_world_size)
+        if self._time_limit is not None:
+            self._limit = monotonic() + self._time_limit
+            self._page.set_deadline(self._limit)
+            self._post_after(self._time_limit - self._job.shutdown_timeout, self._on_time_limit)
+
+    def close(self) -> None:
+        """See base class."""
+        self._watched = None
+        for timer in self._timers:
+            timer.cancel()
+        if self._page is not None:
+            self._page.close()
+
+    def before_start(self, environments: Mapping[int, dict[str, str]]) -> None:
+        """See base class."""
+        assert self._page is not None
+        self._page.clear()
+        for local_rank, environment in environments.items():
+            environment |= self._page.environment(local_rank)
+
+    def on_start(self, workers: StartedWorkers) -> None:
+        """See base class: wait for a request of another agent."""
+        self._ranks = len(workers.ranks)
+        self._watched = watched = object()
+        group = self._job.group
+        if group.store is not None and (group.group_world_size or 1) > 1:
+            start_thread(partial(self._watch, group.store, watched), "regrow-stop-watch")
+
+    def before_stop(self) -> None:
+        """See base class: no rank waits for a decision any more."""
+        if self._page is not None and self._page.decision == HOLD:
+            self._page.decide(END)
+
+    def stopped(self) -> str:
+        """Return who made the workers of this node stop early; "" if they did not."""
+        request, page = self._request, self._page
+        return request.why if request is not None and page is not None and page.stopped() else ""
+
+    def on_wake(self) -> None:
+        """See base class: a worker may have begun to call `should_stop`."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextmanager
+    def notices(self, handled: Collection[signal.Signals]) -> Iterator[None]:
+        """Receive SIGUSR1 inside the block, without a change for other receivers.
+
+        Args:
+            handled: signals that the agent handles anyway.
+        """
+        before = signal.getsignal(signal.SIGUSR1)
+        main = threading.current_thread() is threading.main_thread()
+        if not main or before is signal.SIG_IGN or signal.SIGUSR1 in handled:
+            yield
+            return
+
+        def handler(signum: int, frame: FrameType | None) -> None:
+            self._job.post(partial(self.on_signal, Signaled(signum), ignored=True))
+            if callable(before):
+                before(signum, frame)
+
+        signal.signal(signal.SIGUSR1, handler)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+
+    # --- requests, in the agent's loop
+
+    def on_signal(self, event: Signaled, *, ignored: bool = False) -> Event | None:
+        """Return the event for the loop after a signal.
+
+        Args:
+            event: the signal.
+            ignored: whether the signal has no effect if no worker calls `should_stop`.
+        """
+        signum, now, request = event.signum, monotonic(), self._request
+        if request is not None and signum in (signal.SIGTERM, signal.SIGUSR1):
+            first = request.signaled is None
+            request.leaves |= signum == signal.SIGTERM
+            request.whole |= signum == signal.SIGUSR1
+            if first:
+                request.signaled = now
+                self._limit_grace(request, now + self._job.shutdown_timeout)
+            within = request.signaled is not None and now - request.signaled < _SAME_S
+            return None if first or within or ignored else event
+        if signum in (signal.SIGTERM, signal.SIGUSR1) and self._workers_take_part():
+            # SIGTERM concerns this host. SIGUSR1 is the notice of the end of an allocation.
+            why, leaves = signal.Signals(signum).name, signum == signal.SIGTERM
+            return self._begin(why, leaves=leaves, signaled=now)
+        return None if ignored else event
+
+    def _workers_take_part(self) -> bool:
+        running = self._job.group.state is WorkerState.HEALTHY and not self._job.leaving
+        return running and self._page is not None and self._page.using() > 0
+
+    def _on_time_limit(self) -> Event | None:
+        if self._request is not None:
+            return None
+        why = f"the time limit of {self._time_limit:g} s"
+        logger.warning("the job ends, because %s is nearly over", why)
+        if self._workers_take_part():
+            return self._begin(why)
+        self._job.kill_at = self._limit
+        return Signaled(signal.SIGTERM)
+
+    def _on_asked(self, watched: object, text: bytes) -> Event | None:
+        """Handle a request in the store of the round."""
+        if self._request is not None or watched is not self._watched or self._job.leaving:
+            return None
+        try:
+            why, left, leaves = decode_request(text)
+        except ValueError:
+            logger.warning("ignored a malformed request to stop: %.200r", text)
+            return None
+        return self._begin(why, left=left, another_leaves=leaves)
+
+    def _begin(
+        self,
+        why: str,
+        *,
+        signaled: float | None = None,
+        leaves: bool = False,
+        another_leaves: bool | None = None,
+        left: float | None = None,
+    ) -> Event:
+        """Put the ranks on hold and ask the other agents.
+
+        Args:
+            why: who asks.
+            signaled: monotonic seconds of the signal, if this agent got one.
+            leaves: whether the request concerns only this node.
+            another_leaves: the same of another node that has asked; None: this node asks.
+            left: seconds that the other node has left.
+        """
+        assert self._page is not None
+        now, job = monotonic(), self._job
+        ends = min(
+            now + min(job.shutdown_timeout, job.shutdown_timeout if left is None else left),
+            self._limit if self._limit is not None else float("inf"),
+        )
+        whole = not (leaves or another_leaves)
+        request = Request(why, leaves, whole, max(0.0, ends - now), now, signaled)
+        self._request, job.stopping = request, True
+        self._page.hold(ends)
+        job.kill_at = ends
+        self._post_after(
+            request.grace - rules.last_s(request.grace), partial(self._on_last, request)
+        )
+        job.recorder.emit("regrow.stop.requested", why=why, left_s=request.grace)
+        logger.warning(
+            "%s asks the job to stop: all ranks stop at the same step, within %.3g s",
+            *(why, request.grace),
+        )
+        asks = another_leaves is None
+        start_thread(partial(self._agree, request, asks), "regrow-stop")
+        return StopBegun()
+
+    def _limit_grace(self, request: Request, until: float) -> None:
+        """Shorten the grace of a request, because this agent has got a signal as well."""
+        job = self._job
+        if job.kill_at is None or until < job.kill_at:
+            job.kill_at = until
+            assert self._page is not None
+            self._page.set_deadline(until)
+            left = until - monotonic()
+            self._post_after(left - rules.last_s(left), partial(self._on_last, request))
+
+    def _on_last(self, request: Request) -> Event | None:
+        """Send the signal to the workers that still run, for the last part of the grace."""
+        if request is not self._request:
+            return None
+        logger.warning("%s asked the job to stop, and its time is nearly over", request.why)
+        return Signaled(signal.SIGTERM)
+
+    def _on_verdict(self, request: Request, verdict: Verdict | None) -> Event | None:
+        page, job = self._page, self._job
+        if request is not self._request or page is None or page.decision != HOLD or job.leaving:
+            return None  # the job has ended in another way meanwhile
+        after = monotonic() - request.begun
+        if after >= request.grace:
+            verdict = None  # ranks may have ended their wait
+        match verdict:
+            case StopAt(position):
+                page.decide(position)
+                call, iteration = position & 0xFFFFFFFF, position >> 32 & 0xFFFFF
+                job.recorder.emit(
+                    "regrow.stop.decided", call=call, iteration=iteration, decided_after_s=after
+                )
+                logger.warning("all ranks stop at call %s of should_stop", call)
+                return None
+            case Leave() if not request.leaves:
+                self._request = job.kill_at = None
+                job.stopping = False
+                page.set_deadline(self._limit)
+                page.decide(RUN)
+                return StopDropped()
+            case Leave():
+                reason = "the other nodes go on"
+            case EndNow():
+                reason = "not all ranks call should_stop"
+            case None:
+                reason = "the agents did not agree in time"
+        job.recorder.emit("regrow.stop.failed", reason=reason, decided_after_s=after)
+        logger.warning("the ranks do not stop at the same step: %s", reason)
+        page.decide(END)
+        return Signaled(signal.SIGTERM)
+
+    def _post_after(self, seconds: float, call: Callable[[], Event | None]) -> None:
+        timer = threading.Timer(max(0.0, seconds), self._job.post, (call,))
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    # --- other threads: the store of the round
+
+    def _watch(self, store: Store, watched: object) -> None:
+        from regrow.rendezvous import note_round
+
+        notes = self._job.group.group_rank == 0 and self._job.numbered
+        while self._watched is watched:
+            begun = monotonic()
+            try:
+                if notes:  # again on the server that takes over from a lost one
+                    note_round(store, self._job.round)
+                store.wait([ASKED], timedelta(seconds=_WATCH_S))
+                text = store.get(ASKED)
+            except StoreClosedError:
+                return
+            except Exception:  # noqa: BLE001 - a foreign store may raise any type
+                if monotonic() - begun < 1:  # no time-out: the store is not reachable now
+                    threading.Event().wait(1)
+            else:
+                self._job.post(partial(self._on_asked, watched, text))
+                return
+
+    def _agree(self, request: Request, asks: bool) -> None:
+        group, verdict = self._job.group, None
+        rank, nodes, store = group.group_rank or 0, group.group_world_size or 1, group.store
+        try:
+            if store is None:
+                raise ValueError("the agents of this round share no store")
+            if asks and nodes > 1:
+                store.set(ASKED, encode_request(request.why, request.grace, request.leaves))
+            verdict = agree(
+                store,
+                rank,
+                nodes,
+                request.begun + rules.decision_s(request.grace),
+                self._min_nodes,
+                partial(self._report, request),
+            )
+        except Exception as error:  # noqa: BLE001 - a foreign store may raise any type
+            if not self._job.leaving:
+                logger.warning("the agents did not agree on a step to stop at: %s", error)
+        self._job.post(partial(self._on_verdict, request, verdict))
+
+    def _report(self, request: Request, until: float | None = None) -> NodeReport:
+        """Return what this node reports; wait until `until` for ranks and notices."""
+        page, ranks = self._page, self._ranks
+        assert page is not None
+        if until is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: page.using() == ranks, until - monotonic())
+            if self._min_nodes is not None:
+                pause = min(until, request.begun + rules.NOTICES_S) - monotonic()
+                threading.Event().wait(max(0.0, pause))
+        return NodeReport(page.position(), page.using(), ranks, request.leaves, request.whole)

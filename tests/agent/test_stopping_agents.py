@@ -1,0 +1,300 @@
+"""The agent's side of `regrow.should_stop`: the page, the agreement over a store, the decisions."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from time import monotonic
+
+import pytest
+
+from helpers.processes import PATIENCE, wait_until
+from regrow._stopping import END, RUN
+from regrow.agent import WorkerState
+from regrow.agent.decisions import events
+from regrow.agent.decisions.decide import AgentPhase, AgentState, decide
+from regrow.agent.decisions.early_stop import EndNow, NodeReport, StopAt, Verdict
+from regrow.agent.features.stop_agreement import agree, decode_request, encode_request
+from regrow.agent.features.stop_page import StopPage
+from regrow.store import MemoryStore
+
+STEPPING = """
+import sys, regrow
+step = 0
+while not regrow.should_stop():
+    step += 1
+print(step + 1, regrow.deadline() is not None)
+"""
+
+
+@pytest.fixture
+def page() -> Iterator[StopPage]:
+    made = StopPage(2)
+    yield made
+    made.close()
+
+
+def start(page: StopPage, local_rank: int, script: str = STEPPING) -> subprocess.Popen[str]:
+    env = os.environ | page.environment(local_rank)
+    return subprocess.Popen([sys.executable, "-c", script], env=env, stdout=-1, text=True)
+
+
+def ended(worker: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = worker.communicate(timeout=PATIENCE)
+    return worker.returncode, output
+
+
+# --- the page, under real processes
+
+
+def test_no_rank_passes_the_position_that_the_agent_reads_on_hold(page: StopPage) -> None:
+    workers = [start(page, 0), start(page, 1)]
+    wait_until(lambda: page.using() == 2, "the first calls")
+    assert page.decision == RUN
+    page.hold(monotonic() + PATIENCE)
+    chosen = page.position() + 1
+    page.decide(chosen)
+    assert [ended(worker) for worker in workers] == [(0, f"{chosen} True\n")] * 2
+    assert page.stopped() == 2
+
+
+def test_a_rank_that_starts_later_waits_for_the_decision_as_well(page: StopPage) -> None:
+    page.hold(monotonic() + PATIENCE)
+    worker = start(page, 1)
+    wait_until(lambda: page.using() == 1, "the first call")
+    assert worker.poll() is None
+    page.decide(7)
+    assert ended(worker) == (0, "7 True\n")
+
+
+def test_a_rank_whose_agent_has_ended_does_not_wait(page: StopPage) -> None:
+    page.hold(monotonic() + PATIENCE)
+    waits = start(page, 0, "import regrow; print(regrow.should_stop())")
+    wait_until(lambda: page.using() == 1, "the first call")
+    page.close()  # as the kernel does
+    assert ended(waits) == (0, "False\n")
+
+
+def test_a_rank_does_not_wait_beyond_the_deadline(page: StopPage) -> None:
+    page.hold(monotonic())
+    assert ended(start(page, 0, "import regrow; print(regrow.should_stop())")) == (0, "False\n")
+
+
+def test_a_rank_goes_on_where_the_job_ends_as_by_a_signal(page: StopPage) -> None:
+    page.hold(monotonic() + PATIENCE)
+    waits = start(page, 0, "import regrow; print(regrow.should_stop())")
+    wait_until(lambda: page.using() == 1, "the first call")
+    page.decide(END)
+    assert ended(waits) == (0, "False\n")
+
+
+def test_a_dropped_request_leaves_no_trace(page: StopPage) -> None:
+    page.hold(monotonic() + PATIENCE)
+    page.decide(RUN)
+    page.hold(monotonic() + PATIENCE)
+    waits = start(page, 0, "import regrow; print(regrow.should_stop())")
+    wait_until(lambda: page.using() == 1, "the first call")
+    assert waits.poll() is None
+    page.decide(1)
+    assert ended(waits) == (0, "True\n")
+
+
+@pytest.mark.parametrize("value", ["", "x", "a|b|c", "/dev/null|/dev/null|0", "|||", "/x|/y|-1"])
+def test_a_worker_whose_page_cannot_be_opened_goes_on(value: str) -> None:
+    script = "import regrow; print(regrow.should_stop(), regrow.deadline())"
+    env = os.environ | {"REGROW_STOP": value}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False None\n"
+
+
+def test_a_slot_beyond_the_page_is_no_slot(page: StopPage) -> None:
+    assert ended(start(page, 2, "import regrow; print(regrow.should_stop())")) == (0, "False\n")
+    assert ended(start(page, -1, "import regrow; print(regrow.should_stop())")) == (0, "False\n")
+
+
+def test_calls_count_from_the_start_of_an_iteration(page: StopPage) -> None:
+    script = """
+import regrow
+from regrow._stopping import begin_iteration
+begin_iteration(0, 3)
+regrow.should_stop()
+begin_iteration(0, 4)
+print(regrow.should_stop(), regrow.should_stop())
+"""
+    page.decide((3 << 32) + 900)  # chosen before the restart: the first call of iteration 4
+    assert ended(start(page, 0, script)) == (0, "True True\n")
+    assert page.position() == (4 << 32) + 2
+
+
+# --- signals of a scheduler at a worker
+
+
+def signaled(page: StopPage, signum: int, before: str = "", after: str = "") -> tuple[int, str]:
+    """Send a signal to a worker that has called `should_stop`; return its end."""
+    script = f"{before}\nimport regrow, time\nregrow.should_stop()\n{after}\n"
+    worker = start(page, 0, script + "while not regrow.should_stop(): pass\nprint('stops')")
+    wait_until(lambda: page.using() == 1, "the first call")
+    worker.send_signal(signum)
+    if worker.poll() is None and not before:
+        page.hold(monotonic() + PATIENCE)  # the agent has got the signal as well
+        page.decide(page.position() + 1)
+    return ended(worker)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_worker_survives_a_signal_that_its_agent_got_as_well(page: StopPage, signum: int) -> None:
+    assert signaled(page, signum) == (0, "stops\n")
+
+
+def test_a_handler_of_the_script_stays(page: StopPage) -> None:
+    own = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))"
+    assert signaled(page, signal.SIGTERM, before=own) == (5, "")
+
+
+def test_a_forked_child_of_a_worker_dies_of_the_signal(page: StopPage) -> None:
+    fork = """
+import os, signal
+read_end, write_end = os.pipe()
+child = os.fork()
+if not child:
+    os.write(write_end, b"x")
+    time.sleep(60)
+    os._exit(0)
+os.read(read_end, 1)
+os.kill(child, signal.SIGTERM)
+print(os.waitpid(child, 0)[1], flush=True)
+"""
+    assert signaled(page, signal.SIGTERM, after=fork) == (0, "15\nstops\n")
+
+
+# --- the agreement
+
+
+def agreed(*reports: NodeReport, min_nodes: int | None = None) -> list[Verdict | None]:
+    """Let nodes with these reports agree over one store; return what each of them learns."""
+    store, found = MemoryStore(), dict[int, Verdict | None]()
+
+    def run(rank: int, until: float) -> None:
+        def report(_until: float | None = None) -> NodeReport:
+            return reports[rank]
+
+        try:
+            found[rank] = agree(store, rank, len(reports), until, min_nodes, report)
+        except Exception:  # noqa: BLE001 - the result is asserted
+            found[rank] = None
+
+    threads = [
+        threading.Thread(target=partial(run, rank, monotonic() + PATIENCE))
+        for rank in range(len(reports))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(len(reports))]
+
+
+def test_all_nodes_learn_the_position() -> None:
+    reports = [NodeReport(position, 2, 2, False, True) for position in (5, 9, 7)]
+    assert agreed(*reports) == [StopAt(10)] * 3
+
+
+def test_all_nodes_learn_that_not_all_ranks_take_part() -> None:
+    found = agreed(NodeReport(5, 2, 2, False, True), NodeReport(0, 1, 2, False, True))
+    assert [type(each) for each in found] == [EndNow, EndNow]
+
+
+def test_without_a_node_the_others_learn_that_the_job_ends() -> None:
+    store = MemoryStore()
+
+    def mine(_until: float | None = None) -> NodeReport:
+        return NodeReport(5, 2, 2, leaves=False, whole=True)
+
+    with pytest.raises(Exception, match="first/1"):
+        agree(store, 0, 2, monotonic() + 0.05, None, mine)
+    assert store.get("stop/verdict") == b"end"
+    with pytest.raises(Exception, match="stop/next"):
+        agree(MemoryStore(), 1, 2, monotonic() + 0.05, None, mine)
+
+
+@pytest.mark.parametrize("left", [None, 12.5])
+def test_a_request_survives_the_store(left: float | None) -> None:
+    text = encode_request("SIGTERM at rank 3", left, leaves=True)
+    assert decode_request(text) == ("SIGTERM at rank 3", left, True)
+
+
+@pytest.mark.parametrize("text", [b"", b"1", b"x 0 why", b"-5 0 why", b"nan 0 why", b"inf 0 why"])
+def test_a_malformed_request_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        decode_request(text)
+
+
+# --- the decisions of the agent
+
+
+RUNNING = AgentState(3, AgentPhase.RUNNING, round=4, shared=True)
+
+
+def stopping(state: AgentState = RUNNING) -> AgentState:
+    after, actions = decide(state, events.StopBegun())
+    assert (after.stopping, actions) == (True, ())
+    return after
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Failing(),
+        events.CheckResult(WorkerState.FAILED, 0, 1.0),
+        events.RoundOver(4, "a host is lost", 1.0, lost=True),
+        events.LeaseOver(4, "its lease expired", 1.0),
+        events.Closed(failed=True),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_no_attempt_follows_a_stop_that_is_in_progress(event: events.Event) -> None:
+    after, actions = decide(stopping(), event)
+    assert after.phase is AgentPhase.ENDED
+    assert actions == (events.Interrupt(signal.SIGTERM),)
+
+
+@pytest.mark.parametrize("phase", [AgentPhase.FORMING, AgentPhase.BACKOFF, AgentPhase.STOPPING])
+def test_a_job_without_workers_ends_at_once(phase: AgentPhase) -> None:
+    _, actions = decide(RUNNING._replace(phase=phase), events.StopBegun())
+    assert actions == (events.Interrupt(signal.SIGTERM),)
+
+
+def test_workers_that_have_stopped_end_the_job() -> None:
+    state, actions = decide(stopping(), events.CheckResult(WorkerState.SUCCEEDED, 0, 1.0))
+    assert (state.phase, actions) == (AgentPhase.BARRIER, (events.Barrier(),))
+    # Another node has passed the barrier, and has left.
+    state, actions = decide(state, events.RoundOver(4, "it left", 1.0, full_grace=True))
+    assert actions == (events.Finish(WorkerState.SUCCEEDED),)
+
+
+def test_a_node_that_asks_for_a_seat_does_not_disturb_a_stop() -> None:
+    waiting = events.JoinRequested(4, 1, True, 1.0)
+    gathering, _ = decide(RUNNING._replace(started_at=-99.0), waiting._replace(full=False))
+    assert gathering.gather_until is not None
+    state = stopping(gathering)
+    assert state.gather_until is None
+    assert decide(state, waiting) == (state, ())
+
+
+def test_a_failure_elsewhere_ends_the_job_by_the_signal_even_at_the_barrier() -> None:
+    state, _ = decide(stopping(), events.CheckResult(WorkerState.SUCCEEDED, 0, 1.0))
+    _, actions = decide(state, events.RoundOver(4, "it failed", 1.0, failed=True))
+    assert actions == (events.Interrupt(signal.SIGTERM),)
+
+
+def test_a_job_whose_stop_was_dropped_restarts_as_before() -> None:
+    state, _ = decide(stopping(), events.StopDropped())
+    _, actions = decide(state, events.RoundOver(4, "a host left", 1.0, full_grace=True, lost=True))
+    assert isinstance(actions[0], events.Restart)

@@ -1,0 +1,188 @@
+"""The rules by which all ranks of a job stop at the same step, under every order of their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regrow._stopping import HOLD, RUN, answer
+from regrow.agent.decisions.early_stop import (
+    EndNow,
+    Leave,
+    NodeReport,
+    StopAt,
+    Verdict,
+    decide,
+    decision_s,
+    decode,
+    decode_verdict,
+    encode,
+    encode_verdict,
+    last_s,
+)
+
+Draw = Callable[[st.SearchStrategy[int]], int]
+
+
+class Rank:
+    """A rank that calls `should_stop`; each call is two steps, a store and then a load.
+
+    Args:
+        page: the word of its node with the decision.
+        position: its position before its first call.
+    """
+
+    def __init__(self, page: list[int], position: int = 0) -> None:
+        self.page, self.position, self.stopped_at = page, position, 0
+        self._calling = False
+
+    def step(self) -> None:
+        """Do the next store or load of a rank that has not stopped."""
+        if self.stopped_at:
+            return
+        if not self._calling:
+            self.position += 1
+            self._calling = True
+        elif (found := answer(self.position, self.page[0])) is not None:
+            self._calling = False
+            self.stopped_at = self.position if found else 0
+
+    def restart(self) -> None:
+        """Begin the next iteration of the wrapped function, from any point of a call."""
+        self.position = ((self.position >> 32) + 1) << 32
+        self._calling, self.stopped_at = False, 0
+
+
+@given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.booleans())
+def test_all_ranks_stop_at_the_same_position(
+    data: st.DataObject, sizes: list[int], restarts: bool
+) -> None:
+    pages = [[RUN] for _ in sizes]
+    nodes = [[Rank(page) for _ in range(size)] for page, size in zip(pages, sizes, strict=True)]
+    ranks = [rank for node in nodes for rank in node]
+    reports: dict[int, NodeReport] = {}
+    left = {node: ["hold", "report", "release"] for node in range(len(sizes))}
+    verdict: Verdict | None = None
+    restarting = list(ranks) if restarts else []
+    for _ in range(data.draw(st.integers(0, 60))):
+        chosen = data.draw(st.integers(0, 3 * len(ranks) + len(sizes)))
+        if chosen < 2 * len(ranks):
+            ranks[chosen % len(ranks)].step()
+        elif chosen < 3 * len(ranks):
+            if ranks[chosen % len(ranks)] in restarting:  # the others still run, and learn it later
+                restarting.remove(ranks[chosen % len(ranks)])
+                ranks[chosen % len(ranks)].restart()
+        elif (node := chosen % len(sizes)) in left:
+            advance(node, left, pages, nodes, reports, verdict)
+        if len(reports) == len(sizes) and verdict is None:
+            verdict = decide(list(reports.values()), None, final=True)
+    for rank in restarting:
+        rank.restart()
+    while any(left.values()):
+        for node in list(left):
+            advance(node, left, pages, nodes, reports, verdict)
+        if len(reports) == len(sizes) and verdict is None:
+            verdict = decide(list(reports.values()), None, final=True)
+    assert isinstance(verdict, StopAt)
+    for _ in range(1000):
+        for rank in ranks:
+            rank.step()
+    assert len({rank.stopped_at for rank in ranks}) == 1, [rank.stopped_at for rank in ranks]
+    assert ranks[0].stopped_at > 0
+
+
+def advance(
+    node: int,
+    left: dict[int, list[str]],
+    pages: list[list[int]],
+    nodes: list[list[Rank]],
+    reports: dict[int, NodeReport],
+    verdict: Verdict | None,
+) -> None:
+    """Let the agent of a node do its next step, if it can."""
+    match left[node]:
+        case ["hold", *_]:
+            pages[node][0] = HOLD
+        case ["report", *_]:
+            size = len(nodes[node])
+            position = max(rank.position for rank in nodes[node])
+            reports[node] = NodeReport(position, size, size, leaves=False, whole=True)
+        case ["release", *_] if isinstance(verdict, StopAt):
+            pages[node][0] = verdict.position
+        case _:
+            return
+    left[node].pop(0)
+
+
+def report(
+    position: int = 5,
+    using: int = 2,
+    *,
+    ranks: int = 2,
+    leaves: bool = False,
+    whole: bool = False,
+) -> NodeReport:
+    return NodeReport(position, using, ranks, leaves, whole)
+
+
+def test_the_job_ends_at_once_if_no_rank_calls_should_stop() -> None:
+    plain = [report(0, 0, leaves=True), report(0, 0)]
+    assert decide(plain, None, final=False) == EndNow()
+    assert decide(plain, 1, final=False) == Leave()
+
+
+def test_ranks_that_have_not_called_yet_are_awaited_once() -> None:
+    some = [report(9, whole=True), report(0, 0)]
+    assert decide(some, None, final=False) is None
+    assert type(decide(some, None, final=True)) is EndNow
+    assert decide([report(9, whole=True), report(1)], None, final=True) == StopAt(10)
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_notice_stops_all_ranks_if_the_others_cannot_go_on(final: bool) -> None:
+    assert decide([report(leaves=True), report(7)], None, final=final) == StopAt(8)
+    assert decide([report(leaves=True), report(7)], 2, final=final) == StopAt(8)
+
+
+def test_a_notice_of_one_host_of_an_elastic_job_makes_it_leave() -> None:
+    one = [report(leaves=True), report(), report()]
+    assert decide(one, 2, final=False) is None  # the others may get a notice as well
+    assert type(decide(one, 2, final=True)) is Leave
+    two = [report(leaves=True), report(leaves=True), report()]
+    assert decide(two, 2, final=True) == StopAt(6)
+
+
+def test_a_request_for_the_whole_job_stops_an_elastic_job_as_well() -> None:
+    assert decide([report(whole=True), report(leaves=True)], 1, final=False) == StopAt(6)
+
+
+@given(st.integers(0, 2**62), st.integers(0, 99), st.integers(0, 99), st.booleans(), st.booleans())
+def test_reports_and_verdicts_survive_the_store(
+    position: int, using: int, ranks: int, leaves: bool, whole: bool
+) -> None:
+    made = NodeReport(position, using, ranks, leaves, whole)
+    assert decode(encode(made)) == made
+    for verdict in (StopAt(position + 1), EndNow(), Leave()):
+        found = decode_verdict(encode_verdict(verdict))
+        assert (type(found), found) == (type(verdict), verdict)
+
+
+@pytest.mark.parametrize("text", [b"", b"stop", b"stop x", b"stop -3", b"stop 0", b"\xff", b"go 1"])
+def test_a_text_that_is_no_verdict_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        decode_verdict(text)
+
+
+@pytest.mark.parametrize("text", [b"", b"1 2 3", b"1 2 3 4 5 6", b"a b c d e", b"-1 1 1 0 0"])
+def test_a_text_that_is_no_report_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        decode(text)
+
+
+def test_the_parts_of_a_grace_fit_into_it() -> None:
+    for grace in (0.0, 1.0, 30.0, 1000.0):
+        assert decision_s(grace) + last_s(grace) <= grace
+    assert (decision_s(30), last_s(30), last_s(100)) == (5, 6, 10)
