@@ -24,6 +24,9 @@ of the job. An agent that is started again on such a host serves there, and send
 other agents with a copy report this too, because the agent beside the coordinator may have ended.
 An agent that hosts a server at an endpoint reports to its own server only.
 
+If the job has a witness, each agent with a copy keeps it, and a candidate lets it grant the epoch
+too (`witness_keeper.py`).
+
 If the user lists several endpoints, the agents on these hosts elect the first coordinator too: each
 asks the others whether the job runs already. If none says so, it grants epoch 1, with the copy of a
 job without nodes.
