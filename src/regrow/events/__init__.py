@@ -16,6 +16,7 @@ from regrow.events.log import (
     find_event_file,
     read_events,
 )
+from regrow.events.log import NO_ID as NO_ID
 from regrow.events.log import QueuedEventLog as QueuedEventLog
 from regrow.events.recording import (
     Event,

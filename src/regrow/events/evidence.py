@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from regrow.events.story_types import Expiry, LostNode
-from regrow.utils import signal_text
+from regrow.utils import follows_from_a_peer, signal_text
 
 Record: TypeAlias = Mapping[str, Any]
 """One event of the log: a JSON object."""
@@ -53,13 +53,20 @@ def integer(event: Record, key: str) -> int | None:
     return value
 
 
+def strings(event: Record, key: str) -> list[str]:
+    """Return the texts in the event's list `key`."""
+    found = event.get(key)
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
 def process(event: Record) -> dict[str, Any]:
-    """Return the fields that identify the process of an event, and its attempt."""
+    """Return the fields that identify the process of an event, its attempt, and its time."""
     return {
         "attempt": integer(event, "attempt") or 0,
         "rank": integer(event, "rank"),
         "host": text(event, "host"),
         "pid": integer(event, "pid"),
+        "at_s": real(event, "monotonic"),
     }
 
 
@@ -90,6 +97,11 @@ def describe(event: Record) -> str:
     traceback = text(event, "traceback")
     detail = raised(traceback) if traceback else _detail(text(event, "message") or "")
     return f"{how}: {detail}" if detail else how
+
+
+def is_consequence(event: Record) -> bool:
+    """Return whether a failure may follow from the end of another worker, by its message."""
+    return follows_from_a_peer(describe(event))
 
 
 def signal_name(event: Record) -> str | None:
@@ -169,33 +181,68 @@ def failed_at(event: Record) -> float:
     return math.inf if at is None else at
 
 
-def lost_nodes(departed: list[Record]) -> tuple[LostNode, ...]:
+class Hosts:
+    """Names of the hosts of nodes, read from the ids of the nodes in the events.
+
+    An id is `address/pid/random`, and `address/pid/random/name` if the host has a name of its own.
+
+    Args:
+        events: the events of the job.
+    """
+
+    def __init__(self, events: Iterable[Record]) -> None:
+        self._addresses: dict[str, set[str]] = {}
+        for event in events:
+            nodes = event.get("nodes")
+            lost = nodes if isinstance(nodes, list) else []
+            found = [text(each, "node") for each in [event, *lost] if isinstance(each, Mapping)]
+            for id in filter(None, [*found, *strings(event, "joined")]):
+                address, name = _host(id)
+                self._addresses.setdefault(name or address, set()).add(address)
+
+    def name(self, node: str) -> str:
+        """Return one name for a node's host; with its address, if several hosts have the name."""
+        address, name = _host(node)
+        shared = len(self._addresses.get(name, ())) > 1
+        return f"{name} ({address})" if shared else name or address
+
+    @property
+    def addresses(self) -> tuple[tuple[str, str], ...]:
+        """Names and addresses of the hosts with one address."""
+        pairs = [(name, *found) for name, found in self._addresses.items() if len(found) == 1]
+        return tuple(sorted((name, address) for name, address in pairs if name != address))
+
+
+def _host(node: str) -> tuple[str, str]:
+    """Return the address and the host name in a node's id; the name may be empty."""
+    parts = one_line(node).split("/", 3)
+    return parts[0], parts[3] if len(parts) == 4 else ""
+
+
+def lost_nodes(departed: list[Record], hosts: Hosts) -> tuple[LostNode, ...]:
     """Return the nodes that did not join the next round, as reported by the first host."""
     nodes = next((event.get("nodes") for event in departed), None)
     found = []
     for node in nodes if isinstance(nodes, list) else []:
         if isinstance(node, Mapping) and (id := text(node, "node")) is not None:
             why = one_line(text(node, "why") or "it is gone")
-            found.append(LostNode(node=id, rank=integer(node, "rank"), why=why))
+            found.append(LostNode(id, hosts.name(id), integer(node, "rank"), why))
     return tuple(found)
 
 
-def to_blame(over: Record, lost: tuple[LostNode, ...]) -> LostNode:
+def to_blame(over: Record, lost: tuple[LostNode, ...], hosts: Hosts) -> LostNode:
     """Return the node that ended a round; prefer a lost node to one that only announced the end."""
     id, why = text(over, "node") or "?", one_line(text(over, "why") or "?")
     named = next((node for node in lost if node.node == id), None)
-    if named is not None:
-        return LostNode(id, named.rank, why)
-    if lost and over.get("lost") is not True:
+    if named is None and lost and over.get("lost") is not True:
         return lost[0]
-    return LostNode(id, None, why)
+    return LostNode(id, hosts.name(id), named.rank if named else None, why)
 
 
 def describe_node(node: LostNode) -> str:
     """Describe a node and what happened to it, in one line."""
-    if node.rank is None:
-        return f"node {node.node}: {node.why}"
-    return f"node rank {node.rank} ({node.node.partition('/')[0]}): {node.why}"
+    rank = "" if node.rank is None else f" (node rank {node.rank})"
+    return f"host {node.host}{rank}: {node.why}"
 
 
 # --- countdown timers that expired, and the failures that they explain

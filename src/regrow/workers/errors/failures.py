@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from regrow.utils import signal_name, str_of
+from regrow.utils import is_lost_connection, signal_name, str_of
 
 NOT_AVAILABLE = "<N/A>"
 MAX_MESSAGE = 64 << 10  # most characters of each failure in the report
@@ -37,28 +37,6 @@ MAX_RULE_WIDTH = 60
 MOST_BYTES = 4 << 20
 #: Most characters of a message in a summary of one line.
 LONGEST_LINE = 2000
-#: Texts by which an exception about a lost connection is recognized: lower-case parts of
-#: `ProcessFailure.summary`, as written by Python, gloo, NCCL, torch's store, gRPC (which JAX uses)
-#: and regrow.
-LOST_CONNECTION = (
-    "broken pipe",
-    "brokenpipeerror",
-    "closed the connection",
-    "connection aborted",
-    "connection closed",
-    "connection refused",
-    "connection reset",
-    "connection was closed",
-    "connection was likely closed",
-    "connection was lost",
-    "connectionabortederror",
-    "connectionrefusederror",
-    "connectionreseterror",
-    "eoferror",
-    "remote end closed connection",
-    "remote process exited",
-    "socket closed",
-)
 #: Longest time, in seconds, from such an exception to the end of the process that caused it. One
 #: case was observed, with 0.9 ms; the value leaves room for a busy machine.
 LOST_CONNECTION_S = 0.05
@@ -151,8 +129,7 @@ class ProcessFailure:
     @property
     def lost_a_connection(self) -> bool:
         """Whether the worker's exception is about a lost connection, by its text."""
-        text = self.summary.lower() if self.has_error_file else ""
-        return any(part in text for part in LOST_CONNECTION)
+        return self.has_error_file and is_lost_connection(self.summary)
 
     @property
     def has_error_file(self) -> bool:
