@@ -1,7 +1,7 @@
 """The `regrow` command.
 
     regrow run ...              start a training, as torchrun does
-    regrow events LOGDIR        print the story of a job from its log directory
+    regrow events LOGDIR ...    print the story of a job from the log directories of its hosts
     regrow token FILE           create the secret that the hosts of a job share
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
@@ -45,7 +45,7 @@ _HELP = """\
 usage: regrow COMMAND ...
 
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
-  regrow events LOGDIR [--json]    print the story of a job, from its log directory
+  regrow events LOGDIR ... [--json]  print the story of a job, from its log directories
   regrow token FILE                create the secret that the hosts of a job share
   regrow --version                 print the version
 

@@ -33,7 +33,12 @@ from regrow.utils import lazily
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from regrow.events.evidence import STOP_SPREAD_S, left_for_signal, short_scope
+    from regrow.events.evidence import (
+        STOP_SPREAD_S,
+        describe_failure,
+        left_for_signal,
+        short_scope,
+    )
     from regrow.events.printing import print_story
     from regrow.events.story_types import (
         Expiry,
@@ -84,7 +89,7 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     globals(),
     {
-        "evidence": "STOP_SPREAD_S left_for_signal short_scope",
+        "evidence": "STOP_SPREAD_S describe_failure left_for_signal short_scope",
         "printing": "print_story",
         "story_types": (
             "Expiry Failure InProcessRestart LostNode OtherFailure PlannedRestart"

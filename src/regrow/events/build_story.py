@@ -236,7 +236,7 @@ class _StoryBuilder:
             root = {"host": ended.get("host"), "failed_monotonic": ended.get("monotonic")}
             what = one_line(reason)
         else:
-            what = evidence.describe(root)
+            what = evidence.describe_failure(root)
         is_guardian = text(root, "killed_with") is not None
         timer = evidence.of_failure(self.expired, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
@@ -454,7 +454,7 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
             rank=integer(event, "rank"),
             host=text(event, "host"),
             pid=integer(event, "pid"),
-            what=evidence.describe(event),
+            what=evidence.describe_failure(event),
             after_s=after(event),
             is_consequence=evidence.is_consequence(event),
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from regrow.events.story_types import Expiry, LostNode
-from regrow.utils import follows_from_a_peer, signal_text
+from regrow.utils import follows_from_a_peer, host_of, signal_text
 
 Record: TypeAlias = Mapping[str, Any]
 """One event of the log: a JSON object."""
@@ -84,7 +84,7 @@ def real(event: Record, key: str) -> float | None:
 MOST_OF_SCOPE = 120  # characters
 
 
-def describe(event: Record) -> str:
+def describe_failure(event: Record) -> str:
     """Return how a worker failed, as a predicate: `exited with code 1`."""
     if (killed_with := text(event, "killed_with")) is not None:
         return f"{one_line(killed_with)}, and the workers of this host with it"
@@ -101,7 +101,7 @@ def describe(event: Record) -> str:
 
 def is_consequence(event: Record) -> bool:
     """Return whether a failure may follow from the end of another worker, by its message."""
-    return follows_from_a_peer(describe(event))
+    return follows_from_a_peer(describe_failure(event))
 
 
 def signal_name(event: Record) -> str | None:
@@ -184,8 +184,6 @@ def failed_at(event: Record) -> float:
 class Hosts:
     """Names of the hosts of nodes, read from the ids of the nodes in the events.
 
-    An id is `address/pid/random`, and `address/pid/random/name` if the host has a name of its own.
-
     Args:
         events: the events of the job.
     """
@@ -197,26 +195,19 @@ class Hosts:
             lost = nodes if isinstance(nodes, list) else []
             found = [text(each, "node") for each in [event, *lost] if isinstance(each, Mapping)]
             for id in filter(None, [*found, *strings(event, "joined")]):
-                address, name = _host(id)
-                self._addresses.setdefault(name or address, set()).add(address)
+                address, name = host_of(id)
+                self._addresses.setdefault(name, set()).add(address)
 
     def name(self, node: str) -> str:
         """Return one name for a node's host; with its address, if several hosts have the name."""
-        address, name = _host(node)
-        shared = len(self._addresses.get(name, ())) > 1
-        return f"{name} ({address})" if shared else name or address
+        host = host_of(node)
+        return str(host) if len(self._addresses.get(host.name, ())) > 1 else host.name
 
     @property
     def addresses(self) -> tuple[tuple[str, str], ...]:
         """Names and addresses of the hosts with one address."""
         pairs = [(name, *found) for name, found in self._addresses.items() if len(found) == 1]
         return tuple(sorted((name, address) for name, address in pairs if name != address))
-
-
-def _host(node: str) -> tuple[str, str]:
-    """Return the address and the host name in a node's id; the name may be empty."""
-    parts = one_line(node).split("/", 3)
-    return parts[0], parts[3] if len(parts) == 4 else ""
 
 
 def lost_nodes(departed: list[Record], hosts: Hosts) -> tuple[LostNode, ...]:

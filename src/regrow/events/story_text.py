@@ -122,7 +122,8 @@ def _stamped(blocks: Iterable[Block], story: Story, width: int) -> list[str]:
     return found
 
 
-_HOST = re.compile(r"\bhost [^\s:,]+")
+_HOST = re.compile(r"\bhost [^\s:,]++(?! \()")
+"""A host that is named without an address."""
 
 
 def _with_address(named: str, unnamed: dict[str, str]) -> str:

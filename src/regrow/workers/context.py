@@ -424,7 +424,8 @@ class PContext:
         first = earliest(failures.values())
         if first is not None:
             logger.log(
-                logging.INFO if self._lapsed else logging.ERROR,
+                # The agent that has passed its guardian logs the failure, with what follows.
+                logging.ERROR if self._own_guardian and not self._lapsed else logging.INFO,
                 "failed (exitcode: %s) local_rank: %s (pid: %s) of %s: %s",
                 first.exitcode,
                 first.local_rank,
