@@ -44,6 +44,7 @@ from regrow.agent.attempt.environment import (
 from regrow.agent.attempt.local import LocalWorkers
 from regrow.agent.decisions.events import Signaled
 from regrow.agent.features.heartbeats import Heartbeats
+from regrow.agent.features.last_words import LastWords
 from regrow.agent.features.out_of_memory import OutOfMemory
 from regrow.agent.features.state_d import UninterruptibleSleepers, timeout_from_environment
 from regrow.agent.inbox import Inbox, Operations, signals_into
@@ -446,7 +447,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             report_not_replaced=self._regrow.attempt.report_not_replaced,
         )
         self._regrow.attempt.workers = self._regrow_workers = workers
-        common.features += [workers, workers.replacements, OutOfMemory()]
+        common.features += [workers, workers.replacements, OutOfMemory(), LastWords()]
         cores = len(os.sched_getaffinity(0))
         if preload:
             from regrow.agent.features.templates import DelayedStart, Templates

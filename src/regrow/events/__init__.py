@@ -33,6 +33,7 @@ from regrow.utils import lazily
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
+    from regrow.events.causes import Cause, find_cause
     from regrow.events.evidence import (
         STOP_SPREAD_S,
         describe_failure,
@@ -89,6 +90,7 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     globals(),
     {
+        "causes": "Cause find_cause",
         "evidence": "STOP_SPREAD_S describe_failure left_for_signal short_scope",
         "printing": "print_story",
         "story_types": (

@@ -6,11 +6,11 @@ Every field of an event may be missing or have another type. Such a field counts
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from regrow.events.causes import exception_of
 from regrow.events.story_types import Expiry, LostNode
 from regrow.utils import follows_from_a_peer, host_of, signal_text
 
@@ -95,7 +95,7 @@ def describe_failure(event: Record) -> str:
     else:
         how = "failed" if code is None else f"exited with code {code}"
     traceback = text(event, "traceback")
-    detail = raised(traceback) if traceback else _detail(text(event, "message") or "")
+    detail = exception_of(traceback) if traceback else _detail(text(event, "message") or "")
     return f"{how}: {detail}" if detail else how
 
 
@@ -110,28 +110,6 @@ def signal_name(event: Record) -> str | None:
     if name is not None or code is None or code >= 0:
         return name
     return signal_text(-code)
-
-
-_FRAME = re.compile(r'^ +File "([^"<][^"]*)", line (\d+)', re.MULTILINE)
-_LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/")
-
-
-def raised(traceback: str) -> str:
-    """Return the exception that a traceback shows, and the last line of the user's code in it.
-
-    The result is like `KeyError: 'x' (train.py:12)`. A message of several lines is cut to its
-    first. Files of installed packages and of Python are not the user's.
-    """
-    last = traceback.rpartition("Traceback (most recent call last):")[2]
-    lines = [line for line in last.splitlines() if line.strip()]
-    # Frames are indented; the line after them is not.
-    named = next((line for line in lines if not line[0].isspace()), None)
-    exception = one_line(named or (lines[-1] if lines else ""))
-    own = [(file, line) for file, line in _FRAME.findall(last) if not _LIBRARY.search(file)]
-    if not exception or not own:
-        return exception
-    file, line = own[-1]
-    return f"{exception} ({file.rpartition('/')[2]}:{line})"
 
 
 def _detail(message: str) -> str:

@@ -26,9 +26,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regrow.utils import is_lost_connection, signal_name, str_of
+
+if TYPE_CHECKING:
+    from regrow.events import Cause
 
 NOT_AVAILABLE = "<N/A>"
 MAX_MESSAGE = 64 << 10  # most characters of each failure in the report
@@ -64,6 +67,8 @@ class ProcessFailure:
     """Whether the worker may have failed earlier, because the guardian was suspended."""
     killed_with: str = ""
     """How the guardian ended, if its end killed the worker."""
+    cause: Cause | None = None
+    """The cause that the worker itself wrote to stderr, if it left no error file."""
     error_file_data: dict[str, Any] = field(init=False)
     """Content of the error file; `{"message": "<NONE>"}` without a file."""
     message: str | dict[str, Any] = field(init=False)
@@ -139,6 +144,8 @@ class ProcessFailure:
     @property
     def summary(self) -> str:
         """The failure in one line, such as `ValueError: no such layer` or `exit code 3`."""
+        if self.cause is not None:
+            return self.cause.summary[:LONGEST_LINE]
         made_up = not self.has_error_file and isinstance(self.message, str)
         if made_up and self.exitcode >= 0:
             return f"exit code {self.exitcode}"
@@ -153,7 +160,9 @@ class ProcessFailure:
 
     @property
     def traceback(self) -> str | None:
-        """The exception's traceback from the error file; None if the file has none."""
+        """The exception's traceback, from the error file or from stderr; None if there is none."""
+        if self.cause is not None:
+            return self.cause.text if self.cause.is_traceback else None
         stack = _extra_info(self.message).get("py_callstack")
         return stack if isinstance(stack, str) else None
 
@@ -346,7 +355,9 @@ def _entry(index: int, rank: int, failure: ProcessFailure) -> str:
     name = failure.signal_name()
     by_signal = f" ({name})" if name != NOT_AVAILABLE else ""
     message = failure.message
-    if isinstance(message, dict):
+    if failure.cause is not None:
+        message = failure.cause.text
+    elif isinstance(message, dict):
         message = failure.traceback or _text_of(message)
     message = tail(message, MAX_MESSAGE).replace("\n", "\n  ")
     return (
