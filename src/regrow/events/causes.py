@@ -88,12 +88,13 @@ def exception_of(traceback: str) -> str:
 
     The result is like `KeyError: 'x' (train.py:12)`. A message of several lines is cut to its
     first. Files of installed packages and of Python are not the user's. A text without a traceback
-    is cut to its last line.
+    is cut to its first line.
     """
-    lines = [_plain(line) for line in traceback.split("\n")]
-    found = _traceback(lines)
-    cause = found[2] if found is not None else _last(lines)
-    return cause.summary if cause is not None else ""
+    lines = [_plain(line) for line in traceback.split("\n") if line.strip()]
+    if (found := _traceback(lines)) is not None:
+        return found[2].summary
+    first = next((line for line in lines if not line[:1].isspace()), "".join(lines[:1]))
+    return " ".join(first.split())
 
 
 def _plain(line: str) -> str:

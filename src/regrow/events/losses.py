@@ -7,6 +7,7 @@ the loss ends there, so no second counts twice. Steps that were made again are l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from regrow.events.story_types import Failure, InProcessRestart, Losses, PlannedRestart
 
@@ -33,8 +34,8 @@ def losses(
     if not timed and not in_process:
         return None
     detecting = pausing = starting = 0.0
-    ends = [*(at for at, _, _ in timed[1:]), None]
-    for (at, length, each), end in zip(timed, ends, strict=True):
+    for (at, length, each), after in zip_longest(timed, timed[1:]):
+        end = after[0] if after is not None else None
         left = length if end is None else min(length, end - at)
         detected = each.detected_after_s if isinstance(each, Failure) else None
         detecting += (first := min(detected or 0.0, left))
