@@ -206,7 +206,7 @@ def test_seats_are_kept_for_members_of_the_round_before_while_they_stop_their_wo
 def test_a_round_that_loses_a_member_ends_with_the_node_and_the_reason() -> None:
     state, effects = run(complete("a", "b", "c"), NodeLost("b", "its connection broke"))
     assert effects == [RoundEnded(1, "b", "its connection broke", lost=True)]
-    assert str(effects[0]) == "round 1 is over: node b: its connection broke"
+    assert str(effects[0]) == "lost host b: its connection broke"
     assert state.number == 2
     assert status_of(state, "a") == RoundEnded(1, "b", "its connection broke", lost=True)
     assert status_of(state, "b") is None
@@ -260,7 +260,7 @@ def test_a_world_of_one_goes_from_round_to_round_without_waiting() -> None:
 def test_a_node_that_missed_its_seat_in_an_ended_round_is_awaited() -> None:
     state, _ = run(complete("a", "b"), JoinRound(node("b"), 1))
     assert run(state, JoinRound(node("a"), 0))[0] is state
-    assert status_of(state, "a") == RoundEnded(1, "b", "it asked for a new round")
+    assert status_of(state, "a") == RoundEnded(1, "b", "it starts its workers again")
     _, effects = run(state, JoinRound(node("a"), 1))
     assert seats(effects) == {"a": 0, "b": 1}
 
@@ -666,7 +666,7 @@ def test_a_failure_in_a_closed_round_names_the_node_that_closed_it() -> None:
         complete("a", "b"), CloseRendezvous("b", "it is done"), WorkersFailed("a", 1, "boom")
     )
     assert state.closed is not None
-    assert state.closed.why == "its workers failed; no round follows, as b: it is done"
+    assert state.closed.why == "its workers failed; no round follows, because host b: it is done"
 
 
 def test_when_the_job_has_failed_for_good_no_round_continues() -> None:

@@ -80,10 +80,12 @@ def guarded(call: Callable[[], object]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         from regrow.cli.exit_codes import outcome
         from regrow.cli.screen.console import say
+        from regrow.utils import begin_time_stamps, stamped
 
         code, text = outcome(error)
         if text:
-            say(sys.stderr, text)
+            say(sys.stderr, stamped(text) if text.startswith("regrow: ") else text)
+        begin_time_stamps(None)
         return code
 
 

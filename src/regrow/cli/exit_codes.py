@@ -25,7 +25,7 @@ from __future__ import annotations
 import errno
 import sys
 
-from regrow.utils import stamped, str_of
+from regrow.utils import str_of
 
 SUCCEEDED = 0
 FAILED = 1
@@ -53,23 +53,23 @@ def outcome(error: BaseException) -> tuple[int, str]:
     if _is(error, "regrow.workers", "ChildFailedError"):
         return FAILED, _with_notes(_child_failed(error), error)
     if isinstance(error, KeyboardInterrupt):
-        return SIGNALED + SIGINT, _with_notes(stamped("regrow: stopped by SIGINT"), error)
+        return SIGNALED + SIGINT, _with_notes("regrow: stopped by SIGINT", error)
     if _is(error, "regrow.workers", "SignalException"):
         signal = error.sigval  # type: ignore[attr-defined]
-        return SIGNALED + signal, _with_notes(stamped(f"regrow: stopped by {signal.name}"), error)
+        return SIGNALED + signal, _with_notes(f"regrow: stopped by {signal.name}", error)
     if isinstance(error, SystemExit):
         return _of_system_exit(error)
     for name in ("RendezvousConnectionError", "RendezvousTimeoutError"):
         if _is(error, "regrow.rendezvous", name):
             line = f"regrow: {_described(error)} (running the command again may succeed)"
-            return RETRY, _with_notes(stamped(line), error)
+            return RETRY, _with_notes(line, error)
     if _is(error, "regrow.rendezvous.errors", "RendezvousUsageError"):
-        return USAGE, _with_notes(stamped(f"regrow: {_described(error)}"), error)
+        return USAGE, _with_notes(f"regrow: {_described(error)}", error)
     if _is(error, "regrow.rendezvous", "RendezvousError"):
-        return FAILED, _with_notes(stamped(f"regrow: {_described(error)}"), error)
+        return FAILED, _with_notes(f"regrow: {_described(error)}", error)
     if isinstance(error, OSError) and error.errno in _DENIED:
         place = f": {error.filename!r}" if error.filename else ""
-        return FAILED, _with_notes(stamped(f"regrow: {error.strerror}{place}"), error)
+        return FAILED, _with_notes(f"regrow: {error.strerror}{place}", error)
     import traceback
 
     text = "".join(traceback.format_exception(error))
@@ -82,8 +82,7 @@ def _child_failed(error: BaseException) -> str:
         return str_of(error)
     rank, failure = error.get_first_failure()  # type: ignore[attr-defined]
     where = f" on host {failure.host}" if failure.host else ""
-    what = " ".join(failure.summary.split())
-    return stamped(f"regrow: the job has failed: rank {rank}{where}: {what}")
+    return f"regrow: the job has failed: rank {rank}{where}: {' '.join(failure.summary.split())}"
 
 
 def _of_system_exit(error: SystemExit) -> tuple[int, str]:

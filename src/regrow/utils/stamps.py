@@ -7,8 +7,8 @@ import time
 _start: float | None = None
 
 
-def begin_time_stamps(start: float) -> None:
-    """Set the start of the job, in seconds of the monotonic clock, for `stamped`."""
+def begin_time_stamps(start: float | None) -> None:
+    """Set the start of the job, in seconds of the monotonic clock, for `stamped`; None: no job."""
     global _start
     _start = start
 

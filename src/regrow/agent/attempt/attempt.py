@@ -238,7 +238,7 @@ class Attempt:
         if failed is not None:
             spec, left = self._job.group.spec, self._job.remaining_restarts
             left = 0 if elsewhere else left
-            then = why_no_restart(spec.max_restarts, left)
+            then = why_no_restart(spec.max_restarts, left, is_hopeless=self._job.hopeless)
             self._log_failure(failed, then, here=elsewhere is None)
 
     def _log_failure(self, failed: tuple[int, ProcessFailure], then: str, *, here: bool) -> None:

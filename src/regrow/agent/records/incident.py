@@ -48,9 +48,11 @@ def what_follows(delay_s: float, workers: int, restarts_left: int | None) -> str
     return ", ".join(parts)
 
 
-def why_no_restart(max_restarts: int, restarts_left: int) -> str:
+def why_no_restart(max_restarts: int, restarts_left: int, *, is_hopeless: bool) -> str:
     """Describe why a job ends with a failure, in one line."""
+    if is_hopeless:
+        return "a restart cannot help, the job ends"
     if restarts_left > 0:
-        return "the job ends, because a restart cannot help or the rendezvous is closed"
+        return "the rendezvous is closed, the job ends"
     left = "no restarts left" if max_restarts else "no restarts allowed"
     return f"{left} (--max-restarts={max_restarts}), the job ends"
