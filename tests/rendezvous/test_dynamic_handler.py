@@ -414,7 +414,7 @@ def test_a_new_node_of_an_ended_job_is_asked_for_another_id(
     with pytest.raises(RendezvousClosedError) as caught:
         job.agent("late").handler.next_rendezvous()
     assert re.fullmatch(
-        r"the job 'job' has ended already \(node a/.*: its workers failed for good\): "
+        r"the job 'job' has ended already \(host .*: its workers failed for good\): "
         r"give a new job an id of its own, with --rdzv-id",
         str(caught.value),
     )

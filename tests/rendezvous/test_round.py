@@ -275,7 +275,7 @@ def test_a_node_with_a_stale_token_is_refused_with_the_reason() -> None:
     (refused,) = effects
     assert isinstance(refused, NodeRefused)
     assert "round 1 continued without it" in refused.why
-    assert "node c: silence" in refused.why
+    assert "lost host c: silence" in refused.why
 
 
 def test_a_refused_node_can_come_back_as_a_new_one() -> None:
@@ -426,6 +426,14 @@ def test_a_member_that_left_or_was_evicted_is_named_too() -> None:
         Departed("b", 1, "its agent got SIGTERM"),
         Departed("c", 2, "it did not come back within the last call"),
     )
+
+
+def test_nodes_that_joined_are_named_in_the_round_that_they_join() -> None:
+    _, effects = run(complete("a", "b", high=3), *joins("c"), *joins("a", "b", token=1))
+    assert [e.joined for e in effects if isinstance(e, Seated)] == [("c",)] * 3
+    first = status_of(complete("a", "b"), "a")
+    assert isinstance(first, Seated)
+    assert first.joined == (), "all nodes of the first round are new"
 
 
 def test_a_node_that_only_waited_is_not_missed() -> None:
@@ -778,7 +786,7 @@ def test_a_failure_that_such_a_loss_has_caused_is_not_charged() -> None:
 def test_all_that_cannot_be_replaced_are_named_when_several_are_lost() -> None:
     state, _ = run(fixed("a", "b", "c"), NodeLost("b", "it went"), NodeLost("c", "it fell silent"))
     _, effects = run(state, *joins("a", token=1))
-    assert effects == [RoundClosed("b", "it went; node c: it fell silent", lost=True)]
+    assert effects == [RoundClosed("b", "it went; host c: it fell silent", lost=True)]
 
 
 def test_before_the_first_round_is_complete_nodes_may_join_and_leave() -> None:
