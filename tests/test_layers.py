@@ -99,6 +99,7 @@ WALL_TIME = {
     "timer/rules.py": "how far the wall clock has been set",
     "utils/stamps.py": "the time at the start of a line on stderr",
     "workers/errors/failures.py": "the stamp of a failure",
+    "workers/hook/sitecustomize.py": "the stamp of an error file",
     "workers/errors/error_handler.py": "the stamp of an error file",
 }
 LOOK_UPS = {"getfqdn", "gethostbyname", "gethostbyname_ex", "gethostbyaddr"}
