@@ -9,8 +9,7 @@ import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 from regrow.events import evidence
@@ -26,14 +25,12 @@ from regrow.events.evidence import (
     strings,
     text,
 )
+from regrow.events.in_process import in_process_restarts
 from regrow.events.losses import losses
 from regrow.events.story_types import (
     Failure,
-    InProcessRestart,
     OtherFailure,
     PlannedRestart,
-    Replacement,
-    SentState,
     ServerEnd,
     StalledProgress,
     StepMark,
@@ -99,7 +96,7 @@ class _StoryBuilder:
             for n in starts[:-1]
             if n not in failed and not self._is_part_of_the_stop(n)
         )
-        in_place = self._in_process_restarts()
+        in_place = in_process_restarts(self._sorted)
         lost_hosts = [f for f in failures if f.restarted_attempt is not None and f.is_host_lost]
         restarts = integer(finished, "restarts")
         return Story(
@@ -341,45 +338,6 @@ class _StoryBuilder:
             **self._cost(number, text(ended, "host"), real(ended, "monotonic")),
         )
 
-    def _in_process_restarts(self) -> tuple[InProcessRestart, ...]:
-        """Return the restarts; each has the replacements of its ranks since the one before."""
-        replaced, vacated = self._sorted(_REPLACED), self._sorted(_VACATED)
-        restarts = []
-        for event in _once(self._sorted(_IN_PROCESS)):
-            origins = event.get("origins")
-            known = origins if isinstance(origins, list) else []
-            first: dict[int, Record] = {
-                rank: {"rank": rank, "origin": origin}
-                for rank, origin in zip_longest(_ranks(event, "replaced"), known)
-                if rank is not None
-            }
-            for each in reversed(replaced):
-                rank = integer(each, "rank")
-                if rank in first and each.get("attempt") == event.get("attempt"):
-                    first[rank] = each
-            replaced = [each for each in replaced if each not in first.values()]
-            found = [_replacement(each, vacated) for each in first.values()]
-            restarts.append(
-                replace(
-                    _in_process_restart(event, found),
-                    not_replaced=self._not_replaced(event),
-                    states=tuple(map(_sent_state, self._of_iteration("regrow.state.sent", event))),
-                )
-            )
-        return tuple(restarts)
-
-    def _not_replaced(self, restart: Record) -> tuple[str, ...]:
-        lost = _ranks(restart, "lost")
-        return tuple(
-            one_line(f"rank {integer(each, 'rank')}: {text(each, 'reason') or '?'}")
-            for each in self._sorted("regrow.worker.not_replaced")
-            if integer(each, "rank") in lost and each.get("attempt") == restart.get("attempt")
-        )
-
-    def _of_iteration(self, name: str, restart: Record) -> list[Record]:
-        keys = ("attempt", "iteration")
-        return [e for e in self._sorted(name) if all(e.get(k) == restart.get(k) for k in keys)]
-
     def _suspensions(self) -> tuple[Suspension, ...]:
         resumed = self._sorted("regrow.worker.resumed")
         found = []
@@ -404,8 +362,6 @@ class _StoryBuilder:
 
 _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
 _STALLED = "regrow.heartbeat.stalled"
-_IN_PROCESS = "regrow.inprocess.restarted"
-_REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
@@ -487,74 +443,6 @@ def _stall(event: Record) -> StalledProgress:
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
     )
-
-
-def _once(restarts: list[Record]) -> list[Record]:
-    """Return each in-process restart once, if several hosts recorded it."""
-    return list({(e.get("attempt"), e.get("iteration")): e for e in reversed(restarts)}.values())[
-        ::-1
-    ]
-
-
-def _replacement(event: Record, vacated: list[Record]) -> Replacement:
-    keys = "host", "attempt", "rank"
-    before = (integer(event, "incarnation") or 1) - 1
-    ended = next(
-        (
-            each
-            for each in vacated
-            if all(each.get(key) == event.get(key) for key in keys)
-            and integer(each, "incarnation") == before
-        ),
-        {},
-    )
-    return Replacement(
-        rank=integer(event, "rank") or 0,
-        pid=integer(event, "pid"),
-        ended_pid=integer(ended, "pid"),
-        how=one_line(text(ended, "how") or "for an unknown reason"),
-        last_step=integer(ended, "last_step"),
-        source=one_line(text(event, "started_from") or "exec"),
-        started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
-        restarts_left=integer(event, "restarts_left"),
-        origin=one_line(origin) if (origin := text(event, "origin")) else None,
-    )
-
-
-def _sent_state(event: Record) -> SentState:
-    return SentState(
-        step=integer(event, "step"),
-        rank=integer(event, "rank"),
-        targets=tuple(_ranks(event, "targets")),
-        size=integer(event, "bytes") or 0,
-        duration_s=real(event, "duration_s"),
-    )
-
-
-def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
-    ranks, seconds = _ranks(event, "lost"), event.get("seconds")
-    known = seconds if isinstance(seconds, Mapping) else {}
-    phases = ((str(phase), real(known, phase)) for phase in known)
-    known_phases = [(phase, after) for phase, after in phases if after is not None]
-    kind = text(event, "kind") or "an unknown fault"
-    message = text(event, "message")
-    return InProcessRestart(
-        attempt=integer(event, "attempt") or 0,
-        iteration=integer(event, "iteration") or 0,
-        world_size=integer(event, "world_size"),
-        rank=integer(event, "rank"),
-        what=one_line(f"{kind}: {message}" if message else kind),
-        lost=tuple(ranks),
-        lost_count=integer(event, "lost_count") or len(ranks),
-        phases=tuple(known_phases),
-        replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
-        at_s=since(real(event, "monotonic"), max((s for _, s in known_phases), default=0.0)),
-    )
-
-
-def _ranks(event: Record, name: str) -> list[int]:
-    found = event.get(name)
-    return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
 
 
 def _length(value: object) -> int:
