@@ -466,7 +466,7 @@ def test_no_line_is_wider_than_asked_for(width: int) -> None:
     ],
 )
 def test_durations_read_naturally(seconds: float, shown: str) -> None:
-    from regrow.events.story_text import duration
+    from regrow.events.story_incidents import duration
 
     assert duration(seconds) == shown
 

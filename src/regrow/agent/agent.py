@@ -263,7 +263,7 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             # First, because this event decides whether this agent still prints for the job.
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
-            logger.warning("Received %s death signal, shutting down workers", death_sig)
+            logger.warning("received %s; the workers are being stopped", death_sig.name)
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
             handler.interrupt()
