@@ -101,6 +101,11 @@ LOGGED = PLAIN + "INFO the batch is skipped\n" * 50
 CASES = {
     "plain": (PLAIN, 1, "KeyError: 'x' (train.py:12)"),
     "chained": (CHAINED, 1, "RuntimeError: cannot load the batch (train.py:30)"),
+    "gloo": (
+        PLAIN.replace("KeyError: 'x'", "RuntimeError: [/b/gloo/tcp/pair.cc:553] Connection closed"),
+        1,
+        "RuntimeError: Connection closed (train.py:12)",
+    ),
     "group": (GROUP, 1, "ExceptionGroup: many (1 sub-exception) (train.py:3)"),
     "syntax": (SYNTAX, 1, "SyntaxError: invalid syntax (train.py:2)"),
     "data loader": (LOADER, 1, "KeyError: 'seven' (data.py:7)"),

@@ -61,7 +61,13 @@ def log_of(host: Host) -> list[Line]:
         line(0.5, "rendezvous.completed", 0, group_world_size=2, world_size=4),
         line(0.6, "attempt.started", 0, world_size=4),
     ]
-    failure: Line = {"rank": 2, "pid": 42, "exit_code": 1, "traceback": None, "message": "exit code 1"}
+    failure: Line = {
+        "rank": 2,
+        "pid": 42,
+        "exit_code": 1,
+        "traceback": None,
+        "message": "exit code 1",
+    }
     over = {"node": NODE_B, "why": "its workers failed", "failed": True, "lost": False}
     if host.name == "node2":
         lines += [

@@ -43,6 +43,8 @@ _CHAINED = (
 )
 _FRAME = re.compile(r'^ +File "([^"<][^"]*)", line (\d+)')
 _LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/")
+_SOURCE = re.compile(r"\[\S{1,200}\.(?:cc|cpp|cu|h|hpp):\d+\] ")
+"""Place in the source of a library in C++, such as gloo."""
 _SYNTAX = re.compile(r"^(SyntaxError|IndentationError|TabError)\b")
 # Colours; and the prefix that torch adds to each line of a traceback.
 _NOISE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?")
@@ -152,6 +154,7 @@ def _syntax_error(lines: Sequence[str]) -> tuple[int, int, Cause] | None:
 
 
 def _placed(exception: str, frames: Sequence[tuple[str, str]]) -> str:
+    exception = _SOURCE.sub("", exception)
     own = [(file, line) for file, line in frames if not _LIBRARY.search(file)]
     if not own:
         return exception

@@ -224,8 +224,8 @@ def _consequences(failure: Failure) -> str:
     follow = [other for other in failure.others if other.is_consequence]
     if not follow:
         return ""
-    ranks = _ranks(other.rank for other in follow)
-    return f"{ranks or 'other workers'} lost a peer: {_other(follow[0])}"
+    more = _ranks(other.rank for other in follow[1:])
+    return _other(follow[0]) + (f"; then {more} in the same way" if more else "")
 
 
 def _also_hung_row(failure: Failure) -> Row:

@@ -227,8 +227,11 @@ class Attempt:
             return
         left = job.remaining_restarts
         if reason != WORKER_FAILURE:  # the other node's verdict is not counted here yet
-            left = max(left - 1, 0)
-        then = what_follows(delay_s, job.group.workers[0].world_size, left)
+            left -= 1
+        if left < 0:
+            then = why_no_restart(job.group.spec.max_restarts, 0, is_hopeless=False)
+        else:
+            then = what_follows(delay_s, job.group.workers[0].world_size, left)
         self._log_failure(failed, then, here=here is not None)
 
     def _log_end(self) -> None:
