@@ -63,6 +63,21 @@ def test_each_failure_is_one_line_at_its_time_also_in_a_file(tmp_path: Path) -> 
     assert made.splitlines()[-1].startswith("  "), "the seconds that were lost"
 
 
+OF_A_TEMPLATE = """\
+import os, time
+time.sleep(2 if os.environ["REGROW_ATTEMPT"] == "0" else 0)
+raise ValueError("started from " + os.environ["REGROW_STARTED_FROM"])
+"""
+
+
+def test_a_worker_that_a_template_forked_names_its_exception_too(tmp_path: Path) -> None:
+    flags = ("--nproc-per-node=1", "--max-restarts=2", "--preload=json")
+    code, _ = run(tmp_path, OF_A_TEMPLATE, *flags)
+    assert code == 1
+    failures = story(read_events(tmp_path / "logs")).failures
+    assert failures[-1].what == "exited with code 1: ValueError: started from template (train.py:3)"
+
+
 CRASH = """\
 import os, sys
 sys.stderr.write(\"\"\"terminate called after throwing an instance of 'c10::Error'

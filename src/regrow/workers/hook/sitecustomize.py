@@ -83,4 +83,5 @@ def _leave_no_trace() -> None:
 
 if _is_worker():
     sys.excepthook = _record
-_leave_no_trace()
+if __name__ == "sitecustomize":  # a worker that a template forks runs this file under another name
+    _leave_no_trace()
