@@ -123,3 +123,9 @@ def test_only_a_python_that_imports_the_hook_gets_its_folder(
 
 def test_the_folder_of_the_hook_is_there() -> None:
     assert (Path(os.fsdecode(HOOK)) / "sitecustomize.py").is_file()
+
+
+def test_a_long_message_still_gives_an_error_file_that_the_agent_reads(tmp_path: Path) -> None:
+    failure = run(tmp_path, "raise ValueError('x' * 10_000_000)")
+    assert failure is not None
+    assert failure.summary.startswith("ValueError: xxx")

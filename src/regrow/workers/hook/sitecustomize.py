@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _next = sys.excepthook
+_MOST = 256 * 1024  # characters of a text; the agent reads no file of more than 4 MiB
 
 
 def _record(
@@ -46,11 +47,11 @@ def _write(
     monotonic = time.monotonic()
     lines = format_exception(kind, error, traceback)
     extra = {
-        "py_callstack": "".join(lines),
+        "py_callstack": "".join(lines)[-_MOST:],
         "timestamp": str(int(time.time())),
         "monotonic": monotonic,
     }
-    message = {"message": f"{kind.__name__}: {error}", "extraInfo": extra}
+    message = {"message": f"{kind.__name__}: {error}"[:_MOST], "extraInfo": extra}
     # Under another name first: the agent must never read half of it.
     with open(f"{path}.new", "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump({"message": message}, file)
