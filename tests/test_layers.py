@@ -110,7 +110,9 @@ WALL_TIME = {
     "timer/timed_block.py": "a client takes seconds since the epoch, as torch's",
     "timer/fifo/client.py": "an expiration in seconds since the epoch, as torch's servers take it",
     "timer/rules.py": "how far the wall clock has been set",
+    "utils/stamps.py": "the time at the start of a line on stderr",
     "workers/errors/failures.py": "the stamp of a failure",
+    "workers/hook/sitecustomize.py": "the stamp of an error file",
     "workers/errors/error_handler.py": "the stamp of an error file",
 }
 LOOK_UPS = {"getfqdn", "gethostbyname", "gethostbyname_ex", "gethostbyaddr"}

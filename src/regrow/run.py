@@ -31,7 +31,7 @@ from regrow.agent.attempt.environment import own_device
 from regrow.cli import ABOUT_THE_JOB, VERBOSE, Console, Speaker, build_parser, origin, say
 from regrow.cli.args import checks
 from regrow.launch import LaunchConfig, elastic_launch, is_placed
-from regrow.utils import get_logger, macros, quieten, split_signals
+from regrow.utils import begin_time_stamps, get_logger, macros, quieten, split_signals
 from regrow.workers import DefaultLogsSpecs
 from regrow.workers.errors import record
 
@@ -347,6 +347,7 @@ def launch_checked(
 
     A mistake of the user is printed as one line that starts with `prog`, and exits with code 2.
     """
+    begin_time_stamps(None)
     with _mistakes_of(prog):
         namespace = parse(args)
     with _mistakes_of(prog, namespace):

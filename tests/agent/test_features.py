@@ -202,7 +202,7 @@ def test_a_suspended_worker_is_two_events_and_a_log_line_with_the_command_that_r
     assert local.on_change(3, change("resumed", 0)) is None
     assert recorder.names == ["regrow.worker.suspended", "regrow.worker.resumed"]
     assert [fields["rank"] for _, fields in recorder.emitted] == [5, 5]
-    assert f"rank 5 (pid 77) was suspended by SIGSTOP; {effect}: kill -CONT 77" in caplog.text
+    assert f"rank 5 (pid 77) was paused by SIGSTOP; {effect}: kill -CONT 77" in caplog.text
 
 
 # --- progress

@@ -68,6 +68,9 @@ class Script:
     def form(self) -> None:
         self.calls.append("form")
 
+    def log_restart(self, reason: str, delay_s: float) -> None:
+        self.calls.append(f"log: {reason}")
+
     def restart(self, reason: str, announce: bool, full_grace: bool, keep: bool) -> None:
         self.calls.append(f"restart: {reason}")
 
@@ -119,7 +122,8 @@ def test_a_failure_is_restarted_and_recorded_until_the_budget_is_spent() -> None
     jobs = Jobs(FAILED, FAILED)
     assert jobs.run().state is FAILED
     assert jobs.attempt.calls == [
-        *("form", "FAILED", "restart: worker failure", "FAILED", "stop for good")
+        *("form", "FAILED", "log: worker failure", "restart: worker failure"),
+        *("FAILED", "stop for good"),
     ]
     assert (jobs.restarts, jobs.job.remaining_restarts) == (["worker failure"], 0)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from helpers.stories import without_times
 from regrow import run
 from regrow.cli import main, platform_fault
 from regrow.cli.screen.console import Console
@@ -509,7 +510,7 @@ def test_the_story_of_a_stopped_job_follows_the_line_about_the_stop(
     launcher.error = SignalException("stop", signal.SIGTERM)
     assert main(["run", "train.py"]) == 143
     err = capfd.readouterr().err
-    assert err.startswith("regrow: stopped by SIGTERM\n")
+    assert without_times(err).startswith("regrow: stopped by SIGTERM\n")
     assert err.rstrip().endswith("regrow: logs and events in /logs/job_1")
 
 
@@ -534,7 +535,7 @@ def test_the_line_at_the_start_follows_the_variable(
     launcher.events = [STARTED, finished("SUCCEEDED")]
     assert main(["run", "train.py"]) == 0
     (line,) = capfd.readouterr().err.splitlines()
-    assert line == (
+    assert without_times(line) == (
         "regrow: job job: 2 workers; 3 restarts; a dead worker is acted on within 0.1 s;"
         " logs in /logs/job_1"
     )

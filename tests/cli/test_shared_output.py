@@ -12,6 +12,7 @@ import pytest
 
 from helpers.jobs.agents import WAIT, Hosts, store_server_of
 from helpers.processes import children_of
+from helpers.stories import without_times
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(180)]
 
@@ -52,7 +53,8 @@ def ended(hosts: Hosts, agents: Agents) -> tuple[list[int], list[list[str]]]:
     """
     both = [hosts.ended(agent) for agent in agents]
     others = re.compile(r"rank \d of \d on node|regrow: still waiting for other nodes")
-    lines = [[line for line in output.splitlines() if not others.match(line)] for _, output in both]
+    texts = [without_times(output).splitlines() for _, output in both]
+    lines = [[line for line in text if not others.match(line)] for text in texts]
     return [code for code, _ in both], lines
 
 
@@ -76,7 +78,7 @@ def test_a_job_that_fails_has_one_report_and_one_line_of_each_other_agent(hosts:
     assert "train.py FAILED" in first
     assert any(line.startswith(STORY) for line in first), first
     for rank, lines in enumerate(others, 1):
-        about_its_worker = [line for line in lines if line.startswith("failed (exitcode: 3)")]
+        about_its_worker = [line for line in lines if "exited with code 3; no restarts" in line]
         assert len(about_its_worker) == (rank == 2), lines
         (line,) = [line for line in lines if line not in about_its_worker]
         assert line.startswith("regrow: the job has failed: rank 2"), line

@@ -116,8 +116,8 @@ def test_an_incident_after_that_first_step_stays() -> None:
 def test_a_suspended_worker_is_shown_until_it_is_resumed() -> None:
     halted = ("regrow.worker.suspended", {"rank": 1, "signal": "SIGSTOP"})
     resumed = ("regrow.worker.resumed", {"rank": 1, "signal": "SIGCONT"})
-    assert "1 halted | rank 1 is suspended by SIGSTOP" in line(STARTED, RUNNING, halted)
-    assert "halted" not in line(STARTED, RUNNING, halted, resumed)
+    assert "1 paused | rank 1 is paused by SIGSTOP" in line(STARTED, RUNNING, halted)
+    assert "1 paused" not in line(STARTED, RUNNING, halted, resumed)
 
 
 def test_the_end_is_shown() -> None:

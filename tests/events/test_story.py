@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.stories import without_times
 from regrow.events import Event, EventLog, EventSource, print_story, story
 
 Line = dict[str, Any]
@@ -100,19 +101,20 @@ def recovered() -> list[Line]:
 
 
 def rendered(lines: list[Line], width: int = 100) -> str:
-    return story(lines).render(width)
+    return without_times(story(lines).render(width + 15))
 
 
 def test_the_story_of_a_killed_worker_gives_the_cause_and_the_four_figures() -> None:
     assert rendered(recovered()) == (
         "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
-        "SUCCEEDED after 31.2 s with 1 restart\n"
+        "SUCCEEDED after 31 s with 1 restart\n"
         "  failure 1 (attempt 0): rank 1 on host foo (pid 4242) was killed by SIGKILL\n"
         "    detected after   0.4 ms\n"
-        "    restarted after  12.1 ms    (all 2 workers started again)\n"
-        "    first step after 2.31 s     (rank 0, step 121)\n"
+        "    restarted after  12 ms      (all 2 workers started again)\n"
+        "    first step after 2.3 s      (rank 0, step 121)\n"
         "    work lost        17 steps   (step 137 reached, resumed from step 120; "
-        "about 1.24 s of training)"
+        "about 1.2 s of training)\n"
+        "  3.5 s of 31 s lost: detecting 0.4 ms, starting 2.3 s, redoing steps 1.2 s"
     )
 
 
@@ -142,7 +144,7 @@ def test_the_order_of_the_lines_does_not_change_the_figures() -> None:
 def test_a_job_without_a_failure_is_one_line() -> None:
     lines = [started(), attempt(0, 100.1), finished(0, 131.2, restarts=0)]
     assert rendered(lines) == (
-        "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) SUCCEEDED after 31.2 s"
+        "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) SUCCEEDED after 31 s"
     )
 
 
@@ -204,14 +206,27 @@ def test_the_first_failure_is_the_cause_and_later_ones_get_a_line_each() -> None
     crash = "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Connection reset\n"
     lines = [raised(0, 101.003, crash, rank=0, pid=41, root_cause=False), failed(0, 101.0)]
     lines += [failed(0, 101.0 + n, rank=n, pid=n, root_cause=False) for n in range(2, 7)]
-    text = rendered([started(), *lines])
+    text = rendered([started(), *lines], 200)
     assert "failure 1 (attempt 0): rank 1 on host foo" in text
     assert (
-        "    then also        rank 0 on host foo (pid 41) exited with code 1: "
-        "RuntimeError: Connection reset," in text
+        "    as a result      rank 0 on host foo (pid 41) exited with code 1: RuntimeError: "
+        "Connection reset, 3.0 ms later\n" in text
     )
-    assert "3.0 ms later" in text
-    assert "                     and 2 more of 7 failed workers" in text
+    assert text.count("    then also        rank 2 on host foo") == 1
+    assert "                     and 1 more of 7 failed workers" in text
+
+
+def test_errors_that_follow_from_the_end_of_a_peer_share_one_line() -> None:
+    lost = (
+        "Traceback (most recent call last):\n  File 'x'\nRuntimeError: Connection closed by peer\n"
+    )
+    follow = [raised(0, 101.0 + n, lost, rank=n, pid=n, root_cause=False) for n in (4, 2, 3)]
+    text = rendered([started(), failed(0, 101.0), *follow], 300)
+    assert (
+        "    as a result      rank 2 on host foo (pid 2) exited with code 1: RuntimeError: "
+        "Connection closed by peer, 2.0 s later; then ranks 3, 4 in the same way\n" in text
+    )
+    assert "then also" not in text
 
 
 def test_without_a_mark_the_earliest_failure_is_the_cause() -> None:
@@ -233,7 +248,7 @@ def test_used_up_restarts_are_shown() -> None:
     text = rendered(lines, width=120)
     assert text.startswith(
         "regrow: job 7f3a (train_digits.py, 2 workers on 1 node) "
-        "FAILED (exit code 1) after 3.00 s with 1 restart\n"
+        "FAILED (exit code 1) after 3.0 s with 1 restart\n"
     )
     assert "  failure 2 (attempt 1): " in text
     assert "    not restarted    no restarts left (--max-restarts=1)" in text
@@ -247,9 +262,7 @@ def test_a_failure_in_a_closed_rendezvous_names_the_node_that_closed_it() -> Non
         finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=3),
     ]
     text = rendered(lines, width=120)
-    assert (
-        "not restarted    the rendezvous is closed (node a/7/1: it closed the rendezvous)" in text
-    )
+    assert "not restarted    the rendezvous is closed (host a: it closed the rendezvous)" in text
     lines[-1] = finished(0, 102.0, "FAILED", exit_code=1, restarts=0, restarts_left=0)
     assert "not restarted    no restarts left (--max-restarts=3)" in rendered(lines)
 
@@ -262,20 +275,20 @@ def test_a_job_without_restarts_shows_this_reason() -> None:
 def test_a_job_that_a_signal_stopped_names_the_signal() -> None:
     lines = [started(), finished(0, 103.2, "SIGNALED", signal="SIGTERM", exit_code=143)]
     assert (
-        rendered(lines) == "regrow: job 7f3a (train_digits.py) was stopped by SIGTERM after 3.20 s"
+        rendered(lines) == "regrow: job 7f3a (train_digits.py) was stopped by SIGTERM after 3.2 s"
     )
 
 
 def test_a_job_that_ended_by_an_error_of_the_launcher_gives_its_text() -> None:
     reason = "RendezvousTimeoutError: 1 of 2 nodes came"
     lines = [started(), finished(0, 103.2, "ERROR", reason=reason)]
-    assert rendered(lines, width=200).endswith(f"ended with an ERROR after 3.20 s: {reason}")
+    assert rendered(lines, width=200).endswith(f"ended with an ERROR after 3.2 s: {reason}")
 
 
 def test_a_log_without_the_end_of_the_job_is_unfinished() -> None:
     text = rendered(recovered()[:7], width=300)
     assert text.splitlines()[0].endswith(
-        "is UNFINISHED, 10.0 s after its start: "
+        "is UNFINISHED, 10 s after its start: "
         "the launcher's end is not recorded: it was killed, still runs, or its disk was full"
     )
     assert "not restarted    the log ends here" in text
@@ -286,7 +299,8 @@ def test_a_pause_before_a_restart_is_not_mistaken_for_slowness() -> None:
     lines[6] = line("job.restarting", 0, 110.011, delay_s=2.0)
     lines[7] = attempt(1, 112.02)
     assert story(lines).failures[0].backoff_s == 2.0
-    assert "2.02 s     (all 2 workers started again; including a pause of 2.00 s)" in rendered(
+    assert "2.0 s      (all 2 workers started again; including a pause of 2.0 s)" in rendered(lines)
+    assert "lost: detecting 0.4 ms, pausing before restarts 2.0 s, starting 310 ms" in rendered(
         lines
     )
 
@@ -301,7 +315,8 @@ def test_a_script_without_steps_gets_advice() -> None:
     lines = [entry for entry in recovered() if "step" not in entry["name"]]
     lines = [{**entry, "last_steps": {}} for entry in lines]
     text = rendered(lines)
-    assert "    work lost        unknown: the script does not call regrow.step" in text
+    assert "redoing steps unknown: the script does not call regrow.step" in " ".join(text.split())
+    assert "work lost" not in text
     assert "first step after" not in text
 
 
@@ -314,7 +329,7 @@ def test_an_attempt_that_failed_before_its_first_step_lost_no_work() -> None:
     assert first.first_step_after_s == pytest.approx(4.0)
     assert second.first_step_after_s == pytest.approx(3.0)
     text = rendered(lines)
-    assert "first step after 4.00 s     (rank 0, step 121, attempt 2)" in text
+    assert "first step after 4.0 s      (rank 0, step 121, attempt 2)" in text
     assert "work lost        0 steps    (the attempt made no step)" in text
 
 
@@ -353,12 +368,13 @@ def test_a_planned_restart_is_shown_with_its_reason() -> None:
         attempt(1, 106.0, world_size=4),
         finished(1, 110.0, restarts=1),
     ]
-    assert rendered(lines) == (
+    assert rendered(lines, 200) == (
         "regrow: job 7f3a (train_digits.py, 2 to 4 workers on 1 node) "
-        "SUCCEEDED after 10.0 s with 1 restart\n"
+        "SUCCEEDED after 10 s with 1 membership change\n"
         "  attempt 0 was stopped without a failure: 1 node waits to join\n"
-        "    restarted after  900.0 ms   (all 4 workers started again)\n"
-        "    work lost        unknown: the script does not call regrow.step"
+        "    restarted after  900 ms     (all 4 workers started again)\n"
+        "  900 ms of 10 s lost: starting 900 ms, redoing steps unknown: the script does not call "
+        "regrow.step"
     )
 
 
@@ -373,15 +389,16 @@ def test_the_cost_of_a_planned_restart_is_shown_as_for_a_failure() -> None:
         stepped(1, 108.0, 31),
         finished(1, 110.0, restarts=1),
     ]
-    assert rendered(lines).splitlines()[2:] == [
-        "    restarted after  900.0 ms   (all 4 workers started again)",
-        "    first step after 2.90 s     (rank 0, step 31)",
+    assert rendered(lines, 200).splitlines()[2:] == [
+        "    restarted after  900 ms     (all 4 workers started again)",
+        "    first step after 2.9 s      (rank 0, step 31)",
         "    work lost        10 steps   (step 40 reached, resumed from step 30; "
-        "about 2.54 s of training)",
+        "about 2.5 s of training)",
+        "  5.4 s of 10 s lost: starting 2.9 s, redoing steps 2.5 s",
     ]
 
 
-def test_suspended_workers_are_shown_with_the_duration() -> None:
+def test_paused_workers_are_shown_with_the_duration() -> None:
     suspended = {"rank": 0, "pid": 7, "signal": "SIGSTOP"}
     lines = [
         line("worker.suspended", 0, 101.0, **suspended),
@@ -389,8 +406,8 @@ def test_suspended_workers_are_shown_with_the_duration() -> None:
         line("worker.suspended", 0, 105.0, **suspended),
     ]
     text = rendered([started(), *lines])
-    assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP for 3.00 s (attempt 0)" in text
-    assert "  rank 0 on host foo (pid 7) was suspended by SIGSTOP and not resumed" in text
+    assert "  rank 0 on host foo (pid 7) was paused by SIGSTOP for 3.0 s (attempt 0)" in text
+    assert "  rank 0 on host foo (pid 7) was paused by SIGSTOP and not resumed" in text
 
 
 def test_events_that_could_not_be_written_are_counted() -> None:
@@ -439,9 +456,9 @@ def test_a_crash_loop_is_shown_by_its_beginning_and_its_end() -> None:
     assert text.count("was killed by SIGKILL") == 20
 
 
-@pytest.mark.parametrize("width", [48, 60, 80, 100])
+@pytest.mark.parametrize("width", [60, 80, 100])
 def test_no_line_is_wider_than_asked_for(width: int) -> None:
-    assert max(map(len, rendered(recovered(), width).splitlines())) <= width
+    assert max(map(len, story(recovered()).render(width).splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -449,19 +466,20 @@ def test_no_line_is_wider_than_asked_for(width: int) -> None:
     [
         (0.0, "0.0 ms"),
         (0.00042, "0.4 ms"),
-        (0.9999, "999.9 ms"),
-        (0.99996, "1.00 s"),
-        (9.994, "9.99 s"),
-        (9.996, "10.0 s"),
-        (119.9, "119.9 s"),
-        (119.96, "2 min 0 s"),
+        (0.0121, "12 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (119.4, "119 s"),
+        (119.6, "2 min 0 s"),
         (3725, "62 min 5 s"),
         (7200, "2 h 0 min"),
         (90061, "25 h 1 min"),
     ],
 )
 def test_durations_read_naturally(seconds: float, shown: str) -> None:
-    from regrow.events.story_text import duration
+    from regrow.events.story_incidents import duration
 
     assert duration(seconds) == shown
 
@@ -515,7 +533,7 @@ def test_the_figures_of_a_job_do_not_depend_on_the_order_of_its_events(lines: li
 
 @pytest.mark.parametrize("length", range(len(_ALL)))
 def test_a_log_may_end_after_any_line(length: int) -> None:
-    assert rendered(_ALL[:length]).startswith("regrow: job ")
+    assert rendered(_ALL[:length]).lstrip().startswith("regrow: job ")
 
 
 def test_print_story_prints_text_or_json_and_remarks_to_stderr(
@@ -531,12 +549,16 @@ def test_print_story_prints_text_or_json_and_remarks_to_stderr(
 
     out = io.StringIO()
     assert print_story(tmp_path, as_json=False, out=out) == 0
-    assert out.getvalue() == rendered(recovered()) + "\n"
+    assert without_times(out.getvalue()) == rendered(recovered(), 85)
     assert "line 12 left out: incomplete" in capsys.readouterr().err
 
     out = io.StringIO()
     assert print_story(tmp_path, as_json=True, out=out) == 0
-    assert json.loads(out.getvalue()) == json.loads(json.dumps(story(recovered()).to_json()))
+    printed, expected = (
+        json.loads(out.getvalue()),
+        json.loads(json.dumps(story(recovered()).to_json())),
+    )
+    assert printed | {"started_at": 0} == expected | {"started_at": 0}
 
 
 @pytest.mark.parametrize("content", [None, "", "rubbish\n"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.stories import without_times
 from regrow.events import story
 
 Line = dict[str, Any]
@@ -24,7 +25,7 @@ def rendered(*events: Line) -> list[str]:
         *events,
         line("job.finished", 120.0, state="FAILED", duration_s=20.0, restarts=0),
     ]
-    return [" ".join(each.split()) for each in story(job).render(1000).splitlines()]
+    return [" ".join(each.split()) for each in without_times(story(job).render(1000)).splitlines()]
 
 
 def failed(rank: int, at: float, signal: str, message: str, *, root: bool = False) -> Line:
@@ -66,7 +67,7 @@ def test_a_missed_heartbeat_is_shown_as_such() -> None:
         failed(2, 110.0, "SIGKILL", message, root=True),
     )
     assert about[1:3] == [
-        "failure 1 (attempt 0): rank 2 on host foo (pid 42) hung: no heartbeat for 8.10 s, so it "
+        "failure 1 (attempt 0): rank 2 on host foo (pid 42) hung: no heartbeat for 8.1 s, so it "
         "was killed by SIGKILL",
         "location stopped by a signal",
     ]
@@ -89,8 +90,8 @@ def test_the_missing_rank_is_named_before_the_rank_that_detected_it() -> None:
     )
     assert about[1].startswith("failure 1 (attempt 0): rank 2 on host foo (pid 42) was killed by")
     assert (
-        about[-1]
-        == f"then also rank 0 on host foo (pid 40) was killed by SIGABRT: {SAID}, 0.0 ms later"
+        f"then also rank 0 on host foo (pid 40) was killed by SIGABRT: {SAID}, 0.0 ms later"
+        in about
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.stories import without_times
 from regrow.events import story
 
 Line = dict[str, Any]
@@ -45,16 +46,17 @@ def rendered(*events: Line) -> str:
         line("attempt.started", 1, 110.5, world_size=2),
         line("job.finished", 1, 120.0, state="SUCCEEDED", restarts=1),
     ]
-    return story([*started, *events, *continued]).render(200).partition("\n")[2]
+    return without_times(story([*started, *events, *continued]).render(200)).partition("\n")[2]
 
 
 def test_a_failure_on_another_host_is_timed_from_the_notification() -> None:
     why = "its workers failed"
     assert rendered(round_over(110.0, why, by_failure=True), failed_elsewhere(110.0)) == (
         "  failure 1 (attempt 0): rank 5 on host there (pid 99) was killed by SIGKILL\n"
-        "    restarted after  500.0 ms   "
+        "    restarted after  500 ms     "
         "(since this host was notified; all 2 workers started again)\n"
-        "    work lost        unknown: the script does not call regrow.step"
+        "  500 ms lost: starting 500 ms, redoing steps "
+        "unknown: the script does not call regrow.step"
     )
 
 
@@ -70,9 +72,9 @@ def test_a_local_failure_after_a_remote_one_is_a_consequence() -> None:
 def test_a_lost_host_is_the_cause_of_the_failures_that_it_left_behind() -> None:
     why = "its connection broke"
     text = rendered(failed(109.9), judged(110.0, why, charged=False))
-    assert text.startswith("  failure 1 (attempt 0): node there/1/a: its connection broke\n")
+    assert text.startswith("  failure 1 (attempt 0): host there: its connection broke\n")
     assert (
-        "restarted after  500.0 ms   (since this host was notified; all 2 workers started again)"
+        "restarted after  500 ms     (since this host was notified; all 2 workers started again)"
         in text
     )
     assert "then also        rank 0 on host here (pid 7) exited with code 1" in text
@@ -84,15 +86,16 @@ def test_a_verdict_corrects_the_first_report() -> None:
         failed_elsewhere(110.0),
         judged(110.1, "no heartbeat arrived for 4 s", charged=False),
     )
-    assert text.startswith("  failure 1 (attempt 0): node there/1/a: no heartbeat arrived")
+    assert text.startswith("  failure 1 (attempt 0): host there: no heartbeat arrived")
     assert "then also        rank 5 on host there" in text
 
 
 def test_a_round_that_a_node_ends_without_being_lost_is_a_move_with_its_reason() -> None:
     assert rendered(round_over(110.0, "1 node waits to join", by_failure=False)) == (
         "  attempt 0 was stopped without a failure: round 1 is over\n"
-        "    restarted after  490.0 ms   (all 2 workers started again)\n"
-        "    work lost        unknown: the script does not call regrow.step"
+        "    restarted after  490 ms     (all 2 workers started again)\n"
+        "  490 ms lost: starting 490 ms, redoing steps "
+        "unknown: the script does not call regrow.step"
     )
 
 
@@ -113,23 +116,23 @@ def test_a_signal_that_stops_all_agents_is_no_failure_of_the_first_one() -> None
     other = {**stopped, "signal": "SIGINT"}
     for ends in ([restarting, later, stopped], [signaled, other], [stopped]):
         (failure,) = story([started, *over, *ends]).failures
-        assert failure.what == "node rank 1 (there): its agent got SIGTERM"
+        assert failure.what == "host there (node rank 1): its agent got SIGTERM"
 
 
 COST = [
-    "    restarted after  500.0 ms   (since this host was notified; all 2 workers started again)",
-    "    work lost        unknown: the script does not call regrow.step",
+    "    restarted after  500 ms     (since this host was notified; all 2 workers started again)",
+    "  500 ms lost: starting 500 ms, redoing steps unknown: the script does not call regrow.step",
 ]
 
 
 def test_the_cost_of_a_lost_host_does_not_depend_on_local_failures() -> None:
     over = round_over(110.0, "no heartbeat arrived for 4 s", by_failure=False) | {"lost": True}
-    heading = "  failure 1 (attempt 0): node there/1/a: no heartbeat arrived for 4 s"
+    heading = "  failure 1 (attempt 0): host there: no heartbeat arrived for 4 s"
     assert rendered(over).splitlines() == [heading, *COST]
     assert rendered(failed(109.9), over).splitlines() == [
         heading,
-        *COST,
         "    then also        rank 0 on host here (pid 7) exited with code 1",
+        *COST,
     ]
 
 
@@ -147,9 +150,9 @@ def test_all_hosts_that_were_lost_at_once_are_named() -> None:
         ),
     )
     assert text.splitlines() == [
-        f"  failure 1 (attempt 0): node rank 1 (there): {silent}",
-        f"    also lost        node rank 2 (far): {silent}",
-        "                     node rank 3 (off): it left",
+        f"  failure 1 (attempt 0): host there (node rank 1): {silent}",
+        f"    also lost        host far (node rank 2): {silent}",
+        "                     host off (node rank 3): it left",
         *COST,
     ]
 
@@ -159,7 +162,9 @@ def test_a_host_that_is_lost_while_another_one_lets_nodes_in_is_the_one_to_name(
         round_over(110.0, "1 node waits to join", by_failure=False),
         departed(110.4, ("far/1/b", 2, "its connection broke")),
     )
-    assert text.startswith("  failure 1 (attempt 0): node rank 2 (far): its connection broke\n")
+    assert text.startswith(
+        "  failure 1 (attempt 0): host far (node rank 2): its connection broke\n"
+    )
 
 
 def test_a_host_that_is_lost_after_a_worker_failed_is_named_beside_the_worker() -> None:
@@ -168,7 +173,7 @@ def test_a_host_that_is_lost_after_a_worker_failed_is_named_beside_the_worker() 
         departed(110.4, ("far/1/b", 2, "its connection broke")),
     )
     assert "failure 1 (attempt 0): rank 0 on host here" in text
-    assert "also lost        node rank 2 (far): its connection broke" in text
+    assert "also lost        host far (node rank 2): its connection broke" in text
 
 
 def test_lost_nodes_in_a_log_may_be_of_any_type() -> None:

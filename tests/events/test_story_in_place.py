@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.stories import without_times
 from regrow.events import story
 
 Line = dict[str, Any]
@@ -18,7 +19,7 @@ def rendered(*events: Line) -> list[str]:
         *events,
         {"name": "regrow.job.finished", "monotonic": 120.0, "state": "SUCCEEDED"},
     ]
-    text = story(common | line for line in lines).render(1000)
+    text = without_times(story(common | line for line in lines).render(1000))
     return [" ".join(each.split()) for each in text.splitlines()]
 
 
@@ -55,7 +56,7 @@ def test_the_state_that_ranks_received_is_shown_with_its_size() -> None:
     sent = {"name": "regrow.state.sent", "monotonic": 106.1, "step": 7, "rank": 0, "iteration": 1}
     moved = {"targets": [2], "bytes": 3_250_000, "duration_s": 0.04}
     lines = rendered(restarted(1), sent | moved, sent | moved | {"iteration": 2})
-    assert lines.count("state step 7 from rank 0 to rank 2: 3.2 MB in 40.0 ms") == 1
+    assert lines.count("state step 7 from rank 0 to rank 2: 3.2 MB in 40 ms") == 1
     many = rendered(restarted(1), sent | moved | {"targets": [1, 2], "duration_s": None})
     assert "state step 7 from rank 0 to ranks 1, 2: 3.2 MB" in many
 
@@ -85,13 +86,13 @@ def test_the_processes_that_took_the_places_of_others_are_shown() -> None:
     lines = rendered(vacated(1), replaced(1), restarted(1, replaced=[1]))
     assert (
         "replaced rank 1: pid 70 ended by SIGKILL after step 5; pid 71 started by a cold start "
-        "200.0 ms later; 2 restarts left"
+        "200 ms later; 2 restarts left"
     ) in lines
     ended = vacated(1, last_step=None, how="with exit code 1")
     forked = replaced(1, started_from="template", restarts_left=1)
     lines = rendered(ended, forked, restarted(1, replaced=[1]))
     assert (
-        "replaced rank 1: pid 70 ended with exit code 1; pid 71 started from the template 200.0 ms "
+        "replaced rank 1: pid 70 ended with exit code 1; pid 71 started from the template 200 ms "
         "later; 1 restart left"
     ) in lines
 

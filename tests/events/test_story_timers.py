@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.stories import without_times
 from regrow.events import story
 
 Line = dict[str, Any]
@@ -68,21 +69,22 @@ def job(*events: Line, state: str = "SUCCEEDED") -> list[Line]:
 
 
 def rendered(*events: Line, width: int = 200) -> list[str]:
-    return story(job(*events)).render(width).splitlines()
+    return without_times(story(job(*events)).render(width)).splitlines()
 
 
 def test_a_hang_is_shown_with_its_timer_its_place_and_the_other_workers() -> None:
     assert rendered(expired(), failed())[1:] == [
         "  failure 1 (attempt 0): rank 1 on host foo (pid 42) hung: timer step of 2 s was exceeded "
-        "by 12.3 ms, so it was killed by SIGKILL",
+        "by 12 ms, so it was killed by SIGKILL",
         "    location         in load (data.py:7), called by step (train.py:42)",
         "    compared         ranks 0, 2 are in recv (train.py:9)",
         "                     rank 1 alone is in load",
         "    stacks           logs/attempt_0/1/stacks.42.txt",
         "    error file       logs/attempt_0/1/error.json",
-        "    detected after   20.1 ms",
-        "    restarted after  50.0 ms    (all 3 workers started again)",
-        "    work lost        unknown: the script does not call regrow.step",
+        "    detected after   20 ms",
+        "    restarted after  50 ms      (all 3 workers started again)",
+        "  50 ms of 20 s lost: detecting 20 ms, starting 30 ms, redoing steps unknown: the script "
+        "does not call regrow.step",
     ]
 
 
@@ -99,16 +101,15 @@ def test_ranks_that_were_reaped_together_are_one_failure() -> None:
     second = failed(**other, root_cause=False, failed_monotonic=110.001, traceback=None)
     lines = rendered(expired(), expired(110.013, worker_pid=43, **other), failed(), second)
     assert sum("hung" in each for each in lines) == 1
-    assert lines[-1].startswith(
-        "    then also        rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s"
-    )
-    assert lines[-1].endswith(", 1.0 ms later")
+    (other_rank,) = (each for each in lines if each.startswith("    then also"))
+    assert " rank 2 on host foo (pid 43) was killed by SIGKILL: timer step of 2 s" in other_rank
+    assert other_rank.endswith(", 1.0 ms later")
 
 
 def test_ranks_with_timers_that_expired_during_the_stop_share_a_line() -> None:
     late = [expired(110.02, rank=rank, pid=50 + rank, worker_pid=50 + rank) for rank in (2, 0)]
     events = [expired(), *late, failed()]
-    assert rendered(*events)[-1] == "    also hung        ranks 0, 2"
+    assert "    also hung        ranks 0, 2" in rendered(*events)
     made = story(job(*events))
     assert [each.rank for each in made.failures[0].hung_too] == [2, 0]
     assert made.expiries == ()
@@ -116,8 +117,8 @@ def test_ranks_with_timers_that_expired_during_the_stop_share_a_line() -> None:
 
 def test_a_timer_that_is_only_reported_is_no_failure() -> None:
     lines = rendered(expired(signal=None, compared=[]))
-    assert lines[-3:] == [
-        "  rank 1 on host foo (pid 42): timer step of 2 s was exceeded by 12.3 ms, which is only "
+    assert lines[1:4] == [
+        "  rank 1 on host foo (pid 42): timer step of 2 s was exceeded by 12 ms, which is only "
         "reported (attempt 0)",
         "    location         in load (data.py:7), called by step (train.py:42)",
         "    stacks           logs/attempt_0/1/stacks.42.txt",

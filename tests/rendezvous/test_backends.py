@@ -415,7 +415,7 @@ def test_a_node_that_falls_silent_is_replaced_and_its_seat_is_lost(party: Party)
     now = time.monotonic()
     assert [until for until in renewed if until > now] == [], "it went on as if it had its seat"
     standby.handler.set_closed()
-    with pytest.raises(RendezvousGracefulExitError, match="was on standby"):
+    with pytest.raises(RendezvousGracefulExitError, match="stood by until"):
         back.result()
 
 

@@ -279,7 +279,7 @@ def test_an_evicted_node_is_notified_and_rejoins_under_another_id(
     infos = job.meet(a, b)
     assert {i.round for i in infos} == {2}
     assert a.id != old
-    assert "rejoins under a new id" in caplog.text
+    assert "this node asks for another seat" in caplog.text
 
 
 def test_a_node_evicted_while_it_waits_asks_again_by_itself(make_job: MakeJob) -> None:
@@ -320,7 +320,7 @@ def test_a_standby_node_waits_past_its_timeout_and_leaves_quietly_at_the_end(
     job.rounds.until(lambda: standby.driver.beats >= beats + 4)  # four times its timeout
     assert a.handler.num_nodes_waiting() == 0
     a.handler.shutdown()
-    with pytest.raises(RendezvousGracefulExitError, match=r"was on standby until .* closed the"):
+    with pytest.raises(RendezvousGracefulExitError, match=r"stood by until .* closed the"):
         waiting.result()
 
 
@@ -414,7 +414,7 @@ def test_a_new_node_of_an_ended_job_is_asked_for_another_id(
     with pytest.raises(RendezvousClosedError) as caught:
         job.agent("late").handler.next_rendezvous()
     assert re.fullmatch(
-        r"the job 'job' has ended already \(node a/.*: its workers failed for good\): "
+        r"the job 'job' has ended already \(host .*: its workers failed for good\): "
         r"give a new job an id of its own, with --rdzv-id",
         str(caught.value),
     )

@@ -117,11 +117,11 @@ def test_no_node_notices_the_loss_of_one_member(
     again = [node.join() for node in nodes]
     assert {join.result().world_size for join in [*again, joining]} == {4}
     late.handler.leave("it has seen enough")
-    ends = [node.ended(but="it asked for a new round") for node in nodes]
+    ends = [node.ended(but="it starts its workers again") for node in nodes]
     assert {end.why for end in ends} == {"it has seen enough"}
     again = [node.join() for node in nodes]
     assert {join.result().world_size for join in again} == {3}
-    assert {end.why for node in nodes for end in node.ends()} <= {"it asked for a new round"}
+    assert {end.why for node in nodes for end in node.ends()} <= {"it starts its workers again"}
     job.close()
     if "frozen" in fault:
         member.signal(signal.SIGCONT)

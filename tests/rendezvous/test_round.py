@@ -206,7 +206,7 @@ def test_seats_are_kept_for_members_of_the_round_before_while_they_stop_their_wo
 def test_a_round_that_loses_a_member_ends_with_the_node_and_the_reason() -> None:
     state, effects = run(complete("a", "b", "c"), NodeLost("b", "its connection broke"))
     assert effects == [RoundEnded(1, "b", "its connection broke", lost=True)]
-    assert str(effects[0]) == "round 1 is over: node b: its connection broke"
+    assert str(effects[0]) == "lost host b: its connection broke"
     assert state.number == 2
     assert status_of(state, "a") == RoundEnded(1, "b", "its connection broke", lost=True)
     assert status_of(state, "b") is None
@@ -260,7 +260,7 @@ def test_a_world_of_one_goes_from_round_to_round_without_waiting() -> None:
 def test_a_node_that_missed_its_seat_in_an_ended_round_is_awaited() -> None:
     state, _ = run(complete("a", "b"), JoinRound(node("b"), 1))
     assert run(state, JoinRound(node("a"), 0))[0] is state
-    assert status_of(state, "a") == RoundEnded(1, "b", "it asked for a new round")
+    assert status_of(state, "a") == RoundEnded(1, "b", "it starts its workers again")
     _, effects = run(state, JoinRound(node("a"), 1))
     assert seats(effects) == {"a": 0, "b": 1}
 
@@ -275,7 +275,7 @@ def test_a_node_with_a_stale_token_is_refused_with_the_reason() -> None:
     (refused,) = effects
     assert isinstance(refused, NodeRefused)
     assert "round 1 continued without it" in refused.why
-    assert "node c: silence" in refused.why
+    assert "lost host c: silence" in refused.why
 
 
 def test_a_refused_node_can_come_back_as_a_new_one() -> None:
@@ -426,6 +426,14 @@ def test_a_member_that_left_or_was_evicted_is_named_too() -> None:
         Departed("b", 1, "its agent got SIGTERM"),
         Departed("c", 2, "it did not come back within the last call"),
     )
+
+
+def test_nodes_that_joined_are_named_in_the_round_that_they_join() -> None:
+    _, effects = run(complete("a", "b", high=3), *joins("c"), *joins("a", "b", token=1))
+    assert [e.joined for e in effects if isinstance(e, Seated)] == [("c",)] * 3
+    first = status_of(complete("a", "b"), "a")
+    assert isinstance(first, Seated)
+    assert first.joined == (), "all nodes of the first round are new"
 
 
 def test_a_node_that_only_waited_is_not_missed() -> None:
@@ -666,7 +674,7 @@ def test_a_failure_in_a_closed_round_names_the_node_that_closed_it() -> None:
         complete("a", "b"), CloseRendezvous("b", "it is done"), WorkersFailed("a", 1, "boom")
     )
     assert state.closed is not None
-    assert state.closed.why == "its workers failed; no round follows, as b: it is done"
+    assert state.closed.why == "its workers failed; no round follows, because host b: it is done"
 
 
 def test_when_the_job_has_failed_for_good_no_round_continues() -> None:
@@ -779,7 +787,7 @@ def test_a_failure_that_such_a_loss_has_caused_is_not_charged() -> None:
 def test_all_that_cannot_be_replaced_are_named_when_several_are_lost() -> None:
     state, _ = run(fixed("a", "b", "c"), NodeLost("b", "it went"), NodeLost("c", "it fell silent"))
     _, effects = run(state, *joins("a", token=1))
-    assert effects == [RoundClosed("b", "it went; node c: it fell silent", lost=True)]
+    assert effects == [RoundClosed("b", "it went; host c: it fell silent", lost=True)]
 
 
 def test_before_the_first_round_is_complete_nodes_may_join_and_leave() -> None:

@@ -45,6 +45,7 @@ from regrow.agent.attempt.local import LocalWorkers
 from regrow.agent.decisions.events import Signaled
 from regrow.agent.features.early_stop import EarlyStop
 from regrow.agent.features.heartbeats import Heartbeats
+from regrow.agent.features.last_words import LastWords
 from regrow.agent.features.out_of_memory import OutOfMemory
 from regrow.agent.features.state_d import UninterruptibleSleepers, timeout_from_environment
 from regrow.agent.inbox import Inbox, Operations, signals_into
@@ -273,7 +274,7 @@ class SimpleElasticAgent(ElasticAgent):
             death_sig = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             # First, because this event decides whether this agent still prints for the job.
             recorder.emit("regrow.job.stopping", signal=death_sig.name)
-            logger.warning("Received %s death signal, shutting down workers", death_sig)
+            logger.warning("received %s; the workers are being stopped", death_sig.name)
             why = f"its agent got {death_sig.name}"
             handler.leaving(why, full_grace=True)
             handler.interrupt()
@@ -467,7 +468,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._regrow.attempt.workers = self._regrow_workers = workers
         self._regrow_stop = EarlyStop(common, min_nodes=min_nodes, time_limit=time_limit)
         self._regrow.on_signal = self._regrow_stop.on_signal
-        common.features += [workers, workers.replacements, OutOfMemory(), self._regrow_stop]
+        common.features += [workers, workers.replacements, OutOfMemory(), LastWords()]
+        common.features.append(self._regrow_stop)
         cores = len(os.sched_getaffinity(0))
         if preload:
             from regrow.agent.features.templates import DelayedStart, Templates

@@ -113,7 +113,13 @@ class Loop:
             case events.Restart(reason, announce, full_grace, keep):
                 if not delayed:
                     recorder.restarting(reason, 0.0)
-                return lambda: attempt.restart(reason, announce, full_grace, keep), self._formed
+
+                def restart() -> None:
+                    if not delayed:
+                        attempt.log_restart(reason, 0.0)
+                    attempt.restart(reason, announce, full_grace, keep)
+
+                return restart, self._formed
             case events.CheckWorkers():
                 return attempt.check, self._checked
             case events.ReportFailure():
@@ -121,8 +127,13 @@ class Loop:
             case events.Delay(seconds, reason, announce, full_grace):
                 recorder.restarting(reason, seconds)
                 self._deadline = monotonic() + seconds
-                # The remaining workers must not run while the agent waits.
-                return lambda: attempt.pause(reason, announce, full_grace), lambda _: None
+
+                def pause() -> None:
+                    attempt.log_restart(reason, seconds)
+                    # The remaining workers must not run while the agent waits.
+                    attempt.pause(reason, announce, full_grace)
+
+                return pause, lambda _: None
             case events.StopWorkers(report):
                 return lambda: attempt.stop_for_good(report), lambda _: events.Stopped()
             case events.Barrier():

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from regrow.agent.decisions import events
+from regrow.agent.decisions.decide import WORKER_FAILURE
 from regrow.agent.records.recorder import failure_fields
 from regrow.agent.records.shared_failure import decode, encode
 from regrow.rendezvous import RendezvousError
@@ -56,6 +57,8 @@ class Peers:
         self._judged = 0  # the latest round with a recorded verdict
         self.job_failure: tuple[int, ProcessFailure] | None = None
         """Failure of another node that made the job fail, with its rank."""
+        self.failure_elsewhere: tuple[int, ProcessFailure] | None = None
+        """The latest failure of another node in the current attempt, with its rank."""
 
     def begin_run(self) -> None:
         """Clear the data of the last run."""
@@ -64,7 +67,7 @@ class Peers:
 
     def begin_attempt(self) -> None:
         """Clear the data of the last attempt."""
-        self._reported, self._recorded = "", set()
+        self._reported, self._recorded, self.failure_elsewhere = "", set(), None
 
     # --- reports of other nodes
 
@@ -226,7 +229,8 @@ class Peers:
                 "told_host": socket.gethostname(),
             }
             self._job.recorder.emit("regrow.worker.failed", **known, root_cause=True)
-        return NO_RANK if rank is None else rank, failure
+        self.failure_elsewhere = NO_RANK if rank is None else rank, failure
+        return self.failure_elsewhere
 
     def _would_be_full(self, report: NodesWaiting) -> bool:
         most, here = self._job.handler.max_nodes, self._job.group.group_world_size
@@ -255,7 +259,7 @@ class Peers:
             self._record_verdict(judged)
             if judged.cause.report:
                 self._record_failure(judged.cause.report)
-        reason = "worker failure" if judged.charged else str(judged.cause)
+        reason = WORKER_FAILURE if judged.charged else str(judged.cause)
         return events.Verdict(judged.charged, self._is_final(judged), mine, reason, now)
 
     def _is_final(self, judged: Judged) -> bool:

@@ -1,7 +1,7 @@
 """The `regrow` command.
 
     regrow run ...              start a training, as torchrun does
-    regrow events LOGDIR        print the story of a job from its log directory
+    regrow events LOGDIR ...    print the story of a job from the log directories of its hosts
     regrow goodput RUNS ...     print which share of a job's time was training
     regrow stop LOGDIR          ask a running job to stop, so that it can go on later
     regrow token FILE           create the secret that the hosts of a job share
@@ -47,7 +47,7 @@ _HELP = """\
 usage: regrow COMMAND ...
 
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
-  regrow events LOGDIR [--json]    print the story of a job, from its log directory
+  regrow events LOGDIR ... [--json]  print the story of a job, from its log directories
   regrow goodput RUNS ... [--json] print which share of a job's time was training
   regrow stop LOGDIR               ask a running job to stop; or --rdzv-id and --rdzv-endpoint
   regrow token FILE                create the secret that the hosts of a job share
@@ -84,10 +84,12 @@ def guarded(call: Callable[[], object]) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         from regrow.cli.exit_codes import outcome
         from regrow.cli.screen.console import say
+        from regrow.utils import begin_time_stamps, stamped
 
         code, text = outcome(error)
         if text:
-            say(sys.stderr, text)
+            say(sys.stderr, stamped(text) if text.startswith("regrow: ") else text)
+        begin_time_stamps(None)
         return code
 
 

@@ -16,6 +16,7 @@ from regrow.events.log import (
     find_event_file,
     read_events,
 )
+from regrow.events.log import NO_ID as NO_ID
 from regrow.events.log import QueuedEventLog as QueuedEventLog
 from regrow.events.recording import (
     Event,
@@ -32,7 +33,13 @@ from regrow.utils import lazily
 from .handlers import get_logging_handler, register_logging_handler
 
 if TYPE_CHECKING:
-    from regrow.events.evidence import STOP_SPREAD_S, left_for_signal, short_scope
+    from regrow.events.causes import Cause, find_cause
+    from regrow.events.evidence import (
+        STOP_SPREAD_S,
+        describe_failure,
+        left_for_signal,
+        short_scope,
+    )
     from regrow.events.printing import print_story
     from regrow.events.story_types import (
         Expiry,
@@ -83,7 +90,8 @@ __all__ = [
 __getattr__, __dir__ = lazily(
     globals(),
     {
-        "evidence": "STOP_SPREAD_S left_for_signal short_scope",
+        "causes": "Cause find_cause",
+        "evidence": "STOP_SPREAD_S describe_failure left_for_signal short_scope",
         "printing": "print_story",
         "story_types": (
             "Expiry Failure InProcessRestart LostNode OtherFailure PlannedRestart"

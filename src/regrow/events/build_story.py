@@ -9,19 +9,28 @@ import math
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 from regrow.events import evidence
-from regrow.events.evidence import Record, Steps, integer, one_line, process, real, since, text
+from regrow.events.clocks import on_one_clock
+from regrow.events.evidence import (
+    Record,
+    Steps,
+    integer,
+    one_line,
+    process,
+    real,
+    since,
+    strings,
+    text,
+)
+from regrow.events.in_process import in_process_restarts
+from regrow.events.losses import losses
 from regrow.events.story_types import (
     Failure,
-    InProcessRestart,
     OtherFailure,
     PlannedRestart,
-    Replacement,
-    SentState,
     ServerEnd,
     StalledProgress,
     StepMark,
@@ -49,7 +58,8 @@ class _StoryBuilder:
     """Sorts the events by attempt and derives the story's parts."""
 
     def __init__(self, events: Iterable[Record]) -> None:
-        self.events = _of_one_job(events)
+        self.events, self.started_at = on_one_clock(_of_one_job(events))
+        self.hosts = evidence.Hosts(self.events)
         self.attempts: dict[int, _Attempt] = {}
         self.by_name: dict[str, list[Record]] = defaultdict(list)
         current = 0
@@ -81,6 +91,13 @@ class _StoryBuilder:
         starts = [n for n in self.numbers if self._starts(n)]
         failures = tuple(f for n in self.numbers if (f := self._failure(n)) is not None)
         failed = {failure.attempt for failure in failures}
+        moves = tuple(
+            self._planned_restart(n)
+            for n in starts[:-1]
+            if n not in failed and not self._is_part_of_the_stop(n)
+        )
+        in_place = in_process_restarts(self._sorted)
+        lost_hosts = [f for f in failures if f.restarted_attempt is not None and f.is_host_lost]
         restarts = integer(finished, "restarts")
         return Story(
             events=len(self.events),
@@ -91,34 +108,43 @@ class _StoryBuilder:
             max_restarts=integer(started, "max_restarts"),
             restarts_left=integer(finished, "restarts_left"),
             closed=self._closed(),
+            started_at=self.started_at,
             attempts=len(starts),
             restarts=restarts if restarts is not None else max(len(starts) - 1, 0),
+            membership_changes=len(moves) + len(lost_hosts),
+            last_step=self._last_step(),
             state=text(finished, "state"),
             exit_code=integer(finished, "exit_code"),
             signal=text(finished, "signal"),
             reason=text(finished, "reason"),
             duration_s=self._duration(started, finished),
             failures=failures,
-            moves=tuple(
-                self._planned_restart(n)
-                for n in starts[:-1]
-                if n not in failed and not self._is_part_of_the_stop(n)
-            ),
+            moves=moves,
             suspensions=self._suspensions(),
             expiries=tuple(
                 e for e in self.unexplained_timers if all(e not in f.hung_too for f in failures)
             ),
-            in_place=self._in_process_restarts(),
+            in_place=in_place,
             stalls=tuple(map(_stall, self._sorted(_STALLED))),
             servers=_servers(self._sorted(_SERVERS)),
             server_ends=tuple(map(_server_end, self._sorted(_SERVER))),
+            losses=losses([*failures, *moves], in_place, reports_steps=self.reports_steps),
+            addresses=self.hosts.addresses,
             helpers=(*self._helpers(), *self._chaos()),
             reports_steps=self.reports_steps,
             events_lost=sum(integer(e, "lost") or 0 for e in self.by_name["regrow.log.gap"]),
         )
 
     def _last(self, name: str) -> Record:
-        return (self.by_name[name] or [{}])[-1]
+        """Return the last event with this name, of the host that recorded it last."""
+        return max(self.by_name[name], key=lambda e: real(e, "monotonic") or 0.0, default={})
+
+    def _last_step(self) -> int | None:
+        for number in reversed(self.numbers):
+            reached = [s.last_step for s in self.attempts[number].steps if s.last_step is not None]
+            if reached:
+                return max(reached)
+        return None
 
     def _helpers(self) -> tuple[str, ...]:
         """Describe the templates and standbys of the host with the events."""
@@ -145,7 +171,8 @@ class _StoryBuilder:
         closed = self._last("regrow.rendezvous.closed")
         if not closed:
             return None
-        return one_line(f"node {text(closed, 'node') or '?'}: {text(closed, 'why') or '?'}")
+        host = self.hosts.name(text(closed, "node") or "?")
+        return one_line(f"host {host}: {text(closed, 'why') or '?'}")
 
     def _world_sizes(self, starts: list[int]) -> tuple[int, ...]:
         sizes: list[int] = []
@@ -180,8 +207,8 @@ class _StoryBuilder:
             return False
         if stopped - ended > evidence.STOP_SPREAD_S:
             return False
-        lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED])
-        return evidence.left_for_signal(evidence.to_blame(over, lost).why, signal)
+        lost = evidence.lost_nodes(self.attempts[number].named[_DEPARTED], self.hosts)
+        return evidence.left_for_signal(evidence.to_blame(over, lost, self.hosts).why, signal)
 
     def _duration(self, started: Record, finished: Record) -> float | None:
         duration = real(finished, "duration_s")
@@ -197,11 +224,11 @@ class _StoryBuilder:
         if self._is_part_of_the_stop(number):
             return None
         attempt, over = self.attempts[number], self._over(number)
-        root = evidence.root_cause(attempt.named[_FAILED])
-        lost = evidence.lost_nodes(attempt.named[_DEPARTED])
+        root, is_host_lost = evidence.root_cause(attempt.named[_FAILED]), False
+        lost = evidence.lost_nodes(attempt.named[_DEPARTED], self.hosts)
         if over is not None and (root is not None or lost or over.get("lost") is True):
-            blamed = evidence.to_blame(over, lost)
-            what = evidence.describe_node(blamed)
+            blamed = evidence.to_blame(over, lost, self.hosts)
+            what, is_host_lost = evidence.describe_node(blamed), True
             lost = tuple(node for node in lost if node.node != blamed.node)
             root = {"told_monotonic": over.get("monotonic"), "told_host": over.get("host")}
         elif root is None:
@@ -212,7 +239,7 @@ class _StoryBuilder:
             root = {"host": ended.get("host"), "failed_monotonic": ended.get("monotonic")}
             what = one_line(reason)
         else:
-            what = evidence.describe(root)
+            what = evidence.describe_failure(root)
         is_guardian = text(root, "killed_with") is not None
         timer = evidence.of_failure(self.expired, root)
         host, failed = text(root, "host"), real(root, "failed_monotonic")
@@ -240,6 +267,7 @@ class _StoryBuilder:
             else (),
             compared=evidence.compared(self.by_name["regrow.timer.compared"], number),
             lost_nodes=lost,
+            is_host_lost=is_host_lost,
             **self._cost(number, clock, failed),
         )
 
@@ -263,6 +291,8 @@ class _StoryBuilder:
         if last is None and attempt.named[_ENDED] and not attempt.steps and self.reports_steps:
             lost = 0  # the attempt ended before its first step: no work was lost
         return {
+            "at_s": begun,
+            "joined": self._joined(restarted),
             "restarted_after_s": since(real(start, "monotonic"), begun),
             "restarted_attempt": restarted,
             "restarted_workers": integer(starts[0], "world_size") if starts else None,
@@ -276,6 +306,12 @@ class _StoryBuilder:
             "work_lost": lost,
             "work_lost_s": evidence.seconds_of(lost, attempt.steps),
         }
+
+    def _joined(self, number: int | None) -> tuple[str, ...]:
+        """Return the hosts that joined in the round of an attempt."""
+        rounds = self.by_name["regrow.rendezvous.completed"]
+        ids = [strings(e, "joined") for e in rounds if integer(e, "attempt") == number]
+        return tuple(dict.fromkeys(self.hosts.name(id) for found in ids for id in found))
 
     def _first_step(
         self, following: list[int], host: str | None
@@ -308,45 +344,6 @@ class _StoryBuilder:
             **self._cost(number, text(ended, "host"), real(ended, "monotonic")),
         )
 
-    def _in_process_restarts(self) -> tuple[InProcessRestart, ...]:
-        """Return the restarts; each has the replacements of its ranks since the one before."""
-        replaced, vacated = self._sorted(_REPLACED), self._sorted(_VACATED)
-        restarts = []
-        for event in self._sorted(_IN_PROCESS):
-            origins = event.get("origins")
-            known = origins if isinstance(origins, list) else []
-            first: dict[int, Record] = {
-                rank: {"rank": rank, "origin": origin}
-                for rank, origin in zip_longest(_ranks(event, "replaced"), known)
-                if rank is not None
-            }
-            for each in reversed(replaced):
-                rank = integer(each, "rank")
-                if rank in first and each.get("attempt") == event.get("attempt"):
-                    first[rank] = each
-            replaced = [each for each in replaced if each not in first.values()]
-            found = [_replacement(each, vacated) for each in first.values()]
-            restarts.append(
-                replace(
-                    _in_process_restart(event, found),
-                    not_replaced=self._not_replaced(event),
-                    states=tuple(map(_sent_state, self._of_iteration("regrow.state.sent", event))),
-                )
-            )
-        return tuple(restarts)
-
-    def _not_replaced(self, restart: Record) -> tuple[str, ...]:
-        lost = _ranks(restart, "lost")
-        return tuple(
-            one_line(f"rank {integer(each, 'rank')}: {text(each, 'reason') or '?'}")
-            for each in self._sorted("regrow.worker.not_replaced")
-            if integer(each, "rank") in lost and each.get("attempt") == restart.get("attempt")
-        )
-
-    def _of_iteration(self, name: str, restart: Record) -> list[Record]:
-        keys = ("attempt", "iteration")
-        return [e for e in self._sorted(name) if all(e.get(k) == restart.get(k) for k in keys)]
-
     def _suspensions(self) -> tuple[Suspension, ...]:
         resumed = self._sorted("regrow.worker.resumed")
         found = []
@@ -371,8 +368,6 @@ class _StoryBuilder:
 
 _SERVER, _SERVERS = "regrow.rendezvous.server_ended", "regrow.rendezvous.servers"
 _STALLED = "regrow.heartbeat.stalled"
-_IN_PROCESS = "regrow.inprocess.restarted"
-_REPLACED, _VACATED = "regrow.worker.replaced", "regrow.worker.vacated"
 _NO_FILE = "<N/A>"  # path in a failure without an error file
 _STARTED, _ENDED = "regrow.attempt.started", "regrow.attempt.ended"
 _FAILED, _RESTARTING = "regrow.worker.failed", "regrow.job.restarting"
@@ -421,8 +416,9 @@ def _others(failures: list[Record], root: Record) -> tuple[OtherFailure, ...]:
             rank=integer(event, "rank"),
             host=text(event, "host"),
             pid=integer(event, "pid"),
-            what=evidence.describe(event),
+            what=evidence.describe_failure(event),
             after_s=after(event),
+            is_consequence=evidence.is_consequence(event),
         )
         for event in sorted(failures, key=evidence.failed_at)
         if event is not root and not _same_guardian(event, root)
@@ -442,6 +438,7 @@ def _server_end(event: Record) -> ServerEnd:
         how=one_line(text(event, "how") or "ended"),
         restarted_after_s=real(event, "restarted_after_s"),
         reason=one_line(reason) if reason else None,
+        at_s=real(event, "monotonic"),
     )
 
 
@@ -452,65 +449,6 @@ def _stall(event: Record) -> StalledProgress:
         stood=one_line(text(event, "stood") or "unknown"),
         stacks=text(event, "stacks"),
     )
-
-
-def _replacement(event: Record, vacated: list[Record]) -> Replacement:
-    keys = "host", "attempt", "rank"
-    before = (integer(event, "incarnation") or 1) - 1
-    ended = next(
-        (
-            each
-            for each in vacated
-            if all(each.get(key) == event.get(key) for key in keys)
-            and integer(each, "incarnation") == before
-        ),
-        {},
-    )
-    return Replacement(
-        rank=integer(event, "rank") or 0,
-        pid=integer(event, "pid"),
-        ended_pid=integer(ended, "pid"),
-        how=one_line(text(ended, "how") or "for an unknown reason"),
-        last_step=integer(ended, "last_step"),
-        source=one_line(text(event, "started_from") or "exec"),
-        started_after_s=since(real(event, "started_monotonic"), real(ended, "ended_monotonic")),
-        restarts_left=integer(event, "restarts_left"),
-        origin=one_line(origin) if (origin := text(event, "origin")) else None,
-    )
-
-
-def _sent_state(event: Record) -> SentState:
-    return SentState(
-        step=integer(event, "step"),
-        rank=integer(event, "rank"),
-        targets=tuple(_ranks(event, "targets")),
-        size=integer(event, "bytes") or 0,
-        duration_s=real(event, "duration_s"),
-    )
-
-
-def _in_process_restart(event: Record, replaced: list[Replacement]) -> InProcessRestart:
-    ranks, seconds = _ranks(event, "lost"), event.get("seconds")
-    known = seconds if isinstance(seconds, Mapping) else {}
-    phases = ((str(phase), real(known, phase)) for phase in known)
-    kind = text(event, "kind") or "an unknown fault"
-    message = text(event, "message")
-    return InProcessRestart(
-        attempt=integer(event, "attempt") or 0,
-        iteration=integer(event, "iteration") or 0,
-        world_size=integer(event, "world_size"),
-        rank=integer(event, "rank"),
-        what=one_line(f"{kind}: {message}" if message else kind),
-        lost=tuple(ranks),
-        lost_count=integer(event, "lost_count") or len(ranks),
-        phases=tuple((phase, after) for phase, after in phases if after is not None),
-        replaced=tuple(sorted(replaced, key=lambda each: each.rank)),
-    )
-
-
-def _ranks(event: Record, name: str) -> list[int]:
-    found = event.get(name)
-    return [each for each in found if isinstance(each, int)] if isinstance(found, list) else []
 
 
 def _length(value: object) -> int:

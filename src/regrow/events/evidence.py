@@ -6,13 +6,13 @@ Every field of an event may be missing or have another type. Such a field counts
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from regrow.events.causes import exception_of
 from regrow.events.story_types import Expiry, LostNode
-from regrow.utils import signal_text
+from regrow.utils import follows_from_a_peer, host_of, signal_text
 
 Record: TypeAlias = Mapping[str, Any]
 """One event of the log: a JSON object."""
@@ -53,13 +53,20 @@ def integer(event: Record, key: str) -> int | None:
     return value
 
 
+def strings(event: Record, key: str) -> list[str]:
+    """Return the texts in the event's list `key`."""
+    found = event.get(key)
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
 def process(event: Record) -> dict[str, Any]:
-    """Return the fields that identify the process of an event, and its attempt."""
+    """Return the fields that identify the process of an event, its attempt, and its time."""
     return {
         "attempt": integer(event, "attempt") or 0,
         "rank": integer(event, "rank"),
         "host": text(event, "host"),
         "pid": integer(event, "pid"),
+        "at_s": real(event, "monotonic"),
     }
 
 
@@ -77,7 +84,7 @@ def real(event: Record, key: str) -> float | None:
 MOST_OF_SCOPE = 120  # characters
 
 
-def describe(event: Record) -> str:
+def describe_failure(event: Record) -> str:
     """Return how a worker failed, as a predicate: `exited with code 1`."""
     if (killed_with := text(event, "killed_with")) is not None:
         return f"{one_line(killed_with)}, and the workers of this host with it"
@@ -88,8 +95,13 @@ def describe(event: Record) -> str:
     else:
         how = "failed" if code is None else f"exited with code {code}"
     traceback = text(event, "traceback")
-    detail = raised(traceback) if traceback else _detail(text(event, "message") or "")
+    detail = exception_of(traceback) if traceback else _detail(text(event, "message") or "")
     return f"{how}: {detail}" if detail else how
+
+
+def is_consequence(event: Record) -> bool:
+    """Return whether a failure may follow from the end of another worker, by its message."""
+    return follows_from_a_peer(describe_failure(event))
 
 
 def signal_name(event: Record) -> str | None:
@@ -98,28 +110,6 @@ def signal_name(event: Record) -> str | None:
     if name is not None or code is None or code >= 0:
         return name
     return signal_text(-code)
-
-
-_FRAME = re.compile(r'^ +File "([^"<][^"]*)", line (\d+)', re.MULTILINE)
-_LIBRARY = re.compile(r"/(site-packages|dist-packages|python3\.\d+)/")
-
-
-def raised(traceback: str) -> str:
-    """Return the exception that a traceback shows, and the last line of the user's code in it.
-
-    The result is like `KeyError: 'x' (train.py:12)`. A message of several lines is cut to its
-    first. Files of installed packages and of Python are not the user's.
-    """
-    last = traceback.rpartition("Traceback (most recent call last):")[2]
-    lines = [line for line in last.splitlines() if line.strip()]
-    # Frames are indented; the line after them is not.
-    named = next((line for line in lines if not line[0].isspace()), None)
-    exception = one_line(named or (lines[-1] if lines else ""))
-    own = [(file, line) for file, line in _FRAME.findall(last) if not _LIBRARY.search(file)]
-    if not exception or not own:
-        return exception
-    file, line = own[-1]
-    return f"{exception} ({file.rpartition('/')[2]}:{line})"
 
 
 def _detail(message: str) -> str:
@@ -169,33 +159,59 @@ def failed_at(event: Record) -> float:
     return math.inf if at is None else at
 
 
-def lost_nodes(departed: list[Record]) -> tuple[LostNode, ...]:
+class Hosts:
+    """Names of the hosts of nodes, read from the ids of the nodes in the events.
+
+    Args:
+        events: the events of the job.
+    """
+
+    def __init__(self, events: Iterable[Record]) -> None:
+        self._addresses: dict[str, set[str]] = {}
+        for event in events:
+            nodes = event.get("nodes")
+            lost = nodes if isinstance(nodes, list) else []
+            found = [text(each, "node") for each in [event, *lost] if isinstance(each, Mapping)]
+            for id in filter(None, [*found, *strings(event, "joined")]):
+                address, name = host_of(id)
+                self._addresses.setdefault(name, set()).add(address)
+
+    def name(self, node: str) -> str:
+        """Return one name for a node's host; with its address, if several hosts have the name."""
+        host = host_of(node)
+        return str(host) if len(self._addresses.get(host.name, ())) > 1 else host.name
+
+    @property
+    def addresses(self) -> tuple[tuple[str, str], ...]:
+        """Names and addresses of the hosts with one address."""
+        pairs = [(name, *found) for name, found in self._addresses.items() if len(found) == 1]
+        return tuple(sorted((name, address) for name, address in pairs if name != address))
+
+
+def lost_nodes(departed: list[Record], hosts: Hosts) -> tuple[LostNode, ...]:
     """Return the nodes that did not join the next round, as reported by the first host."""
     nodes = next((event.get("nodes") for event in departed), None)
     found = []
     for node in nodes if isinstance(nodes, list) else []:
         if isinstance(node, Mapping) and (id := text(node, "node")) is not None:
             why = one_line(text(node, "why") or "it is gone")
-            found.append(LostNode(node=id, rank=integer(node, "rank"), why=why))
+            found.append(LostNode(id, hosts.name(id), integer(node, "rank"), why))
     return tuple(found)
 
 
-def to_blame(over: Record, lost: tuple[LostNode, ...]) -> LostNode:
+def to_blame(over: Record, lost: tuple[LostNode, ...], hosts: Hosts) -> LostNode:
     """Return the node that ended a round; prefer a lost node to one that only announced the end."""
     id, why = text(over, "node") or "?", one_line(text(over, "why") or "?")
     named = next((node for node in lost if node.node == id), None)
-    if named is not None:
-        return LostNode(id, named.rank, why)
-    if lost and over.get("lost") is not True:
+    if named is None and lost and over.get("lost") is not True:
         return lost[0]
-    return LostNode(id, None, why)
+    return LostNode(id, hosts.name(id), named.rank if named else None, why)
 
 
 def describe_node(node: LostNode) -> str:
     """Describe a node and what happened to it, in one line."""
-    if node.rank is None:
-        return f"node {node.node}: {node.why}"
-    return f"node rank {node.rank} ({node.node.partition('/')[0]}): {node.why}"
+    rank = "" if node.rank is None else f" (node rank {node.rank})"
+    return f"host {node.host}{rank}: {node.why}"
 
 
 # --- countdown timers that expired, and the failures that they explain

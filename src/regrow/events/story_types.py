@@ -13,6 +13,8 @@ How the figures are computed:
   the same way, with or without failed workers of its own.
 - All durations of a failure start when the worker failed, not when the failure was detected.
   They are differences of one host's monotonic clock.
+- `at_s` is the time of an incident in seconds since the start of the job. With the logs of several
+  hosts, the times of all hosts are on one clock (`regrow.events.clocks`).
 - Durations of a failure on another host start when this host was notified. Figures that only
   another host's events can give stay unknown.
 - The lost work is the steps of the failed attempt that a later attempt repeated: the next
@@ -58,12 +60,16 @@ class OfWorker:
     """The worker's host."""
     pid: int | None
     """The worker's process id."""
+    at_s: float | None = None
+    """When it happened, in seconds since the start of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartCost:
     """Duration and lost work of a restart."""
 
+    at_s: float | None = None
+    """Time from which the seconds count, in seconds since the start of the job."""
     restarted_after_s: float | None = None
     """Seconds until all workers of the next attempt were started."""
     restarted_attempt: int | None = None
@@ -88,6 +94,8 @@ class RestartCost:
     """Number of repeated steps; None if the script does not report steps."""
     work_lost_s: float | None = None
     """Seconds of training that the repeated steps had taken, by the attempt's mean pace."""
+    joined: tuple[str, ...] = ()
+    """Hosts that were not in the attempt before, and take part in the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,8 @@ class OtherFailure:
     after_s: float | None
     """Seconds after the root cause; None if this failure has an earlier time than the root cause,
     or is on another host."""
+    is_consequence: bool = False
+    """Whether it is an error about a connection to another worker, which had ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,8 @@ class LostNode:
 
     node: str
     """Id of the node; starts with its address."""
+    host: str
+    """Name of its host; its address if the name is not known."""
     rank: int | None
     """The node's rank in its last round."""
     why: str
@@ -222,6 +234,8 @@ class InProcessRestart:
     """Why no process took the place of a lost rank, in one line each."""
     states: tuple[SentState, ...] = ()
     """The states that ranks sent to others after the restart."""
+    at_s: float | None = None
+    """Time of the fault, in seconds since the start of the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +262,8 @@ class Failure(RestartCost):
     """Seconds until the launcher detected the failure."""
     others: tuple[OtherFailure, ...] = ()
     """Later failures in the same attempt, in order."""
+    is_host_lost: bool = False
+    """Whether the cause is a node that was lost or left; that spends no restart."""
     elsewhere: bool = False
     """The failure happened on another host; the seconds count from this host's notification."""
     noticed_late: bool = False
@@ -302,6 +318,28 @@ class ServerEnd:
     """Seconds until another server took over; None if no server did."""
     reason: str | None
     """Reason why no other server took over, in one line."""
+    at_s: float | None = None
+    """Time of the end, in seconds since the start of the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Seconds of the job in which no new step was made because of restarts."""
+
+    total_s: float
+    """Sum of the other fields that are known."""
+    detecting_s: float
+    """From the failures to their detection."""
+    pausing_s: float
+    """Deliberate delays before restarts, which slow down a crash loop."""
+    starting_s: float
+    """From the detection, without the delays, to the first step after it; without reported steps,
+    to the start of the workers."""
+    redoing_s: float | None
+    """Steps that were made again; None if the workers were restarted, and the script does not
+    report steps."""
+    in_process_s: float
+    """In-process restarts, from the fault until the function is called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,10 +362,17 @@ class Story:
     """Number of further failures that the job could have survived at its end."""
     closed: str | None = None
     """The node that closed the rendezvous and so prevented restarts, with its reason."""
+    started_at: float | None = None
+    """Time of day of the start of the job, in seconds since the epoch; for display."""
     attempts: int = 0
     """Number of starts of all workers."""
     restarts: int = 0
     """Number of restarts of all workers."""
+    membership_changes: int = 0
+    """How many of these were for nodes that joined, left or were lost; they cost no restart of
+    `max_restarts`."""
+    last_step: int | None = None
+    """The last step of the last attempt that reported steps."""
     state: str | None = None
     """SUCCEEDED, FAILED, SIGNALED or ERROR; None if the log lacks the end of the job."""
     exit_code: int | None = None
@@ -355,6 +400,10 @@ class Story:
     """The ends of store server processes, in order."""
     in_place: tuple[InProcessRestart, ...] = ()
     """The in-process restarts, in order; they started no process."""
+    losses: Losses | None = None
+    """Seconds lost by restarts; None if there was no restart."""
+    addresses: tuple[tuple[str, str], ...] = ()
+    """Names and addresses of the hosts that are named in the story and have one address."""
     helpers: tuple[str, ...] = ()
     """The templates and standbys, why there were none, and injected faults; in one line each."""
     reports_steps: bool = False

@@ -87,6 +87,8 @@ class RendezvousInfo:
     round."""
     successors: tuple[str, ...] = field(default=(), repr=False)
     """Addresses of the first node ranks after 0, at most three."""
+    joined: tuple[str, ...] = field(default=(), repr=False)
+    """Ids of the first nodes that were not in the previous round, at most 16."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.store, self.rank, self.world_size))
@@ -105,6 +107,7 @@ def info_of(seated: Seated, run_id: str, store: Store) -> RendezvousInfo:
         seated.failures,
         seated.departed,
         seated.successors,
+        seated.joined,
     )
 
 

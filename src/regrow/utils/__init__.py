@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from regrow.utils.descriptors import ready
     from regrow.utils.fork import call_after_fork
     from regrow.utils.jsonlines import BrokenLine, JsonLinesFile, read_json_lines, to_json
+    from regrow.utils.node_ids import host_of, node_id
     from regrow.utils.number_limits import (
         LONGEST_S,
         MOST_FAILURES,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         MOST_WORKERS,
         restart_grace,
     )
+    from regrow.utils.peer_loss import follows_from_a_peer, is_lost_connection
     from regrow.utils.port import PortReservation
     from regrow.utils.process import (
         DEFAULT_SIGNALS,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         split_signals,
         starting_helpers,
     )
+    from regrow.utils.stamps import begin_time_stamps, stamped, time_stamp
     from regrow.utils.threads import BackgroundWriter, call_in_thread, start_thread
     from regrow.utils.user_text import (
         describe,
@@ -78,13 +81,16 @@ __getattr__, __dir__ = lazily(
         "descriptors": "ready",
         "fork": "call_after_fork",
         "jsonlines": "BrokenLine JsonLinesFile read_json_lines to_json",
+        "node_ids": "host_of node_id",
         "number_limits": "LONGEST_S MOST_FAILURES MOST_NODES MOST_WORKERS restart_grace",
+        "peer_loss": "follows_from_a_peer is_lost_connection",
         "port": "PortReservation",
         "process": (
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV SignalInterrupt end_process end_text ends_within"
             " reap run_within signal_name signal_text source_text spawn_helper split_signals"
             " starting_helpers"
         ),
+        "stamps": "begin_time_stamps stamped time_stamp",
         "threads": "BackgroundWriter call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",
         "api": "get_env_variable_or_raise macros",

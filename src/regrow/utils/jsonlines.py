@@ -19,6 +19,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
+from regrow.utils.stamps import stamped
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
@@ -158,9 +160,11 @@ class JsonLinesFile:
         self._warned = True
         try:
             sys.stderr.write(
-                f"regrow: cannot write {self._what} to {self.path}: {error.strerror} "
-                f"(errno {error.errno}); the job continues; {self._what} are lost until a write "
-                "succeeds\n"
+                stamped(
+                    f"regrow: cannot write {self._what} to {self.path}: {error.strerror} "
+                    f"(errno {error.errno}); the job continues; {self._what} are lost until a "
+                    "write succeeds\n"
+                )
             )
         except (OSError, ValueError, AttributeError):
             return  # stderr is closed too: the loss cannot be reported

@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
 from regrow.utils.process import SignalInterrupt
+from regrow.utils.stamps import stamped
 from regrow.utils.user_text import describe
 
 __all__ = ["get_log_level", "get_logger", "guard", "level_from_env", "library_logger", "quieten"]
@@ -112,6 +114,30 @@ def quieten(names: tuple[str, ...]) -> None:
 def _set_level(logger: logging.Logger) -> None:
     is_quiet = logger.name.startswith(_quiet) and not os.environ.get("LOGLEVEL", "").strip()
     logger.setLevel(logging.ERROR if is_quiet else level_from_env(get_log_level()))
+
+
+class StampedFormatter(logging.Formatter):
+    """Formats the lines on stderr of a program that has configured no logging."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record, with the time; a line of regrow has its name."""
+        text = super().format(record)
+        return stamped(f"regrow: {text}" if record.name.startswith("regrow.") else text)
+
+
+@contextmanager
+def stamped_lines() -> Iterator[None]:
+    """Context in which the lines of loggers without a handler have the time at their start."""
+    handler = logging.lastResort
+    if handler is None:
+        yield
+        return
+    before = handler.formatter
+    handler.setFormatter(StampedFormatter())
+    try:
+        yield
+    finally:
+        handler.setFormatter(before)
 
 
 def guard(logger: logging.Logger) -> logging.Logger:

@@ -51,6 +51,9 @@ logger = get_logger(__name__)
 
 #: Most seconds after the grace until `close` returns: longer than the guardian's kill time-out.
 KILL_MARGIN = 10.0
+WORDS_S = 0.2
+"""Seconds to wait until the last output of a worker that has failed is stored. It takes that long
+only if another process holds the worker's streams open."""
 STORE_S = 2.0
 """Seconds to wait until the output of a worker that is replaced is stored."""
 
@@ -317,6 +320,15 @@ class PContext:
             failed = self._workers.group.failed
         return earliest(map(self._failure, failed))
 
+    def last_stderr(self, local_rank: int) -> str:
+        """Return the end of the stderr of a worker that has ended; empty if it is not kept.
+
+        Args:
+            local_rank: the worker.
+        """
+        pump = self._pumps.get(local_rank, self._pump)
+        return pump.last_stderr(local_rank, WORDS_S) if pump is not None else ""
+
     def ended(self, local_rank: int) -> ProcessFailure | None:
         """Return the end of a worker as if it had failed; None if it has not ended."""
         return self._failure(local_rank) if local_rank in self._workers.group.ends else None
@@ -424,7 +436,8 @@ class PContext:
         first = earliest(failures.values())
         if first is not None:
             logger.log(
-                logging.INFO if self._lapsed else logging.ERROR,
+                # The agent that has passed its guardian logs the failure, with what follows.
+                logging.ERROR if self._own_guardian and not self._lapsed else logging.INFO,
                 "failed (exitcode: %s) local_rank: %s (pid: %s) of %s: %s",
                 first.exitcode,
                 first.local_rank,

@@ -50,9 +50,10 @@ def stop_lines(nodes: int, output: str) -> int:
     without the first one. A new worker that has no handler yet then ends with a line. A story that
     is printed by one of these hosts has a restart more.
     """
-    again = re.search(r"was stopped by SIGTERM after .*?with \d+ restart", output, re.DOTALL)
-    killed = re.findall(r"^failed \(exitcode: -15\)", output, re.MULTILINE)
-    return 3 + nodes + bool(again) + min(len(killed), nodes - 1)
+    counted = r"was stopped by SIGTERM after .*?with\s+\d+\s+(restart|membership)"
+    again = re.search(counted, output, re.DOTALL)
+    logged = re.findall(r"regrow: .*; (?:waiting|restarting|no restarts|the rendezvous)", output)
+    return 3 + nodes + (6 if again else 0) + len(logged)
 
 
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")

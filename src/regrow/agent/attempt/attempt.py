@@ -11,6 +11,7 @@ is called with the arguments that it accepts, so hooks of both generations of to
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -24,7 +25,9 @@ from regrow.agent.attempt.lease import Lease
 from regrow.agent.attempt.waiting import prepared
 from regrow.agent.attempt.workers_store import WorkersStore, offer_key
 from regrow.agent.decisions import ranks
-from regrow.agent.peers import Peers
+from regrow.agent.decisions.decide import WORKER_FAILURE
+from regrow.agent.peers import NO_RANK, Peers
+from regrow.agent.records.incident import what_failed, what_follows, why_no_restart
 from regrow.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousStoreInfo,
@@ -177,10 +180,49 @@ class Attempt:
         """
         if report:
             self.peers.fail(self.first_failure(), "its workers have failed for good")
+        self._log_end()
         self._call_stop_workers(is_restart=False)
         if not self._job.result.failures and (first := self.first_failure()) is not None:
             # The workers had started to fail when the agent learned that the job is over.
             self._job.result = RunResult(WorkerState.FAILED, failures=dict([first]))
+
+    def log_restart(self, reason: str, delay_s: float) -> None:
+        """Log in one line what failed or changed, and that the workers start again.
+
+        Args:
+            reason: reason of the restart.
+            delay_s: seconds until the restart.
+        """
+        job, elsewhere = self._job, self.peers.failure_elsewhere
+        here = self.first_failure() if reason == WORKER_FAILURE and elsewhere is None else None
+        failed = elsewhere or here
+        if failed is None:
+            logger.warning("%s; %s", reason, what_follows(delay_s, 0, None))
+            return
+        left = job.remaining_restarts
+        if reason != WORKER_FAILURE:  # the other node's verdict is not counted here yet
+            left -= 1
+        if left < 0:
+            then = why_no_restart(job.group.spec.max_restarts, 0, is_hopeless=False)
+        else:
+            then = what_follows(delay_s, job.group.workers[0].world_size, left)
+        self._log_failure(failed, then, here=here is not None)
+
+    def _log_end(self) -> None:
+        """Log in one line what failed, and why the job ends."""
+        elsewhere = self.peers.job_failure or self.peers.failure_elsewhere
+        failed = elsewhere or self.first_failure()
+        if failed is not None:
+            spec, left = self._job.group.spec, self._job.remaining_restarts
+            left = 0 if elsewhere else left
+            then = why_no_restart(spec.max_restarts, left, is_hopeless=self._job.hopeless)
+            self._log_failure(failed, then, here=elsewhere is None)
+
+    def _log_failure(self, failed: tuple[int, ProcessFailure], then: str, *, here: bool) -> None:
+        rank, failure = failed
+        what = what_failed(rank if rank != NO_RANK else None, failure)
+        # An agent that shares its output with others shows failures of its own host only.
+        logger.log(logging.ERROR if here else logging.WARNING, "%s; %s", what, then)
 
     def exit_barrier(self) -> bool | None:
         """Wait for the other agents; see `wait_for_all`."""
@@ -379,6 +421,7 @@ class Attempt:
             leader=addr,
             leader_serves=job.handler.is_served_by(addr),
             successors=list(info.successors),
+            joined=list(info.joined),
             duration_s=monotonic() - start,
         )
         return True

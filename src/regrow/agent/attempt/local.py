@@ -374,7 +374,7 @@ class LocalWorkers(Feature):
         if change.kind == "suspended":
             effect = "it sends no heartbeat" if self._heartbeats else "the job waits for it"
             logger.warning(
-                "rank %s (pid %s) was suspended by %s; %s: kill -CONT %s",
+                "rank %s (pid %s) was paused by %s; %s: kill -CONT %s",
                 rank,
                 pid,
                 signame,

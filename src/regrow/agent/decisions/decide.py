@@ -76,6 +76,10 @@ GATHER_S = 1.0
 GATHER_CAP_S = 5.0
 
 
+WORKER_FAILURE = "worker failure"
+"""Reason of a restart that is charged to the job."""
+
+
 class AgentPhase(StrEnum):
     """Phase of the agent; see the diagram at the top."""
 
@@ -362,7 +366,7 @@ def _after_check(state: AgentState, found: events.CheckResult) -> Decision:
         if state.remaining_restarts <= 0:
             return _stop(state)
         spent = state._replace(remaining_restarts=state.remaining_restarts - 1)
-        return _again(spent, "worker failure", found.now)
+        return _again(spent, WORKER_FAILURE, found.now)
     if found.state is not WorkerState.HEALTHY:
         message = f"Worker group in {found.state.name} state"
         return state._replace(phase=AgentPhase.ENDED), (events.Raise(message),)

@@ -1,4 +1,4 @@
-"""Command `regrow events LOGDIR`: print a job's story from the events in its log directory."""
+"""Command `regrow events LOGDIR ...`: print a job's story from the events of its hosts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ def main(arguments: Sequence[str]) -> None:
         " long the restart took, and which work was lost.",
     )
     parser.add_argument(
-        "log_dir",
+        "log_dirs",
+        nargs="+",
         metavar="LOGDIR",
         help="the job's log directory, the directory given as --log-dir (its newest job is"
-        " printed), or an events.jsonl",
+        " printed), or an events.jsonl; several, of the hosts of one job, are merged",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     args = parser.parse_args(arguments)
     from regrow.events import print_story
 
     try:
-        code = print_story(args.log_dir, as_json=args.json, out=sys.stdout)
+        code = print_story(*args.log_dirs, as_json=args.json, out=sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe. The interpreter flushes stdout again at exit.

@@ -41,7 +41,8 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from regrow.cli.exit_codes import BRIEF
-from regrow.utils import quieten
+from regrow.utils import begin_time_stamps, quieten, stamped
+from regrow.utils.logging import stamped_lines
 
 if TYPE_CHECKING:
     from regrow.cli.screen.status_line import StatusLine
@@ -306,6 +307,7 @@ class Console:
         logged = bool(endpoint) or is_scheduled(environ)
         verbose = environ.get(VERBOSE)
         self._greets = verbose == "1" or (verbose != "0" and (is_terminal or logged))
+        self._lines = stamped_lines()
         self._status: StatusLine | None = None
         self._waiting: Waiting | None = None
         if endpoint:
@@ -325,6 +327,7 @@ class Console:
             self._events.add(as_record(event))
             if event.name == "regrow.job.started":
                 self.job_started = True
+                begin_time_stamps(data["monotonic"])
                 self._log_dir = data.get("log_dir") or ""
                 self._greeting = greeting(data) if self._greets else ""
             due = self._follow_speaker(event.name, data)
@@ -336,7 +339,7 @@ class Console:
         if self._status is not None:
             self._status(event)
         if due:
-            say(self._stream, due)
+            say(self._stream, stamped(due))
 
     def _follow_speaker(self, name: str, data: Mapping[str, Any]) -> str:
         """Update the facts of the speaker; return the greeting if it is due now."""
@@ -350,9 +353,10 @@ class Console:
 
     def _print_wait(self, line: str) -> None:
         if self._speaker.prints_waits:
-            say(self._stream, line)
+            say(self._stream, stamped(line))
 
     def __enter__(self) -> Console:
+        self._lines.__enter__()
         if self._waiting is not None:
             self._waiting.begin()
         if self._status is not None:
@@ -366,6 +370,7 @@ class Console:
         if self._status is not None:
             self._status.close()
         quieten(())
+        self._lines.__exit__(None, None, None)
         logs = ""
         if self._log_dir and self._log_dir != os.devnull:
             logs = f"logs and events in {self._log_dir}"
@@ -377,7 +382,7 @@ class Console:
         if not text:
             return
         if logs:
-            text += f"\nregrow: {logs}"
+            text += "\n" + stamped(f"regrow: {logs}")
         if error is not None:
             error.add_note(text)
         else:
@@ -402,7 +407,8 @@ class Console:
             events, left_out = self._events.in_order(), self._events.left_out
         text = story(events).render().rstrip("\n")
         if left_out:
-            text += f"\nregrow: without {left_out} events; `regrow events` shows the story with all"
+            more = f"regrow: without {left_out} events; `regrow events` shows the story with all"
+            text += "\n" + stamped(more)
         return text
 
 
@@ -415,11 +421,15 @@ def is_eventful(name: str, data: Mapping[str, Any]) -> bool:
 
 def greeting(data: Mapping[str, Any]) -> str:
     """Format the line at the start from the metadata of `regrow.job.started`."""
+    from regrow.events import NO_ID
+
     nodes, workers = str(data.get("nnodes", 1)), data.get("nproc_per_node", 1)
     size = f"{workers} worker{'s' if workers != 1 else ''}"
     if nodes not in ("1", "1:1"):
         size += f" on this node of {nodes}"
-    parts = [f"regrow: job {data.get('run_id')}: {size}", f"{data.get('max_restarts')} restarts"]
+    id = data.get("run_id")
+    named = "regrow" if id == NO_ID else f"regrow: job {id}"
+    parts = [f"{named}: {size}", f"{data.get('max_restarts')} restarts"]
     bounds: Mapping[str, float] = data.get("bounds") or {}
     parts += [f"{text} within {seconds:g} s" for text, seconds in bounds.items()]
     if data.get("log_dir"):

@@ -137,13 +137,11 @@ def _advanced(status: Status, name: str, metadata: Mapping[str, Any]) -> Status:
             return replace(status, gone=status.gone | {rank}, incident=incident)
         case "regrow.worker.suspended":
             rank = int(metadata["rank"])
-            incident = f"rank {rank} is suspended by {metadata.get('signal')}"
+            incident = f"rank {rank} is paused by {metadata.get('signal')}"
             return replace(status, halted=status.halted | {rank}, incident=incident)
         case "regrow.worker.resumed":
             rank = int(metadata["rank"])
-            return replace(
-                status, halted=status.halted - {rank}, incident=f"rank {rank} is resumed"
-            )
+            return replace(status, halted=status.halted - {rank}, incident=f"rank {rank} continues")
         case "regrow.timer.expired":
             from regrow.events import short_scope
 
@@ -217,7 +215,7 @@ def render(status: Status, width: int, now: float) -> str:
     if status.world > status.workers:
         parts.append(f"world {status.world}")
     if status.halted:
-        parts.append(f"{len(status.halted)} halted")
+        parts.append(f"{len(status.halted)} paused")
     if status.restarts:
         parts.append(f"{status.restarts} restart{'s' if status.restarts > 1 else ''}")
     if status.incident and (status.incident_until is None or now < status.incident_until):

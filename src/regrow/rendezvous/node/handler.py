@@ -31,7 +31,6 @@ one.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -74,7 +73,7 @@ from regrow.rendezvous.settings import (
     RendezvousTimeout,
     read_settings,
 )
-from regrow.utils import Backoff, get_logger, headline, start_thread
+from regrow.utils import Backoff, get_logger, headline, host_of, node_id, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -296,7 +295,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 case RoundEnded(round):
                     self._token = round
                 case Rejoin(why):
-                    logger.warning("node %s rejoins under a new id: %s", self.id, why)
+                    logger.warning("this node asks for another seat: %s", why)
                     self._begin_life()
 
     def _ask(self, join: JoinRound) -> Seated | RoundEnded | Rejoin:
@@ -305,11 +304,12 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         is_new = not join.token and self._lives == 1
         while True:
             deadline = waiting.deadline or self._clock() + timeout
-            waiting, outcome = end_wait(waiting, self._join(join, deadline), self._clock())
+            waiting, outcome = self._look(waiting, self._join(join, deadline))
             if is_new and isinstance(outcome, RoundClosed) and not outcome.lost:
                 raise RendezvousClosedError(
-                    f"the job '{self._settings.run_id}' has ended already (node {outcome.id}: "
-                    f"{outcome.why}): give a new job an id of its own, with --rdzv-id"
+                    f"the job '{self._settings.run_id}' has ended already (host "
+                    f"{host_of(outcome.id)}: {outcome.why}): give a new job an id of its own, with "
+                    "--rdzv-id"
                 )
             is_new = False
             if outcome is None:
@@ -344,11 +344,19 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                 if connection.lost:
                     return waiting, None
                 if connection.snapshot is not None:
-                    waiting, outcome = end_wait(waiting, connection.snapshot, self._clock())
+                    waiting, outcome = self._look(waiting, connection.snapshot)
                     if outcome is not None:
                         return waiting, outcome
                 deadline = waiting.deadline
                 connection.changed.wait(None if deadline is None else deadline - self._clock())
+
+    def _look(self, waiting: SeatRequest, seen: Snapshot) -> tuple[SeatRequest, Outcome | None]:
+        """Decide whether the wait is over (`end_wait`); log when this node begins to stand by."""
+        after, outcome = end_wait(waiting, seen, self._clock())
+        if after.standby and not waiting.standby and outcome is None:
+            most = self._settings.max_nodes
+            logger.warning("this node stands by: all %s nodes of the job have a seat", most)
+        return after, outcome
 
     def _call(self, event: Event) -> Snapshot:
         """Submit an event; if the connection is lost, wait within the bounds until it is back."""
@@ -387,11 +395,11 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
             )
         if standby:
             return RendezvousGracefulExitError(
-                f"node {self.id} was on standby until node {closed.id} closed the rendezvous "
+                f"this node stood by until host {host_of(closed.id)} closed the rendezvous "
                 f"'{run_id}': {closed.why}"
             )
         return RendezvousClosedError(
-            f"the rendezvous '{run_id}' is closed: node {closed.id}: {closed.why}",
+            f"the rendezvous '{run_id}' is closed: host {host_of(closed.id)}: {closed.why}",
             report=closed.report,
             node=closed.id,
             why=closed.why,
@@ -418,8 +426,7 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
 
     def new_id(self, life: int) -> str:
         """Return an id that no other node of the job has had."""
-        # Containers on one host may share address and process id, so these are not enough.
-        return f"{self._addr}/{os.getpid()}/{os.urandom(3).hex()}{life}"
+        return node_id(self._addr, life)
 
     def num_nodes_waiting(self) -> int:
         """See base class.

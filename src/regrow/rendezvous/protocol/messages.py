@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from regrow.utils import host_of
+
 
 class Voter(NamedTuple):
     """An agent that can keep a copy of the job's record, and serve the rounds (`succession.py`)."""
@@ -47,7 +49,7 @@ class JoinRound(NamedTuple):
     node: Node
     token: int = 0
     """The number of the round in which the node was last seated; 0 before its first seat."""
-    why: str = "it asked for a new round"
+    why: str = "it starts its workers again"
     """The reason that the other nodes receive if this event ends their round."""
 
 
@@ -169,6 +171,9 @@ SUCCESSORS = 3
 """How many ranks may act for rank 0 when its host is lost."""
 
 
+MOST_JOINED = 16
+
+
 class Departed(NamedTuple):
     """A member of the previous round that is not in this round."""
 
@@ -199,6 +204,9 @@ class Seated(NamedTuple):
     """Members of the previous round that are lost or have left, by their ranks in that round."""
     successors: tuple[str, ...] = ()
     """Addresses of the ranks from 1 on, at most `SUCCESSORS`: the first that act for rank 0."""
+    joined: tuple[str, ...] = ()
+    """Ids of the first nodes, at most `MOST_JOINED`, that were not in the previous round; empty in
+    the first round."""
 
 
 class Placed(NamedTuple):
@@ -237,7 +245,7 @@ class RoundEnded(NamedTuple):
     """See `NodeLeaving`."""
 
     def __str__(self) -> str:
-        return f"round {self.round} is over: node {self.id}: {self.why}"
+        return f"{'lost host' if self.lost else 'host'} {host_of(self.id)}: {self.why}"
 
 
 class Judged(NamedTuple):

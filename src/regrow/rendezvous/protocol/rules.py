@@ -83,6 +83,7 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.ranks import assign_ranks
 from regrow.rendezvous.protocol.state import Round, digest_of, place, seated
+from regrow.utils import host_of
 
 Refusal = NodeRefused | RoundClosed
 Step = tuple[Round, Refusal | None]
@@ -155,8 +156,8 @@ def _failed(state: Round, id: str, token: int, report: str) -> Step:
     if not seated(state, id, token):
         return state, state.closed or _refuse_stale(state, id, token)
     if token == state.number and state.closed and report:
-        by, why = state.closed.id, state.closed.why
-        return _close(state, id, f"its workers failed; no round follows, as {by}: {why}", report)
+        by = f"host {host_of(state.closed.id)}: {state.closed.why}"
+        return _close(state, id, f"its workers failed; no round follows, because {by}", report)
     if token == state.number:
         over = _settle(_end(state, id, "its workers failed", report))
         return _give_verdict(replace(over, unheard=over.awaited - {id})), None
@@ -225,7 +226,7 @@ def _remove(state: Round, id: str, why: str) -> Round:
         irreplaceable = RoundClosed(id, why, lost=True)
         state = replace(state, closed=irreplaceable, last_call=0, evicting=False)
     elif state.closed and state.closed.lost and id in state.awaited:
-        both = f"{state.closed.why}; node {id}: {why}"
+        both = f"{state.closed.why}; host {host_of(id)}: {why}"
         state = replace(state, closed=state.closed._replace(why=both))
     if state.complete and id in state.members:
         over = _end(state, id, why, lost=True)

@@ -15,6 +15,7 @@ from zlib import crc32
 from msgspec import Meta, Struct, field
 
 from regrow.rendezvous.protocol.messages import (
+    MOST_JOINED,
     SUCCESSORS,
     Departed,
     Judged,
@@ -100,8 +101,11 @@ def status_of(state: Round, id: str) -> Seated | Placed | RoundEnded | RoundClos
         where = leader.addr, state.digest, leader.port
         failures = _failures_before(state)
         successors = tuple(node.addr for node in others)
+        new = (other for other in state.ranks if state.previous and other not in state.previous)
+        joined = tuple(islice(new, MOST_JOINED))
+        gone = departed(state)
         return Seated(
-            id, state.number, rank, world_size, *where, failures, departed(state), successors
+            id, state.number, rank, world_size, *where, failures, gone, successors, joined
         )
     if id in state.awaited:
         # A node stops its workers when its round is over; its next join is then refused.

@@ -26,9 +26,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from regrow.utils import signal_name, str_of
+from regrow.utils import is_lost_connection, signal_name, str_of
+
+if TYPE_CHECKING:
+    from regrow.events import Cause
 
 NOT_AVAILABLE = "<N/A>"
 MAX_MESSAGE = 64 << 10  # most characters of each failure in the report
@@ -37,28 +40,6 @@ MAX_RULE_WIDTH = 60
 MOST_BYTES = 4 << 20
 #: Most characters of a message in a summary of one line.
 LONGEST_LINE = 2000
-#: Texts by which an exception about a lost connection is recognized: lower-case parts of
-#: `ProcessFailure.summary`, as written by Python, gloo, NCCL, torch's store, gRPC (which JAX uses)
-#: and regrow.
-LOST_CONNECTION = (
-    "broken pipe",
-    "brokenpipeerror",
-    "closed the connection",
-    "connection aborted",
-    "connection closed",
-    "connection refused",
-    "connection reset",
-    "connection was closed",
-    "connection was likely closed",
-    "connection was lost",
-    "connectionabortederror",
-    "connectionrefusederror",
-    "connectionreseterror",
-    "eoferror",
-    "remote end closed connection",
-    "remote process exited",
-    "socket closed",
-)
 #: Longest time, in seconds, from such an exception to the end of the process that caused it. One
 #: case was observed, with 0.9 ms; the value leaves room for a busy machine.
 LOST_CONNECTION_S = 0.05
@@ -86,6 +67,8 @@ class ProcessFailure:
     """Whether the worker may have failed earlier, because the guardian was suspended."""
     killed_with: str = ""
     """How the guardian ended, if its end killed the worker."""
+    cause: Cause | None = None
+    """The cause that the worker itself wrote to stderr, if it left no error file."""
     error_file_data: dict[str, Any] = field(init=False)
     """Content of the error file; `{"message": "<NONE>"}` without a file."""
     message: str | dict[str, Any] = field(init=False)
@@ -151,8 +134,7 @@ class ProcessFailure:
     @property
     def lost_a_connection(self) -> bool:
         """Whether the worker's exception is about a lost connection, by its text."""
-        text = self.summary.lower() if self.has_error_file else ""
-        return any(part in text for part in LOST_CONNECTION)
+        return self.has_error_file and is_lost_connection(self.summary)
 
     @property
     def has_error_file(self) -> bool:
@@ -162,6 +144,8 @@ class ProcessFailure:
     @property
     def summary(self) -> str:
         """The failure in one line, such as `ValueError: no such layer` or `exit code 3`."""
+        if self.cause is not None:
+            return self.cause.summary[:LONGEST_LINE]
         made_up = not self.has_error_file and isinstance(self.message, str)
         if made_up and self.exitcode >= 0:
             return f"exit code {self.exitcode}"
@@ -176,7 +160,9 @@ class ProcessFailure:
 
     @property
     def traceback(self) -> str | None:
-        """The exception's traceback from the error file; None if the file has none."""
+        """The exception's traceback, from the error file or from stderr; None if there is none."""
+        if self.cause is not None:
+            return self.cause.text if self.cause.is_traceback else None
         stack = _extra_info(self.message).get("py_callstack")
         return stack if isinstance(stack, str) else None
 
@@ -369,7 +355,9 @@ def _entry(index: int, rank: int, failure: ProcessFailure) -> str:
     name = failure.signal_name()
     by_signal = f" ({name})" if name != NOT_AVAILABLE else ""
     message = failure.message
-    if isinstance(message, dict):
+    if failure.cause is not None:
+        message = failure.cause.text
+    elif isinstance(message, dict):
         message = failure.traceback or _text_of(message)
     message = tail(message, MAX_MESSAGE).replace("\n", "\n  ")
     return (

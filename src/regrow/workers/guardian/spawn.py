@@ -23,6 +23,11 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
+HOOK = os.fsencode(os.path.join(os.path.dirname(os.path.dirname(procfs.__file__)), "hook"))
+"""Folder of the module that a worker's Python imports at its start, and removes from its path."""
+_FLAGS = frozenset({b"-u", b"-B", b"-O", b"-OO", b"-q", b"-v"})
+"""Flags of Python under which it imports that module."""
+
 
 class Program:
     """A program to run, as a `spawn` message describes it.
@@ -95,6 +100,9 @@ class Program:
                 signal.pthread_sigmask(signal.SIG_SETMASK, [])
                 self.env[procfs.WORKER_PID.encode()] = b"%d" % os.getpid()
                 self.env[procfs.STARTED_FROM.encode()] = b"exec"
+                if is_python(self.argv):
+                    others = self.env.get(b"PYTHONPATH", b"")
+                    self.env[b"PYTHONPATH"] = HOOK + b":" + others if others else HOOK
             stage = b"exec"
             code, path = _execute(self.argv, self.env)
         except OSError as error:
@@ -105,6 +113,14 @@ class Program:
             os.write(report, b"%s\0%d\0%s" % (stage, code, path))
         finally:
             os._exit(127)
+
+
+def is_python(argv: list[bytes]) -> bool:
+    """Return whether a command is a Python program that imports the modules of PYTHONPATH."""
+    name = os.path.basename(argv[0])
+    rest = [word for word in argv[1:] if word not in _FLAGS][:1]
+    runs = not rest or not rest[0].startswith(b"-") or rest[0] in (b"-m", b"-c")
+    return runs and (name == b"python" or name.startswith(b"python3"))
 
 
 def _execute(argv: list[bytes], env: dict[bytes, bytes]) -> tuple[int, bytes]:

@@ -24,7 +24,7 @@ import sys
 
 from . import procfs
 from .protocol import encode, fields_of, groups_of
-from .spawn import die_with, move
+from .spawn import HOOK, die_with, move
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -297,6 +297,7 @@ def _become(
     os.environb.update(env)
     os.environ[procfs.WORKER_PID] = str(os.getpid())
     os.environ[procfs.STARTED_FROM] = "template"
+    _record_exceptions()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     # As at their import; Python's own generator does so at every fork. CUDA's seed is fixed.
     if (numpy := sys.modules.get("numpy.random")) is not None:
@@ -306,6 +307,17 @@ def _become(
     regrow = sys.modules.get("regrow")
     if regrow is not None:
         regrow._start_worker()
+
+
+def _record_exceptions() -> None:
+    """Install the hook that a worker started by exec gets from its interpreter."""
+    path = os.path.join(os.fsdecode(HOOK), "sitecustomize.py")
+    try:
+        with open(path, "rb") as file:
+            hook = compile(file.read(), path, "exec")
+    except OSError:  # regrow has been removed meanwhile
+        return
+    exec(hook, {"__name__": "regrow_hook", "__file__": path})
 
 
 def await_gate(gate: int) -> None:

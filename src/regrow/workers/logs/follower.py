@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from time import monotonic
 
-from regrow.utils import start_thread
+from regrow.utils import stamped, start_thread
 from regrow.workers.logs.lines import Lines, Output, Sink, standard_output
 
 CHUNK = 32 * 1024
@@ -158,12 +158,12 @@ class Follower:
     def report(self, text: str) -> None:
         """Show one of regrow's own messages, a line."""
         with self._lock:
-            self._notes.append(f"regrow: {text}\n".encode(errors="surrogateescape"))
+            self._notes.append(f"{stamped(f'regrow: {text}')}\n".encode(errors="surrogateescape"))
             self._wake(None)
 
     def report_at_once(self, text: str) -> None:
         """Show one of regrow's own messages, unless that could block."""
-        self.notes.write_if_ready(f"regrow: {text}")
+        self.notes.write_if_ready(stamped(f"regrow: {text}"))
 
     def _wake(self, source: Source | None) -> None:
         if source is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,8 @@ MOMENT_S = 0.1
 """Most seconds for which a console may delay the next attempt."""
 SLOW_FLUSH = 12
 """Factor between the wait for a slow console and the wait for a console that accepts nothing."""
+KEPT = 64 * 1024
+"""Bytes of a worker's stderr in which the cause of its failure is searched."""
 STUCK_S = 5.0
 """Seconds after the deadline of a stop in which a pump ends, unless its file system hangs."""
 
@@ -193,6 +196,19 @@ class LogPump:
         with self._stream_ended:
             self._stream_ended.wait_for(lambda: all(s.reader < 0 for s in streams), timeout)
 
+    def last_stderr(self, local_rank: int, timeout: float) -> str:
+        """Return the last `KEPT` bytes of a worker's stderr; empty if they are not stored.
+
+        Args:
+            local_rank: the worker, which has ended.
+            timeout: seconds to wait for its output, if a process holds its streams open.
+        """
+        stream = self._streams.get((local_rank, 2))
+        if stream is None:
+            return ""
+        self.await_end(local_rank, timeout)
+        return _end_of(stream.path)
+
     def stop(self, timeout: float = 5.0, *, flush: bool = True) -> None:
         """Store all output of the workers, and show it.
 
@@ -302,6 +318,23 @@ class LogPump:
         if kind not in self._reported:
             self._reported.add(kind)
             self._console.report(text)
+
+
+def _end_of(path: str) -> str:
+    """Return the last `KEPT` bytes of a file as text; empty if it is no file with an end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return ""
+        size = os.fstat(fd).st_size
+        return os.pread(fd, KEPT, max(size - KEPT, 0)).decode(errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def _reason(error: OSError) -> str:

@@ -1,0 +1,54 @@
+"""Seconds that a job lost by its restarts.
+
+A restart loses the time from the failure to the first new step. If the next failure comes earlier,
+the loss ends there, so no second counts twice. Steps that were made again are lost in addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from regrow.events.story_types import Failure, InProcessRestart, Losses, PlannedRestart
+
+Restart = Failure | PlannedRestart
+
+
+def losses(
+    restarts: Iterable[Restart], in_place: Sequence[InProcessRestart], *, reports_steps: bool
+) -> Losses | None:
+    """Return the seconds lost by restarts; None if there was none, or their times are unknown.
+
+    Args:
+        restarts: failures and restarts without a failure.
+        in_place: the in-process restarts.
+        reports_steps: whether the script reports its steps.
+    """
+    known = [
+        (each.at_s, length, each)
+        for each in restarts
+        if each.at_s is not None and (length := _length(each)) is not None
+    ]
+    timed = sorted(known, key=lambda restart: restart[0])
+    in_process = sum(each.phases[-1][1] for each in in_place if each.phases)
+    if not timed and not in_process:
+        return None
+    detecting = pausing = starting = 0.0
+    for (at, length, each), after in zip_longest(timed, timed[1:]):
+        end = after[0] if after is not None else None
+        left = length if end is None else min(length, end - at)
+        detected = each.detected_after_s if isinstance(each, Failure) else None
+        detecting += (first := min(detected or 0.0, left))
+        pausing += (pause := min(each.backoff_s or 0.0, left - first))
+        starting += left - first - pause
+    known_steps = reports_steps or not timed
+    redoing = sum(each.work_lost_s or 0.0 for _, _, each in timed) if known_steps else None
+    total = detecting + pausing + starting + (redoing or 0.0) + in_process
+    return Losses(total, detecting, pausing, starting, redoing, in_process)
+
+
+def _length(restart: Restart) -> float | None:
+    """Return the seconds until training continued, or until the workers ran; None if unknown."""
+    if restart.first_step_after_s is not None:
+        return restart.first_step_after_s
+    return restart.restarted_after_s

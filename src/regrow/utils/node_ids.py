@@ -1,0 +1,42 @@
+"""Ids of nodes in the rendezvous: `address/pid/random`, and the name of the host, if it has one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import NamedTuple
+
+LONGEST_NAME = 64
+"""Most characters of a host name in an id."""
+
+
+class Host(NamedTuple):
+    """The host of a node."""
+
+    address: str
+    """Address or name by which the other nodes reach it."""
+    name: str
+    """Its own name; the address if the id contains none."""
+
+    def __str__(self) -> str:
+        if self.name == self.address:
+            return self.name
+        return f"{self.name} ({self.address})"
+
+
+def node_id(address: str, life: int) -> str:
+    """Return an id that no other node of the job has had.
+
+    Args:
+        address: the node's address.
+        life: number of the ids that this process has had.
+    """
+    # Containers on one host may share address and process id, so these are not enough.
+    id, name = f"{address}/{os.getpid()}/{os.urandom(3).hex()}{life}", socket.gethostname()
+    return id if name == address else f"{id}/{name[:LONGEST_NAME].replace('/', '_')}"
+
+
+def host_of(node: str) -> Host:
+    """Return the host of the node with this id; any text is accepted."""
+    parts = " ".join(node.split()).split("/", 3)
+    return Host(parts[0], parts[3] if len(parts) == 4 and parts[3] else parts[0])

@@ -1,0 +1,38 @@
+"""The time at the start of a line: the time of day, and the seconds since the start of the job."""
+
+from __future__ import annotations
+
+import time
+
+_start: float | None = None
+
+
+def begin_time_stamps(start: float | None) -> None:
+    """Set the start of the job, in seconds of the monotonic clock, for `stamped`; None: no job."""
+    global _start
+    _start = start
+
+
+def stamped(text: str) -> str:
+    """Return a line for stderr with the present time at its start, once a job has started."""
+    if _start is None:
+        return text
+    since = time.monotonic() - _start
+    return f"{time_stamp(since, time.time() - since)} {text}"
+
+
+def time_stamp(since_s: float, started_at: float | None) -> str:
+    """Return a time for display, such as `15:20:54 +0.3s`.
+
+    Args:
+        since_s: seconds since the start of the job.
+        started_at: time of day of that start, in seconds since the epoch; None: unknown. The time
+            is shown in the reader's time zone.
+    """
+    since = f"+{max(since_s, 0.0):.1f}s"
+    if started_at is None:
+        return since
+    try:
+        return f"{time.strftime('%H:%M:%S', time.localtime(started_at + since_s))} {since}"
+    except (ValueError, OverflowError, OSError):  # a time outside the platform's calendar
+        return since

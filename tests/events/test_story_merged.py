@@ -1,0 +1,181 @@
+"""The story of the logs of several hosts: one order, one name for each host, no figure twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.stories import without_times
+from regrow.events import print_story, story
+
+Line = dict[str, Any]
+SILENT = "no heartbeat arrived for 4 s"
+DAY = 1_700_000_000.0  # 2023-11-14 22:13:20 UTC
+NODE_A, NODE_B, NODE_C = "10.0.0.1/7/ab1/node1", "10.0.0.2/8/cd1/node2", "10.0.0.3/9/ef1/node3"
+
+
+@pytest.fixture(autouse=True)
+def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+class Host:
+    """Writes the events of one host, with its own clocks.
+
+    Args:
+        name: host name.
+        clock: monotonic seconds at the start of the job.
+        fast: seconds by which the host's time of day is ahead.
+    """
+
+    def __init__(self, name: str, clock: float, fast: float = 0.0) -> None:
+        self.name, self.clock, self.fast = name, clock, fast
+
+    def line(self, at: float, name: str, attempt: int, **fields: Any) -> Line:
+        times = {"time": DAY + at + self.fast, "monotonic": self.clock + at}
+        common = {"run_id": "7f3a", "host": self.name, "attempt": attempt}
+        moved = {k: self.clock + v if k.endswith("_monotonic") else v for k, v in fields.items()}
+        return {"name": f"regrow.{name}", **common, **times, **moved}
+
+
+ONE, TWO = Host("node1", 500.0), Host("node2", 90_000.0, fast=40.0)
+
+
+def log_of(host: Host) -> list[Line]:
+    """A rank of node2 fails at 2 s; node3 joins at 10 s, and is lost at 20 s."""
+    line = host.line
+    command = ["python3", "train.py"]
+    lines = [
+        line(0.0, "job.started", -1, command=command, nnodes="2:3", max_restarts=3),
+        line(0.5, "rendezvous.completed", 0, group_world_size=2, world_size=4),
+        line(0.6, "attempt.started", 0, world_size=4),
+    ]
+    failure: Line = {
+        "rank": 2,
+        "pid": 42,
+        "exit_code": 1,
+        "traceback": None,
+        "message": "exit code 1",
+    }
+    over = {"node": NODE_B, "why": "its workers failed", "failed": True, "lost": False}
+    if host.name == "node2":
+        lines += [
+            line(
+                *(2.1, "worker.failed", 0),
+                **failure,
+                failed_monotonic=2.0,
+                detected_monotonic=2.001,
+                root_cause=True,
+            )
+        ]
+    else:
+        reported = {"host": "node2", "told_host": "node1", "told_monotonic": 2.03}
+        lines += [
+            line(2.03, "round.ended", 0, **over),
+            line(2.03, "worker.failed", 0, **failure, root_cause=True) | reported
+            | {"told_monotonic": host.clock + 2.03},
+        ]  # fmt: skip
+    lines += [
+        line(2.2, "attempt.ended", 0, state="FAILED", last_steps={}),
+        line(2.5, "rendezvous.completed", 1, group_world_size=2, world_size=4),
+        line(2.6, "attempt.started", 1, world_size=4),
+        line(10.0, "attempt.ended", 1, state="STOPPED", last_steps={}),
+        line(10.0, "job.restarting", 1, reason="1 node waits to join", delay_s=0.0),
+        line(10.5, "rendezvous.completed", 2, joined=[NODE_C], world_size=6),
+        line(10.6, "attempt.started", 2, world_size=6),
+        line(20.0, "round.ended", 2, node=NODE_C, why=SILENT, failed=False, lost=True),
+        line(20.1, "attempt.ended", 2, state="STOPPED", last_steps={}),
+        line(20.5, "rendezvous.completed", 3, group_world_size=2, world_size=4),
+        line(
+            *(20.5, "round.departed", 2),
+            nodes=[{"node": NODE_C, "rank": 2, "why": SILENT}],
+        ),
+        line(20.6, "attempt.started", 3, world_size=4),
+        line(30.0, "job.finished", 3, state="SUCCEEDED", duration_s=30.0, restarts=3),
+    ]
+    return lines
+
+
+MERGED = """\
+22:13:50 +30.0s regrow: job 7f3a (train.py, 4 to 6 workers on 2 nodes) SUCCEEDED after 30 s with 1 \
+restart and 2 membership changes
+22:13:22  +2.0s   failure 1 (attempt 0): rank 2 on host node2 (pid 42) exited with code 1
+22:13:22  +2.0s     detected after   1.0 ms
+22:13:22  +2.6s     restarted after  600 ms     (all 4 workers started again)
+22:13:30 +10.0s   attempt 1 was stopped without a failure: 1 node waits to join
+22:13:30 +10.6s     restarted after  600 ms     (all 6 workers started again)
+22:13:30 +10.6s     joined           host node3 (10.0.0.3)
+22:13:40 +20.0s   failure 2 (attempt 2): host node3 (node rank 2): no heartbeat arrived for 4 s
+22:13:40 +20.6s     restarted after  600 ms     (since this host was notified; all 4 workers \
+started again)
+22:13:50 +30.0s   1.8 s of 30 s lost: detecting 1.0 ms, starting 1.8 s, redoing steps unknown: \
+the script does not call regrow.step"""
+
+
+def test_the_logs_of_two_hosts_with_different_clocks_are_one_story() -> None:
+    for logs in (log_of(ONE) + log_of(TWO), log_of(TWO) + log_of(ONE)):
+        assert story(logs).render(200) == MERGED
+
+
+def test_one_log_tells_the_same_incidents_in_the_same_order() -> None:
+    alone, both = (
+        [line for line in without_times(text).splitlines() if line[2:3].isalpha()]
+        for text in (story(log_of(ONE)).render(200), MERGED)
+    )
+    assert alone[:-1] == both[:-1]
+
+
+def test_hosts_without_an_event_in_common_are_compared_by_the_time_of_day() -> None:
+    late = Host("node2", 90_000.0)
+    logs = [e for e in log_of(late) if "rendezvous" not in e["name"] and "round" not in e["name"]]
+    (first, *_) = story(log_of(ONE) + logs).failures
+    assert first.at_s == pytest.approx(2.0, abs=1e-4)
+
+
+def test_a_failure_that_two_hosts_recorded_counts_once_and_exactly() -> None:
+    (failure, _) = story(log_of(ONE) + log_of(TWO)).failures
+    assert failure.others == ()
+    assert failure.detected_after_s == pytest.approx(0.001)
+    (reported, _) = story(log_of(ONE)).failures
+    assert (reported.elsewhere, reported.detected_after_s) == (True, None)
+
+
+def test_hosts_with_the_same_name_are_told_apart_by_their_addresses() -> None:
+    lines = json.loads(json.dumps(log_of(ONE)).replace("ef1/node3", "ef1/node1"))
+    over = ONE.line(0.1, "round.ended", 0, node=NODE_A, why="it restarts", failed=True)
+    text = story([*lines, over]).render(200)
+    assert "failure 2 (attempt 2): host node1 (10.0.0.3) (node rank 2): no heartbeat" in text
+
+
+def written(folder: Path, lines: list[Line]) -> str:
+    folder.mkdir()
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "events.jsonl").write_text(text)
+    return os.fspath(folder)
+
+
+def test_regrow_events_merges_the_directories_of_the_hosts(tmp_path: Path) -> None:
+    dirs = [written(tmp_path / host.name, log_of(host)) for host in (TWO, ONE)]
+    out = io.StringIO()
+    assert print_story(*dirs, as_json=False, out=out) == 0
+    assert out.getvalue() == story(log_of(ONE) + log_of(TWO)).render() + "\n"
+
+
+def test_directories_of_different_jobs_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = [line | {"run_id": "other"} for line in log_of(TWO)]
+    dirs = [written(tmp_path / "a", log_of(ONE)), written(tmp_path / "b", other)]
+    assert print_story(*dirs, as_json=False, out=io.StringIO()) == 2
+    assert "is of job other, and" in capsys.readouterr().err
