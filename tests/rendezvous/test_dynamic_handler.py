@@ -35,7 +35,7 @@ from regrow.rendezvous import (
     RoundClosed,
     RoundEnded,
 )
-from regrow.rendezvous.node.driver import NoAnswerError, Snapshot
+from regrow.rendezvous.node.driver import Snapshot
 from regrow.rendezvous.node.keep_alive import NodeConnection, SeatLease
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
@@ -792,37 +792,6 @@ def test_a_node_without_a_seat_keeps_its_connection_after_a_late_heartbeat(
     driver.wait_for_beats(3)
     connection.end(linger=False)
     assert "lost its connection" not in caplog.text
-
-
-def test_a_lease_that_was_not_begun_is_not_lost_by_a_late_heartbeat() -> None:
-    """The workers of such a node do not run, so it keeps its seat."""
-    now = [100.0]
-    rounds, received = FakeRounds(1, 1), queue.Queue[object]()
-    driver = FakeDriver(rounds)
-    bounds = Bounds(keep_alive=0.1, misses=1000)
-    connection = NodeConnection(driver, bounds, 5.0, clock=lambda: now[0])
-    connection.subscribe(received.put)
-    rounds.post(JoinRound(Node("a", "host")))
-    connection.begin_life("a")
-    driver.cut("no answer")
-    connection.take_seat(Seated("a", 1, 0, 1, "host", "digest", 1, 0))
-    now[0] += 2 * bounds.lease
-    driver.cut("")
-    driver.wait_for_beats(2)
-    connection.end(linger=False)
-    assert received.empty()
-
-
-def test_a_node_whose_request_for_a_seat_is_answered_late_asks_again(make_job: MakeJob) -> None:
-    """An overloaded server has the request already, so the node keeps its place."""
-    job = make_job(2, 2)
-    a, b = job.agent("a"), job.agent("b")
-    a.driver.fail_once(NoAnswerError("no answer"))
-    first, second = job.meet(a, b)
-    assert (first.world_size, second.world_size) == (2, 2)
-    joins = [event.node.id for event in job.rounds.events if isinstance(event, JoinRound)]
-    assert sorted(joins) == sorted([a.id, a.id, b.id])  # under the same id
-    assert not any(isinstance(event, LeaveRound) for event in job.rounds.events)
 
 
 def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(

@@ -8,12 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from regrow.rendezvous.protocol.failure_detector import (
-    PATIENCE,
-    Bounds,
-    FailureDetector,
-    are_many_late,
-)
+from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
 from regrow.rendezvous.protocol.messages import JoinRound, LastCallOver, LeaveRound, Node, NodeLost
 from regrow.rendezvous.protocol.rules import step
 from regrow.rendezvous.protocol.state import Round
@@ -159,74 +154,6 @@ def test_another_last_call_has_a_wait_of_its_own() -> None:
 
 def test_with_nothing_to_wait_for_no_further_check_is_needed() -> None:
     assert FailureDetector().check(formed("a", low=2, high=2), None, BOUNDS, 5.0)[1:] == ((), None)
-
-
-# --- overload
-
-
-def losses(state: Round, silent: str, seconds: int, renewed: str = "") -> dict[str, int]:
-    """Return after how many seconds each silent node counts as lost; the others send heartbeats."""
-    detector, lost, names = FailureDetector(), dict[str, int](), [*state.members]
-    for second in range(seconds):
-        beats = {name: 0 if name in silent else second for name in names}
-        detector, due, _ = detector.check(
-            state, beats, BOUNDS, float(second), renewed=frozenset(renewed)
-        )
-        for event in due:
-            assert isinstance(event, NodeLost)
-            lost.setdefault(event.id, second)
-    return lost
-
-
-def test_many_nodes_without_leases_that_are_silent_at_once_keep_their_places() -> None:
-    state = formed(*"abcdef", low=8, high=8)
-    assert losses(state, "ab", 30) == {"a": 4, "b": 4}
-    assert losses(state, "abc", 39) == {}
-    assert losses(state, "abc", 50) == dict.fromkeys("abc", 4 * PATIENCE)
-
-
-def test_overload_ends_when_the_nodes_are_heard_again() -> None:
-    state, detector = formed(*"abcdef", low=8, high=8), FailureDetector()
-    for second in range(3):  # three nodes are late
-        detector, due, _ = detector.check(state, {}, BOUNDS, float(second))
-        assert due == ()
-    lost = []
-    for second in range(3, 8):  # one of them is lost
-        beats = dict.fromkeys("bcdef", second)
-        detector, due, _ = detector.check(state, beats, BOUNDS, float(second))
-        lost += [(event.id, second) for event in due if isinstance(event, NodeLost)]
-    assert lost[0] == ("a", 2 + 4)  # the overload was last seen at 2 s
-
-
-def test_members_that_have_not_renewed_their_lease_keep_their_seats_too() -> None:
-    assert losses(formed(*"abcdef"), "abcd", 20, renewed="ad") == {"a": 4, "d": 4}
-
-
-def test_a_driver_that_does_not_know_the_leases_evicts_silent_members_as_always() -> None:
-    state, detector = formed(*"abcdef"), FailureDetector()
-    for second in range(4):
-        detector, due, _ = detector.check(state, {}, BOUNDS, float(second))
-        assert due == ()
-    assert len(detector.check(state, {}, BOUNDS, 4.0)[1]) == 6
-
-
-def test_awaited_members_may_hold_the_lease_of_the_round_that_ended() -> None:
-    state, _ = step(formed(*"abcdef"), LeaveRound("f", 0))
-    state, _ = step(state, JoinRound(Node("g", "g")))
-    assert state.awaited == {*"abcde"}
-    detector, lost = FailureDetector(), set[str]()
-    for second in range(5):
-        detector, due, _ = detector.check(state, {}, BOUNDS, float(second), renewed=frozenset())
-        lost |= {event.id for event in due if isinstance(event, NodeLost)}
-    assert lost == {*"abcde"}
-
-
-def test_a_few_late_nodes_are_no_overload() -> None:
-    assert not are_many_late([9.0, 9.0], BOUNDS)
-    assert are_many_late([9.0, 9.0, 9.0, 0.0], BOUNDS)
-    assert not are_many_late([1.9] * 100, BOUNDS)
-    assert not are_many_late([9.0] * 24 + [0.0] * 76, BOUNDS)
-    assert are_many_late([2.0] * 25 + [0.0] * 75, BOUNDS)
 
 
 @UNHURRIED

@@ -12,12 +12,10 @@ from regrow.rendezvous.node.node_rules import (
     Rejoin,
     SeatRequest,
     TimedOut,
-    beat_pause,
     end_wait,
     is_evicted,
     notifications,
 )
-from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
     Judged,
     NodeRefused,
@@ -179,22 +177,3 @@ def test_a_node_that_the_others_do_not_know_or_refuse_was_evicted_from_its_seat(
 ) -> None:
     assert is_evicted(Notified(1), seen(status)) is evicted
     assert not is_evicted(Notified(), seen(status))
-
-
-@pytest.mark.parametrize(
-    ("took", "answered", "leased", "pause"),
-    [
-        (0.0, True, False, 1.0),
-        (0.0, False, False, 0.25),  # no process listens: the server may start
-        (0.8, True, False, 1.6),
-        (0.8, False, False, 1.6),
-        (5.0, False, False, 3.0),  # within a lease
-        (0.8, True, True, 1.0),
-        (0.8, False, True, 0.25),
-    ],
-)
-def test_heartbeats_of_a_node_without_a_lease_get_rarer_if_answers_are_slow(
-    took: float, answered: bool, leased: bool, pause: float
-) -> None:
-    bounds = Bounds(keep_alive=1.0, misses=3)
-    assert beat_pause(bounds, took, answered=answered, leased=leased) == pause

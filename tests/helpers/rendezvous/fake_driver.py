@@ -78,7 +78,6 @@ class FakeDriver:
         self._hangs = False
         self._held: tuple[type, bool] | None = None
         self._fault: Exception | None = None
-        self._answer: Exception | None = None
         self._interrupted = False
 
     serves = False
@@ -125,10 +124,6 @@ class FakeDriver:
             self._fault = fault
             self.rounds.changed.notify_all()
 
-    def fail_once(self, error: Exception) -> None:
-        """Let the next event reach the rounds, and raise `error` in place of its answer."""
-        self._answer = error
-
     def wait_for_beats(self, count: int) -> None:
         """Wait until `count` more heartbeats were answered."""
         beats = self.beats
@@ -139,9 +134,6 @@ class FakeDriver:
             self._wait_while_held(event, applied=False)
             answered = self.rounds.post(event)
             self._wait_while_held(event, applied=True)
-            error, self._answer = self._answer, None
-            if error is not None:
-                raise error
             return answered
 
     def _wait_while_held(self, event: Event, *, applied: bool) -> None:
