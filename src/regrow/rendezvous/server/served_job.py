@@ -48,6 +48,8 @@ class ServedJob:
         """Answered heartbeats of each node, as the node's latest heartbeat reports them."""
         self.heard_at = dict.fromkeys(ids, now)
         """When that number last increased, or when the node joined."""
+        self.renewed = dict.fromkeys(self.state.ranks, self.state.number)
+        """The latest round in which a node has renewed a lease, as far as this server may know."""
         self.lives: dict[str, Hashable] = {}
         """The session of each node."""
         self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
