@@ -20,11 +20,10 @@ closed, it reports the loss at once, without a check.
 
 **Overload.** If many nodes are silent at once, the likely cause is a lack of processor time, not
 the loss of so many hosts. An evicted node would join again, which costs more processor time, so the
-round might never form. So for a while, nodes that hold no lease keep their places up to
-`Bounds.patience`: nodes that wait, members of a round that forms, and members that have not renewed
-the lease of their new seat. No workers can run there that must be dead before another node takes
-the place. If such a node is lost after all, a round that forms with it fails once. Nodes that may
-hold a lease are evicted as always.
+round might never form. So while many are silent, a connected node without a lease keeps its place
+for `Bounds.patience`. No workers can run there that must be dead before another node takes the
+place. If that node is lost after all, a round that forms with it fails once. The kernel closes the
+connection of a lost host earlier. Nodes that may hold a lease are evicted as always.
 
 The last call ends a number of seconds after the driver first saw it. Its end removes no member at
 once: the leases of the missing members are not renewed any more, so these members have one more
@@ -53,7 +52,7 @@ LATE = 2
 MANY_LATE = 3, 0.25
 """Overload: the fewest late nodes, and their least share of all checked nodes."""
 PATIENCE = 10
-"""How many times as long as usual a node without a lease may be silent under overload."""
+"""How many times as long as usual such a node may be silent under overload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Bounds:
 
     @property
     def patience(self) -> float:
-        """The same under overload, for a node without a lease."""
+        """The same under overload, for a connected node without a lease."""
         return self.silence * PATIENCE
 
     @property
@@ -110,7 +109,7 @@ class FailureDetector:
     """For each node: its latest heartbeat, and the seconds of silence since, counted only while the
     driver listened."""
     overload_until: float = 0.0
-    """When the driver stops to be patient, unless many nodes are late again."""
+    """Time at which the overload is over, unless many nodes are late again."""
 
     def check(
         self,
@@ -120,7 +119,7 @@ class FailureDetector:
         now: float,
         me: str = "",
         peers: Set[str] | None = None,
-        renewed: Set[str] | None = None,
+        unleased: Set[str] = frozenset(),
     ) -> tuple[FailureDetector, tuple[LastCallOver | NodeLost, ...], float | None]:
         """Return the events that are due.
 
@@ -132,10 +131,8 @@ class FailureDetector:
             bounds: the time limits.
             now: seconds of the driver's monotonic clock.
             me: the driver's own node, which is not checked; empty if it has none.
-            peers: the nodes to check; None: all. A driver that checks only some detects no
-                overload.
-            renewed: the members of a complete round that have renewed the lease of their seat;
-                None: the driver does not know, so all may have.
+            peers: the nodes to check; None: all.
+            unleased: connected nodes without a lease; they keep their places under overload.
 
         Returns:
             The detector for the next check; the events that are due, each for `rules.step`; and the
@@ -153,12 +150,12 @@ class FailureDetector:
             beat, before = self.silent.get(id, (received, -listened))
             silent[id] = (received, 0.0 if received != beat else before + listened)
         overload_until = self.overload_until
-        if peers is None and are_many_late([silence for _, silence in silent.values()], bounds):
+        if are_many_late([silence for _, silence in silent.values()], bounds):
             overload_until = now + bounds.silence
         patient = bounds.patience if now < overload_until else bounds.silence
         for id, (_, silence) in silent.items():
             before = self.silent.get(id, (0, 0.0))[1]
-            limit = bounds.silence if may_hold_lease(state, id, renewed) else patient
+            limit = patient if id in unleased else bounds.silence
             if silence < limit:
                 again.append(now + min(limit - silence, bounds.keep_alive))
             elif before < limit and passed > bounds.keep_alive:
@@ -189,16 +186,6 @@ def are_many_late(silences: Sequence[float], bounds: Bounds) -> bool:
     fewest, share = MANY_LATE
     late = sum(silence >= LATE * bounds.keep_alive for silence in silences)
     return late >= max(fewest, share * len(silences))
-
-
-def may_hold_lease(state: Round, id: str, renewed: Set[str] | None) -> bool:
-    """Return whether the workers of a node may run; see `FailureDetector.check`.
-
-    An awaited node may still hold the lease of the round that has ended.
-    """
-    if id in state.ranks:
-        return renewed is None or id in renewed
-    return id in state.awaited
 
 
 @dataclass(frozen=True, slots=True)

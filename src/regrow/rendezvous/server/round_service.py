@@ -596,9 +596,8 @@ class RendezvousService:
 
     def _check_due(self, job: ServedJob, now: float) -> list[Answer]:
         out: list[Answer] = []
-        renewed = {id for id, round in job.renewed.items() if round == job.state.number}
         job.detector, due, job.check_at = job.detector.check(
-            job.state, job.beats, job.bounds, now, renewed=renewed
+            job.state, job.beats, job.bounds, now, unleased=job.unleased(self._clients)
         )
         for event in due:
             out += self._apply(job, event, now)[1]
