@@ -374,7 +374,7 @@ BUGS: dict[str, Bug] = {
         "hosts", range(1, 101), successor_bugs.an_agent_is_the_same_voter_after_its_start
     ),
     "never withdrawn": Bug(
-        "hosts", range(109, 209), successor_bugs.first_grants_are_never_withdrawn
+        "hosts", range(27, 127), successor_bugs.first_grants_are_never_withdrawn
     ),
 }
 
