@@ -35,7 +35,7 @@ from regrow.rendezvous import (
     RoundClosed,
     RoundEnded,
 )
-from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.node.driver import NoAnswerError, Snapshot
 from regrow.rendezvous.node.keep_alive import NodeConnection, SeatLease
 from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
@@ -792,6 +792,49 @@ def test_a_node_without_a_seat_keeps_its_connection_after_a_late_heartbeat(
     driver.wait_for_beats(3)
     connection.end(linger=False)
     assert "lost its connection" not in caplog.text
+
+
+def test_a_starved_node_without_a_seat_does_not_count_its_own_delay_as_silence() -> None:
+    now = [100.0]
+
+    def late() -> float:
+        now[0] += 10.0  # every thread has waited so long when it reads the clock
+        return now[0]
+
+    waits, answers = threading.Event(), threading.Event()
+
+    class Late(FakeDriver):
+        def beat(self, id: str, token: int, timeout: float) -> bool:
+            waits.set()
+            return not answers.wait(PATIENCE)
+
+    driver = Late(FakeRounds(1, 1))
+    connection = NodeConnection(driver, Bounds(keep_alive=0.05, misses=2), 5.0, clock=late)
+    connection.begin_life("a")
+    assert waits.wait(PATIENCE)
+    before = now[0]
+    wait_until(lambda: now[0] >= before + 100, "the thread that watches the time has run")
+    assert not connection.lost
+    answers.set()
+    connection.end(linger=False)
+
+
+def test_a_node_asks_again_for_its_seat_if_the_answer_is_late(make_job: MakeJob) -> None:
+    class Late(FakeDriver):
+        calls = 0
+
+        def submit(self, event: Event, timeout: float) -> Snapshot:
+            self.calls += 1
+            if self.calls == 1:
+                raise NoAnswerError("no answer in time")
+            return super().submit(event, timeout)
+
+    job = make_job(1, 1)
+    driver = Late(job.rounds)
+    handler = DynamicRendezvousHandler(driver, job.settings, backend="fake", local_addr="host")
+    assert handler.next_rendezvous().round == 1
+    assert driver.calls == 2
+    handler.shutdown()
 
 
 def test_a_beat_that_is_not_answered_renews_no_lease_and_ends_the_round(

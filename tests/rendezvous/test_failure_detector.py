@@ -179,3 +179,66 @@ def test_a_node_is_lost_exactly_after_enough_silence_while_the_driver_ran(
             return
         assert again is not None
         assert now <= again <= now + bounds.keep_alive
+
+
+def silences(
+    state: Round, beating: set[str], unleased: set[str], seconds: int
+) -> dict[str, tuple[int, int]]:
+    """Return when each node was lost, in whole seconds, with the place that it had."""
+    detector, lost = FailureDetector(), dict[str, tuple[int, int]]()
+    for second in range(seconds):
+        beats = dict.fromkeys(beating, second)
+        detector, due, _ = detector.check(
+            state, beats, BOUNDS, float(second), unleased=frozenset(unleased - lost.keys())
+        )
+        for event in due:
+            if isinstance(event, NodeLost):
+                lost[event.id] = second, event.place
+                state, _ = step(state, event)
+    return lost
+
+
+FOUR = {"a", "b", "c", "d"}
+
+
+def test_under_overload_a_node_without_a_lease_keeps_its_place_for_a_limited_time() -> None:
+    lost = silences(formed(*sorted(FOUR), high=9), {"a"}, FOUR, 60)
+    assert {id: second for id, (second, _) in lost.items()} == dict.fromkeys(FOUR - {"a"}, 40)
+
+
+def test_a_few_silent_nodes_are_no_overload() -> None:
+    assert silences(formed(*sorted(FOUR), high=9), {"a", "b"}, FOUR, 60).keys() == {"c", "d"}
+    lost = silences(formed(*sorted(FOUR), high=9), {"a", "b"}, FOUR, 6)
+    assert lost.keys() == {"c", "d"}
+
+
+def test_nodes_are_lost_as_usual_soon_after_the_others_are_heard_again() -> None:
+    state, detector = formed(*sorted(FOUR), high=9), FailureDetector()
+    for second in range(10):
+        detector, due, _ = detector.check(
+            state, {"a": second}, BOUNDS, float(second), unleased=FOUR
+        )
+        assert due == ()
+    for second in range(10, 16):
+        beats = dict.fromkeys(("a", "b", "c"), second)
+        detector, due, _ = detector.check(state, beats, BOUNDS, float(second), unleased=FOUR)
+        if due:
+            break
+    assert [event.id for event in due if isinstance(event, NodeLost)] == ["d"]
+
+
+@UNHURRIED
+@given(
+    unleased=st.sets(st.sampled_from("abcdefgh")),
+    beating=st.sets(st.sampled_from("abcdefgh")),
+)
+def test_a_node_that_may_hold_a_lease_is_lost_at_the_same_time_in_any_overload(
+    unleased: set[str], beating: set[str]
+) -> None:
+    names = "abcdefgh"
+    lost = silences(formed(*names, high=9), beating, unleased, 45)
+    assert lost.keys() == {*names} - beating
+    for id, (second, _) in lost.items():
+        assert BOUNDS.silence <= second <= BOUNDS.patience
+        if id not in unleased:
+            assert second == BOUNDS.silence

@@ -12,10 +12,12 @@ from regrow.rendezvous.node.node_rules import (
     Rejoin,
     SeatRequest,
     TimedOut,
+    beat_pause,
     end_wait,
     is_evicted,
     notifications,
 )
+from regrow.rendezvous.protocol.failure_detector import Bounds
 from regrow.rendezvous.protocol.messages import (
     Judged,
     NodeRefused,
@@ -177,3 +179,15 @@ def test_a_node_that_the_others_do_not_know_or_refuse_was_evicted_from_its_seat(
 ) -> None:
     assert is_evicted(Notified(1), seen(status)) is evicted
     assert not is_evicted(Notified(), seen(status))
+
+
+def test_heartbeats_of_a_node_without_a_lease_get_rarer_if_answers_are_slow() -> None:
+    bounds = Bounds(keep_alive=1.0, misses=3)
+
+    def pause(took: float, *, answered: bool = True, leased: bool = False) -> float:
+        return beat_pause(bounds, took, answered=answered, leased=leased)
+
+    assert [pause(took) for took in (0.0, 0.5, 1.0, 1.4, 9.0)] == [1.0, 1.0, 2.0, 2.8, 3.0]
+    assert pause(0.1, answered=False) == 1.0
+    assert pause(2.0, leased=True) == 1.0
+    assert pause(2.0, answered=False, leased=True) == 0.25

@@ -590,3 +590,36 @@ def test_every_node_with_a_changed_snapshot_is_concerned(
             was, now = snapshot(before, name), snapshot(state, name)
             if was._replace(version=0, waiting=0) != now._replace(version=0, waiting=0):
                 assert concerned_nodes is None or name in concerned_nodes, (event, was, now)
+
+
+@pytest.fixture
+def starved() -> Server:
+    """Five nodes in a complete round; most send no heartbeat for a while."""
+    server = Server(5, 5)
+    for name in "abcde":
+        server.join(name)
+    server.beat("b", 1)
+    for _ in range(3):
+        server.until(server.now + 1.0)
+        server.beat("d", 1)
+    return server
+
+
+def test_under_overload_a_seat_is_confirmed_late_and_a_lease_ends_in_time(starved: Server) -> None:
+    starved.until(103.9)
+    assert isinstance(starved.status("a"), Seated)
+    starved.until(104.5)
+    assert starved.status("b") is None  # it has renewed its lease, so it is lost as usual
+    assert isinstance(starved.status("a"), RoundEnded)
+
+
+def test_under_overload_a_node_without_a_lease_whose_session_ends_is_lost(starved: Server) -> None:
+    starved.beat("b", 1)
+    for _ in range(6):
+        starved.until(starved.now + 1.0)
+        starved.beat("b", 1)
+        starved.beat("d", 1)
+    assert isinstance(starved.status("a"), Seated)
+    starved.deliver(starved.service.ended("a", "the connection was reset", False, starved.now))
+    starved.until(starved.now + 1.0)
+    assert starved.status("a") is None

@@ -31,6 +31,7 @@ from regrow.rendezvous.protocol.messages import (
 )
 from regrow.rendezvous.protocol.state import Round, place, seated, watched
 from regrow.rendezvous.server import records, round_service
+from regrow.rendezvous.server.served_job import ServedJob
 from regrow.rendezvous.server.server_driver import ServerDriver
 from regrow.store import Answer
 from simulator import host as sim_host
@@ -101,13 +102,13 @@ def _silence_is_measured_by_wall_clock() -> list[Any]:
         beats: Mapping[str, int] | None,
         bounds: Bounds,
         now: float,
-        me: str = "",
-        *among: Any,
+        *more: Any,
+        **among: Any,
     ) -> tuple[FailureDetector, tuple[LastCallOver | NodeLost, ...], float | None]:
-        after, due, _ = real(detector, state, None, bounds, now, me, *among)
+        after, due, _ = real(detector, state, None, bounds, now, *more, **among)
         silent: dict[str, tuple[int, float]] = {}
         lost: list[LastCallOver | NodeLost] = []
-        for id in sorted(watched(state) - {me}):
+        for id in sorted(watched(state) - {*more[:1]}):
             received = (beats or {}).get(id, 0)
             beat, since = detector.silent.get(id, (received, now))
             silent[id] = (received, now if beat != received else since)
@@ -154,9 +155,10 @@ def _a_silent_node_is_lost_while_its_lease_lasts() -> list[Any]:
     real = FailureDetector.check
 
     def check(
-        detector: FailureDetector, state: Round, beats: Any, bounds: Bounds, *rest: Any
+        detector: FailureDetector, state: Round, beats: Any, bounds: Bounds, *rest: Any, **more: Any
     ) -> Any:
-        return real(detector, state, beats, replace(hasty, last_call=bounds.last_call), *rest)
+        hurried = replace(hasty, last_call=bounds.last_call)
+        return real(detector, state, beats, hurried, *rest, **more)
 
     return [mock.patch.object(FailureDetector, "check", check)]
 
@@ -167,11 +169,17 @@ def _a_paused_process_blames_the_others() -> list[Any]:
     real = FailureDetector.check
 
     def check(
-        detector: FailureDetector, state: Round, beats: Any, bounds: Bounds, now: float, *peers: Any
+        detector: FailureDetector,
+        state: Round,
+        beats: Any,
+        bounds: Bounds,
+        now: float,
+        *peers: Any,
+        **more: Any,
     ) -> Any:
         slept = max(now - detector.checked - bounds.keep_alive, 0.0) if detector.silent else 0.0
         blamed = {id: (beat, silence + slept) for id, (beat, silence) in detector.silent.items()}
-        return real(replace(detector, silent=blamed), state, beats, bounds, now, *peers)
+        return real(replace(detector, silent=blamed), state, beats, bounds, now, *peers, **more)
 
     return [mock.patch.object(FailureDetector, "check", check)]
 
@@ -295,6 +303,17 @@ def _a_repeated_replacement_is_charged_twice() -> list[Any]:
     return _stepping(change)
 
 
+def _a_node_with_a_lost_connection_keeps_its_place() -> list[Any]:
+    """Under overload the server also waits for a node whose session has ended."""
+    real = ServedJob.unleased
+
+    class All:
+        def __contains__(self, _: object) -> bool:
+            return True
+
+    return [mock.patch.object(ServedJob, "unleased", lambda job, _: real(job, All()))]
+
+
 class Bug(NamedTuple):
     """A planted bug, and the seeds and the driver that show it."""
 
@@ -333,6 +352,7 @@ BUGS: dict[str, Bug] = {
     "spent twice in a document": Bug(
         "nodes", range(26, 205, 7), _a_repeated_replacement_is_charged_twice
     ),
+    "lost and kept": Bug("server", range(42, 142), _a_node_with_a_lost_connection_keeps_its_place),
     "no lease": Bug("server", range(100), _the_lease_is_not_checked),
     "half is enough": Bug("hosts", range(2, 102), successor_bugs.half_of_the_voters_is_enough),
     "not held back": Bug("hosts", range(100), successor_bugs.an_answer_is_not_held_back),
@@ -354,7 +374,7 @@ BUGS: dict[str, Bug] = {
         "hosts", range(1, 101), successor_bugs.an_agent_is_the_same_voter_after_its_start
     ),
     "never withdrawn": Bug(
-        "hosts", range(109, 209), successor_bugs.first_grants_are_never_withdrawn
+        "hosts", range(27, 127), successor_bugs.first_grants_are_never_withdrawn
     ),
     "no compare": Bug("witness", range(60, 160), witness_bugs.a_ballot_is_written_without_compare),
     "confirmed unwritten": Bug(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from regrow.rendezvous.errors import RendezvousConnectionError
 from regrow.rendezvous.protocol.state import judged, nodes, status_of, takes_part
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from regrow.store import Store
 
     Report = Callable[[ServerRestarted | ServersChanged], None]
+
+
+class NoAnswerError(RendezvousConnectionError):
+    """The place that keeps the rounds is connected, but did not answer in time."""
 
 
 class Snapshot(NamedTuple):

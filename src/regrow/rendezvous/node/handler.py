@@ -46,6 +46,7 @@ from regrow.rendezvous.errors import (
     RendezvousTimeoutError,
 )
 from regrow.rendezvous.interface import PushingRendezvousHandler, RendezvousInfo, info_of
+from regrow.rendezvous.node.driver import NoAnswerError
 from regrow.rendezvous.node.keep_alive import NodeConnection
 from regrow.rendezvous.node.node_rules import Outcome, Rejoin, SeatRequest, TimedOut, end_wait
 from regrow.rendezvous.parameters import RendezvousParameters, wanted_rank
@@ -302,12 +303,8 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
         waiting = SeatRequest(join.token, timeout)
         is_new = not join.token and self._lives == 1
         while True:
-<<<<<<< HEAD
             deadline = waiting.deadline or self._clock() + timeout
             waiting, outcome = self._look(waiting, self._join(join, deadline))
-=======
-            waiting, outcome = end_wait(waiting, self._call(join), self._clock())
->>>>>>> parent of 79cfa18 (Merge branch 'starved2' of /tmp/w/starved2)
             if is_new and isinstance(outcome, RoundClosed) and not outcome.lost:
                 raise RendezvousClosedError(
                     f"the job '{self._settings.run_id}' has ended already (host "
@@ -327,6 +324,16 @@ class DynamicRendezvousHandler(PushingRendezvousHandler):
                     if self._ending:  # another thread may have left before this answer came
                         self._check()
                     return outcome
+
+    def _join(self, join: JoinRound, deadline: float) -> Snapshot:
+        """Ask for a seat; ask again if only the answer is late, because a machine is overloaded."""
+        while True:
+            try:
+                return self._call(join)
+            except NoAnswerError as error:
+                if self.connection.lost or self._clock() >= deadline:
+                    raise
+                logger.warning("node %s asks for its seat again: %s", self.id, error)
 
     def _wait(self, waiting: SeatRequest) -> tuple[SeatRequest, Outcome | None]:
         """Wait until the wait is over; None: the connection was lost, so the node asks again."""

@@ -11,6 +11,12 @@ latest snapshot.
 thread that followed the old id ends at its next turn, and later answers about the old id are
 ignored.
 
+**Starved.** If the process gets no processor time, answers that have arrived are not read, and
+heartbeats are late. A node that holds no lease then loses nothing by waiting, and would only add to
+the load by joining again. So the time for which the thread that watches it was late itself does not
+count as silence, and heartbeats get rarer if answers are slow (`beat_pause`). A node whose workers
+may run counts every second.
+
 Subscribers are called from these threads, in order, and never while the lock is held. An error that
 is not about the connection (a document of another release, a fault in a plug-in) ends the thread.
 The node's next call raises that error.
@@ -24,7 +30,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from regrow.rendezvous.errors import RendezvousConnectionError, RendezvousGracefulExitError
-from regrow.rendezvous.node.node_rules import Notified, is_evicted, notifications
+from regrow.rendezvous.node.node_rules import Notified, beat_pause, is_evicted, notifications
 from regrow.rendezvous.protocol.messages import (
     CloseRendezvous,
     EndConfirmed,
@@ -163,6 +169,7 @@ class NodeConnection:
         self._ended = threads.Event()
         self._answered = 0.0
         self._beaten = 0.0
+        self._leased = 0  # the last round in which this node has renewed the lease of its seat
         self._last_error = "no answer came"
         self._lease = SeatLease(bounds.lease, clock, threads)
         self._unconfirmed = 0  # the last round that this node leaves by its own decision
@@ -357,28 +364,41 @@ class NodeConnection:
                     return
                 self._beat_at_once.clear()
                 id, token = self._id, self._token
-            sent = self._clock()
-            pause = self._bounds.keep_alive
+            sent, answered = self._clock(), False
             try:
                 holds = self._driver.beat(id, token, self._beat_timeout)
             except RendezvousConnectionError as error:
                 logger.debug("node %s: a heartbeat was not answered: %s", id, error)
                 self._last_error = str(error)
-                pause /= 4
             else:
+                answered = True
                 self._renew(id, token, sent, holds)
                 if not holds and token:
                     self._receive(id, self._driver.peek(id))
-            self._beat_at_once.wait(max(sent + pause - self._clock(), 0.0))
+            took = self._clock() - sent
+            leased = self._may_run_workers()
+            pause = beat_pause(self._bounds, took, answered=answered, leased=leased)
+            self._beat_at_once.wait(max(pause - took, 0.0))
 
     def _watch_time(self) -> None:
         left = self._bounds.lease
+        due = self._clock() + left
         while not self._ended.wait(left):
+            starved = self._clock() >= due + self._bounds.keep_alive
             with self.changed:
                 self.changed.wait_for(lambda: self.done or not self.lost)
-                id, left = self._id, self._answered + self._bounds.lease - self._clock()
+                now = self._clock()
+                id, left = self._id, self._answered + self._bounds.lease - now
+                if starved and not self._may_run_workers():
+                    left = self._bounds.lease
+                due = now + left
             if left <= 0:
                 self._lose(id)
+
+    def _may_run_workers(self) -> bool:
+        """Return whether this node has a seat and has renewed its lease."""
+        notified = self._notified
+        return bool(notified.round) and not notified.ended and self._leased == notified.round
 
     def _over(self, id: str) -> bool:
         return self.done or self._id != id
@@ -409,7 +429,7 @@ class NodeConnection:
         self._notify()
 
     def _renew(self, id: str, token: int, sent: float, holds: bool) -> None:
-        if token and sent > self._beaten + self._bounds.lease:
+        if token and token == self._leased and sent > self._beaten + self._bounds.lease:
             # The lease expired while this process was stopped, so another node may have the seat.
             self._lose(id)
         self._beaten = sent
@@ -417,6 +437,8 @@ class NodeConnection:
             if self._over(id):
                 return
             self._note_answer(sent)
+            if holds:
+                self._leased = token
         if holds:
             self._lease.renew(token, sent)
 

@@ -27,6 +27,7 @@ from regrow.rendezvous.settings import DEPARTED
 
 if TYPE_CHECKING:
     from regrow.rendezvous.node.driver import Snapshot
+    from regrow.rendezvous.protocol.failure_detector import Bounds
     from regrow.rendezvous.protocol.messages import Departed
     from regrow.rendezvous.protocol.state import Round
 
@@ -168,6 +169,24 @@ def is_evicted(notified: Notified, snapshot: Snapshot) -> bool:
     return bool(notified.round) and (
         snapshot.status is None or isinstance(snapshot.status, NodeRefused)
     )
+
+
+def beat_pause(bounds: Bounds, took: float, *, answered: bool, leased: bool) -> float:
+    """Return the seconds from the start of one heartbeat to the start of the next.
+
+    A node that holds a lease keeps it: it tries again soon. A node without a lease loses nothing by
+    a late heartbeat, and heartbeats are part of the load if answers are slow. So it rests for as
+    long as its last heartbeat took.
+
+    Args:
+        bounds: the time limits.
+        took: seconds until the last heartbeat was answered, or had failed.
+        answered: whether it was answered.
+        leased: whether the node holds a lease.
+    """
+    if leased:
+        return bounds.keep_alive if answered else bounds.keep_alive / 4
+    return min(max(bounds.keep_alive, 2 * took), bounds.lease)
 
 
 def explain_timeout(

@@ -18,6 +18,13 @@ lease starts, by the node's own clock, when the node sends a heartbeat that is a
 so its workers are dead by then. If a driver knows that a node has ended, because its connection was
 closed, it reports the loss at once, without a check.
 
+**Overload.** If many nodes are silent at once, the likely cause is a lack of processor time, not
+the loss of so many hosts. An evicted node would join again, which costs more processor time, so the
+round might never form. So while many are silent, a connected node without a lease keeps its place
+for `Bounds.patience`. No workers can run there that must be dead before another node takes the
+place. If that node is lost after all, a round that forms with it fails once. The kernel closes the
+connection of a lost host earlier. Nodes that may hold a lease are evicted as always.
+
 The last call ends a number of seconds after the driver first saw it. Its end removes no member at
 once: the leases of the missing members are not renewed any more, so these members have one more
 lease to come back.
@@ -40,6 +47,12 @@ from regrow.rendezvous.protocol.state import Round, place, watched
 PEERS = 3
 """Number of peers that each node checks while none is silent. If two peers fail together, both are
 detected at once."""
+LATE = 2
+"""Heartbeat intervals of silence after which a node counts as late."""
+MANY_LATE = 3, 0.25
+"""Overload: the fewest late nodes, and their least share of all checked nodes."""
+PATIENCE = 10
+"""How many times as long as usual such a node may be silent under overload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,16 @@ class Bounds:
     def lease(self) -> float:
         """How long a node may run its workers after it *sent* its last answered heartbeat."""
         return self.keep_alive * self.misses
+
+    @property
+    def silence(self) -> float:
+        """How long a node may be silent before it counts as lost."""
+        return self.lease + self.kill
+
+    @property
+    def patience(self) -> float:
+        """The same under overload, for a connected node without a lease."""
+        return self.silence * PATIENCE
 
     @property
     def comeback(self) -> float:
@@ -85,6 +108,8 @@ class FailureDetector:
     silent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """For each node: its latest heartbeat, and the seconds of silence since, counted only while the
     driver listened."""
+    overload_until: float = 0.0
+    """Time at which the overload is over, unless many nodes are late again."""
 
     def check(
         self,
@@ -94,6 +119,7 @@ class FailureDetector:
         now: float,
         me: str = "",
         peers: Set[str] | None = None,
+        unleased: Set[str] = frozenset(),
     ) -> tuple[FailureDetector, tuple[LastCallOver | NodeLost, ...], float | None]:
         """Return the events that are due.
 
@@ -106,6 +132,7 @@ class FailureDetector:
             now: seconds of the driver's monotonic clock.
             me: the driver's own node, which is not checked; empty if it has none.
             peers: the nodes to check; None: all.
+            unleased: connected nodes without a lease; they keep their places under overload.
 
         Returns:
             The detector for the next check; the events that are due, each for `rules.step`; and the
@@ -116,14 +143,19 @@ class FailureDetector:
         again: list[float] = []
         passed = max(now - self.checked, 0.0)
         listened = min(passed, bounds.keep_alive)
-        limit = bounds.lease + bounds.kill
-        silent: dict[str, tuple[int, float]] = {}
         ids = watched(state) - {me} if beats is not None else frozenset()
+        silent: dict[str, tuple[int, float]] = {}
         for id in sorted(ids if peers is None else ids & peers):
             received = (beats or {}).get(id, 0)
             beat, before = self.silent.get(id, (received, -listened))
-            silence = 0.0 if received != beat else before + listened
-            silent[id] = (received, silence)
+            silent[id] = (received, 0.0 if received != beat else before + listened)
+        overload_until = self.overload_until
+        if are_many_late([silence for _, silence in silent.values()], bounds):
+            overload_until = now + bounds.silence
+        patient = bounds.patience if now < overload_until else bounds.silence
+        for id, (_, silence) in silent.items():
+            before = self.silent.get(id, (0, 0.0))[1]
+            limit = patient if id in unleased else bounds.silence
             if silence < limit:
                 again.append(now + min(limit - silence, bounds.keep_alive))
             elif before < limit and passed > bounds.keep_alive:
@@ -135,13 +167,25 @@ class FailureDetector:
         since = self.since if state.last_call == self.call else now
         if state.last_call:
             awaiting = bounds.comeback if state.awaited else bounds.last_call
-            wait = limit if state.evicting else awaiting
+            wait = bounds.silence if state.evicting else awaiting
             if now - since >= wait:
                 due.append(LastCallOver(state.last_call))
             else:
                 again.append(since + wait)
-        detector = FailureDetector(now, state.last_call, since, silent)
+        detector = FailureDetector(now, state.last_call, since, silent, overload_until)
         return detector, tuple(due), min(again, default=None)
+
+
+def are_many_late(silences: Sequence[float], bounds: Bounds) -> bool:
+    """Return whether so many nodes are late at once that the machines must be overloaded.
+
+    Args:
+        silences: the silence of each checked node, in seconds.
+        bounds: the time limits.
+    """
+    fewest, share = MANY_LATE
+    late = sum(silence >= LATE * bounds.keep_alive for silence in silences)
+    return late >= max(fewest, share * len(silences))
 
 
 @dataclass(frozen=True, slots=True)

@@ -486,6 +486,8 @@ class RendezvousService:
             # A lease that begins now must expire before the failure detector reports the node lost.
             in_time = now <= job.heard_at[id] + job.bounds.kill
             held = in_time and holds(job.state, id, question.token)
+            if held:
+                job.renewed[id] = question.token
         node = job.state.members.get(id)
         keeps = node is not None and copies.should_copy(node.voter)
         reply = messages.BeatReply(
@@ -594,7 +596,9 @@ class RendezvousService:
 
     def _check_due(self, job: ServedJob, now: float) -> list[Answer]:
         out: list[Answer] = []
-        job.detector, due, job.check_at = job.detector.check(job.state, job.beats, job.bounds, now)
+        job.detector, due, job.check_at = job.detector.check(
+            job.state, job.beats, job.bounds, now, unleased=job.unleased(self._clients)
+        )
         for event in due:
             out += self._apply(job, event, now)[1]
         if due and job.check_at is None:
@@ -643,6 +647,7 @@ class RendezvousService:
         session = job.lives.pop(id, None)
         job.beats.pop(id, None)
         job.heard_at.pop(id, None)
+        job.renewed.pop(id, None)
         client = self._clients.get(session)
         if client is not None:
             client.lives.pop((job.run_id, id), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from itertools import islice
 
 from regrow.rendezvous.protocol.failure_detector import Bounds, FailureDetector
@@ -49,6 +49,8 @@ class ServedJob:
         """Answered heartbeats of each node, as the node's latest heartbeat reports them."""
         self.heard_at = dict.fromkeys(ids, now)
         """When that number last increased, or when the node joined."""
+        self.renewed = dict.fromkeys(self.state.ranks, self.state.number)
+        """The latest round in which a node has renewed a lease, as far as this server may know."""
         self.lives: dict[str, Hashable] = {}
         """The session of each node."""
         self.followers: dict[str, tuple[Hashable, int, bytes]] = {}
@@ -137,6 +139,21 @@ class ServedJob:
         """Return the ids of the nodes whose agent is a voter."""
         present = {**self.state.members, **self.state.queue}
         return [id for id, node in present.items() if node.voter and node.voter.id == voter]
+
+    def unleased(self, sessions: Container[Hashable]) -> set[str]:
+        """Return the nodes with an open session that hold no lease.
+
+        These are the nodes that wait for a seat, and members that have not renewed the lease of
+        their new seat. A member of an ended round may hold its old lease until it is back.
+        """
+        number = self.state.number
+        return {
+            id
+            for id, session in self.lives.items()
+            if session in sessions
+            and id not in self.state.awaited
+            and (id not in self.state.ranks or self.renewed.get(id) != number)
+        }
 
     def knows(self, id: str) -> bool:
         """Return whether the state contains the node."""

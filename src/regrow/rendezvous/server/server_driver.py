@@ -38,7 +38,7 @@ from regrow.rendezvous.errors import (
     RendezvousGracefulExitError,
     RendezvousStateError,
 )
-from regrow.rendezvous.node.driver import Snapshot
+from regrow.rendezvous.node.driver import NoAnswerError, Snapshot
 from regrow.rendezvous.protocol.messages import Seated, ServersChanged, Voter, subject
 from regrow.rendezvous.protocol.state import Round
 from regrow.rendezvous.protocol.succession import (
@@ -101,10 +101,6 @@ class Where(NamedTuple):
     tls: Tls | None = None
     addr: str | None = None
     """This host's address for the other nodes; None: the address of the connection."""
-
-
-class NoAnswerError(RendezvousConnectionError):
-    """The server is connected, but did not answer in time."""
 
 
 class ServerDriver:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
+from regrow.store.client.names import look_up
 from regrow.store.client.transport import REPLY_ROOM, Transport
 from regrow.store.errors import (
     StoreClosedError,
@@ -140,7 +141,7 @@ class Dialer:
         failure = OSError(f"no address found for {self.endpoint}")
         # A session belongs to the server of the first connection, and a name lookup takes time.
         known = [self._reached] if again and self._reached is not None else None
-        for family, address in known or self._addresses():
+        for family, address in known or self._addresses(deadline):
             limit = min(deadline, time.monotonic() + TRY_S)
             sock = socket.socket(family, socket.SOCK_STREAM)
             try:
@@ -166,15 +167,21 @@ class Dialer:
         finally:
             del failure  # it refers to this frame, which would refer to it
 
-    def _addresses(self) -> list[Address]:
+    def _addresses(self, deadline: float) -> list[Address]:
         if isinstance(self._where, str):
             return [(socket.AF_UNIX, self._where)]
         host, port = self._where
         family = family_of(host)
         if family is not None:
             return [(family, (host, port))]
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return [(kind, (str(at[0]), port)) for kind, _, _, _, at in found]
+
+        def wait(fd: int) -> None:
+            poll = select.poll()
+            poll.register(fd, select.POLLIN)
+            if not self._poll(poll, deadline - time.monotonic()):
+                raise StoreTimeout(f"no name service resolved {host} in time")
+
+        return [(family, (address, port)) for family, address in look_up(host, wait)]
 
     def _greet(self, sock: socket.socket, session: bytes, grace: float, deadline: float) -> Greeted:
         connected: socket.socket | TlsSocket = sock
