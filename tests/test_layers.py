@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "heartbeat": _TOOLS | {"store", "timer", "workers", "_progress"},
     "inprocess": _TOOLS | {"store", "timer", "workers", "_progress", "_stopping", "compat"},
     "state": _BASE | {"store", "inprocess", "_progress"},
+    "integrations": {""},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
     "control_plane": {"workers", "utils"},

@@ -72,6 +72,8 @@ ELSEWHERE = {
         for command in commands("docs/guides/in-process-restart.md")
         if command.startswith(("export MASTER_ADDR=", "srun ", "mpirun "))
     ),
+    # by tests/integrations/test_frameworks.py
+    *commands("docs/guides/frameworks.md"),
     # below, with an etcd
     *(command for command in commands("docs/guides/etcd.md") if command.startswith("etcdctl ")),
 }
@@ -83,7 +85,7 @@ def test_every_command_is_run_by_a_test() -> None:
 
 
 def pages_with(kind: re.Pattern[str]) -> list[str]:
-    return [page for page in PAGES if any(map(kind.match, commands(page)))]
+    return [page for page in PAGES if any(map(kind.match, {*commands(page)} - ELSEWHERE))]
 
 
 @pytest.mark.timeout(200)
@@ -171,6 +173,19 @@ STORE = (
     "import os, torch.distributed as dist\n"
     "from regrow.store import worker_store\nfrom regrow.store.torch import TorchStore\n"
 )
+#: Stands for an engine of DeepSpeed, which needs a GPU.
+ENGINE = """\
+import regrow
+loader, folder = range(120), "checkpoints"
+class Engine:
+    global_steps = 0
+    def __call__(self, batch): return batch
+    def load_checkpoint(self, folder): return None, None
+    def save_checkpoint(self, folder): assert self.global_steps == 100
+    def backward(self, loss): pass
+    def step(self): self.global_steps += 1
+engine = Engine()
+"""
 #: Code to run before each block, flags of its job ("": it runs alone), and its output.
 PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/getting-started.md", 0): ("", "--nproc-per-node 2", "hello from rank 1 of 2"),
@@ -182,6 +197,7 @@ PYTHON: dict[tuple[str, int], tuple[str, str, str]] = {
     ("docs/guides/timers.md", 4): ("", "", "exit code -9"),
     ("docs/guides/heartbeats.md", 0): (LOOP, "--nproc-per-node 2", ""),
     ("docs/guides/goodput.md", 0): (PHASES, "--nproc-per-node 2", ""),
+    ("docs/guides/frameworks.md", 0): (ENGINE, "--nproc-per-node 2", ""),
     ("docs/guides/from-nvidia-resiliency-ext.md", 0): ("", "--nproc-per-node 2", ""),
 }
 #: The same for blocks that load torch.
