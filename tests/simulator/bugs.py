@@ -336,7 +336,7 @@ BUGS: dict[str, Bug] = {
     "grace cut": Bug("server", range(100), _the_grace_is_cut_by_the_last_call),
     "unsure write": Bug("nodes", range(233, 333), _a_write_is_taken_for_made),
     "torn read": Bug("nodes", range(3, 103), _a_token_is_taken_for_that_of_an_older_state),
-    "another life": Bug("server", range(4, 104), _another_life_of_the_job_is_taken_for_ours),
+    "another life": Bug("server", range(121, 221), _another_life_of_the_job_is_taken_for_ours),
     "seat kept": Bug("server", range(14, 114), _a_seat_that_was_given_away_is_kept),
     "reset for end": Bug("server", range(6, 106), _a_reset_is_taken_for_an_end),
     "any node closes": Bug("server", range(1, 101), _any_node_closes),
@@ -371,7 +371,7 @@ BUGS: dict[str, Bug] = {
         "hosts", range(5, 105), successor_bugs.failures_are_forgotten_at_the_takeover
     ),
     "same voter": Bug(
-        "hosts", range(1, 101), successor_bugs.an_agent_is_the_same_voter_after_its_start
+        "hosts", range(74, 174), successor_bugs.an_agent_is_the_same_voter_after_its_start
     ),
     "never withdrawn": Bug(
         "hosts", range(27, 127), successor_bugs.first_grants_are_never_withdrawn
