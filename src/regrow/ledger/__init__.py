@@ -3,8 +3,9 @@
 `build_ledgers` is a pure function of the events; `read_ledgers` reads the logs. A `Ledger` has the
 totals and the spans of each worker, from which views draw a timeline.
 
-`buckets` has the names. `runs` groups logs into jobs. `spans` divides the time of a run, and
-`split` the time of a process, by the account that the worker keeps (`regrow._accounts`).
+`buckets` has the names. `runs` groups logs into jobs, and `attempts` the events of a run. `spans`
+divides the time of a run, and `split` the time of a process, by the account that the worker keeps
+(`regrow._accounts`).
 """
 
 from regrow.ledger.buckets import MEANINGS, PRODUCTIVE, UNKNOWN, is_phase, title

@@ -19,8 +19,9 @@ from typing import Any
 
 from regrow.events.evidence import Record
 from regrow.ledger import buckets
+from regrow.ledger.attempts import Attempt, attempts_of
 from regrow.ledger.runs import Session, jobs_of, runs_of
-from regrow.ledger.spans import Attempt, Known, Span, add_up, attempts_of, spans_of
+from regrow.ledger.spans import Known, Span, add_up, spans_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

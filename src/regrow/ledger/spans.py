@@ -9,13 +9,21 @@ time by their accounts.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from regrow import _accounts as rows
-from regrow.events.evidence import Record, integer, real, text
+from regrow.events.evidence import integer, real, text
 from regrow.ledger import buckets
+from regrow.ledger.attempts import (
+    Attempt,
+    account_of,
+    attempts_of,
+    first_step_of,
+    is_first_step,
+    list_of,
+    reading,
+)
 from regrow.ledger.runs import Run
 from regrow.ledger.split import Process, ProcessEnd, Seconds, redone_steps, split
 
@@ -35,125 +43,6 @@ class Span:
     end: float
     seconds: Seconds
     """Seconds by bucket; their sum is the length of the span."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One start of a node's workers; times are in monotonic seconds."""
-
-    number: int
-    started: Record
-    start: float
-    end: float
-    """When the workers were gone; the end of the run if that is not known."""
-    ended: Record | None
-    events: Sequence[Record]
-    """What happened in between."""
-    before: Sequence[Record]
-    """What happened between the start of the attempt before and this one."""
-
-    @property
-    def highest_step(self) -> int | None:
-        """Highest step of the accounts."""
-        known = [a.highest_step for a in self.accounts() if a.highest_step is not None]
-        return max(known, default=None)
-
-    @property
-    def reports_steps(self) -> bool:
-        """Whether a worker has reported a step."""
-        return any(map(_is_first_step, self.events)) or any(
-            account.counts.keys() & _STEPS for account in self.accounts()
-        )
-
-    @property
-    def hung(self) -> bool:
-        """Whether a timer or a heartbeat has expired."""
-        return any(text(e, "name") in _HANGS for e in self.events)
-
-    def reporters(self) -> set[int]:
-        """Return the local ranks that have reported a step."""
-        ranks = _list(self.started, "ranks")
-        found = set()
-        for event in (*self.events, self.ended or {}):
-            local_rank = integer(event, "local_rank")
-            account = reading(event.get("account"))
-            if _is_first_step(event) or (account is not None and account.counts.keys() & _STEPS):
-                found |= {local_rank} if local_rank is not None else set()
-            for local_rank, rank in enumerate(ranks):
-                account = _account(event, rank)
-                if account is not None and account.counts.keys() & _STEPS:
-                    found.add(local_rank)
-        return found
-
-    def accounts(self) -> Iterator[rows.Reading]:
-        """Yield the accounts of all processes."""
-        for event in (*self.events, *([self.ended] if self.ended is not None else [])):
-            if (account := reading(event.get("account"))) is not None:
-                yield account
-            by_rank = event.get("accounts")
-            for value in by_rank.values() if isinstance(by_rank, Mapping) else ():
-                if (account := reading(value)) is not None:
-                    yield account
-
-
-_STEPS = {rows.STEPS, rows.REPEATED_STEPS, rows.FIRST_STEP, rows.FIRST_REPEATED_STEP}
-_HANGS = {"regrow.timer.expired", "regrow.heartbeat.failed"}
-
-
-def reading(value: object) -> rows.Reading | None:
-    """Return the account in an event; None if there is none, or it is malformed."""
-    if not isinstance(value, Mapping):
-        return None
-    opened, since = real(value, "opened_monotonic"), real(value, "since_monotonic")
-    seconds, counts = value.get("seconds"), value.get("counts")
-    if opened is None or since is None or not isinstance(seconds, Mapping):
-        return None
-    spent = {str(row): real(seconds, row) or 0.0 for row in seconds}
-    return rows.Reading(
-        highest_step=integer(value, "highest_step"),
-        starting=value.get("starting") is True,
-        opened_monotonic=opened,
-        since_monotonic=max(since, opened),
-        open=text(value, "open") or rows.PENDING,
-        seconds={row: each for row, each in spent.items() if each > 0},
-        counts={str(row): integer(counts, row) or 0 for row in counts}
-        if isinstance(counts, Mapping)
-        else {},
-    )
-
-
-def attempts_of(run: Run) -> list[Attempt]:
-    """Return the attempts of a run."""
-    found, opened, before = [], None, 0
-    for i, event in enumerate(run.events):
-        name, at = text(event, "name"), real(event, "monotonic") or 0.0
-        if name == "regrow.attempt.started":
-            if opened is not None:
-                found.append(_attempt(run, before, opened, i, at, None))
-                before = opened
-            opened = i
-        elif name == "regrow.attempt.ended" and opened is not None:
-            found.append(_attempt(run, before, opened, i, at, event))
-            before, opened = opened, None
-    if opened is not None:
-        found.append(_attempt(run, before, opened, len(run.events), run.end, None))
-    return found
-
-
-def _attempt(
-    run: Run, before: int, first: int, last: int, end: float, ended: Record | None
-) -> Attempt:
-    started = run.events[first]
-    start = min(max(real(started, "monotonic") or run.begin, run.begin), run.end)
-    return Attempt(
-        number=integer(started, "attempt") or 0,
-        started=started,
-        start=start,
-        end=min(max(end, start), run.end),
-        ended=ended,
-        events=run.events[first + 1 : last],
-        before=run.events[before:first],
-    )
 
 
 @dataclass(slots=True)
@@ -254,7 +143,7 @@ class _Builder:
 
     def attempt(self, attempt: Attempt) -> None:
         """Add the time with workers."""
-        ranks = _list(attempt.started, "ranks")[: self.run.workers]
+        ranks = list_of(attempt.started, "ranks")[: self.run.workers]
         for local_rank, rank in enumerate(ranks):
             self.ranks[local_rank] = rank if isinstance(rank, int) else None
         for local_rank in range(self.run.workers):
@@ -265,7 +154,7 @@ class _Builder:
     def _worker(self, attempt: Attempt, local_rank: int) -> None:
         rank, number = self.ranks[local_rank], attempt.number
         final, end = self._final(attempt, rank)
-        is_kept = rank in _list(attempt.started, "kept")
+        is_kept = rank in list_of(attempt.started, "kept")
         own = [e for e in attempt.events if integer(e, "local_rank") == local_rank]
         start: float | None = attempt.start
         vacant_since = attempt.start
@@ -302,7 +191,7 @@ class _Builder:
         *,
         kept: bool,
     ) -> None:
-        first = _first_step(attempt.ended, self.ranks[local_rank])
+        first = first_step_of(attempt.ended, self.ranks[local_rank])
         if self._highest is not None and first is not None:
             first = max(first, self._highest + 1)
         process = Process(start=start, end=end, account=account, first_new_step=first, kept=kept)
@@ -317,15 +206,15 @@ class _Builder:
     def _final(self, attempt: Attempt, rank: int | None) -> tuple[rows.Reading | None, ProcessEnd]:
         """Return the last account of a rank, and how its attempt ended."""
         if attempt.ended is not None:
-            account = _account(attempt.ended, rank)
+            account = account_of(attempt.ended, rank)
             return account, _ending(attempt, hung=attempt.number in self.known.hung)
         known_until = attempt.start
         account = None
         for event in attempt.events:
             at = real(event, "monotonic") or attempt.start
             if text(event, "name") == "regrow.worker.accounts":
-                account, known_until = _account(event, rank) or account, at
-            elif account is None and _is_first_step(event) and integer(event, "rank") == rank:
+                account, known_until = account_of(event, rank) or account, at
+            elif account is None and is_first_step(event) and integer(event, "rank") == rank:
                 known_until = real(event, "step_monotonic") or attempt.start
         return account, ProcessEnd(failed=known_until, detected=known_until, known=False)
 
@@ -360,32 +249,12 @@ def _ending(attempt: Attempt, *, hung: bool) -> ProcessEnd:
 _STOPS = {"regrow.job.stopping", "regrow.round.ended", "regrow.job.restarting"}
 
 
-def _is_first_step(event: Record) -> bool:
-    return text(event, "name") == "regrow.worker.first_step"
-
-
 def _dead(at: float) -> ProcessEnd:
     return ProcessEnd(failed=at, detected=at)
 
 
-def _account(event: Record, rank: int | None) -> rows.Reading | None:
-    accounts = event.get("accounts")
-    return reading(accounts.get(str(rank))) if isinstance(accounts, Mapping) else None
-
-
-def _first_step(ended: Record | None, rank: int | None) -> int | None:
-    steps = ended.get("last_steps") if ended is not None else None
-    own = steps.get(str(rank)) if isinstance(steps, Mapping) else None
-    return integer(own, "first_step") if isinstance(own, Mapping) else None
-
-
 def _clamp(at: float | None, low: float, high: float) -> float:
     return high if at is None else min(max(at, low), high)
-
-
-def _list(event: Record, key: str) -> list[Any]:
-    value = event.get(key)
-    return value if isinstance(value, list) else []
 
 
 def add_up(spans: Iterable[Span]) -> dict[str, float]:
