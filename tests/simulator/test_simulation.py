@@ -29,7 +29,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(
-    ("driver", "seeds"), [("server", 8), ("nodes", 4), ("hosts", 12), ("witness", 12)]
+    ("driver", "seeds"), [("server", 8), ("nodes", 4), ("hosts", 12), ("witness", 24)]
 )
 def test_no_promise_is_broken_under_any_faults(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
