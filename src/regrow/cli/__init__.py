@@ -3,6 +3,8 @@
     regrow run ...              start a training, as torchrun does
     regrow events LOGDIR        print the story of a job from its log directory
     regrow token FILE           create the secret that the hosts of a job share
+    regrow top [RUNS]           show a running job in the terminal
+    regrow web [RUNS]           show jobs as a page in a browser
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
 codes are in `regrow.cli.exit_codes`.
@@ -47,6 +49,8 @@ usage: regrow COMMAND ...
   regrow run [flags] SCRIPT ...    start a distributed training on this node, as torchrun does
   regrow events LOGDIR [--json]    print the story of a job, from its log directory
   regrow token FILE                create the secret that the hosts of a job share
+  regrow top [RUNS]                show a running job in the terminal
+  regrow web [RUNS]                show jobs as a page in a browser
   regrow --version                 print the version
 
 `regrow run --help` lists the flags.
@@ -157,6 +161,14 @@ def _dispatch(arguments: list[str]) -> None:
             from regrow.cli.commands.token import main as token
 
             token(arguments[1:])
+        case "top":
+            from regrow.cli.commands.top import main as top
+
+            top(arguments[1:])
+        case "web":
+            from regrow.cli.commands.web import main as web
+
+            web(arguments[1:])
         case "--version" | "-V":
             from regrow import __version__
 
@@ -176,9 +188,9 @@ def _dispatch(arguments: list[str]) -> None:
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(arguments[0], ["run", "events", "token"], 1)
+    close = get_close_matches(arguments[0], ["run", "events", "token", "top", "web"], 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run, events and token (see regrow --help)"
+    return "; the commands are run, events, token, top and web (see regrow --help)"

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         source_text,
         spawn_helper,
         split_signals,
+        start_ticks,
         starting_helpers,
     )
     from regrow.utils.threads import BackgroundWriter, call_in_thread, start_thread
@@ -83,7 +84,7 @@ __getattr__, __dir__ = lazily(
         "process": (
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV SignalInterrupt end_process end_text ends_within"
             " reap run_within signal_name signal_text source_text spawn_helper split_signals"
-            " starting_helpers"
+            " start_ticks starting_helpers"
         ),
         "threads": "BackgroundWriter call_in_thread start_thread",
         "user_text": "describe get_cause get_context get_traceback headline is_a repr_of str_of",

@@ -96,6 +96,18 @@ def source_text(source: str) -> str:
     return _SOURCES.get(source, source)
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when process `pid` started, in clock ticks since the boot; None if it is gone.
+
+    A process id and this number together name one process of a boot.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return int(stat.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
 def ends_within(pidfd: int, seconds: float | None) -> bool:
     """Return whether a process ends within `seconds`; None waits without a limit."""
     return bool(ready([pidfd], seconds))

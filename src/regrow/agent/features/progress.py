@@ -108,6 +108,19 @@ class WorkerReports:
         orders = f"{root}/{self._orders[local_rank][0]}"
         return {PROGRESS_ENV: address, PRIVATE_ENV: private, ORDERS_ENV: orders}
 
+    def page(self) -> dict[str, int]:
+        """Return where a view on this host finds the page: `/proc/<pid>/fd/<fd>`.
+
+        The inode shows the view that the path still leads to this page.
+        """
+        inode = os.fstat(self._memory_fd).st_ino
+        return {
+            "pid": os.getpid(),
+            "fd": self._memory_fd,
+            "inode": inode,
+            "slot_bytes": SLOT.size,
+        }
+
     def read(self) -> dict[int, WorkerSteps]:
         """Return the steps of each local rank that has reported steps; none after `close`."""
         found = {}

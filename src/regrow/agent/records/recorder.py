@@ -7,6 +7,7 @@ from these events only. Events of torch go to the handler named in the worker sp
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from regrow.agent.api import RunResult, WorkerState
 from regrow.events import Event, EventSource
 from regrow.rendezvous import RendezvousConnectionError
-from regrow.utils import SignalInterrupt, get_logger, headline, signal_text, str_of
+from regrow.utils import (
+    SignalInterrupt,
+    get_logger,
+    headline,
+    signal_text,
+    start_ticks,
+    str_of,
+)
 from regrow.workers.errors.failures import first_of
 
 if TYPE_CHECKING:
@@ -85,6 +93,7 @@ class Recorder:
             command=[spec.get_entrypoint_name(), *map(str, spec.args)],
             nproc_per_node=spec.local_world_size,
             max_restarts=spec.max_restarts,
+            agent={"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())},
             **self.launch_fields,
         )
 
@@ -150,12 +159,18 @@ class Recorder:
                 nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
             )
 
-    def attempt_started(self, forked: Sequence[int] = (), kept: Sequence[int] = ()) -> None:
+    def attempt_started(
+        self,
+        forked: Sequence[int] = (),
+        kept: Sequence[int] = (),
+        page: Mapping[str, int] | None = None,
+    ) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
         Args:
             forked: ranks of the workers that were forked from a template (`--preload`).
             kept: ranks of the workers that went on in the processes of the attempt before.
+            page: where a view finds the workers' page of steps (`WorkerReports.page`).
         """
         self._attempt_open = True
         self._starts += 1
@@ -168,6 +183,7 @@ class Recorder:
             pids={str(worker.global_rank): worker.id for worker in workers},
             forked=list(forked),
             kept=list(kept),
+            page=page,
         )
 
     def attempt_ended(self, result: RunResult, last_steps: Mapping[str, Any]) -> None:
