@@ -131,6 +131,8 @@ class LaunchConfig:
     requeue: bool = False
     preload: Sequence[str] = ()
     standby: int = 0
+    metrics_port: str | None = None
+    otel_spans: bool = False
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -152,6 +154,11 @@ class LaunchConfig:
             raise ValueError(f"preload: {fault}")
         if fault := standby_fault(self.standby):
             raise ValueError(f"standby: {fault}")
+        if self.metrics_port is not None or self.otel_spans:
+            from regrow.views import refusal
+
+            if fault := refusal(self.metrics_port, spans=self.otel_spans):
+                raise ValueError(fault)
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:

@@ -52,7 +52,7 @@ function route() {
   };
   name("");
   stop = key ? jobPage(main, key, onLink, name) : jobList();
-  main.focus();
+  main.focus({ preventScroll: true });
 }
 
 addEventListener("hashchange", route);
