@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -80,6 +80,10 @@ def exposition(snapshot: Snapshot) -> bytes:
     return generate_latest(registry)
 
 
+Values: TypeAlias = dict[tuple[Any, ...], Any]
+"""Values of a metric by its labels: a number, or the count and the sum of a summary."""
+
+
 class _Collector:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -101,7 +105,7 @@ class _Collector:
             yield family
 
 
-def _values(s: Snapshot) -> Iterator[tuple[str, dict[tuple[object, ...], object]]]:
+def _values(s: Snapshot) -> Iterator[tuple[str, Values]]:
     """Yield the values of each metric by their labels; what is unknown has no value."""
     single = {
         "regrow_job_running": 0 if s.is_over else 1,
@@ -111,7 +115,9 @@ def _values(s: Snapshot) -> Iterator[tuple[str, dict[tuple[object, ...], object]
         "regrow_restarts_left": s.restarts_left,
         "regrow_lost_steps": s.lost_steps,
     }
-    yield from ((name, {(): value}) for name, value in single.items() if value is not None)
+    for name, value in single.items():
+        if value is not None:
+            yield name, {(): value}
     yield "regrow_job", {(s.run_id, s.script, node.host): 1 for node in s.nodes}
     states = Counter(n.state if n.state in NODE_STATES else "over" for n in s.nodes)
     yield "regrow_nodes", {(state,): states[state] for state in NODE_STATES}
@@ -125,7 +131,7 @@ def _values(s: Snapshot) -> Iterator[tuple[str, dict[tuple[object, ...], object]
     yield "regrow_step_age_seconds", {(n,): r.step_age_s for n, r in live.items()}
     healed = [restart for restart in s.restarts if restart.restarted]
     yield "regrow_restarts", dict(Counter((each.rung, each.cause) for each in healed))
-    seconds: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    seconds: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for restart in healed:
         for phase, after in restart.phases:
             seconds[restart.rung, phase.replace(" ", "_")].append(after)

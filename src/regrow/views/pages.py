@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from regrow._progress import SLOT
@@ -42,7 +43,7 @@ class StepPage:
     def __init__(self, address: Mapping[str, Any]) -> None:
         pid, fd = integer(address, "pid"), integer(address, "fd")
         path = f"/proc/{pid}/fd/{fd}"
-        if integer(address, "slot_bytes") != SLOT.size or os.readlink(path) != _TARGET:
+        if integer(address, "slot_bytes") != SLOT.size or str(Path(path).readlink()) != _TARGET:
             raise OSError(f"{path} is not the page of steps of this release of regrow")
         # O_NONBLOCK: another file may have the descriptor by now, also one whose opening blocks.
         page = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -59,9 +60,9 @@ class StepPage:
         """Return what the workers have reported, by local rank."""
         found = {}
         for local_rank in range((len(self._memory) - 1) // SLOT.size):
-            first, first_at, last, last_at = SLOT.unpack_from(
-                self._memory, local_rank * SLOT.size
-            )[:4]
+            first, first_at, last, last_at = SLOT.unpack_from(self._memory, local_rank * SLOT.size)[
+                :4
+            ]
             if first_at > 0:
                 found[local_rank] = StepSample(first, first_at, last, last_at)
         return found

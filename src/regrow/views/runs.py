@@ -2,8 +2,8 @@
 
 A *run* is one agent's part of a job: a directory with an `events.jsonl`. On a shared file system
 one log directory holds the runs of all hosts. Runs belong to one job if they have the same
-`--rdzv-id` and their times overlap, by the wall clocks of their hosts. So a requeued job is a job of
-its own. A log without an end counts as running for `OPEN_S` after its last event.
+`--rdzv-id` and their times overlap, by the wall clocks of their hosts. So a requeued job is a job
+of its own. A log without an end counts as running for `OPEN_S` after its last event.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from regrow.events import EVENTS_FILE
@@ -140,7 +141,7 @@ def _logs(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
         for each in folders:
             log = os.path.join(each, EVENTS_FILE)
             with suppress(OSError):
-                status = os.stat(log)
+                status = Path(log).stat()
                 if (identity := (status.st_dev, status.st_ino)) not in found:
                     found.add(identity)
                     yield log, status

@@ -520,9 +520,7 @@ def _restarts(told: Story, logs: Sequence[_Log]) -> tuple[Restart, ...]:
 
 
 def _of_failure(failure: Failure, logs: Sequence[_Log]) -> Restart:
-    event = next(
-        (e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {}
-    )
+    event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
     is_node = bool(failure.lost_nodes) or (failure.rank is None and failure.pid is None)
     details = [f"rank {o.rank} on {o.host}: {o.what}" for o in failure.others[:8]]
     if len(failure.others) > 8:

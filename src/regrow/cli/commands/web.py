@@ -20,7 +20,6 @@ def main(arguments: Sequence[str]) -> None:
 
     Raises:
         SystemExit: code 2 after it printed a mistake.
-        OSError: the token file cannot be read.
     """
     parser = ArgumentParser(
         prog="regrow web",
@@ -55,6 +54,9 @@ def main(arguments: Sequence[str]) -> None:
     for folder in args.runs:
         if not os.path.exists(folder):
             parser.exit(2, f"regrow web: {folder}: no such file or directory\n")
+    token = _token(args.token_file)
+    from urllib.parse import quote
+
     from regrow.views import Library
     from regrow.views.web.server import bind, serve
 
@@ -68,7 +70,6 @@ def main(arguments: Sequence[str]) -> None:
             listener = bind(args.host, args.port)
     except (OSError, OverflowError) as error:
         parser.exit(2, f"regrow web: cannot listen on {args.host}:{args.port or PORT}: {error}\n")
-    token = _token(args.token_file)
     address, port = listener.getsockname()[:2]
     shown = f"[{address}]" if ":" in address else address
     if address in ("0.0.0.0", "::"):
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> None:
             " it, with its token",
             file=sys.stderr,
         )
-    print(f"regrow web: open http://{shown}:{port}/#token={token}", flush=True)
+    print(f"regrow web: open http://{shown}:{port}/#token={quote(token)}", flush=True)
     serve(Library(args.runs), token, listener)
 
 
@@ -88,6 +89,11 @@ def _token(file: str | None) -> str:
         from secrets import token_urlsafe
 
         return token_urlsafe(32)
-    from regrow.store import read_token_file
+    from regrow.store import StoreAuthError, read_token_file
 
-    return read_token_file(file)
+    try:
+        token = read_token_file(file).decode("ascii")
+    except (OSError, StoreAuthError, UnicodeDecodeError) as error:
+        print(f"regrow web: --token-file {file}: {error}", file=sys.stderr)
+        sys.exit(2)
+    return token

@@ -37,7 +37,7 @@ class Connection(H11Protocol):
         if Connection.open_connections > MOST_CONNECTIONS:
             transport.abort()
             return
-        self._request = self.loop.call_later(REQUEST_S, self._check_request)
+        self.loop.call_later(REQUEST_S, self._check_request)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the connection's place."""
@@ -57,7 +57,8 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _check_request(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+        cycle: object = self.cycle  # None until there is a request, whatever its type says
+        if cycle is None and not self.transport.is_closing():
             self.transport.abort()
 
 
