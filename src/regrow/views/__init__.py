@@ -18,8 +18,8 @@ from regrow.utils import lazily
 
 if TYPE_CHECKING:
     from regrow.views.exporter import Exporter, listen, refusal
+    from regrow.views.job_snapshot import Snapshot, snapshot
     from regrow.views.runs import Library
-    from regrow.views.snapshot import Snapshot, snapshot
     from regrow.views.watch import JobWatch
 
 __all__ = ["Exporter", "JobWatch", "Library", "Snapshot", "listen", "refusal", "snapshot"]
@@ -29,7 +29,7 @@ __getattr__, __dir__ = lazily(
     {
         "exporter": "Exporter listen refusal",
         "runs": "Library",
-        "snapshot": "Snapshot snapshot",
+        "job_snapshot": "Snapshot snapshot",
         "watch": "JobWatch",
     },
 )

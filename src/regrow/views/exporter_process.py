@@ -61,7 +61,7 @@ class Metrics:
             return Response(405, b"only GET\n")
         if request.path not in ("/metrics", "/"):
             return Response(404, b"the metrics are at /metrics\n")
-        from regrow.views.metrics import exposition
+        from regrow.views.prometheus import exposition
 
         with self._lock:
             if self._watch is None:

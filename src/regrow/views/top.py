@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from regrow.views.job_snapshot import Node, Rank, Restart, Snapshot
 from regrow.views.runs import Library
-from regrow.views.snapshot import Node, Rank, Restart, Snapshot
 from regrow.views.watch import JobWatch
 
 REFRESH_S = 0.25

@@ -14,9 +14,9 @@ from typing import Any
 
 from regrow.events import Story
 from regrow.events.evidence import integer
+from regrow.views.job_snapshot import Snapshot, Source, snapshot, story_of
 from regrow.views.pages import StepPage, StepSample
 from regrow.views.runs import EventReader, Job, Library, Run
-from regrow.views.snapshot import Snapshot, Source, snapshot, story_of
 
 PACE_S = 5.0
 """Seconds over which the pace of a rank is measured."""

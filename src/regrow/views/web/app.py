@@ -29,9 +29,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from regrow.views.job_snapshot import Snapshot
 from regrow.views.logs import STREAMS, LogName, LogReader, log_files
 from regrow.views.runs import Job, Library
-from regrow.views.snapshot import Snapshot
 from regrow.views.watch import JobWatch
 
 SAMPLE_S = 0.25

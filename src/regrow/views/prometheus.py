@@ -18,7 +18,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
-from regrow.views.snapshot import Snapshot
+from regrow.views.job_snapshot import Snapshot
 
 NODE_STATES = ("waiting", "starting", "running", "restarting", "stopping", "over")
 RANK_STATES = (
