@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "regrow"
 _BASE = {"utils"}
 _TOOLS = _BASE | {"events", "metrics"}
 _AGENT = _TOOLS | {"store", "workers", "rendezvous", "timer", "_progress"}
-_LAUNCH = _AGENT | {"agent"}
+_LAUNCH = _AGENT | {"agent", "views"}
 _COMMANDS = {"cli", "run", "launch"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "state": _BASE | {"store", "inprocess", "_progress"},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
+    "views": _BASE | {"events", "store", "_progress"},  # they read files, and never the agent
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,
     "cli": _COMMANDS,
@@ -65,6 +66,7 @@ SHARED = {
     "agent.attempt.environment",
     "agent.features.health",
     "cli.args",
+    "events.evidence",
     "heartbeat.automatic",
     "heartbeat.failure",
     "heartbeat.terms",
@@ -77,6 +79,8 @@ SHARED = {
     "timer.stacks.capture",
     "timer.stacks.report",
     "utils.http_server",
+    "views.top",
+    "views.web.server",
     "utils.logging",
     "workers.errors",
     "workers.errors.failures",
@@ -97,6 +101,7 @@ WALL_TIME = {
     "timer/timed_block.py": "a client takes seconds since the epoch, as torch's",
     "timer/fifo/client.py": "an expiration in seconds since the epoch, as torch's servers take it",
     "timer/rules.py": "how far the wall clock has been set",
+    "views/watch.py": "the present on the monotonic clock of another host, which a view shows",
     "workers/errors/failures.py": "the stamp of a failure",
     "workers/errors/error_handler.py": "the stamp of an error file",
 }

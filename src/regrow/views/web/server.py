@@ -6,7 +6,7 @@ import asyncio
 import resource
 import socket
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -15,7 +15,7 @@ from regrow.views.runs import Library
 from regrow.views.web.app import make_app
 
 MOST_CONNECTIONS = 200
-"""Most open connections; a further one is closed at once."""
+"""Most open connections; for a further one, the oldest without a request is closed."""
 REQUEST_S = 10.0
 """Seconds until a connection must have sent its request."""
 UNREAD_S = 30.0
@@ -27,21 +27,30 @@ LONGEST_REQUEST = 16 << 10
 class Connection(H11Protocol):
     """A connection with limits; it serves one request."""
 
-    open_connections = 0
+    open: ClassVar[dict[Connection, None]] = {}
+    """All open connections, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and limit the time for its request."""
-        Connection.open_connections += 1
+        Connection.open[self] = None
         self._unread: asyncio.TimerHandle | None = None
         super().connection_made(transport)
-        if Connection.open_connections > MOST_CONNECTIONS:
-            transport.abort()
-            return
+        if len(Connection.open) > MOST_CONNECTIONS:
+            # One that has sent no request gives way, in the extreme case this one itself.
+            idle = next(each for each in Connection.open if each.is_idle)
+            del Connection.open[idle]
+            idle.transport.abort()
         self.loop.call_later(REQUEST_S, self._check_request)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request has arrived yet."""
+        cycle: object = self.cycle  # None until there is a request, whatever its type says
+        return cycle is None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the connection's place."""
-        Connection.open_connections -= 1
+        Connection.open.pop(self, None)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -57,8 +66,7 @@ class Connection(H11Protocol):
             self._unread = None
 
     def _check_request(self) -> None:
-        cycle: object = self.cycle  # None until there is a request, whatever its type says
-        if cycle is None and not self.transport.is_closing():
+        if self.is_idle and not self.transport.is_closing():
             self.transport.abort()
 
 
