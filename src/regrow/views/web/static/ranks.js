@@ -53,7 +53,7 @@ export function rankMap(onSelect) {
     if (!(event.key in moves)) return;
     event.preventDefault();
     const next = index + moves[event.key];
-    if (event.key.length > 4 || (next >= 0 && next < cells.length)) focusOn(next);
+    if (!event.key.startsWith("Arrow") || (next >= 0 && next < cells.length)) focusOn(next);
   });
 
   function select(rank) {
