@@ -71,7 +71,7 @@ views: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(VIEWS_JOBS) -m views tests/views $(PYTEST_ARGS)
 
 screenshots: $(DEV)/.installed
-	PYTHONPATH=tests $(DEV)/bin/python docs/screenshots.py
+	PYTHONPATH=tests $(DEV)/bin/python -m helpers.views.screenshots
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py

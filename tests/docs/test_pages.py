@@ -70,6 +70,8 @@ ELSEWHERE = {
         for command in commands("docs/guides/in-process-restart.md")
         if command.startswith(("export MASTER_ADDR=", "srun ", "mpirun "))
     ),
+    # by tests/views/test_watching_page.py
+    *(c for c in commands("docs/guides/watching.md") if c.startswith(("regrow top", "regrow web"))),
     # below, with an etcd
     *(command for command in commands("docs/guides/etcd.md") if command.startswith("etcdctl ")),
 }

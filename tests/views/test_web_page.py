@@ -196,18 +196,14 @@ def test_texts_are_readable_in_both_schemes(
 ) -> None:
     job.fail(0, "ValueError: no")
     job.start()
+    for rank, step in enumerate((100, 95, 9)):
+        job.step(rank, step)
     page = the_job(open_page(web.url, color_scheme=scheme))
+    page.wait_for_selector("#ranks .rank.b4")
     back = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (int(re.findall(r"\d+", back)[0]) < 128) == (scheme == "dark")
-    for selector in (
-        "h1",
-        ".dim",
-        ".state",
-        "#failures summary",
-        "#story pre",
-        "#nodes th",
-        "#home",
-    ):
+    selectors = ("h1", ".dim", ".state", "#failures summary", "#story pre", "#nodes th", "#home")
+    for selector in (*selectors, ".rank.b0", ".rank.b2", ".rank.b4", ".rank.none"):
         assert contrast(page, selector) >= 4.5, selector
 
 

@@ -92,12 +92,17 @@ class LaunchConfig:
         standby: number of processes on each node that run the script up to its wrapped call, and
             wait there for the place of a lost worker (`Wrapper(replace=True)`). regrow's own
             addition.
+        metrics_port: `PORT` or `ADDRESS:PORT` at which a helper process serves metrics for
+            Prometheus. None serves none. regrow's own addition.
+        otel_spans: a helper process sends spans of the job to OpenTelemetry. regrow's own
+            addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
             variable is no integer; or `restart_timeout` is negative or longer than
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
-            `preload` is not the name of a module; or `standby` is no number of processes.
+            `preload` is not the name of a module; or `standby` is no number of processes; or
+            `metrics_port` is no port, or what it or `otel_spans` needs is not installed.
     """
 
     min_nodes: int

@@ -36,7 +36,7 @@ class Described(NamedTuple):
 
 
 METRICS = {
-    "regrow_job": Described(
+    "regrow_job_info": Described(
         GaugeMetricFamily, "Always 1; the labels describe the job.", ("run_id", "script", "host")
     ),
     "regrow_job_running": Described(GaugeMetricFamily, "1 while the agent runs, else 0."),
@@ -118,7 +118,7 @@ def _values(s: Snapshot) -> Iterator[tuple[str, Values]]:
     for name, value in single.items():
         if value is not None:
             yield name, {(): value}
-    yield "regrow_job", {(s.run_id, s.script, node.host): 1 for node in s.nodes}
+    yield "regrow_job_info", {(s.run_id, s.script, node.host): 1 for node in s.nodes}
     states = Counter(n.state if n.state in NODE_STATES else "over" for n in s.nodes)
     yield "regrow_nodes", {(state,): states[state] for state in NODE_STATES}
     workers = Counter(rank.state for rank in s.ranks)
