@@ -101,6 +101,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/state.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/replace.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/views.py $(BENCH_ARGS)
 
 simulate: $(DEV)/.installed
 	PYTHONPATH=tests $(DEV)/bin/python -m simulator $(SIMULATE_ARGS)

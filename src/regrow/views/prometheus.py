@@ -30,45 +30,44 @@ RANK_STATES = (
 class Described(NamedTuple):
     """A metric as users see it."""
 
-    kind: type[Metric]
+    kind: str
+    """gauge, counter or summary."""
     help: str
     labels: tuple[str, ...] = ()
 
 
 METRICS = {
     "regrow_job_info": Described(
-        GaugeMetricFamily, "Always 1; the labels describe the job.", ("run_id", "script", "host")
+        "gauge", "Always 1; the labels describe the job.", ("run_id", "script", "host")
     ),
-    "regrow_job_running": Described(GaugeMetricFamily, "1 while the agent runs, else 0."),
-    "regrow_job_seconds": Described(GaugeMetricFamily, "Seconds since the start of the agent."),
-    "regrow_attempt": Described(GaugeMetricFamily, "Number of the latest attempt, from 0."),
-    "regrow_world_size": Described(GaugeMetricFamily, "Workers of the latest attempt, all nodes."),
-    "regrow_nodes": Described(GaugeMetricFamily, "Agents seen in the logs, by state.", ("state",)),
-    "regrow_workers": Described(GaugeMetricFamily, "Workers of this agent, by state.", ("state",)),
-    "regrow_step": Described(GaugeMetricFamily, "Last reported step of a rank.", ("rank",)),
+    "regrow_job_running": Described("gauge", "1 while the agent runs, else 0."),
+    "regrow_job_seconds": Described("gauge", "Seconds since the start of the agent."),
+    "regrow_attempt": Described("gauge", "Number of the latest attempt, from 0."),
+    "regrow_world_size": Described("gauge", "Workers of the latest attempt, all nodes."),
+    "regrow_nodes": Described("gauge", "Agents seen in the logs, by state.", ("state",)),
+    "regrow_workers": Described("gauge", "Workers of this agent, by state.", ("state",)),
+    "regrow_step": Described("gauge", "Last reported step of a rank.", ("rank",)),
     "regrow_step_seconds": Described(
-        GaugeMetricFamily, "Mean seconds of a step of late, of a running rank.", ("rank",)
+        "gauge", "Mean seconds of a step of late, of a running rank.", ("rank",)
     ),
     "regrow_step_age_seconds": Described(
-        GaugeMetricFamily, "Seconds since the last step of a running rank.", ("rank",)
+        "gauge", "Seconds since the last step of a running rank.", ("rank",)
     ),
     "regrow_steps_behind": Described(
-        GaugeMetricFamily, "Steps behind the first rank of this agent.", ("rank",)
+        "gauge", "Steps behind the first rank of this agent.", ("rank",)
     ),
-    "regrow_restarts_left": Described(
-        GaugeMetricFamily, "Failures that the job can still recover from."
-    ),
+    "regrow_restarts_left": Described("gauge", "Failures that the job can still recover from."),
     "regrow_restarts": Described(
-        CounterMetricFamily,
+        "counter",
         "Recoveries by rung (1 same process, 2 one new process, 3 new workers, 4 other hosts).",
         ("rung", "cause"),
     ),
     "regrow_recovery_seconds": Described(
-        SummaryMetricFamily,
+        "summary",
         "Seconds from the fault to the end of a phase of its recovery.",
         ("rung", "phase"),
     ),
-    "regrow_lost_steps": Described(CounterMetricFamily, "Steps that were done again."),
+    "regrow_lost_steps": Described("counter", "Steps that were done again."),
 }
 """Every metric by its name; a counter's samples have the suffix `_total`."""
 
@@ -80,6 +79,11 @@ def exposition(snapshot: Snapshot) -> bytes:
     return generate_latest(registry)
 
 
+_FAMILIES: dict[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "summary": SummaryMetricFamily,
+}
 Values: TypeAlias = dict[tuple[Any, ...], Any]
 """Values of a metric by its labels: a number, or the count and the sum of a summary."""
 
@@ -94,14 +98,14 @@ class _Collector:
     def collect(self) -> Iterator[Metric]:
         values = dict(_values(self._snapshot))
         for name, described in METRICS.items():
-            family = described.kind(name, described.help, labels=described.labels)  # type: ignore[call-arg]
+            family = _FAMILIES[described.kind](name, described.help, labels=described.labels)
             for labels, value in values.get(name, {}).items():
                 texts = [str(label) for label in labels]
                 if isinstance(family, SummaryMetricFamily):
                     count, total = value
                     family.add_metric(texts, count_value=count, sum_value=total)
                 else:
-                    family.add_metric(texts, value)  # type: ignore[attr-defined]
+                    family.add_metric(texts, value)
             yield family
 
 

@@ -25,7 +25,7 @@ OPEN_S = 60.0
 """Seconds after its last event in which a log without an end may still overlap with another one."""
 MOST_RUNS = 2_000
 """Most runs that are listed, the newest ones."""
-MOST_OF_A_NAME = 20_000
+MOST_OF_A_NAME = 2_000
 """Most events of one name that are kept in memory, the latest ones."""
 LONGEST_LINE = 1 << 20
 """Longest line of a log, in bytes."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from hmac import compare_digest
 from pathlib import Path
 from time import monotonic
@@ -42,6 +43,8 @@ QUIET_S = 15.0
 """Most seconds without a byte on a connection that waits for news."""
 MOST_WATCHED = 32
 """Most jobs that are followed at the same time."""
+MOST_RESTARTS = 200
+"""Most restarts that a page gets, the latest ones."""
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self';"
@@ -213,8 +216,13 @@ class _Watched:
 
 
 def as_data(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the snapshot with its ranks as rows, which are a quarter as long as objects."""
-    data = snapshot.to_json()
+    """Return the snapshot as the page gets it: the latest restarts, and the ranks as rows.
+
+    Rows are a quarter as long as objects.
+    """
+    shown = replace(snapshot, restarts=snapshot.restarts[-MOST_RESTARTS:])
+    data = shown.to_json()
+    data["restart_count"] = sum(restart.restarted for restart in snapshot.restarts)
     ranks = data.pop("ranks")
     columns = list(ranks[0]) if ranks else []
     rows = [[_short(value) for value in rank.values()] for rank in ranks]

@@ -50,7 +50,7 @@ function overview(job) {
     ["running for", duration(job.duration_s)],
     ["attempt", number(job.attempt)],
     ["workers", `${number(job.world_size)}${job.nodes.length > 1 ? `, ${job.nodes.filter((node) => node.attempt === job.attempt).length} of ${job.nodes.length} nodes` : ""}`],
-    ["restarts", `${job.restarts.filter((each) => each.restarted).length}${job.restarts_left === null ? "" : ` (${job.restarts_left} left)`}`],
+    ["restarts", `${number(job.restart_count)}${job.restarts_left === null ? "" : ` (${job.restarts_left} left)`}`],
     ["steps done again", number(job.lost_steps)],
   ];
   const incident = job.is_over ? job.reason : job.nodes.map((node) => node.incident).find(Boolean);
