@@ -17,7 +17,6 @@ from helpers.jobs.e2e_job import Job
 from helpers.views.served import Served, served
 from helpers.views.written_job import WrittenJob
 
-playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = [pytest.mark.views, pytest.mark.timeout(120)]
 
 SHOWN_S = 1.0
@@ -33,9 +32,11 @@ for n in range(1, 10**6):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright  # loaded by no other test process
+
     program = shutil.which("chromium")
     assert program is not None, "chromium is missing: apt-get install chromium"
-    with playwright.sync_playwright() as driver:
+    with sync_playwright() as driver:
         # Root may not use chromium's sandbox; the pages are our own.
         yield driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import stat
 import subprocess
@@ -116,6 +117,14 @@ def test_an_endless_head_is_refused(web: Served) -> None:
     with socket.create_connection(("127.0.0.1", web.port), PATIENCE) as client:
         client.sendall(b"GET / HTTP/1.1\r\n" + b"x-header: y\r\n" * 10_000)
         assert b"400" in client.recv(100)
+
+
+def test_ctrl_c_ends_it_without_a_word_also_with_open_pages(web: Served) -> None:
+    stream = messages(web.request(f"/api/jobs/{web.job()}/live"))
+    next(stream)
+    web.process.send_signal(signal.SIGINT)
+    assert web.process.communicate(timeout=PATIENCE) == ("", "")
+    assert web.process.returncode == 0
 
 
 def test_a_token_file_gives_the_token(job: WrittenJob, tmp_path: Path) -> None:

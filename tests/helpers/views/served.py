@@ -56,7 +56,9 @@ class Served:
 def served(runs: Path, *arguments: str) -> Iterator[Served]:
     """Run `regrow web` on a free port while the block runs."""
     command = [sys.executable, "-m", "regrow", "web", "--port", "0", *arguments, str(runs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]

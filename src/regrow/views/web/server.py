@@ -70,6 +70,14 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections of pages, which have no end of their own."""
+        for connection in list(Connection.open):
+            connection.transport.abort()
+        await super().shutdown(sockets)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
@@ -109,5 +117,6 @@ def serve(library: Library, token: str, listener: socket.socket) -> None:
         "h11_max_incomplete_event_size": LONGEST_REQUEST,
         "timeout_graceful_shutdown": 1,
     }
-    server = uvicorn.Server(uvicorn.Config(make_app(library, token), **options))
-    server.run(sockets=[listener])
+    server = _Server(uvicorn.Config(make_app(library, token), **options))
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again that has ended it
+        server.run(sockets=[listener])
