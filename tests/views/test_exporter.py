@@ -167,7 +167,7 @@ def test_a_port_in_use_is_an_error_before_the_job_starts(tmp_path: Path, port: i
     assert (done.code, "need a log directory" in done.output) == (2, True)
 
 
-@pytest.mark.parametrize("value", ["x", "-1", "65536", "", "1.2.3.4", "1:2:x"])
+@pytest.mark.parametrize("value", ["x", "-1", "65536", "1.2.3.4", "1:2:x"])
 def test_a_port_that_is_none_is_refused(value: str) -> None:
     found = refusal(value, spans=False)
     assert found is not None

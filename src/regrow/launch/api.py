@@ -233,13 +233,13 @@ def _exporter(config: LaunchConfig, directory: str | None) -> Exporter | None:
     Raises:
         ValueError: the port cannot be used, or the job has no log directory.
     """
-    if config.metrics_port is None and not config.otel_spans:
+    if not config.metrics_port and not config.otel_spans:
         return None
     if directory is None:
         raise ValueError("--metrics-port and --otel-spans need a log directory: give --log-dir DIR")
     from regrow.views import Exporter, listen
 
-    listener = listen(config.metrics_port) if config.metrics_port is not None else None
+    listener = listen(config.metrics_port) if config.metrics_port else None
     return Exporter(directory, listener, spans=config.otel_spans)
 
 

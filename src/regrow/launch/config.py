@@ -93,7 +93,7 @@ class LaunchConfig:
             wait there for the place of a lost worker (`Wrapper(replace=True)`). regrow's own
             addition.
         metrics_port: `PORT` or `ADDRESS:PORT` at which a helper process serves metrics for
-            Prometheus. None serves none. regrow's own addition.
+            Prometheus. None or an empty text serves none. regrow's own addition.
         otel_spans: a helper process sends spans of the job to OpenTelemetry. regrow's own
             addition.
 
@@ -159,7 +159,7 @@ class LaunchConfig:
             raise ValueError(f"preload: {fault}")
         if fault := standby_fault(self.standby):
             raise ValueError(f"standby: {fault}")
-        if self.metrics_port is not None or self.otel_spans:
+        if self.metrics_port or self.otel_spans:
             from regrow.views import refusal
 
             if fault := refusal(self.metrics_port, spans=self.otel_spans):

@@ -103,9 +103,10 @@ def start_ticks(pid: int) -> int | None:
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            return int(stat.read().rpartition(b")")[2].split()[19])
+            fields = stat.read().rpartition(b")")[2].split()
     except OSError:
         return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])  # a zombie has ended
 
 
 def ends_within(pidfd: int, seconds: float | None) -> bool:

@@ -52,7 +52,7 @@ def refusal(metrics_port: str | None, *, spans: bool) -> str | None:
         metrics_port: value of `--metrics-port`.
         spans: whether spans are sent.
     """
-    if metrics_port is not None:
+    if metrics_port:
         try:
             address_of(metrics_port)
         except ValueError as error:
@@ -152,6 +152,8 @@ class Exporter:
         from regrow.utils import end_process, ends_within, reap
 
         self._kept.close()
+        if self._listener is not None:
+            self._listener.close()
         pidfd, self._pidfd = self._pidfd, None
         if pidfd is None:
             return

@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from regrow.events import Failure, Story, story
+from regrow.events import Story, story
 from regrow.events.evidence import Record, integer, one_line, real, text
 from regrow.views.pages import StepSample
-
-MOST_TEXT = 20_000
-"""Most characters of a traceback."""
+from regrow.views.restarts import Evidence, Restart, restarts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,34 +107,6 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """A recovery: what caused it, on which rung of the ladder it was healed, how long it took."""
-
-    rung: int
-    """1 same process, 2 one new process, 3 new worker group, 4 other hosts."""
-    cause: str
-    """exception, exit, signal, hang, heartbeat, node, membership or unknown."""
-    attempt: int
-    time: float | None
-    """When it began; None if unknown."""
-    rank: int | None
-    what: str
-    """The cause in one line."""
-    phases: tuple[tuple[str, float], ...]
-    """Phases in order, and the seconds from the fault to the end of each."""
-    lost_steps: int | None
-    """Steps that were done again; None if unknown."""
-    host: str | None = None
-    pid: int | None = None
-    traceback: str = ""
-    """Traceback of the worker that failed first."""
-    details: tuple[str, ...] = ()
-    """Further facts, one line each."""
-    restarted: bool = True
-    """Whether the job went on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A job at one moment."""
 
@@ -197,7 +167,7 @@ def snapshot(sources: Sequence[Source], told: Story | None = None) -> Snapshot:
     started = min((n.started for n in nodes if n.started is not None), default=None)
     state = _state(told, nodes)
     running = [rank for rank in ranks if rank.state not in _ENDED]
-    restarts = _restarts(told, logs)
+    restarts = restarts_of(told, [log.evidence for log in logs])
     return Snapshot(
         run_id=told.run_id,
         script=told.script,
@@ -267,12 +237,7 @@ class _Log:
     incident: str = ""
     ranks: list[Rank] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
-    failed: dict[tuple[int, int | None], Record] = field(default_factory=dict)
-    """Failures of this agent's workers, by attempt and rank."""
-    ended: dict[int, float] = field(default_factory=dict)
-    """Time at which each attempt ended or began to end."""
-    in_process: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Time of each in-process restart, by attempt and iteration."""
+    evidence: Evidence = field(default_factory=Evidence)
 
     def change(self, event: Record, **fields: Any) -> None:
         """Change the rank of an event."""
@@ -326,7 +291,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
         case "job.restarting":
             log.state = "restarting"
             log.restarts_left = integer(event, "restarts_left")
-            log.ended.setdefault(log.attempt, real(event, "time") or 0.0)
+            log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
         case "job.stopping":
             log.state, log.incident = "stopping", f"received {text(event, 'signal')}"
         case "job.finished":
@@ -334,7 +299,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.restarts_left = integer(event, "restarts_left")
         case "worker.failed" if real(event, "told_monotonic") is None:
             what = one_line(text(event, "signal") or text(event, "message") or "failed")
-            log.failed[integer(event, "attempt") or 0, integer(event, "rank")] = event
+            log.evidence.failed[integer(event, "attempt") or 0, integer(event, "rank")] = event
             log.incident = f"rank {integer(event, 'rank')}: {what}"
             log.change(event, state="failed", what=what)
         case "worker.suspended":
@@ -356,7 +321,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.change(event, state="running", what="", pid=integer(event, "pid"), replaced=count)
         case "inprocess.restarted":
             key = integer(event, "attempt") or 0, integer(event, "iteration") or 0
-            log.in_process[key] = real(event, "time") or 0.0
+            log.evidence.in_process[key] = real(event, "time") or 0.0
             kind = one_line(text(event, "kind") or "a fault")
             log.incident = f"in-process restart after {kind}"
             for rank in _numbers(event.get("replaced")):
@@ -366,7 +331,7 @@ def _apply(log: _Log, name: str, event: Record) -> None:
             log.change(event, step=step, step_at=at)
         case "round.ended" | "rendezvous.lost":
             log.incident = one_line(text(event, "why") or log.incident)
-            log.ended.setdefault(log.attempt, real(event, "time") or 0.0)
+            log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
 
 
 def _start(log: _Log, event: Record) -> None:
@@ -396,7 +361,7 @@ def _start(log: _Log, event: Record) -> None:
 def _end(log: _Log, event: Record) -> None:
     time, state = real(event, "time") or 0.0, (text(event, "state") or "ended").lower()
     log.state = "stopped"
-    log.ended[log.attempt] = min(time, log.ended.get(log.attempt, time))
+    log.evidence.ended[log.attempt] = min(time, log.evidence.ended.get(log.attempt, time))
     if log.attempts and log.attempts[-1].number == log.attempt:
         reason = one_line(text(event, "reason") or "")
         log.attempts[-1] = replace(log.attempts[-1], ended=time, state=state, reason=reason)
@@ -478,104 +443,3 @@ def _duration(
             at = source.now if source.now is not None else log.last_monotonic
             return None if at is None else max(at - log.started_monotonic, 0.0)
     return told.duration_s
-
-
-def _restarts(told: Story, logs: Sequence[_Log]) -> tuple[Restart, ...]:
-    found = [_of_failure(failure, logs) for failure in told.failures]
-    for move in told.moves:
-        found.append(
-            Restart(
-                rung=4,
-                cause="membership",
-                attempt=move.attempt,
-                time=_ended(logs, move.attempt),
-                rank=None,
-                what=move.reason,
-                phases=_phases(move),
-                lost_steps=move.work_lost,
-            )
-        )
-    for each in told.in_place:
-        key = each.attempt, each.iteration
-        times = [log.in_process[key] for log in logs if key in log.in_process]
-        lasted = max((after for _, after in each.phases), default=0.0)
-        found.append(
-            Restart(
-                rung=2 if each.replaced else 1,
-                cause="exception" if not each.lost and not each.replaced else "exit",
-                attempt=each.attempt,
-                time=min(times) - lasted if times else None,
-                rank=each.rank,
-                what=each.what,
-                phases=each.phases,
-                lost_steps=None,
-                details=tuple(
-                    f"rank {r.rank}: process {r.ended_pid} ended {r.how}; process {r.pid} took its"
-                    f" place ({r.source})"
-                    for r in each.replaced
-                ),
-            )
-        )
-    return tuple(sorted(found, key=lambda restart: restart.time or 0.0))
-
-
-def _of_failure(failure: Failure, logs: Sequence[_Log]) -> Restart:
-    event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
-    is_node = bool(failure.lost_nodes) or (failure.rank is None and failure.pid is None)
-    details = [f"rank {o.rank} on {o.host}: {o.what}" for o in failure.others[:8]]
-    if len(failure.others) > 8:
-        details.append(f"and {len(failure.others) - 8} more")
-    details += [f"node {node.node} was lost: {node.why}" for node in failure.lost_nodes]
-    if failure.timer is not None:
-        details.append(f"it was at {failure.timer.stood}")
-    details += failure.compared
-    return Restart(
-        rung=4 if is_node else 3,
-        cause=_cause(failure, event, is_node=is_node),
-        attempt=failure.attempt,
-        time=_failed_at(event) or _ended(logs, failure.attempt),
-        rank=failure.rank,
-        what=failure.what,
-        phases=_phases(failure),
-        lost_steps=failure.work_lost,
-        host=failure.host,
-        pid=failure.pid,
-        traceback=(text(event, "traceback") or "")[-MOST_TEXT:],
-        details=tuple(details),
-        restarted=failure.restarted_attempt is not None,
-    )
-
-
-def _cause(failure: Failure, event: Record, *, is_node: bool) -> str:
-    if is_node:
-        return "node"
-    if failure.timer is not None:
-        return "heartbeat" if failure.timer.heartbeat else "hang"
-    if failure.signal is not None:
-        return "signal"
-    if text(event, "traceback") or failure.error_file is not None:
-        return "exception"
-    return "exit" if failure.exit_code is not None else "unknown"
-
-
-def _phases(cost: Any) -> tuple[tuple[str, float], ...]:
-    """Return the phases of a restart of all workers, as (name, seconds since the failure)."""
-    named = (
-        ("detected", getattr(cost, "detected_after_s", None)),
-        ("restarted", cost.restarted_after_s),
-        ("first step", cost.first_step_after_s),
-    )
-    return tuple((name, after) for name, after in named if after is not None)
-
-
-def _failed_at(event: Record) -> float | None:
-    """Return when a worker failed; its event was written later."""
-    time, written = real(event, "time"), real(event, "monotonic")
-    failed = real(event, "failed_monotonic")
-    if time is None or written is None or failed is None:
-        return None
-    return time - max(written - failed, 0.0)
-
-
-def _ended(logs: Sequence[_Log], attempt: int) -> float | None:
-    return min((log.ended[attempt] for log in logs if attempt in log.ended), default=None)

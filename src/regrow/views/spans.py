@@ -25,7 +25,8 @@ from opentelemetry.trace import Status, StatusCode, Tracer
 
 from regrow.events.evidence import Record, integer, one_line, real, text
 from regrow.views.exporter import FLUSH_S
-from regrow.views.job_snapshot import Restart, Snapshot
+from regrow.views.job_snapshot import Snapshot
+from regrow.views.restarts import Restart
 from regrow.views.runs import EventReader, Library
 from regrow.views.watch import JobWatch
 

@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from regrow.views.job_snapshot import Node, Rank, Restart, Snapshot
+from regrow.views.job_snapshot import Node, Rank, Snapshot
+from regrow.views.restarts import Restart
 from regrow.views.runs import Library
 from regrow.views.watch import JobWatch
 
