@@ -104,6 +104,7 @@ def test_only_the_page_with_the_inode_is_mapped(tmp_path: Path) -> None:
     for wrong in (
         {"inode": address["inode"] + 1},
         {"slot_bytes": 8},
+        {"slot_format": "@q"},
         {"fd": 0},
         {"pid": None},
         {"fd": "../../../../etc/passwd"},

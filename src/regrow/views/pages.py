@@ -43,7 +43,9 @@ class StepPage:
     def __init__(self, address: Mapping[str, Any]) -> None:
         pid, fd = integer(address, "pid"), integer(address, "fd")
         path = f"/proc/{pid}/fd/{fd}"
-        if integer(address, "slot_bytes") != SLOT.size or str(Path(path).readlink()) != _TARGET:
+        self._slot_bytes = integer(address, "slot_bytes") or 0
+        is_known = address.get("slot_format") == SLOT.format and self._slot_bytes >= SLOT.size
+        if not is_known or str(Path(path).readlink()) != _TARGET:
             raise OSError(f"{path} is not the page of steps of this release of regrow")
         # O_NONBLOCK: another file may have the descriptor by now, also one whose opening blocks.
         page = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -59,10 +61,9 @@ class StepPage:
     def read(self) -> dict[int, StepSample]:
         """Return what the workers have reported, by local rank."""
         found = {}
-        for local_rank in range((len(self._memory) - 1) // SLOT.size):
-            first, first_at, last, last_at = SLOT.unpack_from(self._memory, local_rank * SLOT.size)[
-                :4
-            ]
+        for local_rank in range((len(self._memory) - 1) // self._slot_bytes):
+            slot = SLOT.unpack_from(self._memory, local_rank * self._slot_bytes)
+            first, first_at, last, last_at = slot[:4]
             if first_at > 0:
                 found[local_rank] = StepSample(first, first_at, last, last_at)
         return found

@@ -85,6 +85,7 @@ class WrittenJob:
                 "pid": os.getpid(),
                 "fd": self._fd,
                 "inode": os.fstat(self._fd).st_ino,
+                "slot_format": SLOT.format,
                 "slot_bytes": SLOT.size,
             },
         )

@@ -163,7 +163,7 @@ class Recorder:
         self,
         forked: Sequence[int] = (),
         kept: Sequence[int] = (),
-        page: Mapping[str, int] | None = None,
+        page: Mapping[str, int | str] | None = None,
     ) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
