@@ -7,6 +7,8 @@
 #   make simulate  thousands of simulated jobs under faults, a million events and more
 #   make hosts     jobs and an etcd on several hosts through every loss, as root (network namespaces)
 #   make schedulers  the documented jobs under a real Slurm and Open MPI, as root; some minutes
+#   make views     the page of `regrow web` in a chromium; less than a minute
+#   make screenshots  the pictures of the documentation, in docs/images/
 #   make thorough  what the suite has no time for: rarer faults, large amounts
 #   make training  the demo and the examples' trainings as tests, jobs of torch and of JAX, long ones
 #   make demo-replace  a training that replaces two killed processes, one by one
@@ -24,6 +26,7 @@ JOBS ?= 7
 HOSTS_JOBS ?= 3
 SCHEDULERS_JOBS ?= 4
 TRAINING_JOBS ?= 2
+VIEWS_JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?= --check
 GOODPUT_ARGS ?=
@@ -44,7 +47,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help test thorough hosts schedulers training demo demo-replace lint docs bench bench-goodput simulate stops repeat clean check-python
+.PHONY: help test thorough hosts schedulers training views screenshots demo demo-replace lint docs bench bench-goodput simulate stops repeat clean check-python
 
 help:
 	@sed -n '/^#  /s/^# //p' Makefile
@@ -67,6 +70,12 @@ schedulers: $(DEV)/.installed
 training: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile --timeout 200 \
 	  -m "training and not thorough" $(PYTEST_ARGS)
+
+views: $(DEV)/.installed
+	$(DEV)/bin/python -m pytest -n $(VIEWS_JOBS) -m views tests/views $(PYTEST_ARGS)
+
+screenshots: $(DEV)/.installed
+	PYTHONPATH=tests $(DEV)/bin/python -m helpers.views.screenshots
 
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python examples/demo.py
@@ -98,6 +107,7 @@ bench: $(DEV)/.installed
 	$(DEV)/bin/python benchmarks/preload.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/goodput_marks.py $(BENCH_ARGS)
 	$(DEV)/bin/python benchmarks/should_stop.py $(BENCH_ARGS)
+	$(DEV)/bin/python benchmarks/views.py $(BENCH_ARGS)
 
 # Half an hour. The figures and the picture of the README come from it.
 bench-goodput: $(BENCH)/.installed

@@ -20,7 +20,7 @@ _TOOLS = _BASE | {"events", "metrics"}
 _AGENT = _TOOLS | {
     *("store", "workers", "rendezvous", "timer", "_progress", "_accounts", "_stopping", "chaos")
 }
-_LAUNCH = _AGENT | {"agent"}
+_LAUNCH = _AGENT | {"agent", "views"}
 _COMMANDS = {"cli", "run", "launch", "ledger"} | _LAUNCH
 ALLOWED: dict[str, set[str]] = {
     "": {
@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {""},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
+    "views": _BASE | {"events", "store", "_progress"},  # they read files, and never the agent
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,
     "cli": _COMMANDS,
@@ -91,6 +92,8 @@ SHARED = {
     "timer.stacks.capture",
     "timer.stacks.report",
     "utils.http_server",
+    "views.top",
+    "views.web.server",
     "utils.logging",
     "workers.errors",
     "workers.errors.failures",
@@ -112,6 +115,7 @@ WALL_TIME = {
     "timer/fifo/client.py": "an expiration in seconds since the epoch, as torch's servers take it",
     "timer/rules.py": "how far the wall clock has been set",
     "utils/stamps.py": "the time at the start of a line on stderr",
+    "views/watch.py": "the present on the monotonic clock of another host, which a view shows",
     "workers/errors/failures.py": "the stamp of a failure",
     "workers/hook/sitecustomize.py": "the stamp of an error file",
     "workers/errors/error_handler.py": "the stamp of an error file",

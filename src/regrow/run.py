@@ -64,7 +64,7 @@ _FIELDS = (
 )
 _ADDED_FIELDS = (
     *("restart_timeout", "requeue", "timers", "native_stacks", "heartbeat", "preload"),
-    *("standby", "chaos", "time_limit"),
+    *("standby", "chaos", "time_limit", "metrics_port", "otel_spans"),
 )
 
 logger = get_logger(__name__)

@@ -20,6 +20,7 @@ from regrow.agent import WorkerGroup, WorkerSpec
 from regrow.agent.features.progress import WorkerReports
 from regrow.agent.job import Job
 from regrow.rendezvous.foreign import adapted
+from regrow.views.pages import StepPage
 
 READS = 60_000
 
@@ -139,3 +140,14 @@ def test_a_closed_page_sends_no_order() -> None:
     page = page_of_one()
     page.close()
     assert not page.order(0, kind="leave", attempt=3)
+
+
+def test_the_address_of_the_page_leads_a_view_to_the_steps(page: WorkerReports) -> None:
+    subprocess.run(
+        [sys.executable, "-c", "import regrow; regrow.step(4)"],
+        env=os.environ | page.environment(0),
+        check=True,
+    )
+    view = StepPage(page.page())
+    assert view.read()[0].last == 4
+    view.close()

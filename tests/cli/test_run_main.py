@@ -674,7 +674,7 @@ def test_the_installed_command_answers_too() -> None:
         (["rnu", "train.py"], "unknown command 'rnu'; did you mean regrow run?"),
         (["train.py"], "unknown command 'train.py'; did you mean regrow run train.py"),
         (["--nproc-per-node", "2"], "did you mean regrow run --nproc-per-node 2"),
-        (["frobnicate"], "the commands are run, events, goodput, stop and token"),
+        (["frobnicate"], "the commands are run, events, goodput, stop, token, top and web"),
     ],
 )
 def test_an_unknown_command_is_answered_with_a_suggestion(

@@ -74,6 +74,8 @@ ELSEWHERE = {
     ),
     # by tests/integrations/test_frameworks.py
     *commands("docs/guides/frameworks.md"),
+    # by tests/views/test_watching_page.py
+    *(c for c in commands("docs/guides/watching.md") if c.startswith(("regrow top", "regrow web"))),
     # below, with an etcd
     *(command for command in commands("docs/guides/etcd.md") if command.startswith("etcdctl ")),
 }

@@ -148,8 +148,8 @@ def test_clean_removes_the_environments(project: Path) -> None:
 
 # --- .ci/run
 
-NEEDED = ("ip", "etcd", "etcdctl", "openssl", "cc", "slurmctld", "munged", "mpirun")
-EVERYTHING = sorted(["lint", "docs", "test", "training", "hosts", "schedulers"])
+NEEDED = ("ip", "etcd", "etcdctl", "openssl", "cc", "slurmctld", "munged", "mpirun", "chromium")
+EVERYTHING = sorted(["lint", "docs", "test", "training", "hosts", "schedulers", "views"])
 
 
 def check(project: Path, failing: str = "") -> tuple[Ended, list[tuple[str, str]]]:
@@ -190,7 +190,7 @@ def test_the_check_uses_the_oldest_and_the_newest_python_that_runs(project: Path
 
 def test_a_stage_that_fails_beside_another_one_fails_the_check(project: Path) -> None:
     play_python(project, "python3", "3.12")
-    for failing in ("docs", "lint", "schedulers", "training", "hosts"):
+    for failing in ("docs", "lint", "schedulers", "training", "views", "hosts"):
         ended, made = check(project, failing)
         assert ended.code == 1, ended.output
         assert len(made) == len(EVERYTHING)

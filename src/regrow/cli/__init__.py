@@ -5,6 +5,8 @@
     regrow goodput RUNS ...     print which share of a job's time was training
     regrow stop LOGDIR          ask a running job to stop, so that it can go on later
     regrow token FILE           create the secret that the hosts of a job share
+    regrow top [RUNS]           show a running job in the terminal
+    regrow web [RUNS]           show jobs as a page in a browser
 
 Only this file is loaded before the command handles Ctrl-C, so it imports nothing heavy. Its exit
 codes are in `regrow.cli.exit_codes`.
@@ -51,6 +53,8 @@ usage: regrow COMMAND ...
   regrow goodput RUNS ... [--json] print which share of a job's time was training
   regrow stop LOGDIR               ask a running job to stop; or --rdzv-id and --rdzv-endpoint
   regrow token FILE                create the secret that the hosts of a job share
+  regrow top [RUNS]                show a running job in the terminal
+  regrow web [RUNS]                show jobs as a page in a browser
   regrow --version                 print the version
 
 `regrow run --help` lists the flags.
@@ -171,6 +175,14 @@ def _dispatch(arguments: list[str]) -> None:
             from regrow.cli.commands.token import main as token
 
             token(arguments[1:])
+        case "top":
+            from regrow.cli.commands.top import main as top
+
+            top(arguments[1:])
+        case "web":
+            from regrow.cli.commands.web import main as web
+
+            web(arguments[1:])
         case "--version" | "-V":
             from regrow import __version__
 
@@ -190,9 +202,10 @@ def _dispatch(arguments: list[str]) -> None:
 def _suggestion(arguments: list[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(arguments[0], ["run", "events", "goodput", "stop", "token"], 1)
+    commands = ["run", "events", "goodput", "stop", "token", "top", "web"]
+    close = get_close_matches(arguments[0], commands, 1)
     if close:
         return f"; did you mean regrow {close[0]}?"
     if arguments[0].startswith("-") or arguments[0].endswith(".py"):
         return f"; did you mean regrow run {' '.join(arguments[:3])}...?"
-    return "; the commands are run, events, goodput, stop and token (see regrow --help)"
+    return "; the commands are run, events, goodput, stop, token, top and web (see regrow --help)"

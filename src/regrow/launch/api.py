@@ -33,6 +33,7 @@ from regrow.workers import ChildFailedError, SignalException, StoppedEarly
 if TYPE_CHECKING:
     from regrow.agent.features.health import HealthCheckServer
     from regrow.launch.slurm_requeue import SlurmRequest
+    from regrow.views import Exporter
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 
@@ -167,6 +168,7 @@ def _run_agent(
         virtual_local_rank=config.virtual_local_rank,
     )
     directory = _run_log_dir(config)
+    exporter = _exporter(config, directory)
     # The event log is on, unless the job has no log directory.
     event_log = QueuedEventLog(os.path.join(directory, EVENTS_FILE)) if directory else None
     least, most = config.min_nodes, config.max_nodes
@@ -202,6 +204,8 @@ def _run_agent(
         request.begin(rendezvous, agent)
     try:
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+        if exporter is not None:
+            exporter.start(os.environ)
         result = agent.run()
         # The agent succeeded here, also if its workers failed.
         events.record(agent.get_event_succeeded(), config.event_log_handler)
@@ -227,6 +231,24 @@ def _run_agent(
             handler.shutdown()
         if event_log is not None:
             event_log.close()
+        if exporter is not None:  # last, so that it can read the end of the job
+            exporter.close()
+
+
+def _exporter(config: LaunchConfig, directory: str | None) -> Exporter | None:
+    """Return the process for metrics and spans, not yet started; None if neither is wanted.
+
+    Raises:
+        ValueError: the port cannot be used, or the job has no log directory.
+    """
+    if not config.metrics_port and not config.otel_spans:
+        return None
+    if directory is None:
+        raise ValueError("--metrics-port and --otel-spans need a log directory: give --log-dir DIR")
+    from regrow.views import Exporter, listen
+
+    listener = listen(config.metrics_port) if config.metrics_port else None
+    return Exporter(directory, listener, spans=config.otel_spans)
 
 
 def _accepted(make: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

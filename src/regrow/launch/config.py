@@ -100,6 +100,10 @@ class LaunchConfig:
             needs the same text. regrow's own addition.
         time_limit: seconds after which this agent's part in the job is over. `shutdown_timeout`
             before that, the job ends as by SIGTERM. regrow's own addition.
+        metrics_port: `PORT` or `ADDRESS:PORT` at which a helper process serves metrics for
+            Prometheus. None or an empty text serves none. regrow's own addition.
+        otel_spans: a helper process sends spans of the job to OpenTelemetry. regrow's own
+            addition.
 
     Raises:
         ValueError: `shutdown_timeout` is negative or beyond eleven days; or the environment
@@ -107,7 +111,8 @@ class LaunchConfig:
             `shutdown_timeout`; or `heartbeat` is no number from 0.1 to 86400; or a name in
             `preload` is not the name of a module; or `standby` is no number of processes; or
             `chaos` is not valid, or asks for a fault that this host cannot inject; or
-            `time_limit` is not longer than `shutdown_timeout`.
+            `time_limit` is not longer than `shutdown_timeout`; or
+            `metrics_port` is no port, or what it or `otel_spans` needs is not installed.
     """
 
     min_nodes: int
@@ -143,6 +148,8 @@ class LaunchConfig:
     standby: int = 0
     chaos: str = ""
     time_limit: float | None = None
+    metrics_port: str | None = None
+    otel_spans: bool = False
 
     def __post_init__(self) -> None:
         if self.rdzv_timeout != -1:
@@ -168,6 +175,11 @@ class LaunchConfig:
             raise ValueError(f"chaos: {fault}")
         if fault := time_limit_fault(self.time_limit, self.shutdown_timeout):
             raise ValueError(f"time_limit: {fault}")
+        if self.metrics_port or self.otel_spans:
+            from regrow.views import refusal
+
+            if fault := refusal(self.metrics_port, spans=self.otel_spans):
+                raise ValueError(fault)
 
 
 def preload_fault(modules: Sequence[str]) -> str | None:

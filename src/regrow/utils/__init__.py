@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         source_text,
         spawn_helper,
         split_signals,
+        start_ticks,
         starting_helpers,
     )
     from regrow.utils.stamps import begin_time_stamps, stamped, time_stamp
@@ -88,7 +89,7 @@ __getattr__, __dir__ = lazily(
         "process": (
             "DEFAULT_SIGNALS KILL_S SIGNALS_ENV SignalInterrupt end_process end_text ends_within"
             " reap run_within signal_name signal_text source_text spawn_helper split_signals"
-            " starting_helpers"
+            " start_ticks starting_helpers"
         ),
         "stamps": "begin_time_stamps stamped time_stamp",
         "threads": "BackgroundWriter call_in_thread start_thread",

@@ -96,6 +96,19 @@ def source_text(source: str) -> str:
     return _SOURCES.get(source, source)
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when process `pid` started, in clock ticks since the boot; None if it is gone.
+
+    A process id and this number together name one process of a boot.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])  # a zombie has ended
+
+
 def ends_within(pidfd: int, seconds: float | None) -> bool:
     """Return whether a process ends within `seconds`; None waits without a limit."""
     return bool(ready([pidfd], seconds))

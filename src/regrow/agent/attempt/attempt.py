@@ -287,7 +287,8 @@ class Attempt:
             group.state = WorkerState.HEALTHY
             kept = self.workers.kept if self.workers else []
             sources = self.workers.sources() if self.workers and not kept else {}
-            job.recorder.attempt_started(sources, kept)
+            reports = self.workers.reports if self.workers else None
+            job.recorder.attempt_started(sources, kept, reports.page() if reports else None)
         job.leftovers.clear(group.store)
 
     def stop(self, group: WorkerGroup) -> None:

@@ -116,6 +116,20 @@ class WorkerReports:
         orders = f"{root}/{self._orders[local_rank][0]}"
         return {PROGRESS_ENV: address, PRIVATE_ENV: private, ORDERS_ENV: orders}
 
+    def page(self) -> dict[str, int | str]:
+        """Return where a view on this host finds the page: `/proc/<pid>/fd/<fd>`.
+
+        The inode shows the view that the path still leads to this page. A slot begins with fields
+        of the given format; from one slot to the next it is `slot_bytes`.
+        """
+        return {
+            "pid": os.getpid(),
+            "fd": self._memory_fd,
+            "inode": os.fstat(self._memory_fd).st_ino,
+            "slot_format": SLOT.format,
+            "slot_bytes": (len(self._memory) - 1) // len(self._ranks),
+        }
+
     def read(self) -> dict[int, WorkerSteps]:
         """Return the steps of each local rank that has reported steps; none after `close`."""
         found = {}

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from regrow.agent.api import RunResult, WorkerState
 from regrow.events import Event, EventSource
 from regrow.rendezvous import RendezvousConnectionError
-from regrow.utils import SignalInterrupt, get_logger, headline, signal_text, str_of
+from regrow.utils import (
+    SignalInterrupt,
+    get_logger,
+    headline,
+    signal_text,
+    start_ticks,
+    str_of,
+)
 from regrow.workers.errors.failures import first_of
 
 if TYPE_CHECKING:
@@ -91,6 +98,7 @@ class Recorder:
             command=[spec.get_entrypoint_name(), *map(str, spec.args)],
             nproc_per_node=spec.local_world_size,
             max_restarts=spec.max_restarts,
+            agent={"pid": os.getpid(), "start_ticks": start_ticks(os.getpid())},
             **self.launch_fields,
         )
 
@@ -166,12 +174,18 @@ class Recorder:
                 nodes=[{"node": node.id, "rank": node.rank, "why": node.why} for node in nodes],
             )
 
-    def attempt_started(self, sources: Mapping[int, str], kept: Sequence[int] = ()) -> None:
+    def attempt_started(
+        self,
+        sources: Mapping[int, str],
+        kept: Sequence[int] = (),
+        page: Mapping[str, int | str] | None = None,
+    ) -> None:
         """Emit `regrow.attempt.started`; the workers are running.
 
         Args:
             sources: from what each rank has started: `exec`, `template` or `standby`.
             kept: ranks of the workers that went on in the processes of the attempt before.
+            page: where a view finds the workers' page of steps (`WorkerReports.page`).
         """
         self._attempt_open = True
         self._starts += 1
@@ -185,6 +199,7 @@ class Recorder:
             forked=sorted(rank for rank, source in sources.items() if source == "template"),
             stood_by=sorted(rank for rank, source in sources.items() if source == "standby"),
             kept=list(kept),
+            page=page,
         )
 
     def attempt_ended(

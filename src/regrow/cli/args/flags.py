@@ -306,6 +306,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             metavar="TEXT,...",
         ),
         Flag(
+            "metrics-port",
+            "serve metrics for Prometheus at this port, for this host only unless an address is "
+            "given; needs regrow[metrics]",
+            metavar="[ADDRESS:]PORT",
+            added=True,
+        ),
+        Flag(
+            "otel-spans",
+            "send spans of the job, its rounds, attempts and restarts to OpenTelemetry, as "
+            "OTEL_EXPORTER_OTLP_ENDPOINT and the other standard variables say; needs regrow[otel]",
+            switch=True,
+            added=True,
+        ),
+        Flag(
             "logs-specs",
             "plug-in for the destinations of output: an entry point of regrow.logs_specs or "
             "torchrun.logs_specs",

@@ -1,0 +1,445 @@
+"""What the views show of a job: a pure function of its events and of samples of the page of steps.
+
+`snapshot` derives a `Snapshot` from the logs of a job, one `Source` for each agent. The state of
+nodes and ranks follows from the events in the order of each log. Failures, restarts and their costs
+are those of the story (`regrow.events.story`).
+
+Times are seconds since the epoch, by the clock of the host that wrote the event. Durations are
+differences of one host's monotonic clock. A field of an event may be missing or have another type;
+it then counts as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from regrow.events import Story, story
+from regrow.events.evidence import Record, integer, one_line, real, text
+from regrow.views.pages import StepSample
+from regrow.views.restarts import Evidence, Restart, restarts_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """The log of one agent, and what else is known of it."""
+
+    name: str
+    """Name of the run's directory."""
+    events: Sequence[Record]
+    alive: bool | None
+    """Whether the agent runs; None if unknown."""
+    now: float | None
+    """Current time of the agent's monotonic clock in seconds; None if unknown."""
+    samples: Mapping[int, StepSample] = field(default_factory=dict)
+    """What the workers of the current attempt have reported, by local rank."""
+    paces: Mapping[int, float] = field(default_factory=dict)
+    """Steps per second of late, by local rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """A worker of the latest attempt on its node."""
+
+    rank: int
+    node: int
+    """Index of its node in `Snapshot.nodes`."""
+    local_rank: int
+    pid: int | None
+    state: str = "running"
+    """running, suspended, hung, stalled, replacing, lost, failed, stopped, succeeded or unknown."""
+    what: str = ""
+    """What happened to it, in one line."""
+    replaced: int = 0
+    """How many processes took its place in this attempt."""
+    step: int | None = None
+    """Its last step; None if it has reported none."""
+    step_at: float | None = None
+    """Time of its last step on the node's monotonic clock, in seconds."""
+    step_age_s: float | None = None
+    """Seconds since its last step; None if it does not run, or the clock is unknown."""
+    pace: float | None = None
+    """Steps per second of late, or over the attempt."""
+    behind: int = 0
+    """How many steps it is behind the rank that is first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """An agent."""
+
+    name: str
+    """Name of the run's directory."""
+    host: str
+    state: str
+    """waiting, starting, running, restarting, stopping, killed, unknown, succeeded, failed, ..."""
+    attempt: int
+    round: int
+    node_rank: int | None
+    started: float | None
+    """Time at which the agent started."""
+    last: float | None
+    """Time of its last event."""
+    alive: bool | None
+    """Whether the agent runs; None if unknown."""
+    incident: str = ""
+    """The latest incident, in one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One start of the workers of a node."""
+
+    number: int
+    node: int
+    """Index of its node in `Snapshot.nodes`."""
+    started: float
+    ended: float | None
+    """None: it runs, or its end is unknown."""
+    state: str
+    ranks: tuple[int, ...]
+    """Global ranks, by local rank."""
+    world_size: int | None
+    kept: int
+    """How many workers went on in their processes."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A job at one moment."""
+
+    run_id: str | None
+    script: str | None
+    command: str
+    state: str
+    """running, waiting, starting, restarting, stopping, killed, unknown, succeeded, failed, ..."""
+    is_over: bool
+    """Whether the job runs no more, as far as is known."""
+    started: float | None
+    duration_s: float | None
+    attempt: int | None
+    world_size: int | None
+    max_restarts: int | None
+    restarts_left: int | None
+    reason: str
+    """Why the job ended."""
+    step: int | None
+    """The highest last step of a rank in the latest attempt."""
+    pace: float | None
+    """Steps per second of the slowest rank."""
+    lost_steps: int
+    """Steps that were done again, over all restarts."""
+    nodes: tuple[Node, ...]
+    ranks: tuple[Rank, ...]
+    """By rank."""
+    attempts: tuple[Attempt, ...]
+    restarts: tuple[Restart, ...]
+    """In the order of their times, failures that ended the job too."""
+    story: str
+    """The story of the job as text."""
+    events: int
+    """Number of events."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the snapshot to plain types; the keys are the field names."""
+        return asdict(self)
+
+
+def story_of(sources: Sequence[Source]) -> Story:
+    """Derive the story of a job from the logs of all its agents."""
+    return story(_in_order(sources))
+
+
+def snapshot(sources: Sequence[Source], told: Story | None = None) -> Snapshot:
+    """Derive what the views show of a job.
+
+    Args:
+        sources: the logs of its agents, at least one, in the order in which they started.
+        told: their story, if the caller has it already.
+    """
+    logs = [_read(index, source) for index, source in enumerate(sources)]
+    told = told or story_of(sources)
+    number = max((log.attempt for log in logs), default=-1)
+    ranks = _with_behind([rank for log in logs if log.attempt == number for rank in log.ranks])
+    nodes = tuple(log.node(source) for log, source in zip(logs, sources, strict=True))
+    started = min((n.started for n in nodes if n.started is not None), default=None)
+    state = _state(told, nodes)
+    running = [rank for rank in ranks if rank.state not in _ENDED]
+    restarts = restarts_of(told, [log.evidence for log in logs])
+    return Snapshot(
+        run_id=told.run_id,
+        script=told.script,
+        command=logs[0].command,
+        state=state,
+        is_over=all(node.state in _OVER for node in nodes),
+        started=started,
+        duration_s=_duration(told, nodes, logs, sources),
+        attempt=number if number >= 0 else None,
+        world_size=next((log.world_size for log in logs if log.attempt == number), None),
+        max_restarts=told.max_restarts,
+        restarts_left=min(
+            (log.restarts_left for log in logs if log.restarts_left is not None),
+            default=told.max_restarts,
+        ),
+        reason=one_line(told.reason or ""),
+        step=max((rank.step for rank in ranks if rank.step is not None), default=None),
+        pace=min((rank.pace for rank in running if rank.pace is not None), default=None),
+        lost_steps=sum(restart.lost_steps or 0 for restart in restarts),
+        nodes=nodes,
+        ranks=ranks,
+        attempts=tuple(attempt for log in logs for attempt in log.attempts),
+        restarts=restarts,
+        story=told.render(),
+        events=told.events,
+    )
+
+
+_ENDED = frozenset({"failed", "stopped", "succeeded", "lost", "unknown"})
+_OVER = frozenset({"killed", "succeeded", "failed", "signaled", "error"})
+_TO_BLAME = ("failed", "error", "killed", "signaled", "succeeded")
+
+
+def _in_order(sources: Sequence[Source]) -> list[Record]:
+    """Merge the events of all agents; those of one agent stay in the order of its log."""
+    if len(sources) == 1:
+        return list(sources[0].events)
+    timed = []
+    for source in sources:
+        time = 0.0
+        for event in source.events:
+            time = max(time, real(event, "time") or 0.0)
+            timed.append((time, event))
+    return [event for _, event in sorted(timed, key=lambda each: each[0])]
+
+
+# --- the log of one agent
+
+
+@dataclass(slots=True)
+class _Log:
+    """State of an agent after the events that were read so far."""
+
+    index: int
+    host: str = "?"
+    command: str = ""
+    state: str = "waiting"
+    attempt: int = -1
+    round: int = -1
+    node_rank: int | None = None
+    world_size: int | None = None
+    restarts_left: int | None = None
+    started: float | None = None
+    started_monotonic: float | None = None
+    last: float | None = None
+    last_monotonic: float | None = None
+    incident: str = ""
+    ranks: list[Rank] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
+    evidence: Evidence = field(default_factory=Evidence)
+
+    def change(self, event: Record, **fields: Any) -> None:
+        """Change the rank of an event."""
+        number = integer(event, "rank")
+        self.ranks = [replace(r, **fields) if r.rank == number else r for r in self.ranks]
+
+    def node(self, source: Source) -> Node:
+        state = self.state
+        if state not in _OVER and source.alive is not None and not source.alive:
+            state = "killed"
+        return Node(
+            name=source.name,
+            host=self.host,
+            state=state,
+            attempt=self.attempt,
+            round=self.round,
+            node_rank=self.node_rank,
+            started=self.started,
+            last=self.last,
+            alive=source.alive,
+            incident=self.incident,
+        )
+
+
+def _read(index: int, source: Source) -> _Log:
+    log = _Log(index)
+    for event in source.events:
+        log.last = real(event, "time") or log.last
+        log.last_monotonic = real(event, "monotonic") or log.last_monotonic
+        log.round = max(log.round, integer(event, "round") or -1)
+        _apply(log, text(event, "name") or "", event)
+    runs = log.state not in _OVER and source.alive is not False
+    log.ranks = [_with_steps(rank, source, runs=runs) for rank in log.ranks]
+    return log
+
+
+def _apply(log: _Log, name: str, event: Record) -> None:
+    """Apply an event to the state of its agent; other events change nothing."""
+    match name.removeprefix("regrow."):
+        case "job.started":
+            log.host = text(event, "host") or "?"
+            log.started, log.started_monotonic = real(event, "time"), real(event, "monotonic")
+            command = event.get("command")
+            log.command = " ".join(map(str, command)) if isinstance(command, list) else ""
+        case "rendezvous.completed":
+            log.state, log.node_rank = "starting", integer(event, "group_rank")
+        case "attempt.started":
+            _start(log, event)
+        case "attempt.ended":
+            _end(log, event)
+        case "job.restarting":
+            log.state = "restarting"
+            log.restarts_left = integer(event, "restarts_left")
+            log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
+        case "job.stopping":
+            log.state, log.incident = "stopping", f"received {text(event, 'signal')}"
+        case "job.finished":
+            log.state = (text(event, "state") or "finished").lower()
+            log.restarts_left = integer(event, "restarts_left")
+        case "worker.failed" if real(event, "told_monotonic") is None:
+            what = one_line(text(event, "signal") or text(event, "message") or "failed")
+            log.evidence.failed[integer(event, "attempt") or 0, integer(event, "rank")] = event
+            log.incident = f"rank {integer(event, 'rank')}: {what}"
+            log.change(event, state="failed", what=what)
+        case "worker.suspended":
+            log.change(event, state="suspended", what=f"stopped by {text(event, 'signal')}")
+        case "worker.resumed":
+            log.change(event, state="running", what="")
+        case "timer.expired" if text(event, "signal"):
+            log.change(event, state="hung", what=one_line(text(event, "stood") or "timer expired"))
+        case "heartbeat.stalled":
+            log.change(event, state="stalled", what=one_line(text(event, "message") or ""))
+        case "inprocess.lost":
+            log.change(event, state="lost", what="the others continue without it")
+        case "worker.vacated":
+            what = one_line(f"ended {text(event, 'how') or ''}")
+            log.change(event, state="replacing", what=what, step=integer(event, "last_step"))
+        case "worker.replaced":
+            count = integer(event, "incarnation") or 1
+            log.restarts_left = integer(event, "restarts_left")
+            log.change(event, state="running", what="", pid=integer(event, "pid"), replaced=count)
+        case "inprocess.restarted":
+            key = integer(event, "attempt") or 0, integer(event, "iteration") or 0
+            log.evidence.in_process[key] = real(event, "time") or 0.0
+            kind = one_line(text(event, "kind") or "a fault")
+            log.incident = f"in-process restart after {kind}"
+            for rank in _numbers(event.get("replaced")):
+                log.change({"rank": rank}, state="running", what="")
+        case "worker.first_step":
+            step, at = integer(event, "step"), real(event, "step_monotonic")
+            log.change(event, step=step, step_at=at)
+        case "round.ended" | "rendezvous.lost":
+            log.incident = one_line(text(event, "why") or log.incident)
+            log.evidence.ended.setdefault(log.attempt, real(event, "time") or 0.0)
+
+
+def _start(log: _Log, event: Record) -> None:
+    log.state, log.attempt = "running", integer(event, "attempt") or 0
+    log.world_size = integer(event, "world_size")
+    found = event.get("pids")
+    pids: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    numbers = _numbers(event.get("ranks"))
+    log.ranks = [
+        Rank(rank=rank, node=log.index, local_rank=local, pid=integer(pids, str(rank)))
+        for local, rank in enumerate(numbers)
+    ]
+    log.attempts.append(
+        Attempt(
+            number=log.attempt,
+            node=log.index,
+            started=real(event, "time") or 0.0,
+            ended=None,
+            state="running",
+            ranks=tuple(numbers),
+            world_size=log.world_size,
+            kept=len(_numbers(event.get("kept"))),
+        )
+    )
+
+
+def _end(log: _Log, event: Record) -> None:
+    time, state = real(event, "time") or 0.0, (text(event, "state") or "ended").lower()
+    log.state = "stopped"
+    log.evidence.ended[log.attempt] = min(time, log.evidence.ended.get(log.attempt, time))
+    if log.attempts and log.attempts[-1].number == log.attempt:
+        reason = one_line(text(event, "reason") or "")
+        log.attempts[-1] = replace(log.attempts[-1], ended=time, state=state, reason=reason)
+    found = event.get("last_steps")
+    steps: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    after = "succeeded" if state == "succeeded" else "stopped"
+    ranks = []
+    for rank in log.ranks:
+        mark = steps.get(str(rank.rank))
+        if isinstance(mark, Mapping):
+            sample = _sample(mark)
+            rank = replace(rank, step=integer(mark, "last_step"), pace=_mean_pace(sample))
+        if rank.state not in ("failed", "lost", "hung"):
+            rank = replace(rank, state=after)
+        ranks.append(rank)
+    log.ranks = ranks
+
+
+def _sample(mark: Record) -> StepSample | None:
+    first, last = integer(mark, "first_step"), integer(mark, "last_step")
+    first_at, last_at = real(mark, "first_monotonic"), real(mark, "last_monotonic")
+    if first is None or last is None or first_at is None or last_at is None:
+        return None
+    return StepSample(first, first_at, last, last_at)
+
+
+def _mean_pace(sample: StepSample | None) -> float | None:
+    """Return the steps per second from the first to the last step."""
+    if sample is None or sample.last_at <= sample.first_at or sample.last <= sample.first:
+        return None
+    return (sample.last - sample.first) / (sample.last_at - sample.first_at)
+
+
+def _with_steps(rank: Rank, source: Source, *, runs: bool) -> Rank:
+    """Add the worker's page to a rank; an agent that has ended leaves no running rank."""
+    sample = source.samples.get(rank.local_rank)
+    if sample is not None:
+        pace = source.paces.get(rank.local_rank) or _mean_pace(sample)
+        rank = replace(rank, step=sample.last, step_at=sample.last_at, pace=pace)
+    if rank.state in _ENDED:
+        return rank
+    if not runs:
+        return replace(rank, state="unknown")
+    if rank.step_at is not None and source.now is not None:
+        rank = replace(rank, step_age_s=max(source.now - rank.step_at, 0.0))
+    return rank
+
+
+def _with_behind(ranks: list[Rank]) -> tuple[Rank, ...]:
+    first = max((rank.step for rank in ranks if rank.step is not None), default=0)
+    found = [r if r.step is None else replace(r, behind=first - r.step) for r in ranks]
+    return tuple(sorted(found, key=lambda rank: rank.rank))
+
+
+def _numbers(value: object) -> list[int]:
+    found = value if isinstance(value, list) else []
+    return [each for each in found if isinstance(each, int) and not isinstance(each, bool)]
+
+
+# --- the whole job
+
+
+def _state(told: Story, nodes: Sequence[Node]) -> str:
+    """Return the state of the job: of its running nodes, else of its end."""
+    running = [node.state for node in nodes if node.state not in _OVER]
+    # A node that has reported the end of all speaks for a node whose end is unknown.
+    if running and not (told.state and all(node.alive is None for node in nodes)):
+        return next((state for state in running if state == "running"), running[0])
+    if told.state:
+        return told.state.lower()
+    return next((s for s in _TO_BLAME for node in nodes if node.state == s), "unknown")
+
+
+def _duration(
+    told: Story, nodes: Sequence[Node], logs: Sequence[_Log], sources: Sequence[Source]
+) -> float | None:
+    for node, log, source in zip(nodes, logs, sources, strict=True):
+        if node.state not in _OVER and log.started_monotonic is not None:
+            at = source.now if source.now is not None else log.last_monotonic
+            return None if at is None else max(at - log.started_monotonic, 0.0)
+    return told.duration_s

@@ -1,0 +1,164 @@
+"""The recoveries of a job as the views show them: cause, rung of the ladder, phases, cost.
+
+They are the failures, planned restarts and in-process restarts of the story. The story has no times
+of day, so these come from the events of the agents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.events import Failure, Story
+from regrow.events.evidence import Record, real, text
+
+MOST_TEXT = 20_000
+"""Most characters of a traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A recovery: what caused it, on which rung of the ladder it was healed, how long it took."""
+
+    rung: int
+    """1 same process, 2 one new process, 3 new worker group, 4 other hosts."""
+    cause: str
+    """exception, exit, signal, hang, heartbeat, node, membership or unknown."""
+    attempt: int
+    time: float | None
+    """When it began; None if unknown."""
+    rank: int | None
+    what: str
+    """The cause in one line."""
+    phases: tuple[tuple[str, float], ...]
+    """Phases in order, and the seconds from the fault to the end of each."""
+    lost_steps: int | None
+    """Steps that were done again; None if unknown."""
+    host: str | None = None
+    pid: int | None = None
+    traceback: str = ""
+    """Traceback of the worker that failed first."""
+    details: tuple[str, ...] = ()
+    """Further facts, one line each."""
+    restarted: bool = True
+    """Whether the job went on."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What the log of one agent adds to the story."""
+
+    failed: dict[tuple[int, int | None], Record] = field(default_factory=dict)
+    """Failures of this agent's workers, by attempt and rank."""
+    ended: dict[int, float] = field(default_factory=dict)
+    """Time at which each attempt ended or began to end."""
+    in_process: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Time of each in-process restart, by attempt and iteration."""
+
+
+def restarts_of(told: Story, logs: Sequence[Evidence]) -> tuple[Restart, ...]:
+    """Return the recoveries of a job, and the failure that ended it, in the order of their times.
+
+    Args:
+        told: the story of the job.
+        logs: the evidence of each agent.
+    """
+    found = [_of_failure(failure, logs) for failure in told.failures]
+    for move in told.moves:
+        found.append(
+            Restart(
+                rung=4,
+                cause="membership",
+                attempt=move.attempt,
+                time=_ended(logs, move.attempt),
+                rank=None,
+                what=move.reason,
+                phases=_phases(move),
+                lost_steps=move.work_lost,
+            )
+        )
+    for each in told.in_place:
+        key = each.attempt, each.iteration
+        times = [log.in_process[key] for log in logs if key in log.in_process]
+        lasted = max((after for _, after in each.phases), default=0.0)
+        found.append(
+            Restart(
+                rung=2 if each.replaced else 1,
+                cause="exception" if not each.lost and not each.replaced else "exit",
+                attempt=each.attempt,
+                time=min(times) - lasted if times else None,
+                rank=each.rank,
+                what=each.what,
+                phases=each.phases,
+                lost_steps=None,
+                details=tuple(
+                    f"rank {r.rank}: process {r.ended_pid} ended {r.how}; process {r.pid} took its"
+                    f" place ({r.source})"
+                    for r in each.replaced
+                ),
+            )
+        )
+    return tuple(sorted(found, key=lambda restart: restart.time or 0.0))
+
+
+def _of_failure(failure: Failure, logs: Sequence[Evidence]) -> Restart:
+    event = next((e for log in logs if (e := log.failed.get((failure.attempt, failure.rank)))), {})
+    is_node = bool(failure.lost_nodes) or (failure.rank is None and failure.pid is None)
+    details = [f"rank {o.rank} on {o.host}: {o.what}" for o in failure.others[:8]]
+    if len(failure.others) > 8:
+        details.append(f"and {len(failure.others) - 8} more")
+    details += [f"node {node.node} was lost: {node.why}" for node in failure.lost_nodes]
+    if failure.timer is not None:
+        details.append(f"it was at {failure.timer.stood}")
+    details += failure.compared
+    return Restart(
+        rung=4 if is_node else 3,
+        cause=_cause(failure, event, is_node=is_node),
+        attempt=failure.attempt,
+        time=_failed_at(event) or _ended(logs, failure.attempt),
+        rank=failure.rank,
+        what=failure.what,
+        phases=_phases(failure),
+        lost_steps=failure.work_lost,
+        host=failure.host,
+        pid=failure.pid,
+        traceback=(text(event, "traceback") or "")[-MOST_TEXT:],
+        details=tuple(details),
+        restarted=failure.restarted_attempt is not None,
+    )
+
+
+def _cause(failure: Failure, event: Record, *, is_node: bool) -> str:
+    if is_node:
+        return "node"
+    if failure.timer is not None:
+        return "heartbeat" if failure.timer.heartbeat else "hang"
+    if failure.signal is not None:
+        return "signal"
+    if text(event, "traceback") or failure.error_file is not None:
+        return "exception"
+    return "exit" if failure.exit_code is not None else "unknown"
+
+
+def _phases(cost: Any) -> tuple[tuple[str, float], ...]:
+    """Return the phases of a restart of all workers, as (name, seconds since the failure)."""
+    named = (
+        ("detected", getattr(cost, "detected_after_s", None)),
+        ("restarted", cost.restarted_after_s),
+        ("first step", cost.first_step_after_s),
+    )
+    return tuple((name, after) for name, after in named if after is not None)
+
+
+def _failed_at(event: Record) -> float | None:
+    """Return when a worker failed; its event was written later."""
+    time, written = real(event, "time"), real(event, "monotonic")
+    failed = real(event, "failed_monotonic")
+    if time is None or written is None or failed is None:
+        return None
+    return time - max(written - failed, 0.0)
+
+
+def _ended(logs: Sequence[Evidence], attempt: int) -> float | None:
+    return min((log.ended[attempt] for log in logs if attempt in log.ended), default=None)

@@ -1,0 +1,265 @@
+"""Find the runs in log directories, and group them into jobs.
+
+A *run* is one agent's part of a job: a directory with an `events.jsonl`. On a shared file system
+one log directory holds the runs of all hosts. Runs belong to one job if they have the same
+`--rdzv-id` and their times overlap, by the wall clocks of their hosts. So a requeued job is a job
+of its own. A log without an end counts as running for `OPEN_S` after its last event.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from regrow.events import EVENTS_FILE
+from regrow.events.evidence import integer, real, text
+from regrow.utils import start_ticks
+
+OPEN_S = 60.0
+"""Seconds after its last event in which a log without an end may still overlap with another one."""
+MOST_RUNS = 2_000
+"""Most runs that are listed, the newest ones."""
+MOST_OF_A_NAME = 2_000
+"""Most events of one name that are kept in memory, the latest ones."""
+LONGEST_LINE = 1 << 20
+"""Longest line of a log, in bytes."""
+_HEAD, _TAIL = 1 << 16, 1 << 15  # bytes that are read for the list of jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One agent's part of a job, as its log's first and last events show it."""
+
+    directory: str
+    run_id: str
+    """Id of the job (`--rdzv-id`)."""
+    host: str
+    started: float
+    """Time of the first event, seconds since the epoch."""
+    last: float
+    """Time of the last event, seconds since the epoch."""
+    finished: str | None
+    """State at the end of the job; None if the log has no end."""
+    agent: tuple[int, int] | None
+    """Process id of the agent and its start in clock ticks since the boot."""
+    script: str
+    """The command of a worker."""
+
+    def is_alive(self) -> bool | None:
+        """Return whether the agent runs; None if it is on another host, or unknown."""
+        if self.finished is not None:
+            return False
+        if self.agent is None or self.host != os.uname().nodename:
+            return None
+        return start_ticks(self.agent[0]) == self.agent[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Runs that are one job."""
+
+    key: str
+    """Name of the job in addresses: the same as long as the job's first run is there."""
+    run_id: str
+    runs: tuple[Run, ...]
+    """At least one; the one that started first comes first."""
+
+
+class Library:
+    """The jobs below some directories; not thread-safe.
+
+    Args:
+        roots: log directories, directories of runs, or event logs.
+    """
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = tuple(roots)
+        self._known: dict[str, tuple[tuple[int, int], Run | None]] = {}
+
+    def jobs(self) -> list[Job]:
+        """Return the jobs; the one that started last comes first."""
+        logs = sorted(_logs(self._roots), key=lambda log: log[1].st_mtime_ns, reverse=True)
+        runs = [run for log, status in logs[:MOST_RUNS] if (run := self._run(log, status))]
+        return grouped(runs)
+
+    def another(self) -> Library:
+        """Return a library of the same directories, for another thread."""
+        library = Library(self._roots)
+        library._known = dict(self._known)
+        return library
+
+    def job(self, key: str) -> Job | None:
+        """Return the job with this key."""
+        return next((job for job in self.jobs() if job.key == key), None)
+
+    def _run(self, log: str, status: os.stat_result) -> Run | None:
+        """Return the run with this log; what is known of an unchanged log is not read again."""
+        stamp = status.st_mtime_ns, status.st_size
+        if (known := self._known.get(log)) is None or known[0] != stamp:
+            try:
+                known = stamp, _read_run(log, known[1] if known else None)
+            except OSError:
+                known = stamp, None
+            self._known[log] = known
+        return known[1]
+
+
+def grouped(runs: Sequence[Run]) -> list[Job]:
+    """Group runs into jobs; the job that started last comes first."""
+    groups: list[list[Run]] = []
+    ends: dict[str, tuple[float, list[Run]]] = {}  # by id: the end of its latest job, and its runs
+    for run in sorted(runs, key=lambda run: (run.started, run.directory)):
+        end = run.last if run.finished is not None else run.last + OPEN_S
+        latest, group = ends.get(run.run_id, (float("-inf"), []))
+        if run.started > latest:
+            group = []
+            groups.append(group)
+        group.append(run)
+        ends[run.run_id] = max(end, latest), group
+    jobs = [Job(_key(group[0].directory), group[0].run_id, tuple(group)) for group in groups]
+    return sorted(jobs, key=lambda job: job.runs[0].started, reverse=True)
+
+
+def _key(directory: str) -> str:
+    return sha256(os.fsencode(os.path.realpath(directory))).hexdigest()[:16]
+
+
+def _logs(roots: Sequence[str]) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each event log below the directories, once."""
+    found: set[tuple[int, int]] = set()
+    for root in roots:
+        folder = os.path.dirname(root) if os.path.basename(root) == EVENTS_FILE else root
+        folders = [folder]
+        with suppress(OSError), os.scandir(folder) as entries:
+            folders += [entry.path for entry in entries if entry.is_dir()]
+        for each in folders:
+            log = os.path.join(each, EVENTS_FILE)
+            with suppress(OSError):
+                status = Path(log).stat()
+                if (identity := (status.st_dev, status.st_ino)) not in found:
+                    found.add(identity)
+                    yield log, status
+
+
+def _read_run(log: str, before: Run | None) -> Run | None:
+    """Read the ends of a log; None if it holds no start of a job."""
+    with open(log, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = [] if before else _records(file.read(_HEAD).split(b"\n"))
+        file.seek(max(size - _TAIL, 0))
+        tail = _records(file.read(_TAIL).split(b"\n"))
+    run = before or _from_start(os.path.dirname(os.path.abspath(log)), head)
+    if run is None:
+        return None
+    tail += _end_of(run.directory)
+    finished = next((e for e in tail if text(e, "name") == "regrow.job.finished"), {})
+    times = [time for event in tail if (time := real(event, "time")) is not None]
+    last = max([run.last, *times])
+    return replace(run, last=last, finished=text(finished, "state"))
+
+
+def _from_start(directory: str, head: Sequence[dict[str, Any]]) -> Run | None:
+    started = next((e for e in head if text(e, "name") == "regrow.job.started"), None)
+    if started is None:
+        return None
+    found = started.get("agent")
+    agent = found if isinstance(found, dict) else {}
+    pid, ticks = integer(agent, "pid"), integer(agent, "start_ticks")
+    command = started.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    time = real(started, "time") or 0.0
+    return Run(
+        directory=directory,
+        run_id=text(started, "run_id") or "?",
+        host=text(started, "host") or "?",
+        started=time,
+        last=time,
+        finished=None,
+        agent=None if pid is None or ticks is None else (pid, ticks),
+        script=" ".join(words),
+    )
+
+
+def _end_of(directory: str) -> list[dict[str, Any]]:
+    """Return the events of the file that holds the end of a job if the disk was full."""
+    try:
+        with open(os.path.join(directory, f".{EVENTS_FILE}.end"), "rb") as file:
+            return _records(file.read(_TAIL).rstrip(b"\0").split(b"\n"))
+    except OSError:
+        return []
+
+
+def _records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the events on these lines; lines of another kind are left out."""
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if line and isinstance(record := json.loads(line), dict):
+                found.append(record)
+    return found
+
+
+class EventReader:
+    """Reads the event log of a run as it grows.
+
+    Args:
+        directory: the directory of the run.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._position = 0
+        self._has_end = False
+        self._unread = b""
+        self._counts: dict[str, int] = {}
+        self.events: list[dict[str, Any]] = []
+        """The events, in the order of the log; of one name the latest `MOST_OF_A_NAME`."""
+
+    def read(self) -> bool:
+        """Read what is new; return whether there is something new.
+
+        Raises:
+            OSError: the log cannot be read.
+        """
+        before = len(self.events), self._position
+        with open(os.path.join(self._directory, EVENTS_FILE), "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._position:  # it was replaced
+                self.events, self._counts = [], {}
+                self._position, self._unread = 0, b""
+            file.seek(self._position)
+            while data := file.read(1 << 20):
+                self._position += len(data)
+                *lines, rest = (self._unread + data).split(b"\n")
+                # The end of a line that is too long is no JSON, and is dropped too.
+                self._unread = rest if len(rest) <= LONGEST_LINE else b"\0"
+                self._add(_records(lines))
+        if not self._has_end and (end := _end_of(self._directory)):
+            self._has_end = True
+            self._add(end)
+        return (len(self.events), self._position) != before
+
+    def _add(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            name = str(record.get("name"))
+            self.events.append(record)
+            count = self._counts[name] = self._counts.get(name, 0) + 1
+            if count >= 2 * MOST_OF_A_NAME:
+                self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        """Remove the older half of the events of this name."""
+        left = MOST_OF_A_NAME
+        kept = []
+        for record in self.events:
+            if left and record.get("name") == name:
+                left -= 1
+            else:
+                kept.append(record)
+        self.events = kept
+        self._counts[name] -= MOST_OF_A_NAME

@@ -1,0 +1,83 @@
+// The log of one rank, followed live.
+
+import { follow, get } from "./api.js";
+import { h } from "./dom.js";
+
+const MOST_LINES = 5000;
+
+/** The panel; `choose(rank)` shows a rank, `update(job)` notices further attempts. */
+export function logPanel(key) {
+  const files = h("select", { "aria-label": "log file", onchange: () => open(files.value, false) });
+  const stick = h("input", { type: "checkbox", checked: true, id: "stick" });
+  const note = h("p", { class: "dim" }, "No output is kept: start the job with --redirects 3 or --tee 3, and with --log-dir.");
+  const output = h("pre", { class: "log", tabindex: 0, role: "log", "aria-label": "output of the rank", "aria-live": "off" });
+  const section = h("section", { id: "logs" },
+    h("div", { class: "row" }, h("h2", {}, "Logs"), files, h("label", { for: "stick" }, stick, " follow the end")), note, output);
+  let [job, known, stop, shown, lines, open_line] = [null, [], null, null, [], ""];
+  let [attempt, wanted] = [null, null];
+
+  function nameOf(file) {
+    const node = job.nodes[file.run];
+    const ranks = job.attempts.find((each) => each.node === file.run && each.number === file.attempt)?.ranks;
+    return { rank: ranks?.[file.local_rank] ?? null, text: `${node?.host ?? "?"} · attempt ${file.attempt} · ${ranks ? `rank ${ranks[file.local_rank]}` : `local rank ${file.local_rank}`} · ${file.stream}` };
+  }
+
+  async function list() {
+    try {
+      known = await get(`jobs/${key}/logs`);
+    } catch {
+      return; // the page shows the lost connection
+    }
+    note.hidden = known.length > 0;
+    output.hidden = files.hidden = known.length === 0;
+    files.replaceChildren(...known.map((file) => h("option", { value: address(file) }, nameOf(file).text)));
+    if (shown) files.value = shown;
+    if (known.length && (!shown || wanted !== null)) choose(wanted ?? job.ranks[0]?.rank ?? 0);
+  }
+
+  const address = (file) => `${file.run}/${file.attempt}/${file.local_rank}/${file.stream}`;
+
+  /** Show the newest output of a rank: the stream that is shown now, else one with content. */
+  function choose(rank) {
+    const own = known.filter((file) => nameOf(file).rank === rank);
+    const latest = Math.max(...own.map((file) => file.attempt));
+    const newest = own.filter((file) => file.attempt === latest);
+    const stream = shown?.split("/")[3];
+    const best = newest.find((file) => file.stream === stream) ?? newest.find((file) => file.stream === "stdout") ?? newest[0];
+    if (best) open(address(best), true);
+  }
+
+  function open(file, isLatest) {
+    const name = nameOf(known.find((each) => address(each) === file));
+    const newest = known.filter((each) => nameOf(each).rank === name.rank).every((each) => each.attempt <= Number(file.split("/")[1]));
+    wanted = isLatest || newest ? name.rank : null; // goes on with the next attempt
+    if (file === shown) return;
+    stop?.();
+    [shown, lines, open_line] = [file, [], ""];
+    files.value = file;
+    output.textContent = "";
+    stop = follow(`jobs/${key}/logs/${file}/live`, add, () => {});
+  }
+
+  function add(text) {
+    const parts = (open_line + clean(text)).split("\n");
+    open_line = parts.pop();
+    lines.push(...parts);
+    if (lines.length > MOST_LINES) lines = lines.slice(-MOST_LINES);
+    output.textContent = [...lines, open_line].map((line) => line.slice(line.lastIndexOf("\r", line.length - 2) + 1)).join("\n");
+    if (stick.checked) output.scrollTop = output.scrollHeight;
+  }
+
+  // The codes of a terminal, such as those of colours.
+  const clean = (text) => text.replaceAll(/\u001b\[[0-9;?]*[A-Za-z]/g, "");
+
+  function update(next) {
+    job = next;
+    const running = job.attempts.map((each) => `${each.node}:${each.number}`).join();
+    if (running === attempt) return;
+    attempt = running;
+    list();
+  }
+
+  return { section, update, choose: (rank) => { if (known.length) choose(rank); }, close: () => stop?.() };
+}

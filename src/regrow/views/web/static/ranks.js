@@ -1,0 +1,96 @@
+// The ranks as a heat map: one button each, moved through with the arrow keys.
+
+import { duration, fill, h, number } from "./dom.js";
+
+const OFF = ["stopped", "succeeded", "unknown"];
+const KEYS = [
+  ["b0", "at the first rank's step, or one behind"], ["b1", "up to 3 behind"], ["b2", "up to 10"], ["b3", "up to 30"],
+  ["b4", "more"], ["none", "no step reported"], ["sick", "failed, hung, lost or suspended"], ["off", "does not run"],
+];
+
+function shade(rank) {
+  if (OFF.includes(rank.state)) return "off";
+  if (rank.state !== "running") return "sick";
+  if (rank.step === null) return "none";
+  const limits = [1, 3, 10, 30];
+  const at = limits.findIndex((limit) => rank.behind <= limit);
+  return `b${at < 0 ? 4 : at}`;
+}
+
+export function describe(rank, nodes) {
+  const parts = [`rank ${rank.rank} on ${nodes[rank.node]?.host}`, rank.state];
+  if (rank.what) parts.push(rank.what);
+  if (rank.step !== null) parts.push(`step ${number(rank.step)}`);
+  if (rank.behind) parts.push(`${number(rank.behind)} behind`);
+  if (rank.pace !== null) parts.push(`${number(rank.pace)} steps/s`);
+  if (rank.step_age_s !== null) parts.push(`last step ${duration(rank.step_age_s)} ago`);
+  if (rank.replaced) parts.push(`replaced ${rank.replaced} times`);
+  if (rank.pid !== null) parts.push(`pid ${rank.pid}`);
+  return parts.join(", ");
+}
+
+/** The map, with `update(job)` and the property `selected`. */
+export function rankMap(onSelect) {
+  const grid = h("div", { class: "ranks", role: "group", "aria-label": "ranks" });
+  const about = h("p", { class: "dim", "aria-live": "off" });
+  const legend = h("div", { class: "legend" }, KEYS.map(([name, text]) => h("span", {}, h("span", { class: `key ${name}` }), text)));
+  const section = h("section", { id: "ranks" }, h("h2", {}, "Ranks"), grid, about, legend);
+  let [cells, job] = [[], null];
+  const map = { section, selected: null, update };
+
+  function focusOn(index) {
+    const cell = cells[Math.max(0, Math.min(index, cells.length - 1))];
+    for (const each of cells) each.tabIndex = each === cell ? 0 : -1;
+    cell?.focus();
+  }
+
+  grid.addEventListener("keydown", (event) => {
+    const index = cells.indexOf(document.activeElement);
+    if (index < 0) return;
+    const across = Math.max(1, cells.findIndex((cell) => cell.offsetTop > cells[0].offsetTop));
+    const row = cells.at(-1).offsetTop > cells[0].offsetTop ? across : cells.length;
+    const moves = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row, Home: -cells.length, End: cells.length };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    const next = index + moves[event.key];
+    if (!event.key.startsWith("Arrow") || (next >= 0 && next < cells.length)) focusOn(next);
+  });
+
+  function select(rank) {
+    map.selected = rank;
+    show();
+    onSelect(rank);
+  }
+
+  function show() {
+    const rank = job?.ranks.find((each) => each.rank === map.selected);
+    const slow = job?.ranks.filter((each) => each.behind > 1 && each.state === "running").sort((a, b) => b.behind - a.behind);
+    about.textContent = rank
+      ? describe(rank, job.nodes)
+      : slow?.length
+        ? `behind: ${slow.slice(0, 5).map((each) => `rank ${each.rank} (${number(each.behind)} steps)`).join(", ")}`
+        : "Select a rank for its figures and its log.";
+    for (const cell of cells) cell.setAttribute("aria-pressed", String(Number(cell.dataset.rank) === map.selected));
+  }
+
+  function update(next) {
+    job = next;
+    const numbers = job.ranks.map((rank) => rank.rank);
+    grid.classList.toggle("few", numbers.length <= 64);
+    fill(grid, numbers, () => {
+      cells = numbers.map((rank, index) =>
+        h("button", { type: "button", class: "rank", tabindex: index ? -1 : 0, "data-rank": rank, onclick: () => select(rank) }, String(rank)));
+      return cells;
+    });
+    job.ranks.forEach((rank, index) => {
+      const [cell, name, text] = [cells[index], `rank ${shade(rank)}`, describe(rank, job.nodes)];
+      if (cell.className !== name) cell.className = name;
+      if (cell.title !== text) {
+        cell.title = text;
+        cell.setAttribute("aria-label", text);
+      }
+    });
+    show();
+  }
+  return map;
+}

@@ -1,0 +1,1 @@
+"""Logs and pages of steps for tests of the views."""

@@ -1,0 +1,252 @@
+"""What the views show of a job: states, steps, restarts; and logs in any condition."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.views.written_job import WrittenJob
+from regrow.views import JobWatch, Library, Snapshot, snapshot
+from regrow.views.job_snapshot import Source
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[WrittenJob]:
+    written = WrittenJob(tmp_path)
+    yield written
+    written.close()
+
+
+def watch(runs: Path) -> JobWatch:
+    library = Library([str(runs)])
+    (found,) = library.jobs()
+    return JobWatch(library, found)
+
+
+def seen(runs: Path) -> Snapshot:
+    return watch(runs).snapshot()
+
+
+def ended_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
+def test_a_job_waits_until_its_workers_run(job: WrittenJob, tmp_path: Path) -> None:
+    assert (seen(tmp_path).state, seen(tmp_path).ranks) == ("waiting", ())
+    job.start()
+    found = seen(tmp_path)
+    assert (found.state, found.attempt, found.world_size) == ("running", 0, 2)
+    assert [(rank.rank, rank.state, rank.step) for rank in found.ranks] == [
+        (0, "running", None),
+        (1, "running", None),
+    ]
+
+
+def test_steps_come_from_the_page_and_show_which_rank_is_behind(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    job.step(0, 11)
+    job.step(1, 7)
+    found = seen(tmp_path)
+    assert (found.step, [rank.behind for rank in found.ranks]) == (11, [0, 4])
+    assert all(rank.step_age_s is not None and rank.step_age_s < 30 for rank in found.ranks)
+    assert all(rank.pace is not None and rank.pace > 0 for rank in found.ranks)
+
+
+def test_a_watch_follows_a_job_through_a_restart(job: WrittenJob, tmp_path: Path) -> None:
+    job.start()
+    follows = watch(tmp_path)
+    job.step(0, 20)
+    assert follows.snapshot().step == 20
+    job.fail(1, "RuntimeError: loss is NaN")
+    assert [rank.state for rank in follows.snapshot().ranks] == ["stopped", "failed"]
+    assert follows.snapshot().step == 20
+    job.emit("job.restarting", restart_count=1, restarts_left=2, delay_s=0, reason="failed")
+    assert (follows.snapshot().state, follows.snapshot().restarts_left) == ("restarting", 2)
+    job.start()
+    job.step(0, 12, first=11)
+    job.emit("worker.first_step", rank=0, local_rank=0, step=11, step_monotonic=job.begun)
+    found = follows.snapshot()
+    assert (found.state, found.attempt, found.step) == ("running", 1, 12)
+    (restart,) = found.restarts
+    assert (restart.rung, restart.cause, restart.rank) == (3, "exception", 1)
+    assert [name for name, _ in restart.phases] == ["detected", "restarted", "first step"]
+    assert restart.lost_steps == found.lost_steps == 10
+    assert "loss is NaN" in restart.traceback
+    follows.close()
+
+
+def test_a_job_whose_agent_is_gone_was_killed(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, pid=ended_pid())
+    job.start()
+    found = seen(tmp_path)
+    assert (found.state, found.is_over) == ("killed", True)
+    assert {rank.state for rank in found.ranks} == {"unknown"}
+    job.close()
+
+
+def test_a_process_with_the_same_id_is_not_the_agent(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path)
+    log = job.directory / "events.jsonl"
+    event = json.loads(log.read_text())
+    event["agent"]["start_ticks"] -= 1
+    log.write_text(json.dumps(event) + "\n")
+    assert seen(tmp_path).state == "killed"
+
+
+def test_a_log_of_another_host_without_an_end_may_be_of_a_running_job(tmp_path: Path) -> None:
+    job = WrittenJob(tmp_path, host="elsewhere")
+    job.start()
+    job.step(0, 5)
+    found = seen(tmp_path)
+    assert (found.state, found.is_over, found.nodes[0].alive) == ("running", False, None)
+    assert found.step is None  # its page is out of reach
+    job.close()
+
+
+def test_a_finished_job_keeps_its_last_steps(job: WrittenJob, tmp_path: Path) -> None:
+    job.start()
+    job.step(0, 30)
+    job.step(1, 29)
+    job.end("SUCCEEDED")
+    job.finish("SUCCEEDED")
+    found = seen(tmp_path)
+    assert (found.state, found.is_over, found.step) == ("succeeded", True, 30)
+    assert [(rank.state, rank.step) for rank in found.ranks] == [
+        ("succeeded", 30),
+        ("succeeded", 29),
+    ]
+
+
+def test_the_hosts_of_a_job_are_one_job(tmp_path: Path) -> None:
+    jobs = [WrittenJob(tmp_path, [0, 1]), WrittenJob(tmp_path, [2, 3], host="other")]
+    for job in jobs:
+        job.start(world_size=4)
+    found = seen(tmp_path)
+    assert [node.host for node in found.nodes] == [os.uname().nodename, "other"]
+    assert [(rank.rank, rank.node) for rank in found.ranks] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    for job in jobs:
+        job.close()
+
+
+def test_a_host_that_joins_later_is_found(job: WrittenJob, tmp_path: Path) -> None:
+    from regrow.views.watch import SEARCH_S
+
+    follows = watch(tmp_path)
+    WrittenJob(tmp_path, [2, 3], host="other")
+    deadline = time.monotonic() + SEARCH_S + 30
+    while len(follows.snapshot().nodes) < 2:
+        assert time.monotonic() < deadline
+
+
+def test_in_process_restarts_and_replaced_processes_are_on_the_lower_rungs(
+    job: WrittenJob, tmp_path: Path
+) -> None:
+    job.start()
+    common: dict[str, Any] = {"world_size": 2, "active_world_size": 2, "lost": [], "faults": 1}
+    job.emit(
+        "inprocess.restarted",
+        **common,
+        iteration=1,
+        kind="exception",
+        rank=0,
+        message="ValueError: x",
+        replaced=[],
+        seconds={"all ranks stopped": 0.001, "restarted": 0.002},
+    )
+    job.emit("worker.vacated", rank=1, pid=1001, how="by SIGKILL", last_step=3, incarnation=0)
+    assert [rank.state for rank in seen(tmp_path).ranks] == ["running", "replacing"]
+    job.emit("worker.replaced", rank=1, pid=77, started_from="exec", incarnation=1, restarts_left=2)
+    job.emit(
+        "inprocess.restarted",
+        **common,
+        iteration=2,
+        kind="lost",
+        rank=1,
+        message="it ended",
+        replaced=[1],
+        seconds={"restarted": 0.001},
+    )
+    found = seen(tmp_path)
+    assert [(restart.rung, restart.phases[-1][1]) for restart in found.restarts] == [
+        (1, 0.002),
+        (2, 0.001),
+    ]
+    assert (found.ranks[1].pid, found.ranks[1].replaced, found.ranks[1].state) == (77, 1, "running")
+    assert found.restarts_left == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "state"),
+    [
+        ("worker.suspended", {"signal": "SIGSTOP"}, "suspended"),
+        ("timer.expired", {"signal": "SIGKILL", "stood": "train.py:3"}, "hung"),
+        ("heartbeat.stalled", {"message": "at step 3"}, "stalled"),
+        ("inprocess.lost", {}, "lost"),
+    ],
+)
+def test_a_rank_that_does_not_train_has_another_state(
+    job: WrittenJob, tmp_path: Path, event: str, fields: dict[str, Any], state: str
+) -> None:
+    job.start()
+    job.emit(event, rank=1, local_rank=1, pid=1001, **fields)
+    assert [rank.state for rank in seen(tmp_path).ranks] == ["running", state]
+
+
+NAMES = [
+    *("job.started", "rendezvous.completed", "attempt.started", "attempt.ended", "job.restarting"),
+    *("worker.failed", "worker.suspended", "worker.resumed", "timer.expired", "worker.vacated"),
+    *("heartbeat.stalled", "inprocess.lost", "inprocess.restarted", "worker.replaced"),
+    *("worker.first_step", "round.ended", "rendezvous.lost", "job.stopping", "job.finished", "x"),
+]
+FIELDS = [
+    *("time", "monotonic", "rank", "attempt", "round", "ranks", "pids", "kept", "state", "page"),
+    *("last_steps", "reason", "signal", "message", "command", "agent", "step", "step_monotonic"),
+    *("incarnation", "restarts_left", "iteration", "seconds", "replaced", "why", "host", "kind"),
+]
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-5, 5),
+        st.integers(),
+        st.floats(),
+        st.sampled_from(["FAILED", "SUCCEEDED", "0", "1", ""]),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from(["0", "1", "last_step", "pid", "fd"]), inner, max_size=3),
+    ),
+    max_leaves=5,
+)
+EVENTS = st.lists(
+    st.builds(
+        lambda name, fields: {"name": f"regrow.{name}", **fields},
+        st.sampled_from(NAMES),
+        st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6),
+    ),
+    max_size=12,
+)
+
+
+@given(EVENTS, EVENTS)
+def test_fields_of_any_type_never_raise(
+    events: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> None:
+    sources = [
+        Source(name="a", events=events, alive=True, now=5.0),
+        Source(name="b", events=others, alive=None, now=None),
+    ]
+    json.dumps(snapshot(sources).to_json())

@@ -1,0 +1,312 @@
+"""The page in a real browser: Debian's chromium, driven by playwright. Run by `make views`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.jobs.e2e_job import Job
+from helpers.views.served import Served, served
+from helpers.views.written_job import WrittenJob
+
+pytestmark = [pytest.mark.views, pytest.mark.timeout(120)]
+
+SHOWN_S = 1.0
+"""Seconds within which the page shows a change, on a machine that is not busy."""
+TRAIN = """
+import regrow
+for n in range(1, 10**6):
+    time.sleep(0.02)
+    regrow.step(n)
+    print("rank", RANK, "attempt", ATTEMPT, "step", n, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright  # loaded by no other test process
+
+    program = shutil.which("chromium")
+    assert program is not None, "chromium is missing: apt-get install chromium"
+    with sync_playwright() as driver:
+        # Root may not use chromium's sandbox; the pages are our own.
+        yield driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Any]:
+    """Open an address in a new page; the test fails if the page logs anything."""
+    logged: list[str] = []
+    contexts = []
+
+    def open_at(url: str, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("console", lambda message: logged.append(message.text))
+        page.on("pageerror", lambda error: logged.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open_at
+    for context in contexts:
+        context.close()
+    # The server of a test may end before its pages are closed.
+    assert [text for text in logged if "net::ERR_" not in text] == []
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[WrittenJob]:
+    written = WrittenJob(tmp_path, 4)
+    written.start()
+    yield written
+    written.close()
+
+
+@pytest.fixture
+def web(job: WrittenJob, tmp_path: Path) -> Iterator[Served]:
+    with served(tmp_path) as process:
+        yield process
+
+
+def the_job(page: Any) -> Any:
+    """Follow the link to the newest job."""
+    page.click("#jobs a")
+    page.wait_for_selector("#ranks .rank")
+    return page
+
+
+def fact(page: Any, name: str) -> str:
+    """Return a figure of the overview by its name."""
+    text: str = page.locator(f"#overview .facts div:has(dt:text-is('{name}')) dd").inner_text()
+    return text
+
+
+def test_the_list_leads_to_a_job_with_all_its_parts(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.step(0, 1234)
+    job.log(0, "loss 0.5\n")
+    page = the_job(open_page(web.url))
+    assert "token" not in page.url
+    page.wait_for_selector("text=loss 0.5")
+    assert (fact(page, "state"), fact(page, "step")) == ("running", "1,234")
+    assert page.locator("#ranks .rank").count() == 4
+    assert page.locator("#timeline rect.run").count() == 1
+    assert "None." in page.locator("#failures").inner_text()
+    assert "train.py" in page.locator("#story pre").inner_text()
+    assert page.title() == "train.py - regrow"
+
+
+def test_a_step_is_shown_within_a_second(open_page: Any, web: Served, job: WrittenJob) -> None:
+    page = the_job(open_page(web.url))
+    took = []
+    for step in range(1, 6):
+        begun = time.monotonic()
+        job.step(2, step)
+        page.wait_for_function(
+            "step => document.querySelectorAll('#overview dd')[1].textContent === String(step)",
+            arg=step,
+            polling=10,
+        )
+        took.append(time.monotonic() - begun)
+    print(f"shown after {min(took):.3f} to {max(took):.3f} s")
+    assert min(took) < SHOWN_S
+
+
+def test_a_page_follows_a_restart(open_page: Any, web: Served, job: WrittenJob) -> None:
+    job.log(1, "before\n")
+    page = the_job(open_page(web.url))
+    page.click("#ranks .rank[data-rank='1']")
+    page.wait_for_selector("#logs pre >> text=before")
+    job.fail(1, "RuntimeError: loss is NaN")
+    page.wait_for_selector("#ranks .rank.sick[data-rank='1']")
+    page.wait_for_selector("#failures >> text=RuntimeError: loss is NaN >> nth=0")
+    job.start()
+    job.log(1, "after\n")
+    job.step(1, 3)
+    page.wait_for_selector("#ranks .rank.b0[data-rank='1']")
+    page.wait_for_selector("#logs pre >> text=after")
+    assert "before" not in page.locator("#logs pre").inner_text()
+    assert fact(page, "attempt") == "1"
+    page.wait_for_selector("#timeline rect.end-bad")
+    page.wait_for_selector("#timeline line.mark", state="attached")  # a line has no area
+
+
+def test_512_ranks_are_shown_and_moved_through_with_the_keys(
+    open_page: Any, tmp_path: Path
+) -> None:
+    job = WrittenJob(tmp_path / "runs", 512)
+    job.start()
+    for rank in range(512):
+        job.step(rank, 100 - (rank == 77) * 50)
+    with served(tmp_path / "runs") as web:
+        page = the_job(open_page(web.url))
+        page.wait_for_selector("#ranks .rank.b4")
+        assert page.locator("#ranks .rank").count() == 512
+        assert page.locator("#ranks .rank.b0").count() == 511
+        assert "rank 77 (50 steps)" in page.locator("#ranks p").inner_text()
+        page.focus("#ranks .rank[data-rank='0']")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowUp")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#ranks .rank[data-rank='1'][aria-pressed='true']")
+        assert "rank 1 on" in page.locator("#ranks p").inner_text()
+        page.keyboard.press("End")
+        page.keyboard.press("Space")
+        page.wait_for_selector("#ranks .rank[data-rank='511'][aria-pressed='true']")
+        begun = time.monotonic()
+        job.step(300, 101)
+        page.wait_for_selector("#overview dd >> text=101")
+        print(f"512 ranks: shown after {time.monotonic() - begun:.3f} s")
+    job.close()
+
+
+def contrast(page: Any, selector: str) -> float:
+    """Return the contrast of an element's text and background, as WCAG 2 defines it."""
+    code = """element => {
+        const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((value) => {
+            const part = value / 255;
+            return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+        });
+        const light = ([r, g, b]) => 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        const backOf = (each) => getComputedStyle(each).backgroundColor;
+        let back = element;
+        while (backOf(back) === "rgba(0, 0, 0, 0)") back = back.parentElement;
+        const [one, two] = [getComputedStyle(element).color, backOf(back)]
+            .map((text) => light(rgb(text)) + 0.05);
+        return Math.max(one, two) / Math.min(one, two);
+    }"""
+    found: float = page.locator(selector).first.evaluate(code)
+    return found
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_are_readable_in_both_schemes(
+    open_page: Any, web: Served, job: WrittenJob, scheme: str
+) -> None:
+    job.fail(0, "ValueError: no")
+    job.start()
+    for rank, step in enumerate((100, 95, 9)):
+        job.step(rank, step)
+    page = the_job(open_page(web.url, color_scheme=scheme))
+    page.wait_for_selector("#ranks .rank.b4")
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", back)[0]) < 128) == (scheme == "dark")
+    selectors = ("h1", ".dim", ".state", "#failures summary", "#story pre", "#nodes th", "#home")
+    for selector in (*selectors, ".rank.b0", ".rank.b2", ".rank.b4", ".rank.none"):
+        assert contrast(page, selector) >= 4.5, selector
+
+
+def test_everything_is_reached_with_the_tab_key(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    job.log(0, "x\n")
+    job.fail(0, "ValueError: no")
+    job.start()
+    page = open_page(web.url)
+    page.wait_for_selector("#jobs a")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#logs select:visible")
+    reached = set()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        element = "document.activeElement"
+        reached.add(page.evaluate(f"{element}.closest('section')?.id + ' ' + {element}.tagName"))
+    assert reached >= {
+        *("ranks BUTTON", "failures SUMMARY", "logs SELECT", "logs INPUT", "logs PRE", "story PRE"),
+    }
+
+
+def test_without_the_token_the_page_asks_for_it(open_page: Any, browser: Any, web: Served) -> None:
+    context = browser.new_context()
+    page = context.new_page()  # its console shows the refused requests
+    page.goto(web.url.partition("#")[0] + "#token=wrong")
+    page.fill("#token", web.token)
+    page.click("text=Open >> nth=-1")
+    page.wait_for_selector("#jobs a")
+    context.close()
+
+
+def test_a_text_of_a_job_is_never_read_as_html(
+    open_page: Any, web: Served, job: WrittenJob
+) -> None:
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    job.log(0, evil + "\n")
+    job.fail(0, evil)
+    page = the_job(open_page(web.url))
+    page.wait_for_selector("#logs pre >> text=onerror")
+    page.wait_for_selector("#failures >> text=onerror >> nth=0")
+    assert page.locator("img").count() == 0
+
+
+def test_the_logs_of_a_finished_and_of_a_killed_job(open_page: Any, tmp_path: Path) -> None:
+    finished = WrittenJob(tmp_path, run_id="finished")
+    finished.start()
+    finished.step(0, 9)
+    finished.log(0, "bye\n")
+    finished.end("SUCCEEDED")
+    finished.finish("SUCCEEDED")
+    killed = WrittenJob(tmp_path, run_id="killed", pid=2**22 - 1)
+    killed.start()
+    killed.close()
+    with served(tmp_path) as web:
+        page = open_page(web.url)
+        page.click("text=finished")
+        page.wait_for_selector("#logs pre >> text=bye")
+        assert (fact(page, "state"), fact(page, "step")) == ("succeeded", "9")
+        assert page.locator("#ranks .rank.off").count() == 2
+        page.click("#home")
+        page.click("#jobs a >> text=killed")
+        page.wait_for_selector("#overview >> text=killed >> nth=0")
+        assert fact(page, "state") == "killed"
+
+
+def test_a_page_connects_again_to_a_server_that_comes_back(
+    browser: Any, tmp_path: Path, job: WrittenJob
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token-of-enough-bytes")
+    token.chmod(0o600)
+    context = browser.new_context()
+    page = context.new_page()  # its console shows the lost connection
+    with served(tmp_path, "--token-file", str(token)) as web:
+        page.goto(web.url)
+        the_job(page)
+        port = web.port
+    page.wait_for_selector("#link.lost")
+    with served(tmp_path, "--token-file", str(token), "--port", str(port)):
+        job.step(0, 77)
+        page.wait_for_selector("#overview dd >> text=77")
+    context.close()
+
+
+def test_a_real_job_is_followed_through_a_kill_of_a_worker(open_page: Any, tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1", "--redirects", "3"]
+    job = Job(tmp_path, TRAIN, flags, {})
+    try:
+        started = job.await_event("attempt.started")
+        with served(job.log_dir) as web:
+            page = the_job(open_page(web.url))
+            page.wait_for_selector("#ranks .rank:not(.none)")
+            page.wait_for_selector("#logs pre >> text=rank 0 attempt 0 step")
+            os.kill(started["pids"]["1"], signal.SIGKILL)
+            page.wait_for_selector("#failures >> text=SIGKILL >> nth=0")
+            page.wait_for_selector("#logs pre >> text=rank 0 attempt 1 step")
+            assert fact(page, "attempt") == "1"
+            job.signal(signal.SIGTERM)
+            page.wait_for_selector("#overview >> text=signaled >> nth=0")
+        job.finish()
+    finally:
+        job.close()
