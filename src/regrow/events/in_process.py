@@ -64,9 +64,8 @@ def _of_iteration(events: list[Record], restart: Record) -> list[Record]:
 
 def _once(restarts: list[Record]) -> list[Record]:
     """Return each in-process restart once, if several hosts recorded it."""
-    return list({(e.get("attempt"), e.get("iteration")): e for e in reversed(restarts)}.values())[
-        ::-1
-    ]
+    by_number = {(integer(e, "attempt"), integer(e, "iteration")): e for e in reversed(restarts)}
+    return list(by_number.values())[::-1]
 
 
 def _replacement(event: Record, vacated: list[Record]) -> Replacement:

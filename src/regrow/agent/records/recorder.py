@@ -94,7 +94,6 @@ class Recorder:
         spec = self._job.group.spec
         self.emit(
             "regrow.job.started",
-            pid=os.getpid(),
             command=[spec.get_entrypoint_name(), *map(str, spec.args)],
             nproc_per_node=spec.local_world_size,
             max_restarts=spec.max_restarts,

@@ -81,7 +81,7 @@ def _stop_here(path: str) -> None:
         _end(2, f"{path}: {error.strerror}" if error.strerror else str(error))
     if started is None:
         _end(2, f"{log}: the log does not name the process of its agent")
-    pid: int = started["pid"]
+    pid: int = started["agent"]["pid"]
     if pid <= 0:
         _end(2, f"{log}: {pid} is no process")
     try:
@@ -100,7 +100,9 @@ def _stop_here(path: str) -> None:
 
 
 def _names_agent(event: Mapping[str, Any]) -> bool:
-    return event.get("name") == "regrow.job.started" and isinstance(event.get("pid"), int)
+    agent = event.get("agent")
+    is_start = event.get("name") == "regrow.job.started"
+    return is_start and isinstance(agent, dict) and isinstance(agent.get("pid"), int)
 
 
 def _has_open(pid: int, path: str) -> bool:
