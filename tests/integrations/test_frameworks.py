@@ -17,6 +17,8 @@ import pytest
 from helpers.commands import ROOT
 from helpers.pages import commands
 from helpers.processes import wait_until
+from regrow.cli.exit_codes import STOPPED_EARLY
+from regrow.ledger import is_phase, read_ledgers, title
 
 pytestmark = [pytest.mark.training, pytest.mark.timeout(200)]
 
@@ -28,13 +30,21 @@ FRAMEWORKS = {
     "accelerate": (["--steps=1500"], "step-000020"),
 }
 
+PHASES = {
+    "lightning": {"data", "eval", "checkpoint"},
+    "transformers": {"data", "eval", "checkpoint"},
+    "accelerate": {"data", "checkpoint"},
+}
+
 
 class Training:
     """An example's training in two processes."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, run: int = 1) -> None:
+        self.name = name
         flags, self._first = FRAMEWORKS[name]
-        self._folder, self._logs, self._output = folder / "dir", folder / "logs", folder / "output"
+        self._folder = folder / "dir"
+        self._logs, self._output = folder / f"logs{run}", folder / f"output{run}"
         flags = [*flags, f"--dir={self._folder}"]
         page = commands("docs/guides/frameworks.md")
         (words,) = (line.split() for line in page if line.endswith(f" {name}_digits.py"))
@@ -65,6 +75,12 @@ class Training:
         events = [json.loads(line) for line in log.read_text().splitlines()]
         return [event for event in events if event["name"] == f"regrow.{name}"]
 
+    def phases(self) -> set[str]:
+        """Return the phases in the ledger."""
+        (ledger,) = read_ledgers([str(self._logs)], print)
+        names = {title(bucket) for bucket in ledger.seconds if is_phase(bucket)}
+        return {name.removeprefix("phase ") for name in names}
+
     def end(self) -> int:
         return self.process.wait(DEADLINE_S)
 
@@ -93,3 +109,23 @@ def test_a_killed_training_continues_and_its_steps_are_known(training: Training)
     assert finished["last_steps"]["0"]["last_step"] >= 1160
     assert "trained after step" in training.output
     assert re.search(r"work lost +\d+ steps?", training.output), training.output
+    assert training.phases() == PHASES[training.name]
+
+
+def test_a_training_that_is_asked_to_stop_saves_its_step_and_continues(
+    training: Training, tmp_path: Path
+) -> None:
+    training.wait_for_checkpoint()
+    training.process.send_signal(signal.SIGTERM)
+    assert training.end() == STOPPED_EARLY, training.output
+    (stop,) = re.findall(r"stopped early after step (\d+)", training.output)
+    (attempt,) = training.events("attempt.ended")
+    last = {steps["last_step"] for steps in attempt["last_steps"].values()}
+    assert last == {int(stop)}, training.output
+    again = Training(training.name, tmp_path, run=2)
+    try:
+        assert again.end() == 0, again.output
+        assert {e["step"] for e in again.events("worker.first_step")} == {int(stop) + 1}
+        assert "trained after step" in again.output
+    finally:
+        again.close()
