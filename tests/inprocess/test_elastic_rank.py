@@ -29,6 +29,7 @@ from regrow import _progress
 from regrow.inprocess import CallWrapper, Wrapper
 from regrow.inprocess.abort import Abort
 from regrow.inprocess.finalize import Finalize
+from regrow.inprocess.rank_assignment import ShiftRanks
 from regrow.store import StoreConnectionError
 
 FOLDER = Path(os.environ["FOLDER"])
@@ -51,7 +52,15 @@ class Fails(Finalize):
             raise StoreConnectionError("of the plug-in")
         return state
 
-@Wrapper(replace=True, elastic=True, abort=Slow(), finalize=Fails())
+class Noted(ShiftRanks):
+    def __call__(self, ctx):
+        if os.environ.get("SLOW"):
+            say("entering")
+        return super().__call__(ctx)
+
+@Wrapper(
+    replace=True, elastic=True, abort=Slow(), finalize=Fails(), rank_assignment=Noted()
+)
 def train(call: CallWrapper):
     say(f"called {os.environ['REGROW_ATTEMPT']} {os.environ.get('REGROW_ORDERS')}")
     while not (FOLDER / "finish").exists():
@@ -158,10 +167,11 @@ def test_a_rank_is_parked_when_its_abort_has_ended(scene: Scene) -> None:
         timeouts=Timeouts(barrier=120.0, completion=120.0, last_call=1.0, replacement=60.0),
     )
     assert link.join() == 0
+    scene.wait_for("entering")
     assert scene.leave(0)
     link.abandon()
-    lines = (scene.folder / "lines").read_text().split()
-    assert lines == ["aborting", "not", "parked"]
+    lines = (scene.folder / "lines").read_text().splitlines()
+    assert lines == ["entering", "aborting", "not parked"]
     assert process.poll() is None
 
 

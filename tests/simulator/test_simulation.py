@@ -35,7 +35,9 @@ def test_no_promise_is_broken_under_any_faults(driver: str, seeds: int) -> None:
     outcomes = [simulate(seed, driver) for seed in range(seeds)]
     assert [outcome.violation for outcome in outcomes] == [""] * seeds
     seen = ["rounds", "losses", "charged", "forgiven"]
-    if driver != "nodes":  # no backend takes the end of a connection for the end of a node
+    # With "nodes", the end of a connection is not taken for the end of a node. With two hosts, few
+    # connections break.
+    if driver in ("server", "hosts"):
         seen.append("mistaken")
     if driver in ("hosts", "witness"):
         seen.append("takeovers")
