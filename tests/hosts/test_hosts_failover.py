@@ -121,6 +121,36 @@ def test_a_server_that_is_killed_alone_is_started_again_and_no_other_host_takes_
     job.finish(*agents)
 
 
+def test_the_host_of_the_server_and_one_without_a_copy_may_be_lost_at_one_time(
+    form: Form, fault: Fault
+) -> None:
+    job, agents, world = form("server")
+    able = settled(job, agents, may_lose=1)
+    (other,) = [agent for agent in agents[1:] if agent.host.addr not in able]
+    fault.now()
+    for agent in (agents[0], other):
+        agent.host.lose_power()
+    after = job.world(2, after=world)
+    fault.healed(after)
+    left = [agent for agent in agents[1:] if agent is not other]
+    assert sorted(after.hosts) == sorted(agent.host.name for agent in left), job
+    assert after.restarts == 0, job
+    job.finish(*left)
+
+
+def test_the_agent_beside_the_server_may_be_lost_alone(form: Form, fault: Fault) -> None:
+    """Its server outlives it, and runs the rounds for the others."""
+    job, agents, world = form("server")
+    settled(job, agents, may_lose=1)
+    fault.now()
+    agents[0].process.signal(signal.SIGKILL)
+    after = job.world(3, after=world)
+    fault.healed(after)
+    assert sorted(after.hosts) == ["node2", "node3", "node4"], job
+    assert after.restarts == 0, job
+    job.finish(*agents[1:])
+
+
 def test_two_hosts_of_five_may_be_lost_at_one_time_and_then_a_third(
     start_job: Callable[..., Job], hosts: list[Host], network: Network, fault: Fault
 ) -> None:

@@ -63,15 +63,46 @@ def test_the_first_listed_host_may_be_lost_while_the_first_round_forms(
     job.finish(*agents)
 
 
-def test_listed_hosts_with_certificates_take_over(
-    start_job: Start, hosts: list[Host], tmp_path: Path
-) -> None:
-    tls = self_signed(tmp_path, f"IP:{hosts[0].addr}")
-    flags = [
+def certificates(folder: Path, host: Host) -> list[str]:
+    """Return flags for TLS, with a certificate that the agents of all hosts use."""
+    tls = self_signed(folder, f"IP:{host.addr}")
+    return [
         f"--rdzv-tls-cert={tls.certfile}",
         f"--rdzv-tls-key={tls.keyfile}",
         f"--rdzv-tls-ca={tls.cafile}",
     ]
+
+
+@pytest.mark.parametrize("lost", ["in", "out", "frozen"])
+def test_the_first_listed_host_comes_back_to_the_others(
+    start_job: Start, hosts: list[Host], network: Network, tmp_path: Path, lost: str
+) -> None:
+    """Over TLS; with a line in one direction only, or after all of its processes were stopped."""
+    flags = certificates(tmp_path, hosts[0])
+    conf = "last_call_timeout=1,reconnect_timeout=60"
+    job = start_job(None, endpoint=listed(hosts), nodes="2:3", mode="plain", conf=conf)
+    agents = [job.agent(host, *flags) for host in hosts[:3]]
+    world = job.world(3)
+    may_lose(job, *hosts[:3])
+    if lost == "frozen":
+        hosts[0].signal(signal.SIGSTOP)
+    else:
+        network.cut(hosts[0], lost)
+    after = job.world(2, after=world)
+    assert sorted(after.hosts) == ["node2", "node3"], job
+    network.mend(hosts[0])
+    hosts[0].signal(signal.SIGCONT)
+    agents[0].process.signal(signal.SIGCONT)
+    again = job.world(3, after=after)
+    assert again.restarts == 0, job
+    # The workers of a frozen host may run for a moment when it thaws, until their lease is checked.
+    job.finish(*agents, overlap=lost == "frozen")
+
+
+def test_listed_hosts_with_certificates_take_over(
+    start_job: Start, hosts: list[Host], tmp_path: Path
+) -> None:
+    flags = certificates(tmp_path, hosts[0])
     settings = {"nodes": "2:3", "mode": "plain", "conf": "last_call_timeout=1"}
     job = start_job(None, endpoint=listed(hosts), **settings)
     agents = [job.agent(host, *flags) for host in hosts[:3]]
