@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "integrations": {""},
     "agent": _AGENT | {"heartbeat", "inprocess", "_standby"},
     "launch": _LAUNCH,
-    "views": _BASE | {"events", "store", "_progress"},  # they read files, and never the agent
+    "views": _BASE | {"events", "ledger", "store", "_progress"},  # never the agent
     "control_plane": {"workers", "utils"},
     "run": _COMMANDS,
     "cli": _COMMANDS,

@@ -104,6 +104,7 @@ def test_a_job_is_exported_through_a_restart(jobs: list[Job], tmp_path: Path, po
     assert found['regrow_workers{"state": "running"}'] == 2
     assert found['regrow_step{"rank": "0"}'] > 10
     assert found["regrow_lost_steps_total{}"] >= 9
+    assert 0 <= found["regrow_job_goodput_ratio{}"] < 1
     assert scrape(port, "/other")[0] == 404
     job.signal(signal.SIGTERM)
     job.finish()

@@ -6,8 +6,11 @@ import ctypes
 import os
 import signal
 import socket
+from contextlib import suppress
 from threading import Lock
+from time import monotonic
 
+from regrow.ledger import read_ledgers
 from regrow.utils import ready
 from regrow.utils.http_server import HttpServer, Request, Response
 from regrow.views.exporter import LIFELINE, LISTENER
@@ -16,6 +19,8 @@ from regrow.views.watch import JobWatch
 
 SPANS_S = 1.0
 """Seconds between two looks at the log for the ends of spans."""
+LEDGER_S = 60.0
+"""Seconds between two readings of the ledger; workers book their time into the log as often."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _PR_SET_PDEATHSIG = 1
 
@@ -53,6 +58,7 @@ class Metrics:
     def __init__(self, directory: str) -> None:
         self._library = Library([directory])
         self._watch: JobWatch | None = None
+        self._goodput = Goodput(directory)
         self._lock = Lock()
 
     def answer(self, request: Request) -> Response:
@@ -68,4 +74,27 @@ class Metrics:
                 if not (jobs := self._library.jobs()):
                     return Response(503, b"the job has not started yet\n")
                 self._watch = JobWatch(self._library, jobs[0])
-            return Response(200, exposition(self._watch.snapshot()), CONTENT_TYPE)
+            text = exposition(self._watch.snapshot(), self._goodput.ratio())
+            return Response(200, text, CONTENT_TYPE)
+
+
+class Goodput:
+    """The goodput of the agent's run, read from its log now and then.
+
+    Args:
+        directory: the log directory of the agent's run.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._ratio: float | None = None
+        self._read_at = 0.0
+
+    def ratio(self) -> float | None:
+        """Return the goodput; None if it is not known yet."""
+        if self._ratio is None or monotonic() >= self._read_at + LEDGER_S:
+            with suppress(OSError):
+                ledgers = read_ledgers([self._directory], lambda broken_line: None)
+                self._ratio = ledgers[-1].goodput if ledgers else None
+            self._read_at = monotonic()
+        return self._ratio

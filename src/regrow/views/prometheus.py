@@ -68,14 +68,22 @@ METRICS = {
         ("rung", "phase"),
     ),
     "regrow_lost_steps": Described("counter", "Steps that were done again."),
+    "regrow_job_goodput_ratio": Described(
+        "gauge", "Productive share of the worker-seconds of this agent's workers, a minute old."
+    ),
 }
 """Every metric by its name; a counter's samples have the suffix `_total`."""
 
 
-def exposition(snapshot: Snapshot) -> bytes:
-    """Return the metrics of a job in Prometheus's text format."""
+def exposition(snapshot: Snapshot, goodput: float | None = None) -> bytes:
+    """Return the metrics of a job in Prometheus's text format.
+
+    Args:
+        snapshot: the job.
+        goodput: the goodput in its ledger; None: not known.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(snapshot))
+    registry.register(_Collector(snapshot, goodput))
     return generate_latest(registry)
 
 
@@ -89,14 +97,16 @@ Values: TypeAlias = dict[tuple[Any, ...], Any]
 
 
 class _Collector:
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
+    def __init__(self, snapshot: Snapshot, goodput: float | None) -> None:
+        self._snapshot, self._goodput = snapshot, goodput
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         values = dict(_values(self._snapshot))
+        if self._goodput is not None:
+            values["regrow_job_goodput_ratio"] = {(): self._goodput}
         for name, described in METRICS.items():
             family = _FAMILIES[described.kind](name, described.help, labels=described.labels)
             for labels, value in values.get(name, {}).items():
