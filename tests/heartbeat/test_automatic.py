@@ -58,7 +58,9 @@ def test_without_heartbeats_importing_regrow_imports_no_heartbeat_module() -> No
     )
     assert sorted(done.stdout.split()) == [
         "regrow",
+        "regrow._accounts",
         "regrow._progress",
+        "regrow._stopping",
         "regrow.compat",
         "regrow.utils",
         "regrow.utils.lazy",
