@@ -19,7 +19,7 @@ from typing import Any
 # Fields of the configuration that torch's lacks.
 OWN = (
     *("event_sinks", "requeue", "restart_timeout", "timers", "native_stacks", "heartbeat"),
-    *("preload", "standby", "chaos"),
+    *("preload", "standby", "chaos", "time_limit", "metrics_port", "otel_spans"),
 )
 
 

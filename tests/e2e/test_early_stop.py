@@ -164,7 +164,16 @@ def test_a_save_may_use_the_whole_grace(launch: Launch) -> None:
 
 
 def test_a_failure_meanwhile_ends_the_job_as_the_signal_does(launch: Launch) -> None:
-    job = launch(LOOP + "if RANK == 1: sys.exit(3)\nforever()", "--max-restarts=3")
+    fails = """\
+saved = os.environ["REPORTS"] + ".saved"
+if RANK == 0:
+    open(saved, "w").close()
+    forever()
+while not os.path.exists(saved):  # a rank that has not stopped yet is ended
+    time.sleep(0.005)
+sys.exit(3)
+"""
+    job = launch(LOOP + fails, "--max-restarts=3")
     running(job)
     job.signal(signal.SIGTERM)
     assert same_step(job)

@@ -64,8 +64,9 @@ def test_a_lost_agent_is_to_blame_though_its_workers_are_missed_at_the_same_mome
     job.finish(*others)
     for agent in others:
         report = story(read_events(agent.log_dir))
-        assert victim.host.addr in report.render(1000), agent
-        assert all(victim.host.addr in failure.what for failure in report.failures), agent
+        lost = f"host {victim.host.name} "
+        assert lost in report.render(1000), agent
+        assert all(lost in failure.what for failure in report.failures), agent
 
 
 def test_a_stopped_worker_is_the_root_cause_on_every_host(

@@ -64,7 +64,7 @@ def test_the_loss_of_a_host_costs_the_others_their_processes_and_no_restart(
     report = story(read_events(agents[0].log_dir))
     (failure,) = report.failures
     assert (report.state, failure.rank) == ("SUCCEEDED", None), "no worker is to blame"
-    assert agents[1].host.addr in failure.what
+    assert f"host {agents[1].host.name} " in failure.what
     lost, why = job.blamed(world, agents[0])
     assert (lost.split("/")[0], why.partition(" for ")[0]) == (
         agents[1].host.addr,

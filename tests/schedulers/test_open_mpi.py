@@ -26,6 +26,7 @@ from helpers.schedulers.training import (
     prepare,
     require_schedulers,
     stop_lines,
+    unwrapped,
 )
 
 pytestmark = [pytest.mark.schedulers, pytest.mark.timeout(240)]
@@ -56,7 +57,7 @@ class MpiJob:
     @property
     def lines(self) -> list[str]:
         """The lines of the output, without the messages of `mpirun`, which it frames by dashes."""
-        return re.sub(r"(?ms)^-{70,}\n.*?^-{70,}\n", "", self.output).splitlines()
+        return unwrapped(re.sub(r"(?ms)^-{70,}\n.*?^-{70,}\n", "", self.output))
 
     def ended(self) -> int:
         """Return its exit status after all of its processes have ended."""

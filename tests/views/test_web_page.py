@@ -175,6 +175,7 @@ def test_512_ranks_are_shown_and_moved_through_with_the_keys(
 def contrast(page: Any, selector: str) -> float:
     """Return the contrast of an element's text and background, as WCAG 2 defines it."""
     code = """element => {
+        document.getAnimations().forEach((each) => each.finish());
         const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((value) => {
             const part = value / 255;
             return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;

@@ -28,6 +28,7 @@ from helpers.schedulers.training import (
     Training,
     introduce,
     left_over,
+    unwrapped,
 )
 
 (SCRIPT,) = BATCH_SCRIPTS
@@ -288,7 +289,7 @@ class SlurmJob:
         The line that says which hosts may be lost does not count: a short job may end before it.
         """
         known = "regrow: the rendezvous survives "
-        lines = [line for line in self.output.splitlines() if known not in line]
+        lines = [line for line in unwrapped(self.output) if known not in line]
         return [line for line in lines if line.startswith(("srun: ", "slurmstepd")) == of_slurm]
 
     def start_soon(self) -> None:

@@ -56,6 +56,11 @@ def stop_lines(nodes: int, output: str) -> int:
     return 3 + nodes + (6 if again else 0) + len(logged)
 
 
+def unwrapped(output: str) -> list[str]:
+    """Return the lines of an output without the continuations of the story's lines."""
+    return [line for line in output.splitlines() if not line.startswith(" " * 16)]
+
+
 _OF_A_HOST = ("slurmd", "munged", "cat", "nsenter", "unshare", "")
 """Programs that run on a host without any job."""
 

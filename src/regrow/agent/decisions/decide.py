@@ -119,6 +119,7 @@ class AgentState(NamedTuple):
     ended: bool = False  # in AWAITING_VERDICT: the group has ended, the verdict has not arrived
     next_reason: str = ""  # in BACKOFF: reason of the next restart
     stopping: bool = False  # all ranks are to stop at the same step
+    outlives: bool = False  # and if the round ends before, this node goes on without the other one
 
 
 Decision = tuple[AgentState, tuple[events.Action, ...]]
@@ -138,7 +139,8 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     if isinstance(event, events.StopDropped):
         return state._replace(stopping=False), ()
     if isinstance(event, events.StopBegun):
-        state = state._replace(stopping=True, gathered=0, gather_until=None)
+        outlives = event.of_another_node
+        state = state._replace(stopping=True, outlives=outlives, gathered=0, gather_until=None)
         if state.phase in (AgentPhase.RUNNING, AgentPhase.BARRIER):
             return state, ()
         return _decide(state, events.Signaled(signal.SIGTERM))
@@ -148,6 +150,8 @@ def decide(state: AgentState, event: events.Event) -> Decision:
     if not state.stopping or not any(isinstance(each, _ATTEMPT_ENDS) for each in actions):
         return after, actions
     failed = isinstance(event, events.RoundOver) and event.failed
+    if state.outlives and isinstance(event, events.RoundOver) and not failed:
+        return _decide(state._replace(stopping=False), event)
     if state.phase is AgentPhase.BARRIER and not failed:
         return _finish(state, WorkerState.SUCCEEDED)
     return _decide(state, events.Signaled(signal.SIGTERM))

@@ -156,6 +156,9 @@ class Signaled(NamedTuple):
 class StopBegun(NamedTuple):
     """All ranks of the job are to stop at the same step; see `features.early_stop`."""
 
+    of_another_node: bool = False
+    """Whether only another node has to end, so that this one may go on without it."""
+
 
 class StopDropped(NamedTuple):
     """The job goes on: only another node leaves."""

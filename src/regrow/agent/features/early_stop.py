@@ -71,6 +71,19 @@ class Request:
     signaled: float | None = None
     """Monotonic seconds of the first signal that this agent got."""
 
+    @property
+    def is_of_another_node(self) -> bool:
+        """Whether only another node has to end."""
+        return not (self.leaves or self.whole)
+
+
+def _can_wait_in(store: Store | None) -> bool:
+    """Return whether a thread may wait in the store of a round for minutes.
+
+    torch's stores have one connection, and a thread that waits in it blocks all others.
+    """
+    return store is not None and type(store).__module__.partition(".")[0] == "regrow"
+
 
 class EarlyStop(Feature):
     """Agrees with the other agents on the step at which all ranks stop.
@@ -125,13 +138,28 @@ class EarlyStop(Feature):
         self._ranks = len(workers.ranks)
         self._watched = watched = object()
         group = self._job.group
-        if group.store is not None and (group.group_world_size or 1) > 1:
+        if _can_wait_in(group.store) and (group.group_world_size or 1) > 1:
             start_thread(partial(self._watch, group.store, watched), "regrow-stop-watch")
 
     def before_stop(self) -> None:
-        """See base class: no rank waits for a decision any more."""
-        if self._page is not None and self._page.decision == HOLD:
-            self._page.decide(END)
+        """See base class: no rank waits for a decision any more.
+
+        If only another node has to end, the workers start again without it.
+        """
+        request, page = self._request, self._page
+        if page is None:
+            return
+        if request is not None and request.is_of_another_node:
+            self._drop(page)
+        elif page.decision == HOLD:
+            page.decide(END)
+
+    def _drop(self, page: StopPage) -> None:
+        """Forget the request: only another node has to end."""
+        self._request = self._job.kill_at = None
+        self._job.stopping = False
+        page.set_deadline(self._limit)
+        page.decide(RUN)
 
     def stopped(self) -> str:
         """Return who made the workers of this node stop early; "" if they did not."""
@@ -152,7 +180,8 @@ class EarlyStop(Feature):
         """
         before = signal.getsignal(signal.SIGUSR1)
         main = threading.current_thread() is threading.main_thread()
-        if not main or before is signal.SIG_IGN or signal.SIGUSR1 in handled:
+        # None: a handler that was installed from C, which cannot be restored.
+        if not main or before is None or before is signal.SIG_IGN or signal.SIGUSR1 in handled:
             yield
             return
 
@@ -256,7 +285,7 @@ class EarlyStop(Feature):
         )
         asks = another_leaves is None
         start_thread(partial(self._agree, request, asks), "regrow-stop")
-        return StopBegun()
+        return StopBegun(of_another_node=request.is_of_another_node)
 
     def _limit_grace(self, request: Request, until: float) -> None:
         """Shorten the grace of a request, because this agent has got a signal as well."""
@@ -290,12 +319,10 @@ class EarlyStop(Feature):
                     "regrow.stop.decided", call=call, iteration=iteration, decided_after_s=after
                 )
                 logger.warning("all ranks stop at call %s of should_stop", call)
-                return None
+                request.whole = True
+                return StopBegun()
             case Leave() if not request.leaves:
-                self._request = job.kill_at = None
-                job.stopping = False
-                page.set_deadline(self._limit)
-                page.decide(RUN)
+                self._drop(page)
                 return StopDropped()
             case Leave():
                 reason = "the other nodes go on"
@@ -340,8 +367,8 @@ class EarlyStop(Feature):
         group, verdict = self._job.group, None
         rank, nodes, store = group.group_rank or 0, group.group_world_size or 1, group.store
         try:
-            if store is None:
-                raise ValueError("the agents of this round share no store")
+            if store is None or not (nodes == 1 or _can_wait_in(store)):
+                raise ValueError("the agents of this round share no store in which they can wait")
             if asks and nodes > 1:
                 store.set(ASKED, encode_request(request.why, request.grace, request.leaves))
             verdict = agree(

@@ -202,7 +202,7 @@ class WitnessKeeper:
                 self._thread = self._threading.Thread(
                     target=self._run, name="rendezvous witness", daemon=True
                 )
-        self._changed.set()
+            self._changed.set()
         if client is not None:
             client.close(0.0)
         if start and self._thread is not None:
@@ -213,10 +213,9 @@ class WitnessKeeper:
     def _run(self) -> None:
         done: Keep | Vote | None = None
         while not self._over:
-            task = self._task
-            self._changed.clear()
-            if task is not self._task:
-                continue
+            with self._lock:  # a later task sets the event again
+                task = self._task
+                self._changed.clear()
             if task is None or task is done:
                 self._changed.wait()
                 continue
@@ -342,8 +341,11 @@ class WitnessKeeper:
         )
         while task is self._task:
             with suppress(StoreError):
-                self._ask(task, endpoint_of(task.me.host, task.me.port), request, ANSWER_S)
-                return
+                at = endpoint_of(task.me.host, task.me.port)
+                reply = self._ask(task, at, request, ANSWER_S)
+                if not isinstance(reply, messages.RefusedReply):
+                    return
+                self._warn(task, reply.text)
             self._changed.wait(PAUSE_S)
 
     def _ask(self, task: Keep | Vote, endpoint: str, request: Any, timeout: float) -> Any:

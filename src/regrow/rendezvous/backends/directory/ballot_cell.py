@@ -71,7 +71,8 @@ class FileBallot:
     def __init__(self, folder: str, id: str, token: bytes) -> None:
         self._id, self._token = id.encode(), token
         self._path = os.path.join(folder, file_name(id))
-        self._cell = Cell(self._path, os.path.join(folder, _DRAFTS))
+        # The agent that has confirmed a change may lose its power at once.
+        self._cell = Cell(self._path, os.path.join(folder, _DRAFTS), durable=True)
 
     def __str__(self) -> str:
         return self._path

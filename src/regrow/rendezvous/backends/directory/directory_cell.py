@@ -69,11 +69,13 @@ class Cell:
     Args:
         directory: an existing directory that holds the versions and nothing else.
         drafts: another directory on the same file system, for files that are being written.
+        durable: whether a value outlives the power of this host from the time it is set.
     """
 
-    def __init__(self, directory: str, drafts: str) -> None:
+    def __init__(self, directory: str, drafts: str, *, durable: bool = False) -> None:
         self._directory = directory
         self._drafts = drafts
+        self._durable = durable
         self._latest: tuple[int, bytes] = (0, b"")
 
     def changed(self, version: int) -> bool:
@@ -114,7 +116,7 @@ class Cell:
         nonce = os.urandom(8).hex().encode()
         draft = os.path.join(self._drafts, nonce.decode())
         try:
-            _write(draft, _pack(nonce, value))
+            _write(draft, _pack(nonce, value), durable=self._durable)
             try:
                 os.link(draft, self._path(version + 1))
             except FileExistsError:
@@ -125,6 +127,8 @@ class Cell:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft)
+        if self._durable:
+            refresh(self._directory, durable=True)
         self._latest = version + 1, value
         if version + 1 > _KEPT:
             with contextlib.suppress(OSError):  # the value is set; this only frees space
@@ -178,15 +182,28 @@ def _contents(path: str) -> bytes:
         return file.read(_MOST_BYTES)  # what is cut off no longer fits its checksum
 
 
-def _write(path: str, content: bytes) -> None:
+def _write(path: str, content: bytes, *, durable: bool = False) -> None:
     # Buffered, so `close` writes all of the content or raises (no space left, on NFS).
     with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def refresh(directory: str) -> None:
-    """Open a directory, which makes an NFS client fetch its current content from the server."""
-    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+def refresh(directory: str, *, durable: bool = False) -> None:
+    """Open a directory, which makes an NFS client fetch its current content from the server.
+
+    Args:
+        directory: the directory.
+        durable: whether the names in it are written to the storage of the file server.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if durable:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def wait_for(changed: Callable[[], bool], timeout: float, interrupted: threading.Event) -> None:
