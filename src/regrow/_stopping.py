@@ -77,11 +77,11 @@ class _Slot:
     def begin_use(self) -> None:
         """Show the agent that this worker calls `should_stop`; survive a scheduler's signals."""
         self.pid = os.getpid()
-        self.words[self.at + USE] = USES
         with suppress(ValueError):  # not the main thread
             for signum in NOTICES:
                 if signal.getsignal(signum) is signal.SIG_DFL:
                     signal.signal(signum, self._on_signal)
+        self.words[self.at + USE] = USES
         _progress.wake_agent()
 
     def slow_answer(self, position: int) -> bool:
