@@ -61,7 +61,7 @@ def test_a_notice_leaves_a_slow_rank_the_time_to_save(cluster: Cluster, slow_ran
     waits_for_its_next_run(job)
     assert asked(job) == 1, job.output
     assert len(job.lines()) <= most_lines(job) + 1, job.output
-    assert job.output.count(" was stopped by SIGTERM after ") == 1, job.output
+    assert job.output.count(" was stopped by SIGTERM after") == 1, job.output
     resumes(job)
     assert asked(job) == 1, job.output
     assert len(job.lines()) <= most_lines(job) + 1 + START_LINES, job.output
