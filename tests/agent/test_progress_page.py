@@ -39,7 +39,12 @@ def page_of_one() -> WorkerReports:
 
 
 def test_nothing_stays_open_if_the_descriptors_do_not_suffice() -> None:
-    # Another test's thread may close a descriptor meanwhile, so the needed number is not fixed.
+    # A thread of another test may close descriptors meanwhile, so that there are more than meant.
+    assert any(failures_with_few_descriptors() > 2 for _ in range(10))
+
+
+def failures_with_few_descriptors() -> int:
+    """Return with how many numbers of free descriptors, from 0, the page could not be opened."""
     before = open_files()
     for free in itertools.count():
         with suppress(OSError):
@@ -48,8 +53,8 @@ def test_nothing_stays_open_if_the_descriptors_do_not_suffice() -> None:
             break
         assert open_files() <= before
     page.close()
-    assert free > 2
     assert open_files() <= before
+    return free
 
 
 def test_nothing_stays_open_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
