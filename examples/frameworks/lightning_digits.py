@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -75,6 +76,8 @@ def main() -> None:
     if trainer.is_global_zero:
         end = "stopped early" if regrow_callback.stopped else "trained"
         print(f"{end} after step {trainer.global_step}: {trainer.callback_metrics}", flush=True)
+    # On a CPU, a thread of gloo may abort a process that ends at once: see train_digits.py.
+    time.sleep(0.1)
 
 
 if __name__ == "__main__":

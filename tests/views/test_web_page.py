@@ -174,21 +174,23 @@ def test_512_ranks_are_shown_and_moved_through_with_the_keys(
 
 def contrast(page: Any, selector: str) -> float:
     """Return the contrast of an element's text and background, as WCAG 2 defines it."""
-    code = """element => {
-        document.getAnimations().forEach((each) => each.finish());
+    page.wait_for_selector(selector)
+    # In one piece: the page may replace the element at any time.
+    code = """selector => {
         const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((value) => {
             const part = value / 255;
             return part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
         });
         const light = ([r, g, b]) => 0.2126 * r + 0.7152 * g + 0.0722 * b;
         const backOf = (each) => getComputedStyle(each).backgroundColor;
+        const element = document.querySelector(selector);
         let back = element;
         while (backOf(back) === "rgba(0, 0, 0, 0)") back = back.parentElement;
         const [one, two] = [getComputedStyle(element).color, backOf(back)]
             .map((text) => light(rgb(text)) + 0.05);
         return Math.max(one, two) / Math.min(one, two);
     }"""
-    found: float = page.locator(selector).first.evaluate(code)
+    found: float = page.evaluate(code, selector)
     return found
 
 
