@@ -67,7 +67,7 @@ schedulers: $(DEV)/.installed
 	$(DEV)/bin/python -m pytest -n $(SCHEDULERS_JOBS) -m schedulers $(PYTEST_ARGS)
 
 # Beside other work, the import of torch takes up to ten times as long.
-training: $(DEV)/.installed
+training: $(DEV)/.frameworks
 	$(DEV)/bin/python -m pytest -n $(TRAINING_JOBS) --dist loadfile --timeout 200 \
 	  -m "training and not thorough" $(PYTEST_ARGS)
 
@@ -143,6 +143,10 @@ $(DEV)/.installed $(DEMO)/.installed $(DOCS)/.installed $(BENCH)/.installed: pyp
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --editable '.[$(EXTRA)]'
 	$(@D)/bin/python -m compileall -q src # pip does it for what it copies
+	@touch $@
+
+$(DEV)/.frameworks: $(DEV)/.installed
+	$(DEV)/bin/python -m pip install --quiet --editable '.[dev,frameworks]'
 	@touch $@
 
 # pytest rewrites the asserts of a test file once, and keeps that: without this each of the processes
