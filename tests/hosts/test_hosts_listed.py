@@ -73,7 +73,10 @@ def certificates(folder: Path, host: Host) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("lost", ["in", "out", "frozen"])
+@pytest.mark.parametrize(
+    "lost",
+    ["in", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("out", "frozen"))],
+)
 def test_the_first_listed_host_comes_back_to_the_others(
     start_job: Start, hosts: list[Host], network: Network, tmp_path: Path, lost: str
 ) -> None:

@@ -174,6 +174,7 @@ def test_a_host_of_the_server_that_comes_back_joins_the_other(
     job.finish(*agents, overlap=lose is freeze)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lose", [cut_out, cut_in])
 def test_two_hosts_with_a_line_in_one_direction_run_one_round_and_meet_again(
     pair: Callable[..., Job],
@@ -191,6 +192,7 @@ def test_two_hosts_with_a_line_in_one_direction_run_one_round_and_meet_again(
     job.finish(*agents)
 
 
+@pytest.mark.thorough
 def test_the_server_alone_is_started_again(pair: Callable[..., Job], hosts: list[Host]) -> None:
     job = pair()
     agents, world = start(job, hosts)
@@ -200,6 +202,7 @@ def test_the_server_alone_is_started_again(pair: Callable[..., Job], hosts: list
     job.finish(*agents)
 
 
+@pytest.mark.thorough
 def test_the_agent_beside_the_server_may_be_lost_alone(
     pair: Callable[..., Job], hosts: list[Host], shared: Path
 ) -> None:
