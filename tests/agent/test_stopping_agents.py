@@ -167,7 +167,8 @@ if not child:
     os.write(write_end, b"x")
     time.sleep(60)
     os._exit(0)
-os.read(read_end, 1)
+os.close(write_end)
+os.read(read_end, 1)  # nothing, if the signal that the worker got meanwhile has ended the child
 os.kill(child, signal.SIGTERM)
 print(os.waitpid(child, 0)[1], flush=True)
 """
