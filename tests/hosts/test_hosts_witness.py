@@ -120,7 +120,7 @@ def freeze(network: Network, host: Host) -> None:
     host.signal(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("lose", [lose_power, kill_all])
 def test_the_other_host_goes_on_without_either_host(
     pair: Callable[..., Job],
@@ -148,7 +148,7 @@ def test_the_other_host_goes_on_without_either_host(
     assert not ballots(shared), job
 
 
-@pytest.mark.parametrize("lose", [cut_off, freeze])
+@pytest.mark.parametrize("lose", [cut_off, pytest.param(freeze, marks=pytest.mark.thorough)])
 def test_a_host_of_the_server_that_comes_back_joins_the_other(
     pair: Callable[..., Job],
     hosts: list[Host],
