@@ -1,4 +1,4 @@
-"""Measure a call of `regrow.should_stop` while nobody ends the job.
+"""Measure a call of `regrow.should_stop` while there is no request to stop.
 
     python benchmarks/should_stop.py [--check]
 

@@ -13,7 +13,7 @@ ranks get True. No rank may have passed it. Ranks run on while the agents talk, 
 A rank writes the number of its call and then reads the page. The agent writes the page and then
 reads the numbers. Processors may delay a store behind a later load, so the agent has the kernel put
 a memory barrier into all running threads in between (`membarrier`). So either the rank sees HOLD,
-or the agent sees the call. A call costs two stores and two loads as long as nobody ends the job.
+or the agent sees the call. A call costs two stores and two loads as long as there is no request.
 
 A position is the number of the call, counted from the start of the iteration of a wrapped function
 (`regrow.inprocess`), with the numbers of that iteration and of the wrapped call before it. Ranks of

@@ -6,7 +6,7 @@ a view costs the agent nothing, and nothing that hangs in a view can delay the a
 combines both, and the pure function `snapshot` derives all that the views show.
 
 A page of memory wakes nobody, so a view samples it, and reads the ends of the files at the same
-time. It does so while somebody looks, and never otherwise. inotify could not replace the reading:
+time. It does so while a view is open, and never otherwise. inotify could not replace the reading:
 it reports nothing that another host writes to a shared file system.
 """
 
